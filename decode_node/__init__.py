@@ -1,0 +1,1 @@
+"""KV to tokens: reservations, commit of received KV, token streams."""

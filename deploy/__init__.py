@@ -1,0 +1,1 @@
+"""How Tandem is run: command line, local launcher, embedded Redis, demo model."""

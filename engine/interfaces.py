@@ -1,0 +1,98 @@
+"""Protocols that live below their implementers: runner, connector halves, directory. No torch at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from tandem.engine.step import RunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
+    from tandem.engine.request import Request
+
+
+class StepHandle(Protocol):
+    """A launched step. `result()` blocks until its sampled tokens are on the host."""
+
+    step_id: int
+
+    def result(self) -> RunnerOutput: ...
+
+    def done(self) -> bool: ...
+
+
+class Runner(Protocol):
+    """Executes steps in order on one stream. `execute` only enqueues on a GPU; on CPU it may compute at once."""
+
+    def execute(self, output: SchedulerOutput) -> StepHandle: ...
+
+
+class KVConnectorScheduler(Protocol):
+    """Scheduler half of a connector. Called from the step loop only; never blocks.
+
+    It shares no state with the worker half but the object that `build_connector_meta` returns.
+    """
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Called each time `request` heads the waiting queue. How many tokens beyond `num_computed_tokens` will come
+        from outside (0: none, start now), or None: not yet, leave it waiting and ask again at the next step. A source
+        sends its KVClaim on the first call. No side effect on blocks."""
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Called once when blocks were allocated to start (or restart) `request`, and again whenever its block list
+        has grown; `block_ids` is the whole list."""
+
+    def build_connector_meta(self, output: SchedulerOutput) -> object | None:
+        """Called once a step after scheduling, before launch. The result travels as `output.connector_meta`."""
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Called when `request` leaves the scheduler for good. True: the connector owns `block_ids` from now on and
+        gives each back through `BlockPool.free` when no transfer reads it any more. False: free them now."""
+
+
+class KVConnectorWorker(Protocol):
+    """Worker half, bound to one device pool. Also the object behind the layer hooks of tandem.kernels."""
+
+    def register_kv_cache(self, pool: torch.Tensor) -> None:
+        """Once, before the first step: the pool, `[num_blocks, heads, layers, 2, block_size, head_dim]`."""
+
+    def start_load_kv(self, meta: object | None) -> None:
+        """Before the forward pass of each step: bind the step's metadata and start asynchronous loads."""
+
+    def wait_for_kv_layer(self, layer_name: str) -> None:
+        """From inside the attention op, before the layer reads its KV. Enqueues a wait; never blocks the host."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        """From inside the attention op, after the layer wrote its KV. Enqueues the push of that layer; never blocks."""
+
+    def wait_for_save(self) -> None:
+        """After the forward pass of each step: everything saved in this step is enqueued, metadata is unbound."""
+
+    def get_finished(self) -> Iterable[object]:
+        """Completion events since the last call (for the step loop)."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEvent:
+    """A cached block appeared on (stored) or left (removed) this node. Parents stored first, children removed first."""
+
+    block_hash: bytes
+    stored: bool
+    tier: str = "gpu"
+
+
+class DirectoryPublisher(Protocol):
+    """Node side of the directory of cached blocks. `publish` never blocks and never fails: Redis down means later."""
+
+    def publish(self, events: Sequence[BlockEvent]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DirectoryReader(Protocol):
+    """Router side: longest cached prefix per node, answered from memory."""
+
+    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[tuple[str, int], int]:
+        """(node_id, epoch) -> number of leading hash blocks that node holds; nodes with 0 are left out."""

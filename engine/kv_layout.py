@@ -1,0 +1,66 @@
+"""What a node's KV pool looks like in memory, exchanged in the handshake."""
+
+from __future__ import annotations
+
+import msgspec
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers that share one block table. Version one of the engine builds exactly one group."""
+
+    num_layers: int
+    num_kv_heads: int  # heads held by this rank
+    head_dim: int
+    dtype: str  # a key of DTYPE_BYTES
+    kind: str = "full"
+    num_planes: int = 2  # K and V
+    window: int | None = None
+
+    def payload_bytes(self, block_size: int) -> int:
+        return (
+            self.num_kv_heads * self.num_layers * self.num_planes * block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        )
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """Pool layout: `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`, C order, a block contiguous.
+
+    `block_stride_bytes` may exceed the payload (room for fp8 scales). 0 means: exactly the payload.
+    """
+
+    groups: tuple[KVGroup, ...]
+    block_size: int
+    block_stride_bytes: int = 0
+    tp_size: int = 1
+    tp_rank: int = 0
+
+    @property
+    def group(self) -> KVGroup:
+        assert len(self.groups) == 1, "version one has exactly one KV group"
+        return self.groups[0]
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.group.payload_bytes(self.block_size)
+
+    @property
+    def stride_bytes(self) -> int:
+        return self.block_stride_bytes or self.payload_bytes
+
+
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """What must be equal on two nodes before KV may move between them. Each field is a hex digest or a short name."""
+
+    config: str
+    weights: str
+    tokenizer: str
+    rope: str
+    adapter: str = ""
+    hash_scheme: str = "sha256-16/v1"
+    hash_block_size: int = 64
+
+    def key(self) -> bytes:
+        """Bytes that seed the block hashes."""
+        return msgspec.msgpack.encode(self)

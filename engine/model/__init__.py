@@ -1,0 +1,1 @@
+"""Decoder models in plain PyTorch over the attention API of tandem.kernels."""

@@ -1,0 +1,34 @@
+"""How one request's tokens are chosen. Validated by the router, carried in `Submit`, read by the sampler."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Per-request sampling settings; token ids only, no text.
+
+    Stop *strings* are the router's business (it owns the text); nodes see only `stop_token_ids`.
+    `seed` is always set when it reaches a node: the router draws one where the client gave none, so that a
+    second attempt continues the same random sequence.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # u64
+    num_logprobs: int | None = None  # None: off; 0: the sampled token's only; k: top k as well
+    num_prompt_logprobs: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0

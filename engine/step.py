@@ -1,0 +1,111 @@
+"""What the scheduler tells the runner for one step, and what the runner answers. Plain data, no torch.
+
+Slots: the runner keeps batch state on the device in `max_num_seqs` slots (token ids, block table, sampling
+parameters, penalty counts). The scheduler owns the slot numbers; a step patches only what changed. The input of
+a decode row is gathered from the slot's token table at the row's start position, so a token sampled by the step
+before never has to visit the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tandem.engine.messages import TokenLogprobs
+from tandem.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class NewSlot:
+    """A sequence enters (or re-enters after preemption) the batch; the slot's old content is void.
+
+    `token_ids` are all tokens known to the host, prompt and output. Tokens from index `num_prompt_tokens` on are
+    output for penalties and min_tokens, `sampling` applies to the sequence's `sample_index`.
+    """
+
+    slot: int
+    token_ids: np.ndarray  # int32 [num_tokens]
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ForkSlot:
+    """`slot` becomes a copy of `parent_slot` (token table and block table) before its sampled token is written."""
+
+    slot: int
+    parent_slot: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAppend:
+    """Block table patch: entry `index` of `slot` is `block_id` from this step on."""
+
+    slot: int
+    index: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first `num_tokens` slots of a block, all layers, on the compute stream before the step's forward."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One token to sample. `row` indexes `rows`; `slot` gets the token at table position `position`."""
+
+    row: int
+    slot: int
+    position: int
+    sample_index: int
+    output_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRow:
+    """`num_tokens` tokens of `slot` from position `start` on, to be computed in this step."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    prompt_logprobs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step. Order of effect: new_slots, block_appends, copies, forward over rows, forks, sampling."""
+
+    step_id: int
+    rows: tuple[ScheduledRow, ...]
+    samples: tuple[SampleRow, ...]
+    new_slots: tuple[NewSlot, ...] = ()
+    forks: tuple[ForkSlot, ...] = ()
+    block_appends: tuple[BlockAppend, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    connector_meta: object | None = None  # made by KVConnectorScheduler.build_connector_meta
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(slots=True)
+class RunnerOutput:
+    """Host-side result of one step. `token_ids[i]` belongs to `SchedulerOutput.samples[i]`."""
+
+    step_id: int
+    token_ids: np.ndarray  # int32 [num_samples]
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # empty when no sample asked
+    # (row index) -> entries predicting positions start+1 .. start+num_tokens (the last only if it is in the prompt)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Moves and finds KV blocks: connector contract, transports, Redis directory."""

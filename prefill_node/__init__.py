@@ -1,0 +1,1 @@
+"""Prompt to KV and first token: admission order, hand-off of finished prompts."""
