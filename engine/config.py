@@ -1,0 +1,112 @@
+"""Frozen configuration, one dataclass a component, built once from command line, environment and YAML.
+
+Precedence: command line, then environment (`TANDEM_<FIELD>`), then the YAML file, then the default here. Unknown
+keys are errors that name the key; nothing mutates a config after it was built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What is served. `model` is a local folder or a hub name; `served_name` what clients call it."""
+
+    model: str
+    served_name: str = ""  # "": the folder's or hub name's last part
+    load_format: LoadFormat = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's on GPU, float32 on CPU
+    max_model_len: int = 0  # 0: the model's own
+    revision: str = ""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    block_size: int = 64  # tokens; a multiple of hash_block_size
+    hash_block_size: int = 64  # tokens; equal in the whole cluster
+    num_blocks: int = 0  # 0: from kv_cache_memory_bytes, or from free memory
+    kv_cache_memory_bytes: int = 0
+    gpu_memory_utilization: float = 0.90
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048  # tokens a step, decodes and prompt chunks together
+    max_prefill_chunk: int = 0  # 0: only bounded by the budget
+    max_queue: int = 4096  # requests waiting on a node before it refuses more
+    # Decode nodes: prompt tokens (short tails, recompute) mixed into one step while others decode; 0: unbounded.
+    decode_prompt_budget: int = 256
+    # Prefill nodes: share of the pool that finished KV without a grant may fill before prompts wait for a grant.
+    parked_kv_fraction: float = 0.25
+    # Decode nodes: share of the pool kept free for growth of running requests when granting.
+    growth_headroom: float = 0.1
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Durations in seconds."""
+
+    heartbeat_s: float = 0.5
+    peer_lost_s: float = 5.0  # silence after which a peer counts as lost
+    connect_s: float = 10.0
+    grant_lease_s: float = 60.0
+    resend_s: float = 0.5  # an unanswered verb is sent again after this
+    request_s: float = 600.0
+    drain_s: float = 60.0
+    quarantine_warn_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """One prefill, decode or unified node."""
+
+    role: Literal["prefill", "decode", "unified"]
+    model: ModelOptions
+    cache: CacheOptions = field(default_factory=CacheOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    node_id: str = ""  # "": role and a random suffix
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port
+    device: Device = "auto"
+    device_index: int = 0
+    attention_backend: str = "auto"
+    transport: str = "auto"  # or local, shm, tcp
+    redis_url: str = ""  # "": no Redis (single node, or routers given --node)
+    namespace: str = "tandem"
+    cluster_secret_file: str = ""
+    ready_fd: int = -1  # a file descriptor that gets one JSON line when the node serves
+    launcher_address: str = ""  # ZMQ address of the launcher's heartbeat socket
+    num_threads: int = 0  # torch CPU threads; 0: torch's default
+    fault_injection: str = ""  # tests only, see kv_connector/transports/faults.py
+    digests: bool = True
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """One router (several worker processes share the port)."""
+
+    model: ModelOptions  # for the tokenizer only
+    host: str = "127.0.0.1"
+    port: int = 8000
+    workers: int = 1
+    nodes: tuple[str, ...] = ()  # control addresses; empty: discover through Redis
+    redis_url: str = ""
+    namespace: str = "tandem"
+    cluster_secret_file: str = ""
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    max_attempts: int = 3
+    max_body_bytes: int = 8 << 20
+    max_queue: int = 1024  # requests without a node before 429
+    stream_queue: int = 1024  # undelivered events of one stream before its client counts as stuck
+    local_tail_tokens: int = 256  # an uncached tail up to this is computed on the decode node itself
+    api_keys_file: str = ""
+    ready_fd: int = -1
+    launcher_address: str = ""
