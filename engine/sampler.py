@@ -1,0 +1,148 @@
+"""Logits to tokens and log-probabilities, for rows of mixed settings in one batch. Nothing here waits for the device.
+
+Order: logit_bias, min_tokens (EOS and stop ids are banned until then), repetition / presence / frequency penalties,
+temperature, top_k, top_p, min_p, Gumbel-max with the noise of `gumbel.py`. Greedy rows take the argmax of the
+penalised logits, the lowest id on ties. Log-probabilities are those of the model itself: log_softmax of the logits
+before any of this.
+
+Which rows need what is decided on the host (`batch_state.py`), so a batch pays only for what its rows ask for.
+
+Shape legend: N sampled rows, M rows with temperature > 0, P rows with penalties, L rows with logprobs, K most
+logprobs asked for, E sparse entries, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tandem.engine.gumbel import gumbel_noise, row_keys
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """Sparse changes of single logits. `row_E`, `token_E` int64; `value_E` float32 (added; -inf bans the token)."""
+
+    row_E: torch.Tensor
+    token_E: torch.Tensor
+    value_E: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """`row_P` int64; the settings float32 [P]; `output_counts_PV` int32; `in_prompt_PV` bool."""
+
+    row_P: torch.Tensor
+    repetition_P: torch.Tensor
+    presence_P: torch.Tensor
+    frequency_P: torch.Tensor
+    output_counts_PV: torch.Tensor
+    in_prompt_PV: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RandomRows:
+    """Rows with temperature > 0. Settings are float32 [M], the rest int64 [M]; `seed_M` holds the bits of a u64.
+
+    `filtered`: some row has top_k > 0 or top_p < 1; `has_min_p`: some row has min_p > 0.
+    """
+
+    row_M: torch.Tensor
+    temperature_M: torch.Tensor
+    top_k_M: torch.Tensor  # 0: off
+    top_p_M: torch.Tensor
+    min_p_M: torch.Tensor
+    seed_M: torch.Tensor
+    sample_index_M: torch.Tensor
+    output_index_M: torch.Tensor
+    filtered: bool
+    has_min_p: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """What the rows of one step ask for; None: no row asks for it."""
+
+    edits: LogitEdits | None = None
+    penalties: Penalties | None = None
+    random: RandomRows | None = None
+    logprob_row_L: torch.Tensor | None = None  # int64
+    max_num_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Per row: the given token first, then the top K, best first. `rank_L` of the given token, 1 is best."""
+
+    token_LK1: torch.Tensor  # int64 [L, K + 1]
+    logprob_LK1: torch.Tensor  # float32 [L, K + 1]
+    rank_L: torch.Tensor  # int64 [L]
+
+
+@torch.inference_mode()
+def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
+    """Tokens int64 [N] and the log-probabilities of the rows that ask. `logits_NV` float32, overwritten."""
+    raw_LV = None if batch.logprob_row_L is None else logits_NV.index_select(0, batch.logprob_row_L)
+    if batch.edits is not None:
+        logits_NV.index_put_((batch.edits.row_E, batch.edits.token_E), batch.edits.value_E, accumulate=True)
+    if batch.penalties is not None:
+        _apply_penalties(logits_NV, batch.penalties)
+    token_N = logits_NV.argmax(dim=-1)
+    if batch.random is not None:
+        random = batch.random
+        token_N.index_copy_(0, random.row_M, _sample_random(logits_NV.index_select(0, random.row_M), random))
+    if raw_LV is None:
+        return token_N, None
+    assert batch.logprob_row_L is not None
+    chosen_L = token_N.index_select(0, batch.logprob_row_L)
+    return token_N, logprobs_of(raw_LV, chosen_L, batch.max_num_logprobs)
+
+
+def logprobs_of(logits_LV: torch.Tensor, token_L: torch.Tensor, num_logprobs: int) -> Logprobs:
+    """Log-probabilities of `token_L` (int64) and of the `num_logprobs` best tokens under float32 `logits_LV`."""
+    logprob_LV = logits_LV.log_softmax(dim=-1)
+    token_L1 = token_L[:, None]
+    chosen_L1 = logprob_LV.gather(1, token_L1)
+    rank_L = (logprob_LV > chosen_L1).sum(dim=-1) + 1
+    top = logprob_LV.topk(min(num_logprobs, logits_LV.shape[1]), dim=-1)
+    return Logprobs(torch.cat((token_L1, top.indices), dim=1), torch.cat((chosen_L1, top.values), dim=1), rank_L)
+
+
+def _apply_penalties(logits_NV: torch.Tensor, penalties: Penalties) -> None:
+    """Repetition counts prompt and output tokens, presence and frequency only output tokens (as vLLM and OpenAI)."""
+    logits_PV = logits_NV.index_select(0, penalties.row_P)
+    count_PV = penalties.output_counts_PV
+    in_output_PV = count_PV > 0
+    repetition_P1 = penalties.repetition_P[:, None]
+    repeated_PV = torch.where(logits_PV > 0, logits_PV / repetition_P1, logits_PV * repetition_P1)
+    logits_PV = torch.where(in_output_PV | penalties.in_prompt_PV, repeated_PV, logits_PV)
+    logits_PV -= penalties.frequency_P[:, None] * count_PV
+    logits_PV -= penalties.presence_P[:, None] * in_output_PV
+    logits_NV.index_copy_(0, penalties.row_P, logits_PV)
+
+
+def _sample_random(logits_MV: torch.Tensor, rows: RandomRows) -> torch.Tensor:
+    logits_MV = logits_MV / rows.temperature_M[:, None]
+    if rows.filtered:
+        logits_MV = _keep_top(logits_MV, rows.top_k_M, rows.top_p_M)
+    if rows.has_min_p:
+        # p >= min_p * p_max, in logarithms; min_p 0 gives a threshold of -inf and keeps all.
+        threshold_M1 = logits_MV.amax(dim=-1, keepdim=True) + rows.min_p_M[:, None].log()
+        logits_MV = logits_MV.masked_fill(logits_MV < threshold_M1, float("-inf"))
+    key_M = row_keys(rows.seed_M, rows.sample_index_M, rows.output_index_M)
+    return gumbel_noise(key_M, logits_MV.shape[1]).add_(logits_MV).argmax(dim=-1)
+
+
+def _keep_top(logits_MV: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor) -> torch.Tensor:
+    """Bans all but the `top_k` best tokens (0: all), then all but the fewest best whose probability reaches `top_p`.
+
+    Ties go to the lowest id. Sums run in float64 so that the kept set doesn't hang on the order of additions.
+    """
+    sorted_MV, index_MV = logits_MV.sort(dim=-1, descending=True, stable=True)
+    place_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
+    dropped_MV = (place_V >= top_k_M[:, None]) & (top_k_M > 0)[:, None]
+    probability_MV = sorted_MV.masked_fill(dropped_MV, float("-inf")).to(torch.float64).softmax(dim=-1)
+    before_MV = probability_MV.cumsum(dim=-1) - probability_MV
+    dropped_MV |= (before_MV >= top_p_M[:, None]) & (top_p_M < 1.0)[:, None] & (place_V > 0)
+    return logits_MV.masked_fill(torch.zeros_like(dropped_MV).scatter_(1, index_MV, dropped_MV), float("-inf"))
