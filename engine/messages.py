@@ -255,6 +255,7 @@ class KVReady(Message, frozen=True, kw_only=True):
     sink_epoch: int
     first_tokens: tuple[FirstToken, ...]
     digests: bytes
+    round: int = 0  # 0 at first; otherwise of the KVResend that it answers
 
 
 class KVCommitted(Message, frozen=True, kw_only=True):
@@ -272,6 +273,7 @@ class KVResend(Message, frozen=True, kw_only=True):
     attempt: int
     grant_id: int
     indices: tuple[int, ...]
+    round: int = 1  # counts from 1; a KVReady of an older round is a late duplicate
 
 
 class KVRefused(Message, frozen=True, kw_only=True):

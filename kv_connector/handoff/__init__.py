@@ -1,0 +1,1 @@
+"""The hand-off protocol as two pure transition tables, source and sink."""
