@@ -1,0 +1,310 @@
+"""Native PyTorch attention: any device, any dtype, every option. The yardstick for correctness and the CPU backend.
+
+Decode rows are gathered from the paged cache, padded to groups of similar length and computed as one attention call a
+group; prefill rows are computed one sequence at a time in chunks of queries. Slots past a sequence's end may hold
+anything, NaN included: they are masked out of the scores and zeroed in the values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps
+from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal
+from tandem.kernels.errors import UnsupportedOptionError
+from tandem.kernels.metadata import AttentionMetadata, RowBatch
+from tandem.kernels.quantization import Scale, dequantize, quantize
+from tandem.kernels.spec import AttentionSpec, AttentionType
+
+if TYPE_CHECKING:
+    from tandem.kernels.attention import Attention
+
+QUERY_CHUNK = 512  # queries of a prefill row that share one mask
+GROUP_TOKENS = 1 << 18  # padded tokens of decode rows gathered at once
+
+
+def write_to_cache(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+    """key/value [T, K, D] to slots [T]; negative slots are skipped (finding them waits for the device)."""
+    slots = slot_mapping.reshape(-1).long()
+    keep = slots >= 0
+    if not bool(keep.all()):
+        slots, key, value = slots[keep], key[keep], value[keep]
+    if slots.numel() == 0:
+        return
+    blocks, offsets = slots // kv.block_size, slots % kv.block_size
+    for source, cache, scale in ((key, kv.key_cache, kv.k_scale), (value, kv.value_cache, kv.v_scale)):
+        stored = quantize(source, scale) if kv.is_fp8 else source.to(cache.dtype)
+        _movable(cache)[blocks, :, offsets] = _movable(stored)
+
+
+def gather_blocks(cache: torch.Tensor, scale: Scale, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """cache [num_blocks, K, S, D], block_ids int64 [N, B] -> [N, K, B * S, D] in `dtype`, dequantized."""
+    _, num_heads, block_size, head_size = cache.shape
+    heads = torch.arange(num_heads, device=cache.device)
+    gathered = _movable(cache)[block_ids[:, None, :], heads[None, :, None]]
+    tokens = gathered.view(cache.dtype).reshape(block_ids.shape[0], num_heads, -1, head_size)
+    if _is_fp8(cache):
+        return dequantize(tokens, scale, dtype)
+    return tokens.to(dtype)
+
+
+class NativeOps(PagedOps):
+    write = staticmethod(write_to_cache)
+
+    @staticmethod
+    def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
+        groups = rows.scratch.get("decode_groups")
+        if groups is None:
+            groups = rows.scratch["decode_groups"] = similar_lengths(rows.seq_lens_cpu)
+        if len(groups) == 1:
+            return _decode_group(query, kv, rows, spec, None)
+        output = torch.empty_like(query)
+        for group in groups:
+            index = torch.tensor(group, device=query.device)
+            output[index] = _decode_group(query[index], kv, rows, spec, group)
+        return output
+
+    @staticmethod
+    def prefill(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV | None,
+        rows: RowBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        output = torch.empty_like(query)
+        start = 0
+        for row, (new, total) in enumerate(zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)):
+            tokens = slice(start, start + new)
+            start += new
+            k, v = key[tokens], value[tokens]
+            if total > new:
+                if kv is None:
+                    raise ValueError(f"row {row} has {total - new} earlier tokens, but no kv_cache holds them")
+                k, v = _with_prefix(k, v, kv, rows.block_tables[row], total - new)
+            output[tokens] = _attend_row(query[tokens], k, v, total - new, spec)
+        return output
+
+
+class NativeImpl(PagedImpl):
+    """Adds to the paged flow what only this backend does: encoder and cross attention."""
+
+    ops = NativeOps
+
+    def forward(
+        self,
+        attn_layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+        attn_type: str = AttentionType.DECODER,
+    ) -> torch.Tensor:
+        if attn_type == AttentionType.DECODER:
+            return super().forward(attn_layer, query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+        if attn_type == AttentionType.ENCODER_DECODER:
+            return self._forward_cross(query, key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata)
+        use_encoder_lens = attn_type == AttentionType.ENCODER and attn_metadata.encoder_seq_lens is not None
+        lengths = attn_metadata.encoder_seq_lens_cpu if use_encoder_lens else attn_metadata.query_lens_cpu
+        return self._forward_encoder(query, key, value, lengths)
+
+    def _forward_encoder(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
+    ) -> torch.Tensor:
+        if sum(lengths) != query.shape[0]:
+            raise ValueError(f"{query.shape[0]} encoder tokens, but encoder_seq_lens add up to {sum(lengths)}")
+        output = torch.empty_like(query)
+        start = 0
+        for length in lengths:
+            tokens = slice(start, start + length)
+            output[tokens] = _attend_row(query[tokens], key[tokens], value[tokens], 0, self.spec, causal=False)
+            start += length
+        return output
+
+    def _forward_cross(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv: PagedKV,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Encoder KV is written on the step that brings it (`cross_slot_mapping`), and read from the cache always."""
+        if meta.encoder_seq_lens is None:
+            raise UnsupportedOptionError("attn_type", "cross attention needs encoder_seq_lens and cross_block_tables")
+        if meta.cross_slot_mapping is not None and key is not None and value is not None:
+            write_to_cache(key, value, kv, meta.cross_slot_mapping)
+        rows = meta.cross_rows()
+        output = torch.zeros_like(query)
+        start = 0
+        for row, (new, length) in enumerate(zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)):
+            tokens = slice(start, start + new)
+            start += new
+            if length:
+                k, v = _read_prefix(kv, rows.block_tables[row], length, query.dtype)
+                output[tokens] = _attend_row(query[tokens], k, v, 0, self.spec, causal=False)
+        return output
+
+
+class NativeBackend(AttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "NATIVE"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return NativeImpl
+
+    @staticmethod
+    def get_ops() -> type[PagedOps]:
+        return NativeOps
+
+    @staticmethod
+    def unavailable_reason() -> str | None:
+        return None
+
+    @staticmethod
+    def unsupported_reason(
+        device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec
+    ) -> str | None:
+        return None if dtype.is_floating_point else f"dtype {dtype} is no floating point type"
+
+
+def similar_lengths(seq_lens: tuple[int, ...]) -> list[list[int]]:
+    """Rows grouped so that padding at most doubles a group, and no group gathers more than GROUP_TOKENS.
+
+    Rows that all fit one group come back in their own order.
+    """
+    groups: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(seq_lens)), key=lambda row: -seq_lens[row]):
+        length = max(seq_lens[row], 1)
+        if not groups or (length * 2 < longest and longest > 256) or (len(groups[-1]) + 1) * longest > GROUP_TOKENS:
+            groups.append([])
+            longest = length
+        groups[-1].append(row)
+    return [list(range(len(seq_lens)))] if len(groups) == 1 else groups
+
+
+def _decode_group(
+    query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec, group: list[int] | None
+) -> torch.Tensor:
+    """query [N, H, D] of the rows in `group` (None: all) -> [N, H, D]."""
+    num_rows, num_heads, head_size = query.shape
+    block_ids, lengths, shortest = _group_index(rows, kv.block_size, None if group is None else tuple(group))
+    key = gather_blocks(kv.key_cache, kv.k_scale, block_ids, query.dtype)
+    value = gather_blocks(kv.value_cache, kv.v_scale, block_ids, query.dtype)
+    padded = key.shape[2]
+    positions = torch.arange(padded, device=query.device)
+    if shortest < padded:
+        invalid = (positions[None, shortest:] >= lengths[:, None])[:, None, :, None]
+        key[:, :, shortest:].masked_fill_(invalid, 0)
+        value[:, :, shortest:].masked_fill_(invalid, 0)
+    query_positions = (lengths - 1)[:, None]
+    allowed = positions[None, None, :] < lengths[:, None, None]
+    allowed = mask_of(spec, query_positions, positions, allowed)
+    allowed[..., 0] |= (lengths == 0)[:, None, None]  # an empty row attends to a zeroed value: output 0
+    bias = bias_of(spec, query_positions, positions, query.device)
+    folded = query.reshape(num_rows, spec.num_kv_heads, spec.group_size, head_size)
+    if bias is not None:
+        bias = bias.reshape(num_rows, spec.num_kv_heads, spec.group_size, padded)
+    if allowed.shape[1] == num_heads:
+        allowed = allowed.reshape(num_rows, spec.num_kv_heads, spec.group_size, padded)
+    output = attend(folded, key, value, allowed, bias, spec)
+    return output.reshape(num_rows, num_heads, head_size)
+
+
+def _group_index(
+    rows: RowBatch, block_size: int, group: tuple[int, ...] | None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """(block ids int64 [N, B], lengths int64 [N], shortest length), shared by all layers of the step."""
+    cached = rows.scratch.get(("decode_index", block_size, group))
+    if cached is not None:
+        return cached
+    picked = range(rows.num_rows) if group is None else group
+    lengths_cpu = [rows.seq_lens_cpu[row] for row in picked]
+    num_blocks = max(1, -(-max(lengths_cpu, default=1) // block_size))
+    index = torch.tensor(picked, device=rows.seq_lens.device, dtype=torch.long)
+    lengths = rows.seq_lens[index].long()
+    block_ids = rows.block_tables[index, :num_blocks].long()
+    used = torch.arange(num_blocks, device=lengths.device)[None, :] * block_size < lengths[:, None]
+    result = (block_ids.where(used, 0), lengths, min(lengths_cpu, default=0))
+    rows.scratch["decode_index", block_size, group] = result
+    return result
+
+
+def _attend_row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    num_earlier: int,
+    spec: AttentionSpec,
+    causal: bool = True,
+) -> torch.Tensor:
+    """One sequence: query [L, H, D] at positions num_earlier …, key/value [S, K, D] -> [L, H, D]."""
+    num_queries, _, head_size = query.shape
+    q = query.reshape(num_queries, spec.num_kv_heads, spec.group_size, head_size).permute(1, 2, 0, 3)
+    k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, spec.group_size, -1, -1) for x in (key, value))
+    if plain_causal(spec, num_earlier, causal):
+        out = attend(q, k, v, None, None, spec, is_causal=causal)
+        return out.permute(2, 0, 1, 3).reshape(query.shape)
+    output = torch.empty_like(query)
+    for start in range(0, num_queries, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, num_queries)
+        visible = num_earlier + stop if causal else key.shape[0]
+        out = _attend_chunk(
+            q[:, :, start:stop], k[:, :, :visible], v[:, :, :visible], num_earlier + start, spec, causal
+        )
+        output[start:stop] = out.permute(2, 0, 1, 3).reshape(stop - start, *query.shape[1:])
+    return output
+
+
+def _attend_chunk(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_position: int, spec: AttentionSpec, causal: bool
+) -> torch.Tensor:
+    """q [K, G, L, D] at positions first_position …, k/v [K, G, S, D] -> [K, G, L, D]."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    query_positions = torch.arange(first_position, first_position + num_queries, device=q.device)[None]
+    positions = torch.arange(num_keys, device=q.device)
+    seen = positions[None, None, :] <= query_positions[:, :, None]
+    allowed = mask_of(spec, query_positions, positions, seen if causal else torch.ones_like(seen))
+    if not causal and spec.sliding_window is not None:  # a window looks both ways when nothing else hides the future
+        allowed = allowed & (positions < query_positions[:, None, :, None] + spec.sliding_window)
+    bias = bias_of(spec, query_positions, positions, q.device)
+    shape = (spec.num_kv_heads, spec.group_size, num_queries, num_keys)
+    if allowed.shape[1] == spec.num_heads:
+        allowed = allowed.reshape(shape)
+    return attend(q, k, v, allowed, None if bias is None else bias.reshape(shape), spec)
+
+
+def _with_prefix(
+    key: torch.Tensor, value: torch.Tensor, kv: PagedKV, block_table: torch.Tensor, num_earlier: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cached first `num_earlier` tokens followed by the new ones, [S, K, D]."""
+    old_key, old_value = _read_prefix(kv, block_table, num_earlier, key.dtype)
+    return torch.cat((old_key, key)), torch.cat((old_value, value))
+
+
+def _read_prefix(
+    kv: PagedKV, block_table: torch.Tensor, num_tokens: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first `num_tokens` tokens of a sequence, key and value [num_tokens, K, D]."""
+    block_ids = block_table[: -(-num_tokens // kv.block_size)].long()[None]
+    key = gather_blocks(kv.key_cache, kv.k_scale, block_ids, dtype)[0, :, :num_tokens]
+    value = gather_blocks(kv.value_cache, kv.v_scale, block_ids, dtype)[0, :, :num_tokens]
+    return key.transpose(0, 1), value.transpose(0, 1)
+
+
+def _is_fp8(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.element_size() == 1
+
+
+def _movable(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 as raw bytes: indexing isn't implemented for fp8 everywhere, and moving bytes needs no arithmetic."""
+    return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor
