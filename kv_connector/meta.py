@@ -106,8 +106,8 @@ class Finalize:
 @dataclass(frozen=True, slots=True)
 class Retire:
     """End of a grant on the source. Queued jobs of it that have not begun are dropped, the one running is finished and
-    flushed; pushes of it that are queued later (steps already launched) are dropped too. Then Retired: from that event on
-    no write of this grant can land, none of its source blocks is read, and no KVReady of it will be sent.
+    flushed; pushes of it that are queued later (steps already launched) are dropped too. Then Retired: from that event
+    on no write of this grant can land, none of its source blocks is read, and no KVReady of it will be sent.
     """
 
     key: HandoffKey
@@ -190,7 +190,7 @@ TransferEvent = ReadySent | PushFailed | Retired | Verified
 
 @dataclass(frozen=True, slots=True)
 class OpenGrant:
-    """From now on writes that name this grant may land in its blocks, from its source only. Before the KVGrant is sent."""
+    """Writes that name this grant may land in its blocks, from its source only. Comes before the KVGrant is sent."""
 
     grant: KVGrant
 
