@@ -1,0 +1,110 @@
+"""What every transport is: it moves blocks of one node's pool into granted blocks of another node's pool.
+
+    register(pool) → export() → [handshake carries NodeInfo] → admit(source) on the sink, connect(sink) on the source
+    → open_grant → Channel.write … Channel.flush → close_grant; fence(source) when the source can't be asked.
+
+Legend of shapes: N num_blocks, H num_kv_heads, L num_layers, P planes (K and V), B block_size, D head_dim.
+Pools are pool_NHLPBD; one block is contiguous, its stride may exceed its payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tandem.engine.errors import GrantError
+from tandem.engine.kv_layout import KVLayout
+from tandem.engine.messages import KVGrant, NodeInfo
+
+# Called at most once a channel, from any thread: (node_id, epoch, reason). The channel takes no more writes.
+OnLost = Callable[[str, int, str], None]
+BlockPairs = Sequence[tuple[int, int]]  # (source block id, destination block id)
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredPool:
+    """A node's pool as its transports see it."""
+
+    pool_NHLPBD: torch.Tensor
+    layout: KVLayout
+    node_id: str
+    epoch: int
+
+
+class Channel(Protocol):
+    """One source's way into one sink's pool. `write` and `flush` belong to one thread, `close` to any."""
+
+    peer_id: str
+    peer_epoch: int
+
+    def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
+        """Starts (or does) the copy of `layers` (None: all) of each source block into its destination block.
+
+        Of pair i only slots 0 .. num_valid[i]-1 move. On CUDA, copies are ordered after the current stream's work.
+        Raises GrantError (nothing moved) for a destination outside the grant or a grant of another sink epoch;
+        TransportError, PeerLostError when the bytes can't be moved: the destination is then undefined.
+        """
+
+    def flush(self, grant: KVGrant) -> None:
+        """Returns when every write made under `grant` is in the sink's memory; raises TransportError if one is not."""
+
+    def close(self) -> None:
+        """Idempotent. A write in progress in another thread fails with PeerLostError soon."""
+
+
+class Transport(Protocol):
+    """One way to move blocks, both halves: a node is source and sink at once."""
+
+    name: str
+    receiver_writes: bool  # True: close_grant alone proves that no write can land; False: only Drained or fence does
+
+    def is_usable(self, device: torch.device) -> tuple[bool, str]:
+        """Whether pools on `device` can be moved this way, and if not, why."""
+
+    def pool_storage(self, nbytes: int) -> memoryview | None:
+        """Zeroed memory that the pool must live in (engine/kv_pool.py's `storage`); None: any memory will do."""
+
+    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+        """Once, before anything below."""
+
+    def export(self) -> bytes:
+        """Address of this node's pool for peers: the value of NodeInfo.transports[name]."""
+
+    def connect(self, peer: NodeInfo, on_lost: OnLost) -> Channel:
+        """Source: a channel to `peer`; one to an older epoch of the same node is closed. Raises TransportError."""
+
+    def admit(self, peer: NodeInfo) -> None:
+        """Sink: `peer` was greeted and may become a source. Raises TransportError if it could not be fenced later."""
+
+    def open_grant(self, grant: KVGrant) -> None:
+        """Sink: writes under this grant may land from here on. Idempotent. Raises GrantError for a fenced source."""
+
+    def close_grant(self, grant_id: int) -> None:
+        """Sink: if `receiver_writes`, returns when no write under this grant can land any more. Idempotent."""
+
+    def fence(self, node_id: str, epoch: int) -> Future[None]:
+        """Sink: done when no write of that source epoch can land any more, ever. Its callbacks run on any thread."""
+
+    def close(self) -> None:
+        """Lets go of every channel, peer and thread."""
+
+
+def check_write(grant: KVGrant, pairs: BlockPairs, num_valid: Sequence[int], peer_epoch: int) -> None:
+    """The source's own check before bytes leave: raises GrantError if the grant does not cover this write."""
+    assert len(pairs) == len(num_valid), "one number of valid slots a pair"
+    if grant.sink_epoch != peer_epoch:
+        raise GrantError(
+            f"grant {grant.grant_id:#x} is for epoch {grant.sink_epoch:#x} of {grant.sink_id}, "
+            f"the channel leads to epoch {peer_epoch:#x}",
+            request_id=grant.request_id,
+        )
+    granted = set(grant.block_ids)
+    for _, destination in pairs:
+        if destination not in granted:
+            raise GrantError(
+                f"block {destination} is not part of grant {grant.grant_id:#x}", request_id=grant.request_id
+            )

@@ -1,0 +1,127 @@
+"""Transport between two nodes of one process. The sink's gate is passed for each block, as over a socket."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from tandem.engine.errors import GrantError, PeerLostError, TransportError
+from tandem.engine.kv_layout import KVLayout
+from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.geometry import copy_blocks
+from tandem.kv_connector.transports.grants import GrantTable
+from tandem.kv_connector.transports.pool_channel import PoolChannel
+
+_registered: dict[tuple[str, int], LocalTransport] = {}
+_registered_lock = threading.Lock()
+
+
+class LocalTransport:
+    """Registry of this process's pools by (node_id, epoch)."""
+
+    name = "local"
+    receiver_writes = True
+
+    def __init__(self) -> None:
+        self.grants = GrantTable()
+        self.pool: RegisteredPool | None = None
+        self._lock = threading.Lock()
+        self._channels: list[LocalChannel] = []
+
+    def is_usable(self, device: torch.device) -> tuple[bool, str]:
+        return True, ""
+
+    def pool_storage(self, nbytes: int) -> memoryview | None:
+        return None
+
+    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+        assert self.pool is None, "a pool is registered once"
+        self.pool = RegisteredPool(pool, layout, node_id, epoch)
+        with _registered_lock:
+            _registered[node_id, epoch] = self
+
+    def export(self) -> bytes:
+        return b""
+
+    def connect(self, peer: NodeInfo, on_lost: OnLost) -> LocalChannel:
+        assert self.pool is not None, "register the pool first"
+        with _registered_lock:
+            sink = _registered.get((peer.node_id, peer.epoch))
+        if sink is None:
+            raise PeerLostError(f"{peer.node_id} epoch {peer.epoch:#x} has no pool in this process")
+        channel = LocalChannel(self.pool, sink, on_lost)
+        with self._lock:
+            older = [each for each in self._channels if each.peer_id == peer.node_id]
+            self._channels = [each for each in self._channels if each.peer_id != peer.node_id] + [channel]
+        for each in older:
+            each.close()
+        return channel
+
+    def admit(self, peer: NodeInfo) -> None:
+        pass  # the gate alone decides
+
+    def open_grant(self, grant: KVGrant) -> None:
+        self.grants.open(grant)
+
+    def close_grant(self, grant_id: int) -> None:
+        self.grants.close(grant_id)
+
+    def fence(self, node_id: str, epoch: int) -> Future[None]:
+        self.grants.fence(node_id, epoch)
+        fenced: Future[None] = Future()
+        fenced.set_result(None)
+        return fenced
+
+    def close(self) -> None:
+        if self.pool is not None:
+            with _registered_lock:
+                _registered.pop((self.pool.node_id, self.pool.epoch), None)
+        with self._lock:
+            channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+
+class LocalChannel(PoolChannel):
+    def __init__(self, source: RegisteredPool, sink: LocalTransport, on_lost: OnLost) -> None:
+        assert sink.pool is not None, "only transports with a pool are found"
+        super().__init__(source, sink.pool.node_id, sink.pool.epoch, on_lost)
+        self._sink = sink
+        self._refused: dict[int, str] = {}  # by grant id, until flushed
+
+    def _copy(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+    ) -> None:
+        sink_pool = self._sink.pool
+        if sink_pool is None or _registered.get((self.peer_id, self.peer_epoch)) is not self._sink:
+            self.lose("its pool is gone")
+        self._raise_if_ended()
+        assert sink_pool is not None
+        me = (self.source.node_id, self.source.epoch)
+        for pair, valid in zip(pairs, num_valid, strict=True):
+            try:
+                with self._sink.grants.writing(grant.grant_id, me, (pair[1],)):
+                    copy_blocks(pool_NHLPBD, sink_pool.pool_NHLPBD, [pair], layers, [valid])
+                    if sink_pool.pool_NHLPBD.is_cuda:
+                        torch.cuda.current_stream(sink_pool.pool_NHLPBD.device).synchronize()
+            except GrantError as error:
+                self._refused[grant.grant_id] = error.message
+                raise TransportError(f"{self.peer_id} refused: {error.message}", request_id=grant.request_id) from error
+
+    def flush(self, grant: KVGrant) -> None:
+        self._raise_if_ended()
+        reason = self._refused.pop(grant.grant_id, None)
+        if reason is not None:
+            raise TransportError(f"{self.peer_id} refused: {reason}", request_id=grant.request_id)
+
+    def _release(self) -> None:
+        pass

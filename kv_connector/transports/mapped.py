@@ -1,0 +1,215 @@
+"""What one-sided transports between processes of one host share: everything but how memory is mapped and copied.
+
+The source maps the sink's pool and stores into it without the sink's help. Hence:
+- the sink can't turn a write away; only the exit of the source's process (its pidfd) proves that none can land;
+- a source keeps a mapping no longer than its sink's epoch: it ends when that process exits or a newer epoch connects,
+  otherwise a dead node's memory would stay allocated.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tandem.engine.errors import GrantError, PeerLostError, TransportError
+from tandem.engine.kv_layout import KVLayout
+from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.kv_connector.fence import ProcessRef, Watch, host_id, process_watcher
+from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.geometry import copy_blocks
+from tandem.kv_connector.transports.pool_channel import PoolChannel
+
+
+class MappedExport(msgspec.Struct, frozen=True):
+    """Value of NodeInfo.transports for these transports. `handle` is read by the one transport alone."""
+
+    pid: int
+    start_time: int
+    num_blocks: int
+    handle: bytes
+
+    @property
+    def process(self) -> ProcessRef:
+        return ProcessRef(self.pid, self.start_time)
+
+
+class Mapping:
+    """Another process's pool in our address space, unmapped when this object drops its only reference to it.
+
+    `close` waits for the copy that is running.
+    """
+
+    def __init__(self, pool_NHLPBD: torch.Tensor) -> None:
+        self._lock = threading.Lock()
+        self._pool: torch.Tensor | None = pool_NHLPBD
+
+    def copy_in(self, source_NHLPBD: torch.Tensor, pair: tuple[int, int], layers: range | None, num_valid: int) -> bool:
+        """Copies one block; False when the mapping is closed."""
+        with self._lock:
+            if self._pool is None:
+                return False
+            copy_blocks(source_NHLPBD, self._pool, [pair], layers, [num_valid])
+            return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._pool = None
+
+
+class MappedTransport(ABC):
+    """Life of channels and fences; subclasses export and map memory."""
+
+    name: str
+    receiver_writes = False
+
+    def __init__(self) -> None:
+        self.pool: RegisteredPool | None = None
+        self._host_id = host_id()
+        self._lock = threading.Lock()
+        self._channels: dict[str, MappedChannel] = {}  # by sink's node_id: the newest epoch
+        self._sources: dict[tuple[str, int], Watch] = {}  # processes that may write into our pool
+
+    @abstractmethod
+    def is_usable(self, device: torch.device) -> tuple[bool, str]: ...
+
+    @abstractmethod
+    def pool_storage(self, nbytes: int) -> memoryview | None: ...
+
+    @abstractmethod
+    def _export_handle(self) -> bytes:
+        """How a peer finds this process's pool."""
+
+    @abstractmethod
+    def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
+        """Maps a peer's pool. Raises TransportError."""
+
+    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+        assert self.pool is None, "a pool is registered once"
+        self.pool = RegisteredPool(pool, layout, node_id, epoch)
+
+    def export(self) -> bytes:
+        assert self.pool is not None, "register the pool first"
+        me = ProcessRef.current()
+        num_blocks = self.pool.pool_NHLPBD.shape[0]
+        return msgspec.msgpack.encode(MappedExport(me.pid, me.start_time, num_blocks, self._export_handle()))
+
+    def connect(self, peer: NodeInfo, on_lost: OnLost) -> MappedChannel:
+        assert self.pool is not None, "register the pool first"
+        assert peer.layout is not None, "only nodes are connected to"
+        export = self._peer_export(peer)
+        self._check_same_user(export.process)
+        channel = MappedChannel(self.pool, peer, self._map(export, peer.layout), on_lost)
+        try:
+            channel.watch_peer(export.process)
+        except PeerLostError:
+            channel.close()
+            raise
+        with self._lock:
+            superseded = self._channels.get(peer.node_id)
+            self._channels[peer.node_id] = channel
+        if superseded is not None:
+            superseded.close()
+        return channel
+
+    def admit(self, peer: NodeInfo) -> None:
+        source = (peer.node_id, peer.epoch)
+        with self._lock:
+            if source in self._sources:
+                return
+        watch = process_watcher().watch(self._peer_export(peer).process, lambda: self._forget_source(source))
+        with self._lock:
+            self._sources[source] = watch
+        if watch.exited.done():
+            self._forget_source(source)
+
+    def open_grant(self, grant: KVGrant) -> None:
+        with self._lock:
+            if (grant.source_id, grant.source_epoch) not in self._sources:
+                raise GrantError(
+                    f"{grant.source_id} epoch {grant.source_epoch:#x} has exited or was never admitted to {self.name}",
+                    request_id=grant.request_id,
+                )
+
+    def close_grant(self, grant_id: int) -> None:  # noqa: B027
+        pass  # proves nothing here: the source writes without asking
+
+    def fence(self, node_id: str, epoch: int) -> Future[None]:
+        with self._lock:
+            watch = self._sources.get((node_id, epoch))
+        if watch is not None:
+            return watch.exited
+        gone: Future[None] = Future()
+        gone.set_result(None)
+        return gone
+
+    def close(self) -> None:
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+            watches, self._sources = list(self._sources.values()), {}
+        for channel in channels:
+            channel.close()
+        for watch in watches:
+            process_watcher().unwatch(watch)
+
+    def _forget_source(self, source: tuple[str, int]) -> None:
+        with self._lock:
+            self._sources.pop(source, None)
+
+    def _peer_export(self, peer: NodeInfo) -> MappedExport:
+        if peer.host_id != self._host_id:
+            raise TransportError(f"{self.name} needs {peer.node_id} on this host, in this pid namespace")
+        try:
+            return msgspec.msgpack.decode(peer.transports[self.name], type=MappedExport)
+        except (KeyError, msgspec.MsgspecError) as error:
+            raise TransportError(f"{peer.node_id} exports no pool for {self.name}") from error
+
+    @staticmethod
+    def _check_same_user(process: ProcessRef) -> None:
+        try:
+            owner = Path(f"/proc/{process.pid}").stat().st_uid
+        except OSError as error:
+            raise PeerLostError(f"process {process.pid} is gone: {error.strerror}") from error
+        if owner != os.geteuid():
+            raise TransportError(f"process {process.pid} belongs to user {owner}, this one to {os.geteuid()}")
+
+
+class MappedChannel(PoolChannel):
+    """Stores into a mapped pool. Ends with the peer's process."""
+
+    def __init__(self, source: RegisteredPool, peer: NodeInfo, mapping: Mapping, on_lost: OnLost) -> None:
+        super().__init__(source, peer.node_id, peer.epoch, on_lost)
+        self._mapping = mapping
+        self._watch: Watch | None = None
+
+    def watch_peer(self, process: ProcessRef) -> None:
+        """Raises PeerLostError when it is gone, or is not the process that the mapping was meant for."""
+        self._watch = process_watcher().watch(process, lambda: self.lose("its process exited"))
+        if self.ended:
+            self._release()
+
+    def _copy(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+    ) -> None:
+        for pair, valid in zip(pairs, num_valid, strict=True):
+            if not self._mapping.copy_in(pool_NHLPBD, pair, layers, valid):
+                self._raise_if_ended()
+
+    def flush(self, grant: KVGrant) -> None:
+        self._raise_if_ended()  # a store that returned is in the pool
+
+    def _release(self) -> None:
+        self._mapping.close()
+        if self._watch is not None:
+            process_watcher().unwatch(self._watch)

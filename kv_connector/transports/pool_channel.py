@@ -1,0 +1,82 @@
+"""Base of the channels that read blocks out of a pool of this process."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from tandem.engine.errors import PeerLostError
+from tandem.engine.messages import KVGrant
+from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool, check_write
+
+
+class PoolChannel(ABC):
+    """Checks each write against its grant, reports the loss of the peer once."""
+
+    def __init__(self, source: RegisteredPool, peer_id: str, peer_epoch: int, on_lost: OnLost) -> None:
+        self.source = source
+        self.peer_id, self.peer_epoch = peer_id, peer_epoch
+        self._on_lost = on_lost
+        self._end_lock = threading.Lock()
+        self._end_reason = ""  # why it takes no more writes
+
+    def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
+        self.write_from(self.source.pool_NHLPBD, grant, pairs, layers, num_valid)
+
+    def write_from(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+    ) -> None:
+        """As `write`, but source block ids index `pool_NHLPBD` (staged or, in fault injection, altered blocks)."""
+        check_write(grant, pairs, num_valid, self.peer_epoch)
+        self._raise_if_ended()
+        if pairs:
+            self._copy(pool_NHLPBD, grant, pairs, layers, num_valid)
+
+    @abstractmethod
+    def _copy(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+    ) -> None: ...
+
+    @abstractmethod
+    def flush(self, grant: KVGrant) -> None: ...
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Lets go of sockets or mappings; called once."""
+
+    def close(self) -> None:
+        self._end("the channel was closed here")
+
+    def lose(self, reason: str) -> None:
+        """The peer can't be written to any more: ends the channel and tells its owner."""
+        if self._end(reason):
+            self._on_lost(self.peer_id, self.peer_epoch, reason)
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._end_reason)
+
+    def _end(self, reason: str) -> bool:
+        with self._end_lock:
+            if self._end_reason:
+                return False
+            self._end_reason = reason
+        self._release()
+        return True
+
+    def _raise_if_ended(self) -> None:
+        if self._end_reason:
+            raise PeerLostError(f"{self.peer_id} epoch {self.peer_epoch:#x} can't be written to: {self._end_reason}")

@@ -1,0 +1,211 @@
+"""Sink side of one KV connection: a thread that reads frames and does the writing into the pool.
+
+It stores into a block only inside `GrantTable.writing`. When the grant closes meanwhile, an eventfd wakes it out of
+waiting for bytes, and the rest of the frame is read into a scratch buffer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from tandem.engine.errors import GrantError, PeerLostError, TandemError, TransportError
+from tandem.kv_connector.transports.base import RegisteredPool
+from tandem.kv_connector.transports.geometry import BlockGeometry, byte_view, pool_stride_bytes
+from tandem.kv_connector.transports.grants import GrantTable, OpenGrant
+from tandem.kv_connector.transports.staging import Staging
+from tandem.kv_connector.transports.tcp_wire import (
+    MAX_FRAME_BYTES,
+    FlushFrame,
+    FlushReply,
+    WriteFrame,
+    advance,
+    decode_frame,
+    receive_header,
+    receive_into,
+    send_frame,
+    transport_error,
+)
+
+logger = logging.getLogger(__name__)
+_MAX_REFUSALS = 1024  # grants with refused writes that a source has not flushed
+_SCRATCH_BYTES = 1 << 18
+
+
+class _GrantClosedError(Exception):
+    """The grant was closed while its payload was being received."""
+
+
+class Receiver:
+    """Reads one authenticated connection to its end. `source` is (node_id, epoch), `timeout_s` bounds each stall."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        source: tuple[str, int],
+        pool: RegisteredPool,
+        grants: GrantTable,
+        timeout_s: float,
+        on_end: Callable[[Receiver], None],
+    ) -> None:
+        self.source = source
+        self._sock = sock
+        self._pool = pool
+        self._grants = grants
+        self._timeout_s = timeout_s
+        self._on_end = on_end
+        self._geometry = BlockGeometry(pool.layout, pool_stride_bytes(pool.pool_NHLPBD))
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wait_payload = select.poll()
+        self._wait_payload.register(sock, select.POLLIN)
+        self._wait_payload.register(self._wake_fd, select.POLLIN)
+        self._refused: dict[int, str] = {}
+        self._end_lock = threading.Lock()
+        self._ended = False
+        on_cuda = pool.pool_NHLPBD.is_cuda
+        self._staging = Staging(self._geometry, pool.pool_NHLPBD.device) if on_cuda else None
+        self._memory = memoryview(b"") if on_cuda else byte_view(pool.pool_NHLPBD)
+
+    def run(self) -> None:
+        """Until the connection ends. Returns only after the last store into the pool."""
+        try:
+            if self._pool.pool_NHLPBD.is_cuda:
+                torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # a thread's own setting
+            while True:
+                self._sock.settimeout(None)  # between frames a source may be silent for long
+                self._serve(decode_frame(receive_header(self._sock)))
+        except PeerLostError:
+            pass
+        except (TandemError, msgspec.MsgspecError) as error:
+            logger.warning("dropped the KV connection of %s: %s", self.source[0], error)
+        except Exception:
+            logger.exception("KV connection of %s failed", self.source[0])
+        finally:
+            self._end()
+
+    def drop(self) -> None:
+        """From any thread: the connection breaks and `run` returns soon."""
+        with self._end_lock:
+            if self._ended:
+                return
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the peer was faster
+
+    def abandon(self) -> None:
+        """Instead of `run`, when the connection is refused after all."""
+        self._end()
+
+    def _end(self) -> None:
+        with self._end_lock:
+            self._ended = True
+            self._sock.close()
+        self._memory.release()
+        self._on_end(self)
+        os.close(self._wake_fd)
+
+    def _serve(self, frame: WriteFrame | FlushFrame) -> None:
+        self._sock.settimeout(self._timeout_s)
+        if isinstance(frame, FlushFrame):
+            send_frame(self._sock, FlushReply(frame.sequence, self._refused.pop(frame.grant_id, "")))
+            return
+        self._check_shape(frame)
+        if self._staging is not None:
+            self._receive_staged(frame, self._staging)
+        else:
+            self._receive_in_place(frame)
+
+    def _check_shape(self, frame: WriteFrame) -> None:
+        """A frame that can't be measured ends the connection: there is no way to find the next one."""
+        geometry = self._geometry
+        if not (frame.first_layer >= 0 and 0 < frame.num_layers <= geometry.num_layers - frame.first_layer):
+            raise TransportError(f"layers {frame.first_layer}+{frame.num_layers} of {geometry.num_layers}")
+        if len(frame.block_ids) != len(frame.num_valid):
+            raise TransportError("block_ids and num_valid differ in length")
+        if not all(0 < valid <= geometry.block_size for valid in frame.num_valid):
+            raise TransportError(f"num_valid {frame.num_valid} in blocks of {geometry.block_size} slots")
+        if len(frame.block_ids) > 1 and self._payload_bytes(frame) > MAX_FRAME_BYTES:
+            raise TransportError(f"a frame of {self._payload_bytes(frame)} bytes, more than {MAX_FRAME_BYTES}")
+
+    def _payload_bytes(self, frame: WriteFrame) -> int:
+        return sum(self._geometry.payload_bytes(frame.num_layers, valid) for valid in frame.num_valid)
+
+    def _receive_in_place(self, frame: WriteFrame) -> None:
+        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
+        received = 0
+        try:
+            with self._grants.writing(frame.grant_id, self.source, frame.block_ids, self._wake) as grant:
+                runs = [
+                    self._memory[offset : offset + length]
+                    for block_id, valid in zip(frame.block_ids, frame.num_valid, strict=True)
+                    for offset, length in self._geometry.runs(block_id, layers, valid)
+                ]
+                first = 0
+                while first < len(runs):
+                    nbytes = self._receive_some(runs, first, grant)
+                    received += nbytes
+                    first = advance(runs, first, nbytes)
+        except GrantError as error:
+            self._refuse(frame, error.message)
+        except _GrantClosedError:
+            self._grants.count_refusal()
+            self._refuse(frame, f"grant {frame.grant_id:#x} was closed while it was being written")
+        self._discard(self._payload_bytes(frame) - received)
+
+    def _receive_some(self, runs: list[memoryview], first: int, grant: OpenGrant) -> int:
+        """Some bytes into runs[first:]. Raises _GrantClosedError as soon as the grant closes."""
+        if grant.closed:
+            raise _GrantClosedError
+        events = self._wait_payload.poll(self._timeout_s * 1000)
+        if not events:
+            raise TransportError("no payload in time: the source is stopped, overloaded or unreachable")
+        if any(fd == self._wake_fd for fd, _ in events):
+            self._clear_wake()
+            return 0
+        try:
+            nbytes = self._sock.recvmsg_into(runs[first : first + 64], 0, socket.MSG_DONTWAIT)[0]
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise transport_error(error, "receive") from error
+        if nbytes == 0:
+            raise PeerLostError("the source closed the KV connection inside a frame")
+        return nbytes
+
+    def _receive_staged(self, frame: WriteFrame, staging: Staging) -> None:
+        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
+        receive_into(self._sock, staging.buffer(self._payload_bytes(frame)))
+        try:
+            with self._grants.writing(frame.grant_id, self.source, frame.block_ids):
+                staging.scatter(self._pool.pool_NHLPBD, frame.block_ids, layers, frame.num_valid)
+        except GrantError as error:
+            self._refuse(frame, error.message)
+
+    def _refuse(self, frame: WriteFrame, reason: str) -> None:
+        self._refused[frame.grant_id] = reason
+        if len(self._refused) > _MAX_REFUSALS:
+            raise TransportError(f"writes under {len(self._refused)} grants were refused and never flushed")
+
+    def _discard(self, nbytes: int) -> None:
+        scratch = memoryview(bytearray(min(nbytes, _SCRATCH_BYTES)))
+        while nbytes:
+            piece = scratch[: min(nbytes, len(scratch))]
+            receive_into(self._sock, piece)
+            nbytes -= len(piece)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _clear_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake_fd)
+        except BlockingIOError:
+            pass
