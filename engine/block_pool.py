@@ -1,0 +1,262 @@
+"""The node's KV blocks: who holds how many references, which are free, which are found by hash. Ids only, no memory.
+
+A block has a reference count; at 0 it is in the free queue, ordered from first to last to be reused. A free block
+keeps its hash, and so its content, until it is reused. Steps run in order on one stream: a freed block is *cooling*
+until the newest launched step that may still write it has completed. The same stream may reuse it at once (its
+writes come later), but it is not grantable to any other writer.
+
+The hash table is prefix-closed: a block whose parent leaves it leaves with it, so what is found here or published can
+always be reached from the root. A block is matched by later steps of the same stream from `register` on; the world
+hears of it (`drain_events`) when the step that computes it has completed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from tandem.engine.interfaces import BlockEvent
+
+NO_STEP = -1
+
+
+class BlockPool:
+    """Pool of `num_blocks` blocks, ids 0 … num_blocks-1. One owner thread; nothing here blocks or knows time."""
+
+    def __init__(self, num_blocks: int, enable_caching: bool) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {num_blocks}; give the KV cache more memory")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._last_write_step = [NO_STEP] * num_blocks
+        self._cooling: dict[int, set[int]] = {}  # step -> free blocks that it may still write
+        self._newest_launched = NO_STEP
+        self._newest_completed = NO_STEP
+        # The hash table and the tree that its prefixes form.
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._parent_of: dict[bytes, bytes | None] = {}
+        self._children_of: dict[bytes, dict[bytes, None]] = {}
+        # Publication: hashes that wait for a step, and events not yet drained.
+        self._publish_step: dict[bytes, int] = {}
+        self._to_publish: dict[int, list[bytes]] = {}
+        self._events: list[BlockEvent] = []
+
+    # --- counts ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_grantable(self) -> int:
+        """Free blocks that no launched step can write any more."""
+        return len(self._free) - sum(map(len, self._cooling.values()))
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by hash, in use or not."""
+        return len(self._block_of)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def block_hash(self, block_id: int) -> bytes | None:
+        return self._hash_of[block_id]
+
+    def is_writable(self, block_id: int) -> bool:
+        """Only a block with one holder and without a hash may be written."""
+        return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
+
+    def is_cooling(self, block_id: int) -> bool:
+        return self._last_write_step[block_id] > self._newest_completed
+
+    # --- references -----------------------------------------------------------------------------------------
+
+    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of `hashes`. No side effect: `touch` what you keep, then allocate."""
+        found = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_unused(self, block_ids: Iterable[int]) -> int:
+        """How many of `block_ids` are in the free queue: what touching them takes from `num_free`."""
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                self._leave_free_queue(block_id)
+            self._ref_counts[block_id] += 1
+
+    def allocate(self, num: int) -> list[int] | None:
+        """`num` blocks to be written by this node's own stream, or None (and no change) when fewer are free."""
+        if num > len(self._free):
+            return None
+        return [self._take(next(iter(self._free))) for _ in range(num)]
+
+    def allocate_grantable(self, num: int) -> list[int] | None:
+        """`num` blocks that anyone may write: no launched step can still write them. None when there are fewer."""
+        if num > self.num_grantable:
+            return None
+        chosen: list[int] = []
+        for block_id in self._free:
+            if len(chosen) == num:
+                break
+            if not self.is_cooling(block_id):
+                chosen.append(block_id)
+        return [self._take(block_id) for block_id in chosen]
+
+    def free(self, block_ids: Sequence[int], last_step: int | None) -> None:
+        """Gives one reference to each back. `block_ids` in order of position: of a chain, children are reused first.
+
+        `last_step` is the newest step, launched or about to be, that may write them for this holder; None: no step.
+        """
+        for block_id in reversed(block_ids):
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is freed and has no holder"
+            self._ref_counts[block_id] -= 1
+            if last_step is not None:
+                self._last_write_step[block_id] = max(self._last_write_step[block_id], last_step)
+            if self._ref_counts[block_id] == 0:
+                self._enter_free_queue(block_id)
+
+    def _take(self, block_id: int) -> int:
+        block_hash = self._hash_of[block_id]
+        if block_hash is not None:
+            self._forget(block_hash)
+        self._leave_free_queue(block_id)
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _enter_free_queue(self, block_id: int) -> None:
+        self._free[block_id] = None
+        if self._hash_of[block_id] is None:  # nothing worth keeping: reuse it before evicting anything
+            self._free.move_to_end(block_id, last=False)
+        if self.is_cooling(block_id):
+            self._cooling.setdefault(self._last_write_step[block_id], set()).add(block_id)
+
+    def _leave_free_queue(self, block_id: int) -> None:
+        del self._free[block_id]
+        if self.is_cooling(block_id):
+            self._cooling[self._last_write_step[block_id]].discard(block_id)
+
+    # --- hashes ---------------------------------------------------------------------------------------------
+
+    def register(self, block_id: int, block_hash: bytes, parent: bytes | None = None, step: int | None = None) -> bool:
+        """Makes a full block findable; returns whether it was inserted.
+
+        `step` writes its last token (None: the content is there); the stored event waits for it. `parent` is the hash
+        of the block before it, None for a first block. Not inserted: caching is off, the hash is taken (first insert
+        wins), the block has a hash, or the parent is not cached.
+        """
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is registered and has no holder"
+        if not self.enable_caching or block_hash in self._block_of or self._hash_of[block_id] is not None:
+            return False
+        if parent is not None:
+            if parent not in self._block_of:
+                return False
+            self._children_of.setdefault(parent, {})[block_hash] = None
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        self._parent_of[block_hash] = parent
+        self._publish_after(block_hash, parent, NO_STEP if step is None else step)
+        return True
+
+    def _publish_after(self, block_hash: bytes, parent: bytes | None, step: int) -> None:
+        if parent is not None:  # parents are published before their children
+            step = max(step, self._publish_step.get(parent, NO_STEP))
+        if step <= self._newest_completed:
+            self._events.append(BlockEvent(block_hash, stored=True))
+        else:
+            self._publish_step[block_hash] = step
+            self._to_publish.setdefault(step, []).append(block_hash)
+
+    def _forget(self, block_hash: bytes) -> None:
+        """Takes a hash and all that descend from it out of the table, children first."""
+        doomed = [block_hash]
+        for ancestor in doomed:
+            doomed += self._children_of.pop(ancestor, ())
+        for gone in reversed(doomed):
+            block_id = self._block_of.pop(gone)
+            self._hash_of[block_id] = None
+            if block_id in self._free:
+                self._free.move_to_end(block_id, last=False)
+            parent = self._parent_of.pop(gone)
+            if parent in self._children_of:
+                del self._children_of[parent][gone]
+                if not self._children_of[parent]:
+                    del self._children_of[parent]
+            if self._publish_step.pop(gone, None) is None:
+                self._events.append(BlockEvent(gone, stored=False))
+
+    def flush(self) -> None:
+        """Drops every cached block that nobody holds."""
+        for block_id in list(self._free):
+            block_hash = self._hash_of[block_id]
+            if block_hash is not None:
+                self._forget(block_hash)
+
+    def cached_hashes(self) -> list[bytes]:
+        """Published hashes, parents before children: a snapshot for the directory."""
+        return [block_hash for block_hash in self._block_of if block_hash not in self._publish_step]
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What was stored and removed since the last call, in order: parents stored first, children removed first."""
+        events, self._events = self._events, []
+        return events
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def step_launched(self, step_id: int) -> None:
+        assert step_id > self._newest_launched, f"step {step_id} launched after {self._newest_launched}"
+        self._newest_launched = step_id
+
+    def step_completed(self, step_id: int) -> None:
+        """Every write of steps up to `step_id` has landed: blocks cool down, hashes are published."""
+        assert self._newest_completed < step_id <= self._newest_launched, f"step {step_id} completed out of order"
+        self._newest_completed = step_id
+        for step in [step for step in self._cooling if step <= step_id]:
+            del self._cooling[step]
+        for step in sorted(step for step in self._to_publish if step <= step_id):
+            for block_hash in self._to_publish.pop(step):
+                if self._publish_step.get(block_hash) == step:
+                    del self._publish_step[block_hash]
+                    self._events.append(BlockEvent(block_hash, stored=True))
+
+    # --- integrity ------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of this class does not hold. Linear in the size of the pool."""
+        free = {block_id for block_id in range(self.num_blocks) if self._ref_counts[block_id] == 0}
+        assert min(self._ref_counts) >= 0, "a reference count is negative"
+        assert free == set(self._free), "the free queue is not the set of blocks without a holder"
+        cooling = [block_id for blocks in self._cooling.values() for block_id in blocks]
+        assert len(cooling) == len(set(cooling)), "a block cools for two steps"
+        assert set(cooling) == {b for b in free if self.is_cooling(b)}, (
+            "cooling blocks are not the free, unfinished ones"
+        )
+        self._check_hashes()
+
+    def _check_hashes(self) -> None:
+        hashed = {block_id: h for block_id, h in enumerate(self._hash_of) if h is not None}
+        assert {h: b for b, h in hashed.items()} == self._block_of, "hashes and blocks don't map one to one"
+        assert len(hashed) == len(self._block_of), "two blocks have one hash"
+        assert self.enable_caching or not hashed, "a block is cached though caching is off"
+        assert set(self._parent_of) == set(self._block_of)
+        for block_hash, parent in self._parent_of.items():
+            if parent is not None:
+                assert parent in self._block_of, "a cached block has lost its parent"
+                assert block_hash in self._children_of[parent]
+                parent_step = self._publish_step.get(parent, NO_STEP)
+                assert (
+                    parent_step <= self._publish_step.get(block_hash, NO_STEP) or parent_step <= self._newest_completed
+                )
+        assert sum(map(len, self._children_of.values())) == sum(p is not None for p in self._parent_of.values())
+        assert set(self._publish_step) <= set(self._block_of), "an evicted block waits to be published"

@@ -1,0 +1,73 @@
+"""Block hashes: a chain of SHA-256 digests, 16 bytes each, over raw token buffers (docs/architecture.md).
+
+`hash_i = SHA-256(hash_{i-1} || int32 little-endian token ids of block i || extra)[:16]`, started by `root_hash`. The
+chain is made in units of `hash_block_size` tokens, equal in the whole cluster; a node whose blocks are k times as
+large keeps every k-th hash, the one that closes its block. Equal in every process and on every machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+HASH_BYTES = 16
+
+
+def root_hash(identity_key: bytes, salt: bytes) -> bytes:
+    """Start of every chain of one (model identity, tenant salt), 16 bytes.
+
+    `identity_key` must be self-delimiting (`ModelIdentity.key` is), so that no salt can imitate another identity.
+    """
+    return hashlib.sha256(identity_key + salt).digest()[:HASH_BYTES]
+
+
+def hash_blocks(
+    token_ids: np.ndarray, block_size: int, root: bytes, parent: bytes | None = None, extra: bytes = b""
+) -> list[bytes]:
+    """Hashes of the full blocks of `token_ids`, int32 [num_tokens]; tokens of a last partial block are ignored.
+
+    With `parent`, the tokens continue the chain after that hash; otherwise the chain starts at `root`. `extra` goes
+    into every block (what changes KV besides the tokens). ValueError: `token_ids` is not one-dimensional int32.
+    """
+    if token_ids.ndim != 1 or token_ids.dtype != np.int32:
+        raise ValueError(f"token_ids must be int32 [num_tokens], not {token_ids.dtype} {list(token_ids.shape)}")
+    raw = np.ascontiguousarray(token_ids, "<i4").tobytes()
+    num_bytes = 4 * block_size
+    last = root if parent is None else parent
+    hashes = []
+    for start in range(0, len(raw) - num_bytes + 1, num_bytes):
+        last = hashlib.sha256(last + raw[start : start + num_bytes] + extra).digest()[:HASH_BYTES]
+        hashes.append(last)
+    return hashes
+
+
+def every_kth(hashes: Sequence[bytes], k: int) -> list[bytes]:
+    """Hashes of blocks of k * hash_block_size tokens, out of those of hash_block_size tokens."""
+    return list(hashes[k - 1 :: k])
+
+
+class BlockHasher:
+    """Makes the hashes of a node's blocks, and continues them as tokens are generated.
+
+    ValueError: `block_size` is not a multiple of `hash_block_size`.
+    """
+
+    def __init__(self, block_size: int, hash_block_size: int, root_for_salt: Callable[[bytes], bytes]) -> None:
+        if hash_block_size < 1 or block_size % hash_block_size:
+            raise ValueError(
+                f"block_size {block_size} is not a multiple of hash_block_size {hash_block_size}; change one of them"
+            )
+        self.block_size = block_size
+        self._hash_block_size = hash_block_size
+        self._root_for_salt = root_for_salt
+
+    def extend(self, hashes: list[bytes], token_ids: np.ndarray, salt: bytes) -> None:
+        """Appends to `hashes` those of the full blocks in `token_ids`, int32: the tokens after the hashed ones."""
+        if len(token_ids) < self.block_size:
+            return
+        root = hashes[-1] if hashes else self._root_for_salt(salt)
+        num_full = len(token_ids) // self.block_size * self.block_size
+        fine = hash_blocks(token_ids[:num_full], self._hash_block_size, root)
+        hashes += every_kth(fine, self.block_size // self._hash_block_size)
