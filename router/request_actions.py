@@ -1,0 +1,71 @@
+"""What a request machine is asked for and what it answers: the specification of a request, and its actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.errors import TandemError
+from tandem.engine.messages import Cancel, FinishReason, Submit, TokenLogprobs
+from tandem.engine.sampling_params import SamplingParams
+from tandem.router.placement import NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What is asked for; never changes. Durations in seconds."""
+
+    request_id: str
+    prompt_token_ids: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    num_samples: int = 1
+    priority: int = 0
+    use_prefix_cache: bool = True
+    max_attempts: int = 3
+    deadline_s: float = 600.0
+    queue_s: float = 10.0  # longest wait for a node that can take it
+    accept_s: float = 10.0  # longest wait for the nodes' answers to Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Find nodes for this sub-request, then call `placed`; when there are none, ask again later."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    node: NodeKey
+    message: Submit | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class EmitPromptLogprobs:
+    entries: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """The next tokens of a sample, in order and without gaps."""
+
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    error: TandemError
+
+
+Action = Place | Send | EmitPromptLogprobs | EmitTokens | Finish | Fail

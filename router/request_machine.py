@@ -1,0 +1,347 @@
+"""The life of one request across nodes as a pure object: events in, actions out, time passed in.
+
+    QUEUED ──placed──> PLACED ──accepted──> PREFILLING ──first token──> STREAMING ──last token──> FINISHED
+       ^  └ queue_s: 503   │ accept_s: retry     │ deadline_s: 504         │ deadline_s: 504          FAILED
+       └───────────── attempt failed, attempts left ─┴─────────────────────────┘
+
+The machine owns the output: per sample it orders token deltas by output_index, drops duplicates and everything of an
+older attempt, and alone starts the next attempt, whose prompt is the prompt plus the tokens already emitted. One request
+is served by one sub-request (all samples together) until an attempt fails after tokens were emitted; from then on each
+unfinished sample continues in a sub-request of its own. The request ends exactly once, by `Finish` or `Fail`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.errors import ClientGoneError, DeadlineError, NodeFailedError, TandemError, UnavailableError
+from tandem.engine.messages import Accepted, Cancel, Cancelled, PromptLogprobs, RequestFailed, Submit, TokenDelta
+from tandem.router.placement import NodeKey, Placement, node_key
+from tandem.router.request_actions import (
+    Action,
+    EmitPromptLogprobs,
+    EmitTokens,
+    Fail,
+    Finish,
+    Place,
+    RequestSpec,
+    Send,
+)
+from tandem.router.request_parts import Attempt, RequestState, Sample, failure_of
+
+OVERLOAD_BACKOFF_S = 0.2  # before the next attempt when a node's queue was full
+
+
+@dataclass
+class RequestMachine:
+    """See the module's docstring. Every method that takes an event returns the actions to carry out, in order."""
+
+    spec: RequestSpec
+    now: float
+    samples: list[Sample] = field(init=False)
+    live: dict[str, Attempt] = field(init=False)  # sub-request id -> its current attempt
+    outcome: Finish | Fail | None = None
+    num_cached_tokens: int = 0
+    num_dropped_deltas: int = 0
+    num_attempts: int = 1  # highest attempt number so far
+    has_prompt_logprobs: bool = False
+    pending_cancels: set[tuple[NodeKey, str, int]] = field(default_factory=set)
+    placed_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.samples = [Sample() for _ in range(self.spec.num_samples)]
+        first = Attempt(self.spec.request_id, 1, tuple(range(self.spec.num_samples)), self.now)
+        self.live = {first.request_id: first}
+        self.deadline = self.now + self.spec.deadline_s
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> RequestState:
+        """Of the whole request: its least advanced sub-request's."""
+        if self.outcome is not None:
+            return RequestState.FINISHED if isinstance(self.outcome, Finish) else RequestState.FAILED
+        return min((attempt.state for attempt in self.live.values()), key=lambda state: state.value)
+
+    @property
+    def closed(self) -> bool:
+        """Ended, and every node that was told to cancel has answered or is gone."""
+        return self.outcome is not None and not self.pending_cancels
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+    def waiting(self) -> list[str]:
+        """Sub-requests that want nodes."""
+        return [a.request_id for a in self.live.values() if a.state is RequestState.QUEUED]
+
+    def prompt_of(self, request_id: str) -> npt.NDArray[np.int32]:
+        """The prompt of the sub-request's next Submit: the client's, then what this sample has emitted."""
+        seen = self._seen(self.live[request_id])
+        if not seen:
+            return self.spec.prompt_token_ids
+        return np.concatenate([self.spec.prompt_token_ids, np.array(seen, dtype=np.int32)])
+
+    def nodes_to_avoid(self, request_id: str) -> frozenset[NodeKey]:
+        return frozenset(self.live[request_id].avoid)
+
+    def wants_prompt_logprobs(self) -> bool:
+        return self.spec.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    def start(self) -> list[Action]:
+        return [Place(request_id) for request_id in self.waiting()]
+
+    def placed(self, request_id: str, placement: Placement, block_hashes: bytes, now: float) -> list[Action]:
+        """Nodes were found. `block_hashes` are those of `prompt_of(request_id)`, 16 bytes each."""
+        attempt = self.live.get(request_id)
+        if attempt is None or attempt.state is not RequestState.QUEUED:
+            return []
+        attempt.enter(RequestState.PLACED, now)
+        attempt.primary = node_key(placement.primary)
+        attempt.prefill = node_key(placement.prefill) if placement.prefill else None
+        attempt.awaiting = set(attempt.nodes)
+        self.placed_at = self.placed_at if self.placed_at is not None else now
+        base = self._submit(attempt, block_hashes, now)
+        if placement.prefill is None:
+            return [Send(attempt.primary, base)]
+        assert attempt.prefill is not None
+        decode = msgspec.structs.replace(base, mode="decode", peer=placement.prefill)
+        prefill = msgspec.structs.replace(base, mode="prefill", peer=placement.primary)
+        return [Send(attempt.primary, decode), Send(attempt.prefill, prefill)]
+
+    def accepted(self, node: NodeKey, message: Accepted, now: float) -> list[Action]:
+        attempt = self._current(node, message.request_id, message.attempt)
+        if attempt is None:
+            return []
+        attempt.awaiting.discard(node)
+        self._note_cached(message.num_cached_tokens)
+        if not attempt.awaiting and attempt.state is RequestState.PLACED:
+            attempt.enter(RequestState.PREFILLING, now)
+        return []
+
+    def prompt_logprobs(self, node: NodeKey, message: PromptLogprobs) -> list[Action]:
+        attempt = self._current(node, message.request_id, message.attempt)
+        if attempt is None or not self.wants_prompt_logprobs():
+            return []
+        self.has_prompt_logprobs = True
+        return [EmitPromptLogprobs(message.entries)]
+
+    def tokens(self, node: NodeKey, delta: TokenDelta, now: float) -> list[Action]:
+        attempt = self._current(node, delta.request_id, delta.attempt)
+        if attempt is None or delta.sample_index not in attempt.sample_indices:
+            self.num_dropped_deltas += 1
+            return []
+        sample = self.samples[delta.sample_index]
+        attempt.awaiting.discard(node)
+        if node == attempt.primary:
+            attempt.handed_off = True
+        self._note_cached(delta.num_cached_tokens)
+        ready = sample.take(delta, self.spec.sampling.max_tokens)
+        if not ready:
+            self.num_dropped_deltas += sample.finish_reason is not None or delta.output_index < len(sample.token_ids)
+            return []
+        if attempt.state is not RequestState.STREAMING:
+            attempt.enter(RequestState.STREAMING, now)
+        actions: list[Action] = [
+            EmitTokens(delta.sample_index, d.token_ids, d.logprobs, d.finish_reason, d.stop_token_id) for d in ready
+        ]
+        return actions + self._retire(attempt) if sample.finish_reason is not None else actions
+
+    def stop_sample(self, sample_index: int) -> list[Action]:
+        """The text of a sample contains a stop string: it is complete; the nodes must not go on."""
+        sample = self.samples[sample_index]
+        if self.outcome is not None or sample.finish_reason is not None:
+            return []
+        sample.finish("stop")
+        attempt = next(a for a in self.live.values() if sample_index in a.sample_indices)
+        unfinished = self._unfinished(attempt)
+        actions = self._cancel(attempt, attempt.nodes, (sample_index,) if unfinished else ())
+        return actions + self._retire(attempt)
+
+    def request_failed(self, node: NodeKey, message: RequestFailed, now: float) -> list[Action]:
+        attempt = self._current(node, message.request_id, message.attempt)
+        if attempt is None:
+            return []
+        error = failure_of(message.code, message.message, self.spec.request_id)
+        return self._node_gave_up(attempt, node, error, message.retryable, now)
+
+    def node_lost(self, node: NodeKey, reason: str, now: float) -> list[Action]:
+        """Nothing more comes from this epoch of the node; cancels aimed at it need no answer."""
+        self.pending_cancels = {cancel for cancel in self.pending_cancels if cancel[0] != node}
+        actions: list[Action] = []
+        for attempt in [a for a in self.live.values() if node in a.nodes]:
+            if attempt.request_id in self.live:
+                error = NodeFailedError(f"node {node[0]} was lost: {reason}", request_id=self.spec.request_id)
+                actions += self._node_gave_up(attempt, node, error, True, now)
+        return actions
+
+    def cancelled(self, node: NodeKey, message: Cancelled) -> list[Action]:
+        if not message.sample_indices:
+            self.pending_cancels.discard((node, message.request_id, message.attempt))
+        return []
+
+    def client_gone(self) -> list[Action]:
+        return self.abort(ClientGoneError("the client closed the connection", request_id=self.spec.request_id))
+
+    def abort(self, error: TandemError) -> list[Action]:
+        """Ends the request with `error` from outside, in any state; does nothing after the end."""
+        return [] if self.outcome is not None else self._fail(error)
+
+    def tick(self, now: float) -> list[Action]:
+        """Judges the deadlines; called a few times a second."""
+        if self.outcome is not None:
+            return []
+        if now >= self.deadline:
+            limit = f"{self.spec.deadline_s:g} s"
+            error = DeadlineError(f"the request did not end within {limit}", request_id=self.spec.request_id)
+            return self._fail(error)
+        actions: list[Action] = []
+        for attempt in list(self.live.values()):
+            if attempt.request_id in self.live:
+                actions += self._tick_attempt(attempt, now)
+        return actions
+
+    def _tick_attempt(self, attempt: Attempt, now: float) -> list[Action]:
+        in_state_s = now - attempt.entered_at
+        if attempt.state is RequestState.QUEUED:
+            if in_state_s >= self.spec.queue_s:
+                message = f"no node could take the request within {self.spec.queue_s:g} s"
+                return self._fail(attempt.error or UnavailableError(message, request_id=self.spec.request_id))
+            return [Place(attempt.request_id)] if now >= attempt.not_before else []
+        if attempt.state is RequestState.PLACED and in_state_s >= self.spec.accept_s:
+            names = ", ".join(sorted(node[0] for node in attempt.awaiting))
+            message = f"no answer from {names} within {self.spec.accept_s:g} s"
+            return self._attempt_failed(
+                attempt, attempt.awaiting, set(), NodeFailedError(message, request_id=self.spec.request_id), True, now
+            )
+        return []
+
+    # --- transitions ------------------------------------------------------------------------------------------
+
+    def _current(self, node: NodeKey, request_id: str, number: int) -> Attempt | None:
+        attempt = self.live.get(request_id)
+        if attempt is None or attempt.number != number or node not in attempt.nodes:
+            return None
+        return attempt
+
+    def _note_cached(self, num_cached_tokens: int) -> None:
+        if self.num_attempts == 1:  # later attempts find the first one's blocks, which is no saving for the client
+            self.num_cached_tokens = max(
+                self.num_cached_tokens, min(num_cached_tokens, len(self.spec.prompt_token_ids))
+            )
+
+    def _seen(self, attempt: Attempt) -> list[int]:
+        if len(attempt.sample_indices) > 1:
+            return []
+        return self.samples[attempt.sample_indices[0]].token_ids
+
+    def _submit(self, attempt: Attempt, block_hashes: bytes, now: float) -> Submit:
+        sampling = self.spec.sampling
+        if not self.wants_prompt_logprobs():
+            sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
+        return Submit(
+            request_id=attempt.request_id,
+            attempt=attempt.number,
+            mode="full",
+            prompt_token_ids=self.prompt_of(attempt.request_id).astype("<i4", copy=False).tobytes(),
+            block_hashes=block_hashes,
+            num_prior_output_tokens=len(self._seen(attempt)),
+            sample_indices=attempt.sample_indices,
+            sampling=sampling,
+            priority=self.spec.priority,
+            deadline_s=max(0.001, self.deadline - now),
+            use_prefix_cache=self.spec.use_prefix_cache,
+        )
+
+    def _unfinished(self, attempt: Attempt) -> list[int]:
+        return [i for i in attempt.sample_indices if self.samples[i].finish_reason is None]
+
+    def _retire(self, attempt: Attempt) -> list[Action]:
+        """Drops the attempt when its last sample ended, and ends the request when it was the last attempt."""
+        if self._unfinished(attempt):
+            return []
+        del self.live[attempt.request_id]
+        if self.live:
+            return []
+        self.outcome = Finish()
+        return [self.outcome]
+
+    def _node_gave_up(
+        self, attempt: Attempt, node: NodeKey, error: TandemError, retryable: bool, now: float
+    ) -> list[Action]:
+        if node == attempt.prefill and attempt.handed_off:
+            attempt.prefill = None  # its work is done: the decode node has streamed
+            attempt.awaiting.discard(node)
+            return []
+        return self._attempt_failed(attempt, {node}, {node}, error, retryable, now)
+
+    def _attempt_failed(
+        self,
+        attempt: Attempt,
+        culprits: Iterable[NodeKey],
+        already_clean: set[NodeKey],
+        error: TandemError,
+        retryable: bool,
+        now: float,
+    ) -> list[Action]:
+        actions = self._cancel(attempt, [node for node in attempt.nodes if node not in already_clean], ())
+        attempt.primary = attempt.prefill = None
+        if not retryable or attempt.number >= self.spec.max_attempts:
+            return actions + self._fail(error)
+        del self.live[attempt.request_id]
+        backoff_s = OVERLOAD_BACKOFF_S if error.status == 429 else 0.0
+        for request_id, indices in self._continuations(attempt):
+            for i in indices:
+                self.samples[i].pending.clear()
+            self.live[request_id] = attempt.next(request_id, indices, culprits, error, now, backoff_s)
+            self.num_attempts = max(self.num_attempts, attempt.number + 1)
+            if not backoff_s:
+                actions.append(Place(request_id))
+        return actions
+
+    def _continuations(self, attempt: Attempt) -> list[tuple[str, tuple[int, ...]]]:
+        """(sub-request id, samples) of the next attempt: together while nothing was emitted, else one by one."""
+        unfinished = self._unfinished(attempt)
+        if len(attempt.sample_indices) == 1 or not any(self.samples[i].token_ids for i in attempt.sample_indices):
+            return [(attempt.request_id, tuple(unfinished))]
+        return [(f"{self.spec.request_id}-s{i}", (i,)) for i in unfinished]
+
+    def _cancel(self, attempt: Attempt, nodes: Iterable[NodeKey], sample_indices: tuple[int, ...]) -> list[Action]:
+        message = Cancel(request_id=attempt.request_id, attempt=attempt.number, sample_indices=sample_indices)
+        actions: list[Action] = []
+        for node in nodes:
+            if not sample_indices:
+                self.pending_cancels.add((node, attempt.request_id, attempt.number))
+            actions.append(Send(node, message))
+        return actions
+
+    def _fail(self, error: TandemError) -> list[Action]:
+        assert self.outcome is None, "a request ends once"
+        actions: list[Action] = []
+        for attempt in self.live.values():
+            actions += self._cancel(attempt, attempt.nodes, ())
+        self.live.clear()
+        self.outcome = Fail(error)
+        return [*actions, self.outcome]
+
+    def check_integrity(self) -> None:
+        """Asserts that every unfinished sample has exactly one live attempt, and an ended request none."""
+        owners = [i for attempt in self.live.values() for i in attempt.sample_indices]
+        assert len(owners) == len(set(owners)), "a sample has two live attempts"
+        for attempt in self.live.values():
+            attempt.check_integrity()
+            assert self._unfinished(attempt), "a live attempt without an unfinished sample"
+        if self.outcome is not None:
+            assert not self.live, "an ended request has live attempts"
+            return
+        for i, sample in enumerate(self.samples):
+            assert len(sample.token_ids) <= self.spec.sampling.max_tokens
+            assert sample.finish_reason is not None or i in owners, "an unfinished sample has no live attempt"
