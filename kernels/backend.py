@@ -32,7 +32,8 @@ class PagedKV:
 
     @classmethod
     def of_layer(cls, kv_layer: torch.Tensor, k_scale: Scale = 1.0, v_scale: Scale = 1.0) -> PagedKV:
-        assert kv_layer.dim() == 5 and kv_layer.shape[2] == 2, f"not a KV layer: {tuple(kv_layer.shape)}"
+        assert kv_layer.dim() == 5, f"not a KV layer: {tuple(kv_layer.shape)}"
+        assert kv_layer.shape[2] == 2, f"dimension 2 is keys and values, got {tuple(kv_layer.shape)}"
         return cls(kv_layer[:, :, 0], kv_layer[:, :, 1], k_scale, v_scale)
 
     @property

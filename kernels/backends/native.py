@@ -41,7 +41,7 @@ def write_to_cache(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_map
 
 def gather_blocks(cache: torch.Tensor, scale: Scale, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """cache [num_blocks, K, S, D], block_ids int64 [N, B] -> [N, K, B * S, D] in `dtype`, dequantized."""
-    _, num_heads, block_size, head_size = cache.shape
+    num_heads, head_size = cache.shape[1], cache.shape[3]
     heads = torch.arange(num_heads, device=cache.device)
     gathered = _movable(cache)[block_ids[:, None, :], heads[None, :, None]]
     tokens = gathered.view(cache.dtype).reshape(block_ids.shape[0], num_heads, -1, head_size)

@@ -1,0 +1,132 @@
+"""64-bit digests of KV blocks: what the source of a hand-off sends and the sink checks before it commits.
+
+A multilinear hash (as in Lemire and Kaser, "Strongly universal string hashing is fast"): the sum over all 64-bit words
+w of w * a + (w >> 32) * b modulo 2^64, with pseudo-random odd multipliers from (key, word position), then a mixing step
+with key and list position. Any changed word changes the sum; two changed words cancel with a chance near 2^-32 (the
+second term keeps flips of top bits, which only survive in the top bit of the first, from cancelling in pairs). It
+guards against corruption and mix-ups, not against a peer that holds the cluster key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+SEGMENT_WORDS = 1 << 13  # words that share one table of multipliers; each segment mixes in its own key
+GROUP_BYTES = 32 << 20  # block bytes that a GPU gathers at once
+
+_multipliers: dict[torch.device, torch.Tensor] = {}
+
+
+def block_digests(
+    pool: torch.Tensor,
+    block_ids: Sequence[int] | torch.Tensor,
+    key: int,
+    num_valid_last: int,
+    block_size: int,
+    *,
+    positions: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Digests of `block_ids` in `pool` [num_blocks, heads, layers, 2, block_size, head_dim], over all heads and layers.
+
+    `key`: any u64, equal on both sides, new for each (request, attempt). Of the last block of the list only the first
+    `num_valid_last` token slots count. `positions[i]` is what block i mixes in as its place in the whole list (default
+    0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the device.
+    Raises ValueError for an impossible `num_valid_last`.
+    """
+    if not 1 <= num_valid_last <= block_size or pool.shape[-2] != block_size:
+        raise ValueError(f"num_valid_last {num_valid_last} of block_size {block_size}, the pool has {pool.shape[-2]}")
+    ids = torch.as_tensor(block_ids, dtype=torch.long, device=pool.device).reshape(-1)
+    places = list(range(len(ids))) if positions is None else list(positions)
+    if len(places) != len(ids):
+        raise ValueError(f"{len(places)} positions for {len(ids)} blocks")
+    if len(ids) == 0:
+        return torch.empty(0, dtype=torch.int64, device=pool.device)
+    num_whole = len(ids) if num_valid_last == block_size else len(ids) - 1
+    sum_blocks = _sums_in_place if pool.device.type == "cpu" else _sums_gathered
+    sums = [sum_blocks(pool, ids[:num_whole], key)] if num_whole else []
+    if num_whole < len(ids):
+        sums.append(sum_blocks(pool[..., :num_valid_last, :], ids[num_whole:], key))
+    return _finish(torch.cat(sums), places, key, num_whole, num_valid_last)
+
+
+def _sums_in_place(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
+    """int64 [n] multilinear sums on CPU: one block at a time where it lies, through a buffer that stays in cache."""
+    blocks = [_as_words(pool[block].reshape(1, -1))[0] for block in ids.tolist()]
+    num_words = blocks[0].shape[0]
+    high = torch.empty(min(SEGMENT_WORDS, num_words), dtype=torch.int64)
+    parts: list[torch.Tensor] = []
+    for start in range(0, num_words, SEGMENT_WORDS):
+        stop = min(start + SEGMENT_WORDS, num_words)
+        first, second = _multipliers_of(pool.device, key, start // SEGMENT_WORDS, stop - start)
+        for block in blocks:
+            words = block[start:stop]
+            torch.bitwise_right_shift(words, 32, out=high[: stop - start])
+            parts.append(torch.dot(words, first).add_(torch.dot(high[: stop - start], second)))
+    return torch.stack(parts).view(-1, len(blocks)).sum(0)
+
+
+def _sums_gathered(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
+    """int64 [n] multilinear sums on any device: groups of blocks copied together, all of a segment's words at once."""
+    block_bytes = pool[0].numel() * pool.element_size()
+    raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+    sums = []
+    for group in ids.split(max(1, GROUP_BYTES // block_bytes)):
+        words = _as_words(raw.index_select(0, group).reshape(len(group), -1))
+        total = torch.zeros(len(group), dtype=torch.int64, device=pool.device)
+        for segment, part in enumerate(words.split(SEGMENT_WORDS, dim=1)):
+            first, second = _multipliers_of(pool.device, key, segment, part.shape[1])
+            total += (part * first + (part >> 32) * second).sum(-1)
+        sums.append(total)
+    return torch.cat(sums)
+
+
+def _as_words(rows: torch.Tensor) -> torch.Tensor:
+    """rows [n, elements] of any dtype as int64 [n, words], padded with zeros to whole words."""
+    raw = rows.contiguous().view(torch.uint8)
+    padding = -raw.shape[1] % 8
+    return (torch.nn.functional.pad(raw, (0, padding)) if padding else raw).view(torch.int64)
+
+
+def _multipliers_of(device: torch.device, key: int, segment: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two odd multipliers of each word of a segment, int64 [width]."""
+    table = _multiplier_table(device)
+    first, second = (table[i, :width] ^ _signed(_mix(key, 2 * segment + i)) for i in (0, 1))
+    return first | 1, second | 1
+
+
+def _finish(sums: torch.Tensor, places: list[int], key: int, num_whole: int, num_valid_last: int) -> torch.Tensor:
+    """Mixes in key, place and number of valid slots, then spreads every bit over the word (xor-shift-multiply)."""
+    valid = [0 if index < num_whole else num_valid_last for index in range(len(places))]
+    salts = [_signed(_mix(key, (place + 1) * 0x10001 + slots)) for place, slots in zip(places, valid, strict=True)]
+    mixed = sums ^ torch.tensor(salts, dtype=torch.int64, device=sums.device)
+    for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+        mixed = (mixed ^ ((mixed >> 29) & ((1 << 35) - 1))) * _signed(multiplier)
+    return mixed ^ ((mixed >> 32) & ((1 << 32) - 1))
+
+
+def _multiplier_table(device: torch.device) -> torch.Tensor:
+    """int64 [2, SEGMENT_WORDS] of splitmix64 outputs, the same in every process."""
+    if device not in _multipliers:
+        counter = torch.arange(1, 2 * SEGMENT_WORDS + 1, dtype=torch.int64) * _signed(_GOLDEN)
+        counter = (counter ^ ((counter >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
+        counter = (counter ^ ((counter >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+        counter ^= (counter >> 31) & ((1 << 33) - 1)
+        _multipliers[device] = counter.view(2, SEGMENT_WORDS).to(device)
+    return _multipliers[device]
+
+
+def _mix(key: int, index: int) -> int:
+    """splitmix64 of (key, index), on the host."""
+    z = (key + (index + 1) * _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _signed(value: int) -> int:
+    """A u64 as the int64 of the same bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value
