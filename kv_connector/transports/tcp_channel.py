@@ -70,6 +70,8 @@ class TcpChannel(PoolChannel):
         super().__init__(source, peer.node_id, peer.epoch, on_lost)
         self._sock = sock
         self._sequence = 0
+        pool = source.pool_NHLPBD
+        self._staging = Staging(BlockGeometry(source.layout), pool.device) if pool.is_cuda else None
 
     def _copy(
         self,
@@ -81,12 +83,11 @@ class TcpChannel(PoolChannel):
     ) -> None:
         geometry = BlockGeometry(self.source.layout, pool_stride_bytes(pool_NHLPBD))
         span = range(geometry.num_layers) if layers is None else layers
-        staging = Staging(geometry, pool_NHLPBD.device) if pool_NHLPBD.is_cuda else None
         for first, end in _frames(geometry, len(span), num_valid):
             sources, destinations = zip(*pairs[first:end], strict=True)
             valid = tuple(num_valid[first:end])
-            if staging is not None:
-                payload = [staging.gather(pool_NHLPBD, sources, span, valid)]
+            if self._staging is not None:
+                payload = [self._staging.gather(pool_NHLPBD, sources, span, valid)]
             else:
                 payload = _views(byte_view(pool_NHLPBD), geometry, sources, span, valid)
             self._send(WriteFrame(grant.grant_id, destinations, span.start, len(span), valid), payload)

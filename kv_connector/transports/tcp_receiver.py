@@ -108,7 +108,6 @@ class Receiver:
         with self._end_lock:
             self._ended = True
             self._sock.close()
-        self._memory.release()
         self._on_end(self)
         os.close(self._wake_fd)
 

@@ -1,0 +1,307 @@
+"""The transfer thread of a node: moves KV, makes and checks digests, sends KVReady. Jobs run in the order submitted.
+
+Contract of jobs and events: meta.py. What this file adds to it:
+- A grant ends at the moment its Retire is *submitted*: jobs of it that are queued are dropped, the running one stops
+  between two writes. Retired is posted when the thread reaches the Retire and has flushed what was written.
+- After one failed write all further jobs of that grant are skipped; PushFailed is posted once.
+- No wait is without a deadline: the channels' timeouts bound each write and flush.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.engine.errors import PeerLostError, TandemError
+from tandem.engine.kv_layout import KVLayout
+from tandem.engine.messages import KVGrant, KVReady, NodeInfo
+from tandem.kernels.digest import block_digests
+from tandem.kv_connector.meta import (
+    Finalize,
+    HandoffKey,
+    LayerPush,
+    PushFailed,
+    ReadySent,
+    Retire,
+    Retired,
+    TransferEvent,
+    TransferJob,
+    Verified,
+    Verify,
+    WholePush,
+)
+from tandem.kv_connector.transports.base import Channel, OnLost
+from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
+from tandem.kv_connector.transports.geometry import BlockGeometry
+from tandem.kv_connector.transports.pool_channel import PoolChannel
+
+logger = logging.getLogger(__name__)
+_MAX_WRITE_BYTES = 4 << 20  # between two writes a retired grant is noticed
+_MAX_ENDED_GRANTS = 1 << 14  # pushes of steps launched before a Retire arrive within a few steps of it
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerJob:
+    push: LayerPush
+    layer: int
+
+
+_Job = TransferJob | _LayerJob | NodeInfo
+_Item = tuple[_Job, torch.cuda.Event | None]
+
+
+class _GrantBook:
+    """What has become of each grant: ended (Retire submitted), failed, written since its last flush."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self.failed: set[int] = set()  # these two belong to the transfer thread
+        self.unflushed: set[int] = set()
+
+    def end(self, grant_id: int) -> None:
+        """From any thread."""
+        with self._lock:
+            self._ended[grant_id] = None
+            while len(self._ended) > _MAX_ENDED_GRANTS:
+                self._ended.popitem(last=False)
+
+    def is_over(self, grant_id: int) -> bool:
+        return grant_id in self._ended or grant_id in self.failed
+
+    def forget(self, grant_id: int) -> None:
+        self.failed.discard(grant_id)
+        self.unflushed.discard(grant_id)
+
+
+class TransferWorker:
+    """`connect(peer, on_lost)` opens a channel (NodeTransports.connect, bound to our NodeInfo).
+
+    `post_event` and `on_peer_lost(node_id, epoch, reason)` are called from this thread or a transport's; `send_ready`
+    (sink's node_id, message) from this thread. None of the three may block.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        layout: KVLayout,
+        source: tuple[str, int],
+        connect: Callable[[NodeInfo, OnLost], Channel],
+        post_event: Callable[[TransferEvent], None],
+        send_ready: Callable[[str, KVReady], None],
+        on_peer_lost: OnLost,
+        fault_injection: str = "",
+    ) -> None:
+        self._pool_NHLPBD, self._layout = pool, layout
+        self._geometry = BlockGeometry(layout)
+        self._source_id, self._source_epoch = source
+        self._connect = connect
+        self._post_event, self._send_ready, self._on_peer_lost = post_event, send_ready, on_peer_lost
+        self._faults = parse_faults(fault_injection) if fault_injection else None
+        self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._book = _GrantBook()
+        self._channels_lock = threading.Lock()
+        self._channels: dict[tuple[str, int], Channel] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self.counters: dict[str, float] = dict.fromkeys(
+            ("kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures", "kv_blocks_verified", "kv_blocks_bad"), 0.0
+        )
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return self._pool_NHLPBD
+
+    # --- any thread -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def connect_peer(self, peer: NodeInfo) -> None:
+        """Opens a channel to a sink; pushes to it that are submitted later find it. Failure: `on_peer_lost`."""
+        self._jobs.put((peer, None))
+
+    def drop_peer(self, node_id: str, epoch: int) -> None:
+        """The control plane has lost this peer: a write to it that is under way fails soon."""
+        with self._channels_lock:
+            channel = self._channels.pop((node_id, epoch), None)
+        if channel is not None:
+            channel.close()
+
+    def submit(self, job: TransferJob, written: torch.cuda.Event | None = None) -> None:
+        """`written`: device event after which the job's source blocks are complete (None: they are)."""
+        if isinstance(job, Retire):
+            self._book.end(job.grant_id)
+        self._jobs.put((job, written))
+
+    def submit_layer(self, push: LayerPush, layer: int, written: torch.cuda.Event | None = None) -> None:
+        """Push of one layer of `push`'s blocks."""
+        self._jobs.put((_LayerJob(push, layer), written))
+
+    def stop(self, deadline_s: float) -> bool:
+        """Runs what is queued for at most `deadline_s`, then breaks the channels. Whether the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join(deadline_s)
+        with self._channels_lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+        self._thread.join(1.0)
+        return not self._thread.is_alive()
+
+    # --- transfer thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._pool_NHLPBD.is_cuda:
+            torch.cuda.set_device(self._pool_NHLPBD.device)
+            self._stream = torch.cuda.Stream(self._pool_NHLPBD.device)
+        with self._on_stream():
+            while (item := self._jobs.get()) is not None:
+                self._run_job(*item)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
+        self.counters["kv_jobs"] += 1
+        if isinstance(job, NodeInfo):
+            self._open_channel(job)
+        elif isinstance(job, Verify):
+            self._verify(job)
+        elif isinstance(job, Retire):
+            self._retire(job)
+        else:
+            self._run_source_job(job, written)
+
+    def _run_source_job(self, job: WholePush | Finalize | _LayerJob, written: torch.cuda.Event | None) -> None:
+        subject = job.push if isinstance(job, _LayerJob) else job
+        if self._book.is_over(subject.grant_id):
+            return
+        if written is not None and self._stream is not None:
+            self._stream.wait_event(written)
+        try:
+            if isinstance(job, Finalize):
+                self._finalize(job)
+            else:
+                layers = range(job.layer, job.layer + 1) if isinstance(job, _LayerJob) else None
+                self._push(subject, layers)  # type: ignore[arg-type]
+        except TandemError as error:
+            self._fail(subject.key, subject.grant_id, error.message)
+        except Exception as error:  # a fault of ours must end this hand-off, not the thread
+            logger.exception("transfer job of %s failed", subject.key)
+            self._fail(subject.key, subject.grant_id, repr(error))
+
+    def _fail(self, key: HandoffKey, grant_id: int, reason: str) -> None:
+        self._book.failed.add(grant_id)
+        self.counters["kv_push_failures"] += 1
+        self._post_event(PushFailed(key, grant_id, reason))
+
+    def _open_channel(self, peer: NodeInfo) -> None:
+        try:
+            channel = self._connect(peer, self._lost)
+        except TandemError as error:
+            self._on_peer_lost(peer.node_id, peer.epoch, error.message)
+            return
+        if self._faults is not None:
+            assert isinstance(channel, PoolChannel), "faults are injected into channels that read a pool"
+            channel = FaultInjector(channel, self._faults)
+        with self._channels_lock:
+            self._channels[peer.node_id, peer.epoch] = channel
+
+    def _lost(self, node_id: str, epoch: int, reason: str) -> None:
+        self.drop_peer(node_id, epoch)
+        self._on_peer_lost(node_id, epoch, reason)
+
+    def _channel(self, grant: KVGrant) -> Channel:
+        with self._channels_lock:
+            channel = self._channels.get((grant.sink_id, grant.sink_epoch))
+        if channel is None:
+            raise PeerLostError(f"no channel to {grant.sink_id} epoch {grant.sink_epoch:#x}")
+        return channel
+
+    def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
+        channel = self._channel(push.grant)
+        pairs = tuple(zip(push.source_block_ids, push.destination_block_ids, strict=True))
+        num_layers = self._geometry.num_layers if layers is None else len(layers)
+        started = time.monotonic()
+        for first, end, nbytes in self._portions(num_layers, push.num_valid):
+            if self._book.is_over(push.grant_id):
+                break
+            self._book.unflushed.add(push.grant_id)
+            channel.write(push.grant, pairs[first:end], layers, push.num_valid[first:end])
+            self.counters["kv_pushed_bytes"] += nbytes
+        self.counters["kv_push_s"] += time.monotonic() - started
+
+    def _portions(self, num_layers: int, num_valid: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(first, end, bytes) of consecutive writes of about _MAX_WRITE_BYTES."""
+        first, nbytes = 0, 0
+        for index, valid in enumerate(num_valid):
+            nbytes += self._geometry.payload_bytes(num_layers, valid)
+            if nbytes >= _MAX_WRITE_BYTES:
+                yield first, index + 1, nbytes
+                first, nbytes = index + 1, 0
+        if nbytes:
+            yield first, len(num_valid), nbytes
+
+    def _finalize(self, job: Finalize) -> None:
+        grant = job.grant
+        self._channel(grant).flush(grant)
+        self._book.unflushed.discard(grant.grant_id)
+        digests = b""
+        if job.with_digests:
+            digests = self._digests(job.source_block_ids, job.digest_key, job.num_valid_last).tobytes()
+        ready = KVReady(
+            request_id=grant.request_id,
+            attempt=grant.attempt,
+            grant_id=grant.grant_id,
+            grant_signature=grant.signature,
+            source_id=self._source_id,
+            source_epoch=self._source_epoch,
+            sink_epoch=grant.sink_epoch,
+            first_tokens=job.first_tokens,
+            digests=digests,
+            round=job.round,
+        )
+        if self._book.is_over(grant.grant_id):
+            return
+        self._send_ready(grant.sink_id, ready)
+        self._post_event(ReadySent(job.key, grant.grant_id, ready))
+
+    def _retire(self, job: Retire) -> None:
+        grant = job.grant
+        if grant.grant_id in self._book.unflushed:
+            try:
+                self._channel(grant).flush(grant)
+            except TandemError as error:  # refused or lost: either way nothing more is sent under this grant
+                logger.debug("grant %#x retired without a flush: %s", grant.grant_id, error)
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._book.forget(grant.grant_id)
+        self._post_event(Retired(job.key, grant.grant_id))
+
+    def _verify(self, job: Verify) -> None:
+        expected = np.frombuffer(job.digests, dtype="<i8")
+        try:
+            actual = self._digests(job.block_ids, job.digest_key, job.num_valid_last)
+            matches = expected == actual if len(expected) == len(actual) else np.zeros(len(actual), dtype=bool)
+        except Exception:  # blocks that can't be checked count as wrong; the sink asks again or recomputes
+            logger.exception("can't verify the blocks of %s", job.key)
+            matches = np.zeros(len(job.block_ids), dtype=bool)
+        bad = tuple(int(index) for index in np.flatnonzero(~matches))
+        self.counters["kv_blocks_verified"] += len(job.block_ids)
+        self.counters["kv_blocks_bad"] += len(bad)
+        self._post_event(Verified(job.key, job.grant_id, job.round, bad))
+
+    def _digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> np.ndarray:
+        """Little-endian int64 [n]."""
+        digests = block_digests(self._pool_NHLPBD, block_ids, key, num_valid_last, self._layout.block_size)
+        return digests.cpu().numpy().astype("<i8")

@@ -1,0 +1,97 @@
+"""Deliberate faults on a channel, for tests. `NodeOptions.fault_injection` holds the specification.
+
+A comma-separated list of `fault:argument`; N counts the channel's writes from 1, `*` means every one of them:
+
+    delay:S      sleep S seconds before every write
+    drop:N       write N is not done and nobody is told
+    duplicate:N  write N is done twice
+    corrupt:N    of write N's payload one byte arrives flipped
+    die:N        this process kills itself (SIGKILL) when half of write N's blocks are written
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem.engine.errors import ConfigError
+from tandem.engine.messages import KVGrant
+from tandem.kv_connector.transports.base import BlockPairs
+from tandem.kv_connector.transports.pool_channel import PoolChannel
+
+_NUMBERED = ("drop", "duplicate", "corrupt", "die")
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """Which write numbers suffer what; `None` in a set stands for every write."""
+
+    delay_s: float
+    numbers: dict[str, frozenset[int | None]]
+
+    def hits(self, fault: str, number: int) -> bool:
+        chosen = self.numbers.get(fault, frozenset())
+        return None in chosen or number in chosen
+
+
+def parse_faults(specification: str) -> FaultPlan:
+    """Raises ConfigError that names the part which is not understood."""
+    delay_s = 0.0
+    numbers: dict[str, set[int | None]] = {}
+    for part in filter(None, (each.strip() for each in specification.split(","))):
+        fault, _, argument = part.partition(":")
+        try:
+            if fault == "delay":
+                delay_s = float(argument)
+            elif fault in _NUMBERED:
+                numbers.setdefault(fault, set()).add(None if argument == "*" else int(argument))
+            else:
+                raise ValueError
+        except ValueError:
+            raise ConfigError(f"fault {part!r}: expected delay:SECONDS or {'|'.join(_NUMBERED)}:NUMBER_OR_*") from None
+    return FaultPlan(delay_s, {fault: frozenset(chosen) for fault, chosen in numbers.items()})
+
+
+class FaultInjector:
+    """A channel that misbehaves as planned. Writes are counted over its life."""
+
+    def __init__(self, channel: PoolChannel, plan: FaultPlan) -> None:
+        self._channel = channel
+        self._plan = plan
+        self._num_writes = 0
+        self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
+
+    def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
+        self._num_writes += 1
+        number = self._num_writes
+        time.sleep(self._plan.delay_s)
+        if self._plan.hits("drop", number):
+            return
+        if self._plan.hits("die", number):
+            half = (len(pairs) + 1) // 2
+            self._channel.write(grant, pairs[:half], layers, num_valid[:half])
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._channel.write(grant, pairs, layers, num_valid)
+        if self._plan.hits("duplicate", number):
+            self._channel.write(grant, pairs, layers, num_valid)
+        if self._plan.hits("corrupt", number) and pairs:
+            source, destination = pairs[0]
+            altered = self._with_flipped_byte(source, 0 if layers is None else layers.start)
+            self._channel.write_from(altered, grant, [(0, destination)], layers, num_valid[:1])
+
+    def flush(self, grant: KVGrant) -> None:
+        self._channel.flush(grant)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _with_flipped_byte(self, block_id: int, layer: int) -> torch.Tensor:
+        """A pool of one block: a copy of `block_id`, changed in the first slot of `layer`."""
+        pool = self._channel.source.pool_NHLPBD[block_id : block_id + 1].clone()
+        pool[0, 0, layer, 0, 0].view(torch.uint8)[0] ^= 0x40
+        return pool

@@ -1,0 +1,137 @@
+"""All transports of one node behind one object: what the node's main, its managers and its transfer thread use.
+
+A sink opens each grant on every transport that the source might take (it falls back to the next one when connecting
+fails), and a fence is done when all of them have fenced.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import torch
+
+from tandem.engine.errors import ConfigError, GrantError, PeerLostError, TransportError
+from tandem.engine.kv_layout import KVLayout
+from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.transports.base import Channel, OnLost, Transport
+from tandem.kv_connector.transports.local import LocalTransport
+from tandem.kv_connector.transports.selection import ORDER, candidates, choose_transport
+from tandem.kv_connector.transports.shm import ShmTransport
+from tandem.kv_connector.transports.tcp import TcpTransport
+
+logger = logging.getLogger(__name__)
+
+
+def make_transports(
+    requested: str, device: torch.device, keys: ClusterKeys, host: str, timeout_s: float
+) -> list[Transport]:
+    """The transports that `requested` ("auto" or a name) allows on `device`. Raises ConfigError."""
+    if requested != "auto" and requested not in ORDER:
+        raise ConfigError(f"there is no transport {requested!r}: choose auto, {', '.join(ORDER)}")
+    made: list[Transport] = []
+    for transport in (LocalTransport(), ShmTransport(), TcpTransport(keys, host, timeout_s)):
+        usable, reason = transport.is_usable(device)
+        if requested in ("auto", transport.name) and usable:
+            made.append(transport)
+        elif requested == transport.name:
+            raise ConfigError(f"transport {requested} can't be used: {reason}")
+    return made
+
+
+class NodeTransports:
+    """Thread-safe after `register`."""
+
+    def __init__(self, transports: Sequence[Transport], requested: str = "auto") -> None:
+        self._transports = {transport.name: transport for transport in transports}
+        self._requested = requested
+        self._device = torch.device("cpu")
+        self._lock = threading.Lock()
+        self._sources: dict[tuple[str, int], list[Transport]] = {}
+
+    def pool_storage(self, nbytes: int) -> memoryview | None:
+        """Memory for a CPU pool, to be given to `allocate_pool`; None: any memory will do."""
+        for transport in self._transports.values():
+            storage = transport.pool_storage(nbytes)
+            if storage is not None:
+                return storage
+        return None
+
+    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+        self._device = pool.device
+        for transport in self._transports.values():
+            transport.register(pool, layout, node_id, epoch)
+
+    def exports(self) -> dict[str, bytes]:
+        """Value of NodeInfo.transports."""
+        return {name: transport.export() for name, transport in self._transports.items()}
+
+    def connect(self, ours: NodeInfo, peer: NodeInfo, on_lost: OnLost) -> Channel:
+        """Source: a channel by the first transport that works. Raises TransportError, PeerLostError."""
+        choose_transport(ours, peer, self._requested, self._device)
+        failures = []
+        for name in candidates(ours, peer)[0]:
+            try:
+                return self._transports[name].connect(peer, on_lost)
+            except PeerLostError:
+                raise
+            except TransportError as error:
+                logger.warning("no %s channel to %s: %s", name, peer.node_id, error)
+                failures.append(f"{name}: {error.message}")
+        raise TransportError(f"no channel to {peer.node_id} ({'; '.join(failures)})")
+
+    def admit(self, ours: NodeInfo, peer: NodeInfo) -> None:
+        """Sink: `peer` said Hello and may become a source. Before the first grant to it. Raises TransportError."""
+        choose_transport(ours, peer, self._requested, self._device)
+        ways = [self._transports[name] for name in candidates(ours, peer)[0]]
+        for transport in ways:
+            transport.admit(peer)
+        with self._lock:
+            self._sources[peer.node_id, peer.epoch] = ways
+
+    def open_grant(self, grant: KVGrant) -> None:
+        """Sink: before the grant is sent. Raises GrantError when its source was never admitted or is fenced or gone."""
+        with self._lock:
+            ways = self._sources.get((grant.source_id, grant.source_epoch), [])
+        if not ways:
+            raise GrantError(
+                f"{grant.source_id} epoch {grant.source_epoch:#x} was not admitted", request_id=grant.request_id
+            )
+        for transport in ways:
+            transport.open_grant(grant)
+
+    def close_grant(self, grant_id: int) -> None:
+        """Sink: before the grant's blocks are given to anyone, whatever ended the grant. Idempotent."""
+        for transport in self._transports.values():
+            transport.close_grant(grant_id)
+
+    def fence(self, node_id: str, epoch: int) -> Future[None]:
+        """Sink: done when no write of that source epoch can land any more. Callbacks run on any thread."""
+        with self._lock:
+            self._sources.pop((node_id, epoch), None)
+        return _all_done([transport.fence(node_id, epoch) for transport in self._transports.values()])
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+
+def _all_done(futures: Sequence[Future[None]]) -> Future[None]:
+    combined: Future[None] = Future()
+    lock = threading.Lock()
+    num_left = len(futures)
+
+    def one_done(_: Future[None]) -> None:
+        nonlocal num_left
+        with lock:
+            num_left -= 1
+            last = num_left == 0
+        if last:
+            combined.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(one_done)
+    return combined

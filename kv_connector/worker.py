@@ -1,0 +1,115 @@
+"""Worker half of the connector: turns a step's metadata into jobs of the transfer thread, from inside the forward pass.
+
+All methods run on the thread that executes steps. Nothing here blocks: on CUDA an event recorded on the current stream
+travels with each job and the transfer thread's stream waits for it; on CPU a layer is written when its hook runs. What
+is pushed does not change later: blocks are complete, and of a partial last block only its valid slots move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from tandem.kv_connector.meta import SourceStepMeta, WholePush
+from tandem.kv_connector.transfer import TransferWorker
+
+
+class LoadEvent(Protocol):
+    """`torch.cuda.Event` (orders the current stream after the load) and `threading.Event` (CPU) both fit."""
+
+    def wait(self) -> object: ...
+
+
+class LayerLoad(Protocol):
+    """KV that comes into the pool while the forward pass runs, layer by layer."""
+
+    def start(self, pool: torch.Tensor) -> Mapping[int, LoadEvent]:
+        """Starts the copies; layer index -> event after which that layer is complete. Does not block."""
+
+
+@runtime_checkable
+class CarriesLoads(Protocol):
+    """Step metadata with loads."""
+
+    loads: Sequence[LayerLoad]
+
+
+class ConnectorWorker:
+    """Implements engine.interfaces.KVConnectorWorker. `layer_indices`: attention layer's name -> layer of the pool.
+
+    `drain_events` gives what the transfer thread posted, for callers that poll `get_finished`.
+    """
+
+    def __init__(
+        self,
+        transfer: TransferWorker,
+        layer_indices: Mapping[str, int],
+        drain_events: Callable[[], Iterable[object]] = tuple,
+    ) -> None:
+        self._transfer = transfer
+        self._layer_indices = dict(layer_indices)
+        self._drain_events = drain_events
+        self._meta: SourceStepMeta | None = None
+        self._load_events: dict[int, list[LoadEvent]] = {}
+        self._newest_step_done: torch.cuda.Event | None = None
+
+    def register_kv_cache(self, pool: torch.Tensor) -> None:
+        assert pool.data_ptr() == self._transfer.pool.data_ptr(), "the connector moves the pool that the model writes"
+
+    def start_load_kv(self, meta: object | None) -> None:
+        """Raises TypeError for metadata that no part of this connector made."""
+        assert self._meta is None, "wait_for_save ends a step before the next one starts"
+        if isinstance(meta, CarriesLoads):
+            self._start_loads(meta.loads)
+        elif meta is not None and not isinstance(meta, SourceStepMeta):
+            raise TypeError(f"step metadata of type {type(meta).__name__}")
+        if isinstance(meta, SourceStepMeta):
+            self._meta = meta
+            self._queue_whole([push for push in meta.whole if push.step_id < meta.step_id])
+
+    def wait_for_kv_layer(self, layer_name: str) -> None:
+        if self._load_events:
+            for event in self._load_events.pop(self._layer_indices[layer_name], ()):
+                event.wait()
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        if self._meta is None or not self._meta.pushes:
+            return
+        layer = self._layer_indices[layer_name]
+        written = self._record_event()
+        for push in self._meta.pushes:
+            self._transfer.submit_layer(push, layer, written)
+
+    def wait_for_save(self) -> None:
+        meta, self._meta = self._meta, None
+        self._load_events.clear()
+        self._newest_step_done = self._record_event()
+        if meta is not None:
+            self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
+
+    def get_finished(self) -> Iterable[object]:
+        return self._drain_events()
+
+    def push_between_steps(self, push: WholePush) -> None:
+        """A push that travels with no step (`WholePush` as a job of its own): after every step launched so far."""
+        self._transfer.submit(push, self._newest_step_done)
+
+    def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
+        for load in loads:
+            for layer, event in load.start(self._transfer.pool).items():
+                self._load_events.setdefault(layer, []).append(event)
+
+    def _queue_whole(self, pushes: Sequence[WholePush]) -> None:
+        if pushes:
+            written = self._record_event()
+            for push in pushes:
+                self._transfer.submit(push, written)
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if not self._transfer.pool.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
