@@ -16,7 +16,14 @@ from tandem.kernels.spec import AttentionSpec
 logger = logging.getLogger(__name__)
 
 # Name -> module and class; the first that supports device, dtype, head size and options serves the layer.
-TABLE: tuple[tuple[str, str], ...] = (("native", "NativeBackend"),)
+TABLE: tuple[tuple[str, str], ...] = (
+    ("flash_attn", "FlashAttentionBackend"),
+    ("flashinfer", "FlashInferBackend"),
+    ("triton", "TritonBackend"),
+    ("torch_flash", "TorchFlashBackend"),
+    ("xformers", "XFormersBackend"),
+    ("native", "NativeBackend"),
+)
 NAMES = tuple(name for name, _ in TABLE)
 
 _fallbacks: Counter[tuple[str, str]] = Counter()

@@ -1,0 +1,112 @@
+"""FlashInfer's paged attention, when the package is installed. Plans once a step and option set, then runs each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.backends.native import NativeOps
+from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
+from tandem.kernels.metadata import RowBatch
+from tandem.kernels.spec import AttentionSpec
+
+try:
+    import flashinfer
+
+    _import_error = None
+except Exception as error:  # a broken build raises more than ImportError
+    flashinfer = None
+    _import_error = f"flashinfer can't be imported: {error}"
+
+WORKSPACE_BYTES = 128 << 20
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+class FlashInferOps(PagedOps):
+    write = staticmethod(PromptOnlyOps.write)
+
+    @staticmethod
+    def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
+        return _planned(query, kv, rows, spec).run(query, (kv.key_cache, kv.value_cache))
+
+    @staticmethod
+    def prefill(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV | None,
+        rows: RowBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if kv is None:
+            return NativeOps.prefill(query, key, value, kv, rows, spec)
+        return _planned(query, kv, rows, spec).run(query, (kv.key_cache, kv.value_cache))
+
+
+class FlashInferImpl(PagedImpl):
+    ops = FlashInferOps
+
+
+class FlashInferBackend(AttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return FlashInferImpl
+
+    @staticmethod
+    def get_ops() -> type[PagedOps]:
+        return FlashInferOps
+
+    @staticmethod
+    def unavailable_reason() -> str | None:
+        return _import_error or (None if torch.cuda.is_available() else "FlashInfer needs a CUDA device")
+
+    @staticmethod
+    def unsupported_reason(
+        device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec
+    ) -> str | None:
+        return common_refusal(device, dtype, head_size, options) or refuse(
+            (head_size not in (64, 128, 256), f"head_size {head_size}: FlashInfer has 64, 128 and 256"),
+            (options.alibi_slopes is not None, "alibi_slopes"),
+        )
+
+
+def _planned(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> Any:
+    """A wrapper planned for these rows and this layer's options, shared by the layers that agree on them."""
+    key = ("flashinfer", spec.num_heads, spec.num_kv_heads, spec.sliding_window, spec.logits_soft_cap, spec.scale)
+    if key not in rows.scratch:
+        device = query.device
+        if device not in _workspaces:
+            _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspaces[device], "HND")
+        wrapper.plan(
+            rows.query_start_loc,
+            *_block_lists(rows, kv.block_size),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_size,
+            kv.block_size,
+            causal=True,
+            sm_scale=spec.scale,
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            logits_soft_cap=spec.logits_soft_cap,
+            q_data_type=query.dtype,
+            kv_data_type=kv.key_cache.dtype,
+        )
+        rows.scratch[key] = wrapper
+    return rows.scratch[key]
+
+
+def _block_lists(rows: RowBatch, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(starts int32 [N+1], block ids int32 [sum], valid slots of each last block int32 [N]), for the plan."""
+    counts = [-(-length // block_size) for length in rows.seq_lens_cpu]
+    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    ids = torch.cat([table[:count] for table, count in zip(rows.block_tables, counts, strict=True)])
+    last = torch.tensor([(length - 1) % block_size + 1 if length else 0 for length in rows.seq_lens_cpu])
+    device = rows.block_tables.device
+    return starts.to(device), ids, last.to(device, torch.int32)

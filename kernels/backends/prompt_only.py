@@ -1,0 +1,69 @@
+"""Base of backends whose kernels only know contiguous prompts: everything paged goes to the best general backend."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from tandem.kernels.backend import PagedKV, PagedOps, refuse
+from tandem.kernels.backends.native import NativeOps
+from tandem.kernels.backends.triton import TritonBackend, TritonOps
+from tandem.kernels.metadata import RowBatch
+from tandem.kernels.spec import AttentionSpec, AttentionType
+
+
+class PromptOnlyOps(PagedOps):
+    """Subclasses compute prompts without a prefix; writes, decode rows and prefixes are served by `general_ops`."""
+
+    @staticmethod
+    @abstractmethod
+    def prompt(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        """query [T, H, D], key/value [T, K, D], causal within each row, no earlier tokens -> [T, H, D]."""
+
+    @staticmethod
+    def write(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+        on_gpu = key.is_cuda and TritonBackend.is_available()
+        (TritonOps if on_gpu else NativeOps).write(key, value, kv, slot_mapping)
+
+    @classmethod
+    def decode(cls, query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
+        return general_ops(query, kv, spec).decode(query, kv, rows, spec)
+
+    @classmethod
+    def prefill(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV | None,
+        rows: RowBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        if rows.query_lens_cpu == rows.seq_lens_cpu:
+            return cls.prompt(query, key, value, rows, spec)
+        return general_ops(query, kv, spec).prefill(query, key, value, kv, rows, spec)
+
+
+def general_ops(query: torch.Tensor, kv: PagedKV | None, spec: AttentionSpec) -> type[PagedOps]:
+    """Triton's operations where they can serve this layer, else native ones."""
+    if kv is not None and kv.block_size % 16:
+        return NativeOps
+    reason = TritonBackend.unavailable_reason() or TritonBackend.unsupported_reason(
+        query.device, query.dtype, spec.head_size, spec
+    )
+    return NativeOps if reason else TritonOps
+
+
+def common_refusal(device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec) -> str | None:
+    """What no prompt-only kernel here can do."""
+    return refuse(
+        (device.type != "cuda", f"device {device.type}: needs cuda"),
+        (dtype not in (torch.float16, torch.bfloat16), f"dtype {dtype}: needs float16 or bfloat16"),
+        (head_size > 256 or head_size % 8, f"head_size {head_size}: needs a multiple of 8 up to 256"),
+        (options.is_fp8, "kv_cache_dtype fp8"),
+        (options.blocksparse is not None, "blocksparse_params"),
+        (options.attn_type != AttentionType.DECODER, f"attn_type {options.attn_type}"),
+    )

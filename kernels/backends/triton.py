@@ -1,0 +1,118 @@
+"""Tandem's own Triton kernels: paged prefill, paged decode V1 and V2, cache writes."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.metadata import RowBatch
+from tandem.kernels.partitions import choose_paged_attention_version, num_partitions
+from tandem.kernels.quantization import overflow_counter, scale_tensor
+from tandem.kernels.spec import AttentionSpec, AttentionType
+
+LARGEST_HEAD = 256
+
+
+class TritonOps(PagedOps):
+    """Loads the kernels on first use; launches on the tensors' own device."""
+
+    @staticmethod
+    def write(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+        from tandem.kernels.triton_kernels.cache_write import cache_write
+
+        device = key.device
+        with torch.cuda.device_of(key):
+            cache_write(
+                key, value, kv.key_cache, kv.value_cache, slot_mapping.reshape(-1),
+                k_scale=scale_tensor(kv.k_scale, device), v_scale=scale_tensor(kv.v_scale, device),
+                overflow=overflow_counter(device),
+            )  # fmt: skip
+
+    @staticmethod
+    def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
+        from tandem.kernels.triton_kernels.paged_decode import paged_decode
+
+        parts = num_partitions(rows.max_seq_len)
+        with torch.cuda.device_of(query):
+            return paged_decode(
+                query, kv.key_cache, kv.value_cache, rows.block_tables, rows.seq_lens, rows.max_seq_len, spec.scale,
+                version=choose_paged_attention_version(rows.max_seq_len, query.shape[0], spec.num_heads, parts),
+                k_scale=scale_tensor(kv.k_scale, query.device), v_scale=scale_tensor(kv.v_scale, query.device),
+                alibi_slopes=spec.slopes_on(query.device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+            )  # fmt: skip
+
+    @staticmethod
+    def prefill(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV | None,
+        rows: RowBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        from tandem.kernels.triton_kernels.paged_prefill import paged_prefill
+
+        device = query.device
+        with torch.cuda.device_of(query):
+            return paged_prefill(
+                query, key, value, kv and kv.key_cache, kv and kv.value_cache,
+                rows.block_tables, rows.query_start_loc, rows.seq_lens, rows.max_query_len, spec.scale,
+                k_scale=scale_tensor(kv.k_scale if kv else 1.0, device),
+                v_scale=scale_tensor(kv.v_scale if kv else 1.0, device),
+                alibi_slopes=spec.slopes_on(device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+            )  # fmt: skip
+
+
+class TritonImpl(PagedImpl):
+    ops = TritonOps
+
+
+class TritonBackend(AttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return TritonImpl
+
+    @staticmethod
+    def get_ops() -> type[PagedOps]:
+        return TritonOps
+
+    @staticmethod
+    def unavailable_reason() -> str | None:
+        if find_spec("triton") is None:
+            return "the triton package is not installed"
+        return None if torch.cuda.is_available() or _interpreted() else "Triton kernels need a CUDA device"
+
+    @staticmethod
+    def unsupported_reason(
+        device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec
+    ) -> str | None:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        return refuse(
+            (device.type != "cuda" and not _interpreted(), f"device {device.type}: Triton kernels need cuda"),
+            (capability < (8, 0), f"compute capability {capability}: Triton kernels need 8.0"),
+            (dtype not in (torch.float16, torch.bfloat16, torch.float32), f"dtype {dtype}"),
+            (head_size > LARGEST_HEAD, f"head_size {head_size} is above {LARGEST_HEAD}"),
+            (
+                options.is_fp8 and capability < (8, 9),
+                f"kv_cache_dtype fp8 needs compute capability 8.9, not {capability}",
+            ),
+            (options.blocksparse is not None, "blocksparse_params"),
+            (options.attn_type != AttentionType.DECODER, f"attn_type {options.attn_type}"),
+        )
+
+
+@cache
+def _interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU in this process (tests)."""
+    if find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)

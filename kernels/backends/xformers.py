@@ -1,0 +1,66 @@
+"""xFormers' memory-efficient attention for prompts without a prefix, when the package is installed."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedOps, refuse
+from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
+from tandem.kernels.metadata import RowBatch
+from tandem.kernels.spec import AttentionSpec
+
+try:
+    from xformers import ops as xformers_ops
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+
+    _import_error = None
+except Exception as error:  # a broken build raises more than ImportError
+    xformers_ops = None
+    _import_error = f"xformers can't be imported: {error}"
+
+
+class XFormersOps(PromptOnlyOps):
+    @staticmethod
+    def prompt(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        bias = rows.scratch.get("xformers_bias")
+        if bias is None:
+            bias = BlockDiagonalCausalMask.from_seqlens([n for n in rows.query_lens_cpu if n])
+            rows.scratch["xformers_bias"] = bias
+        grouped = (1, -1, spec.num_kv_heads, spec.group_size, spec.head_size)
+        k, v = (x[None, :, :, None].expand(-1, -1, -1, spec.group_size, -1) for x in (key, value))
+        out = xformers_ops.memory_efficient_attention_forward(query.reshape(grouped), k, v, bias, scale=spec.scale)
+        return out.reshape(query.shape)
+
+
+class XFormersImpl(PagedImpl):
+    ops = XFormersOps
+
+
+class XFormersBackend(AttentionBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "XFORMERS"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return XFormersImpl
+
+    @staticmethod
+    def get_ops() -> type[PagedOps]:
+        return XFormersOps
+
+    @staticmethod
+    def unavailable_reason() -> str | None:
+        return _import_error or (None if torch.cuda.is_available() else "xformers needs a CUDA device")
+
+    @staticmethod
+    def unsupported_reason(
+        device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec
+    ) -> str | None:
+        return common_refusal(device, dtype, head_size, options) or refuse(
+            (options.alibi_slopes is not None, "alibi_slopes"),
+            (options.sliding_window is not None, "sliding_window"),
+            (options.logits_soft_cap is not None, "logits_soft_cap"),
+        )

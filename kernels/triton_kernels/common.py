@@ -1,0 +1,100 @@
+"""Pieces that the attention kernels share. Importing this decides whether kernels run interpreted (TRITON_INTERPRET)."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem.kernels.errors import UnsupportedOptionError
+
+INTERPRET = bool(triton.knobs.runtime.interpret)
+INTERPRETED: tl.constexpr = tl.constexpr(INTERPRET)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+MIN_TILE = 16  # tl.dot's smallest inner dimension
+
+
+@triton.jit
+def dot(a, b):
+    """a [M, K] @ b [K, N] in fp32. The interpreter's bf16 product is wrong, so it multiplies in fp32."""
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def load_rows(pointer, rows, stride_row, row_mask, HEAD_SIZE: tl.constexpr, D_PAD: tl.constexpr):
+    """[rows, D_PAD] of a matrix with contiguous columns; masked rows and columns past HEAD_SIZE are zeros."""
+    columns = tl.arange(0, D_PAD)
+    offsets = rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
+    return tl.load(pointer + offsets, mask=row_mask[:, None] & (columns < HEAD_SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def masked_scores(
+    query,
+    key,
+    query_positions,
+    key_positions,
+    key_mask,
+    slopes,
+    scale,
+    soft_cap,
+    window,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+):
+    """Scores times log2(e), [M, N] fp32: scaled, capped, biased; -inf where the key is hidden."""
+    scores = dot(query, tl.trans(key)) * scale
+    if HAS_SOFT_CAP:
+        scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))  # soft_cap * tanh
+    if HAS_ALIBI:
+        scores += slopes[:, None] * (key_positions[None, :] - query_positions[:, None]).to(tl.float32)
+    allowed = key_mask[None, :] & (key_positions[None, :] <= query_positions[:, None])
+    if HAS_WINDOW:
+        allowed = allowed & (key_positions[None, :] > query_positions[:, None] - window)
+    return tl.where(allowed, scores * LOG2_E, float("-inf"))
+
+
+@triton.jit
+def online_softmax(scores, value, peak, total, accumulator):
+    """One step of the running softmax (Milakov and Gimelshein): -> (peak [M], total [M], accumulator [M, D])."""
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(peak - base)
+    total = total * decay + tl.sum(weights, 1)
+    accumulator = accumulator * decay[:, None] + dot(weights.to(value.dtype), value)
+    return new_peak, total, accumulator
+
+
+def tile_of(block_size: int, limit: int) -> int:
+    """Largest power of two up to `limit` that divides `block_size`: a tile never crosses a block."""
+    tile = min(limit, block_size & -block_size)
+    if tile < MIN_TILE:
+        raise UnsupportedOptionError("block_size", f"Triton kernels need a multiple of {MIN_TILE}, got {block_size}")
+    return tile
+
+
+def padded_head_size(head_size: int) -> int:
+    return max(16, triton.next_power_of_2(head_size))
+
+
+def check_cache(key_cache: torch.Tensor, value_cache: torch.Tensor, num_kv_heads: int, head_size: int) -> None:
+    """[num_blocks, K, S, D] each, equal strides, contiguous D."""
+    if key_cache.shape != value_cache.shape or key_cache.stride() != value_cache.stride():
+        raise ValueError(f"key and value cache differ: {tuple(key_cache.shape)}, {tuple(value_cache.shape)}")
+    if key_cache.dim() != 4 or key_cache.shape[1] != num_kv_heads or key_cache.shape[3] != head_size:
+        raise ValueError(f"cache is {tuple(key_cache.shape)}, expected [blocks, {num_kv_heads}, slots, {head_size}]")
+    if key_cache.stride(3) != 1:
+        raise ValueError("the cache's head dimension must be contiguous")
+
+
+def check_tokens(name: str, tensor: torch.Tensor, num_heads: int, head_size: int) -> None:
+    """[tokens, heads, head_size] with contiguous head_size."""
+    if tensor.dim() != 3 or tensor.shape[1:] != (num_heads, head_size):
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, expected [tokens, {num_heads}, {head_size}]")
+    if tensor.stride(2) != 1:
+        raise ValueError(f"{name}'s head dimension must be contiguous")
