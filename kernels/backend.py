@@ -126,9 +126,9 @@ class AttentionBackend(ABC):
         return (num_blocks, num_kv_heads, 2, block_size, head_size)
 
     @staticmethod
-    def get_ops() -> type[PagedOps] | None:
-        """The raw paged operations, where the backend has them."""
-        return None
+    @abstractmethod
+    def get_ops() -> type[PagedOps]:
+        """The raw paged operations."""
 
     @staticmethod
     @abstractmethod

@@ -6,12 +6,14 @@ views with contiguous D. Each operation runs on the first backend in selection.T
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
 
 import torch
 
 from tandem.kernels.backend import AttentionBackend, PagedKV, PagedOps
-from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
+from tandem.kernels.errors import UnsupportedOptionError
 from tandem.kernels.metadata import RowBatch
 from tandem.kernels.partitions import choose_paged_attention_version
 from tandem.kernels.quantization import FP8_DTYPE, Scale, check_cache_dtype
@@ -140,13 +142,14 @@ class PagedAttention:
         """
         check_cache_dtype(kv_cache_dtype, key_cache)
         num_kv_heads, block_size, head_size = key_cache.shape[1:]
-        q, k, v = (x.reshape(x.shape[0] if x.dim() == 3 and x.shape[2] == head_size else -1, *heads, head_size)
-                   for x, heads in ((query, (-1,)), (key, (num_kv_heads,)), (value, (num_kv_heads,))))  # fmt: skip
-        q = q.reshape(k.shape[0], -1, head_size)
+        k, v = (x.reshape(-1, num_kv_heads, head_size) for x in (key, value))
+        if k.shape[0] == 0:
+            return torch.empty_like(query)
+        q = query.reshape(k.shape[0], -1, head_size)
         starts, lengths = query_start_loc.tolist(), tuple(seq_lens_tensor.tolist())
         if len(starts) == len(lengths):
             starts.append(q.shape[0])
-        new = tuple(end - begin for begin, end in zip(starts, starts[1:], strict=False))
+        new = tuple(end - begin for begin, end in itertools.pairwise(starts))
         _check_rows(new, lengths, max_query_len, q.shape[0])
         spec = _spec_of(
             q, key_cache, num_kv_heads, scale or 1 / math.sqrt(head_size), alibi_slopes, sliding_window, logits_soft_cap
@@ -171,14 +174,13 @@ def calculate_cache_memory_usage(
     )
 
 
-def _run(tensor: torch.Tensor, spec: AttentionSpec, backend: str, call) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _run(
+    tensor: torch.Tensor, spec: AttentionSpec, backend: str, call: Callable[[type[PagedOps]], torch.Tensor]
+) -> torch.Tensor:
     """Runs `call(ops)` on the first backend with paged operations that serves the arguments, or falls to the next."""
     first, _ = select_backend(tensor.device, tensor.dtype, spec.head_size, spec, backend)
     usable, _ = rank_backends(tensor.device, tensor.dtype, spec.head_size, spec)
-    chain = [candidate for candidate in usable[usable.index(first) :] if candidate.get_ops() is not None]
-    if not chain:
-        raise BackendUnavailableError(f"no backend has paged operations for {tensor.dtype} on {tensor.device}")
-    return run_with_fallback(chain, lambda candidate: call(candidate.get_ops()))
+    return run_with_fallback(usable[usable.index(first) :], lambda candidate: call(candidate.get_ops()))
 
 
 def _spec_of(

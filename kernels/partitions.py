@@ -12,6 +12,6 @@ def num_partitions(max_seq_len: int) -> int:
 
 
 def choose_paged_attention_version(max_seq_len: int, batch_size: int, num_heads: int, max_num_partitions: int) -> str:
-    """ "V1" (one pass) for short rows that have one partition or come in large batches, else "V2" (split and reduce)."""
+    """V1 (one pass) for short rows that have one partition or come in large batches, else V2 (split, reduce)."""
     few_keys = max_num_partitions == 1 or batch_size * num_heads > ENOUGH_PROGRAMS
     return "V1" if max_seq_len <= LONGEST_ONE_PASS and few_keys else "V2"

@@ -22,6 +22,8 @@ def _try_import(module: str) -> tuple[Any, str]:
         return None, f"{module} can't be imported: {error}"
 
 
+version_3: Any
+version_2: Any
 version_3, _error_3 = _try_import("flash_attn_interface")
 version_2, _error_2 = _try_import("flash_attn") if version_3 is None else (None, "")
 

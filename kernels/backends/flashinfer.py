@@ -1,4 +1,4 @@
-"""FlashInfer's paged attention, when the package is installed. Plans once a step and option set, then runs each layer."""
+"""FlashInfer's paged attention, when installed. Plans once a step and option set, then runs each layer."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class TritonOps(PagedOps):
         device = query.device
         with torch.cuda.device_of(query):
             return paged_prefill(
-                query, key, value, kv and kv.key_cache, kv and kv.value_cache,
+                query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None,
                 rows.block_tables, rows.query_start_loc, rows.seq_lens, rows.max_query_len, spec.scale,
                 k_scale=scale_tensor(kv.k_scale if kv else 1.0, device),
                 v_scale=scale_tensor(kv.v_scale if kv else 1.0, device),

@@ -1,5 +1,6 @@
-"""Pieces that the attention kernels share. Importing this decides whether kernels run interpreted (TRITON_INTERPRET)."""
+"""Pieces that the kernels share. Importing this decides whether they run interpreted (TRITON_INTERPRET)."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import torch

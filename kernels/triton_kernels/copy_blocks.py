@@ -1,5 +1,6 @@
 """Copies the first slots of blocks inside a pool, all heads and layers: the tail copy of a copy-on-write fork."""
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 from collections.abc import Sequence

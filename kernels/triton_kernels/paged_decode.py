@@ -1,9 +1,10 @@
 """Paged decode attention: one new token a row, keys and values read through the block table.
 
-V1 computes a row in one pass; V2 splits a row's keys into partitions of PARTITION_SIZE tokens and a second kernel reduces
-them (flash decoding). N rows, H query heads in groups of G over K KV heads, D head size, S slots a block, P partitions.
+V1 computes a row in one pass; V2 splits a row's keys into partitions of PARTITION_SIZE tokens and a second kernel
+reduces them (flash decoding). N rows, H query heads in groups of G over K KV heads, D head size, S slots a block, P partitions.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import torch
@@ -63,9 +64,8 @@ def paged_decode_kernel(
     row, kv_head, partition = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seq_len = tl.load(seq_lens + row)
     first = partition * partition_size
-    if SPLIT:
-        if first >= seq_len:
-            return
+    if SPLIT and first >= seq_len:
+        return
     last = tl.minimum(seq_len, first + partition_size)
     if HAS_WINDOW:
         first = tl.maximum(first, tl.maximum(seq_len - window, 0) // TILE * TILE)

@@ -4,6 +4,7 @@ N rows, T new tokens in all, H query heads over K KV heads, D head size, S slots
 first seq_len - query_len tokens; it may end inside a block.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
 import torch
