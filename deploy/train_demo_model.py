@@ -1,10 +1,11 @@
 """Train the small Llama that ships in deploy/demo_model: a few minutes on one GPU, text every machine has.
 
-    python deploy/train_demo_model.py --out deploy/demo_model --minutes 5
+    python deploy/train_demo_model.py --out deploy/demo_model --minutes 5 [--stdlib DIR] [--docs DIR]
 
-Corpus: the running Python's standard library (source files, and its documentation: the pydoc topics and every
-docstring as prose). One file in fifty is held out for the perplexity in the card. Needs torch, transformers,
-tokenizers; the result is an ordinary Hugging Face folder of at most 8 MB.
+Corpus: a CPython standard library (source files with their tests, and every docstring and the pydoc topics as
+prose; by default the running Python's) and, where given, the documentation's reStructuredText sources. One file in
+fifty is held out for the perplexity in the card. Needs torch, transformers, tokenizers; the result is an ordinary
+Hugging Face folder of at most 8 MB.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import argparse
 import ast
 import json
 import math
-import platform
 import random
 import sys
 import sysconfig
@@ -29,14 +29,13 @@ PROSE_WEIGHT = 2  # docstrings and topics are a small part of the bytes and most
 EVALUATE_EVERY = 100  # steps; the weights kept are those that did best on the held-out text
 
 
-def read_corpus() -> tuple[list[str], list[str]]:
-    """(training documents, held-out documents): modules as source, and their docstrings as prose."""
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
+def read_corpus(stdlib: Path, docs: Path | None) -> tuple[list[str], list[str]]:
+    """(training documents, held-out documents): modules as source, and documentation as prose."""
     train: list[str] = []
     held_out: list[str] = []
     for index, path in enumerate(sorted(stdlib.rglob("*.py"))):
         relative = path.relative_to(stdlib).as_posix()
-        if relative.startswith(("site-packages", "dist-packages", "test/", "idlelib/", "lib2to3/tests", "encodings/")):
+        if relative.startswith(("site-packages", "dist-packages", "idlelib/", "lib2to3/tests", "encodings/")):
             continue
         try:
             source = path.read_text(encoding="utf-8")
@@ -54,6 +53,11 @@ def read_corpus() -> tuple[list[str], list[str]]:
         else:
             train.append(source)
             train += ["\n\n".join(prose)] * PROSE_WEIGHT if prose else []
+    for index, path in enumerate(sorted(docs.rglob("*.txt")) if docs else []):
+        if index % 50 == 7:
+            held_out.append(path.read_text(encoding="utf-8"))
+        else:
+            train += [path.read_text(encoding="utf-8")] * PROSE_WEIGHT
     return train, held_out
 
 
@@ -208,6 +212,8 @@ def save(out: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--stdlib", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--docs", type=Path, help="folder of the documentation's sources (*.txt)")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--batch", type=int, default=64, help="sequences a step")
     parser.add_argument("--context", type=int, default=2048, help="tokens a sequence, and the model's maximum")
@@ -219,7 +225,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
     torch.set_float32_matmul_precision("high")
-    train_documents, held_out = read_corpus()
+    train_documents, held_out = read_corpus(arguments.stdlib, arguments.docs)
     random.Random(arguments.seed).shuffle(train_documents)
     tokenizer = train_tokenizer(train_documents, arguments.vocab)
     ids, held_out_ids = to_ids(tokenizer, train_documents), to_ids(tokenizer, held_out)
@@ -237,8 +243,8 @@ def main() -> None:
         "size on disk": f"{size / 1e6:.2f} MB",
         "context": f"{arguments.context} tokens",
         "tokenizer": f"byte-level BPE, {tokenizer.get_vocab_size()} entries, trained on the same text",
-        "trained on": f"CPython {platform.python_version()} standard library: source, docstrings, pydoc topics;"
-        f" {len(ids):,} tokens with prose {PROSE_WEIGHT} times",
+        "trained on": f"CPython's standard library (source, docstrings, pydoc topics)"
+        f"{' and documentation' if arguments.docs else ''}; {len(ids):,} tokens, prose {PROSE_WEIGHT} times",
         "training": f"{steps} steps of {arguments.batch} × {arguments.context} tokens, {arguments.minutes:g} minutes"
         f" on {torch.cuda.get_device_name() if arguments.device == 'cuda' else 'CPU'}",
         "held-out perplexity": f"{math.exp(loss):.2f} a token, {loss * len(held_out_ids) / num_bytes / math.log(2):.3f}"

@@ -1,0 +1,147 @@
+"""A decode node's logic: tickets, received KV, token streams; as "unified" it serves prompts alone. Sans-IO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.messages import FirstToken, Message, NodeInfo
+from tandem.engine.request import Request
+from tandem.engine.request_book import Entry, RequestBook
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.serving_node import ServingNode
+from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released
+from tandem.kv_connector.sink import SinkManager
+
+
+class DecodeNode(ServingNode):
+    """Takes "decode" (expect the KV from `peer`) and "full" (compute everything here)."""
+
+    modes = frozenset({"decode", "full"})
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        book: RequestBook,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        max_queue: int,
+        sink: SinkManager,
+    ) -> None:
+        super().__init__(info, book, scheduler, pool, max_queue)
+        self.sink = sink
+
+    def start(self, entry: Entry, now: float) -> None:
+        if entry.submit.mode == "decode":
+            self.book.accept(entry, self.sink.expect(entry.submit, entry.request, now))
+            self._take_outcomes(now)
+        else:
+            super().start(entry, now)
+
+    def stop(self, entry: Entry, now: float) -> None:
+        self.scheduler.abort(entry.request.request_id, entry.request.attempt)
+        if entry.submit.mode == "decode":
+            self.sink.cancel(entry.request.request_id, entry.request.attempt, now)
+            self._take_outcomes(now)
+
+    def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
+        self.sink.on_message(peer_id, message, now)
+        self._take_outcomes(now)
+
+    def on_peer_up(self, peer_id: str, info: NodeInfo, now: float) -> None:
+        self.sink.peer_connected(info)
+
+    def on_peer_lost(self, peer_id: str, info: NodeInfo, reason: str, now: float) -> None:
+        self.sink.peer_lost(info.node_id, info.epoch)
+        self._take_outcomes(now)
+
+    def on_fenced(self, node_id: str, epoch: int, now: float) -> None:
+        """No write of that source can land any more."""
+        self.sink.fenced(node_id, epoch)
+        self._take_outcomes(now)
+
+    def on_transfer(self, event: object, now: float) -> None:
+        self.sink.on_transfer_event(event, now)
+        self._take_outcomes(now)
+
+    def on_tick(self, now: float) -> None:
+        super().on_tick(now)
+        self.sink.on_tick(now)
+        self._take_outcomes(now)
+
+    def handoff_outbox(self) -> list[tuple[str, Message]]:
+        return self.sink.drain_outbox()
+
+    def handoff_counters(self) -> dict[str, float]:
+        return self.sink.counters.as_dict()
+
+    @property
+    def handoff_idle(self) -> bool:
+        return self.sink.is_idle
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.sink.check_integrity()
+
+    def _take_outcomes(self, now: float) -> None:
+        for outcome in self.sink.drain_events():
+            if isinstance(outcome, Commit):
+                self._commit(outcome)
+            elif isinstance(outcome, Recompute):
+                self._recompute(outcome)
+            elif isinstance(outcome, Failed):
+                text = f"the hand-off failed: {outcome.reason}"
+                self.book.fail(outcome.request.key, "handoff_failed", text, outcome.retryable)
+            else:
+                assert isinstance(outcome, Released)
+                self.book.handed_off(outcome.request.key)
+
+    def _commit(self, commit: Commit) -> None:
+        entry = self.book.entries.get(commit.request.key)
+        if entry is None:
+            self.pool.free(list(commit.block_ids), None)
+            return
+        commit.request.num_cached_tokens = commit.num_cached_tokens
+        first_tokens = self._close_samples(entry, commit.first_tokens)
+        self.scheduler.add_committed(
+            commit.request, list(commit.block_ids), [(t.sample_index, t.token_id, t.finished) for t in first_tokens]
+        )
+
+    def _close_samples(self, entry: Entry, first_tokens: Sequence[FirstToken]) -> list[FirstToken]:
+        """Samples that ended with their first token, and those cancelled meanwhile, don't go on here."""
+        entry.open_samples -= {token.sample_index for token in first_tokens if token.finished}
+        return [
+            FirstToken(t.sample_index, t.token_id, t.finished or t.sample_index not in entry.open_samples)
+            for t in first_tokens
+        ]
+
+    def _recompute(self, recompute: Recompute) -> None:
+        """Each open sample goes on alone, its first token at the tail of its prompt."""
+        entry = self.book.entries.get(recompute.request.key)
+        if entry is None:
+            return
+        for token in self._close_samples(entry, recompute.first_tokens):
+            if not token.finished:
+                self.scheduler.add(continued(recompute.request, token))
+
+
+def continued(request: Request, token: FirstToken) -> Request:
+    """`request` narrowed to one sample, with `token` as output that the client already has."""
+    return Request(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        prompt_token_ids=np.append(request.prompt_token_ids, np.int32(token.token_id)),
+        sampling=msgspec.structs.replace(request.sampling, num_prompt_logprobs=None),
+        sample_indices=(token.sample_index,),
+        num_prior_output_tokens=request.num_prior_output_tokens + 1,
+        priority=request.priority,
+        arrival=request.arrival,
+        mode="full",
+        use_prefix_cache=request.use_prefix_cache,
+        salt=request.salt,
+        owner=request.owner,
+        block_hashes=list(request.block_hashes),
+    )

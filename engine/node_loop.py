@@ -1,0 +1,133 @@
+"""The step loop of a node: the one thread that decides.
+
+Everything that happens (control messages, transfer events, signals) comes through one inbox; the logic turns it into
+scheduler calls and messages; the engine core launches steps. The loop never waits while there is work it could do.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tandem.engine.control_plane import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
+from tandem.engine.core import EngineCore
+from tandem.engine.messages import Message, PeerRef, Status
+from tandem.engine.request import EngineEvent
+
+IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
+BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
+
+
+class NodeLogic(Protocol):
+    """The sans-IO heart of a node; see engine/serving_node.py."""
+
+    def on_control(self, event: ControlEvent, now: float) -> None: ...
+
+    def on_transfer(self, event: object, now: float) -> None: ...
+
+    def on_tick(self, now: float) -> None: ...
+
+    def on_engine_events(self, events: Sequence[EngineEvent], now: float) -> None: ...
+
+    def drain_outbox(self) -> list[tuple[str, Message]]: ...
+
+    def drain_connects(self) -> list[PeerRef]: ...
+
+    def status(self) -> Status: ...
+
+    def drain(self) -> None: ...
+
+    @property
+    def is_empty(self) -> bool: ...
+
+
+class ControlSender(Protocol):
+    status: Status | None
+
+    def send(self, peer_id: str, message: Message) -> None: ...
+
+    def connect(self, ref: PeerRef) -> None: ...
+
+
+class NodeLoop:
+    """`post` may be called from any thread; everything else belongs to the thread that calls `run`."""
+
+    def __init__(
+        self,
+        logic: NodeLogic,
+        core: EngineCore,
+        control: ControlSender,
+        drain_s: float,
+        after_turn: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._logic = logic
+        self._core = core
+        self._control = control
+        self._drain_s = drain_s
+        self._after_turn = after_turn
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._drain_deadline: float | None = None
+        self._stopping = False
+
+    def post(self, event: object) -> None:
+        self._inbox.put(event)
+
+    def begin_drain(self) -> None:
+        """Take nothing new, finish what is here, then return from `run`; a second call returns at once."""
+        self.post("drain")
+
+    def run(self) -> None:
+        """Returns when drained. An exception from the engine ends the node's epoch: it is raised to the caller."""
+        launched = True
+        while not self._stopping:
+            self._read_inbox(launched)
+            now = time.monotonic()
+            self._logic.on_tick(now)
+            launched = self._step(now)
+            self._write_outbox()
+            if self._drain_deadline is not None and (self._logic.is_empty or now > self._drain_deadline):
+                self._stopping = True
+        self._write_outbox()
+
+    def _step(self, now: float) -> bool:
+        if not self._core.has_work():
+            return False
+        events = self._core.step()
+        if events:
+            self._logic.on_engine_events(events, now)
+        return self._core.inflight
+
+    def _read_inbox(self, launched: bool) -> None:
+        wait = 0.0 if launched else (BLOCKED_WAIT_S if self._core.has_work() else IDLE_WAIT_S)
+        try:
+            event = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+        except queue.Empty:
+            return
+        now = time.monotonic()
+        while True:
+            self._dispatch(event, now)
+            try:
+                event = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _dispatch(self, event: object, now: float) -> None:
+        if isinstance(event, Received | PeerUp | PeerLost | PeerRefused):
+            self._logic.on_control(event, now)
+        elif event == "drain":
+            if self._drain_deadline is not None:
+                self._stopping = True
+            self._drain_deadline = now + self._drain_s
+            self._logic.drain()
+        else:
+            self._logic.on_transfer(event, now)
+
+    def _write_outbox(self) -> None:
+        for ref in self._logic.drain_connects():
+            self._control.connect(ref)
+        for peer_id, message in self._logic.drain_outbox():
+            self._control.send(peer_id, message)
+        self._control.status = self._logic.status()
+        self._after_turn()
