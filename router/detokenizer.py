@@ -55,7 +55,7 @@ class WindowDetokenizer:
         self._window.append(token_id)
         text = self._new_text()
         held = len(self._window) - self._num_emitted
-        if not text or (text.endswith(REPLACEMENT) and held < self.MAX_HELD):
+        if held < self.MAX_HELD and (not text or text.endswith(REPLACEMENT)):
             return ""
         del self._window[: self._num_emitted]
         self._num_emitted = len(self._window)

@@ -5,9 +5,9 @@
        └───────────── attempt failed, attempts left ─┴─────────────────────────┘
 
 The machine owns the output: per sample it orders token deltas by output_index, drops duplicates and everything of an
-older attempt, and alone starts the next attempt, whose prompt is the prompt plus the tokens already emitted. One request
-is served by one sub-request (all samples together) until an attempt fails after tokens were emitted; from then on each
-unfinished sample continues in a sub-request of its own. The request ends exactly once, by `Finish` or `Fail`.
+older attempt, and alone starts the next attempt, whose prompt is the prompt plus the tokens already emitted. One
+sub-request serves all samples until an attempt fails after tokens were emitted; from then on each unfinished sample
+continues in a sub-request of its own. The request ends exactly once, by `Finish` or `Fail`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,199 @@
+"""All nodes that a router process knows: links, views, the model they serve, and placing onto them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from tandem.engine.config import RouterOptions
+from tandem.engine.hashing import hash_blocks, root_hash
+from tandem.engine.interfaces import DirectoryReader
+from tandem.engine.kv_layout import ModelIdentity
+from tandem.engine.messages import Cancel, NodeInfo, Submit
+from tandem.engine.security import ClusterKeys
+from tandem.router.completion import ModelFacts
+from tandem.router.discovery import NodeDiscovery
+from tandem.router.node_link import NodeLink, RequestMessage
+from tandem.router.placement import NodeKey, NodeView, Placement, PlacementRequest, find_placement, node_key
+
+logger = logging.getLogger(__name__)
+
+
+class Cluster:
+    """Calls `on_message(key, message)`, `on_lost(key, reason)` and `on_room()` (a placement may succeed now)."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        keys: ClusterKeys,
+        hello: NodeInfo,
+        directory: DirectoryReader | None = None,
+    ) -> None:
+        self._options, self._keys, self._hello, self._directory = options, keys, hello, directory
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._links: dict[str, NodeLink] = {}
+        self._links_by_key: dict[NodeKey, NodeLink] = {}
+        self._unlisted: set[str] = set()  # addresses whose record is gone while the node can be reached
+        self._last_tick = time.monotonic()
+        self._root = b""
+        self.identity: ModelIdentity | None = None
+        self.facts: ModelFacts | None = None
+        self.on_message: Callable[[NodeKey, RequestMessage], None]
+        self.on_lost: Callable[[NodeKey, str], None]
+        self.on_room: Callable[[], None]
+
+    # --- membership -------------------------------------------------------------------------------------------
+
+    def add(self, address: str) -> None:
+        self._unlisted.discard(address)
+        if address not in self._links:
+            link = NodeLink(address, self._hello, self._context, self._keys, self._options.timeouts, self)
+            self._links[address] = link
+            link.open()
+
+    def remove(self, address: str) -> None:
+        """The record is gone: an unreachable node is forgotten, a reachable one is kept until it is lost."""
+        link = self._links.get(address)
+        if link is None:
+            return
+        if link.view is not None:
+            self._unlisted.add(address)
+        else:
+            self._links.pop(address).close()
+
+    async def follow(self, discovery: NodeDiscovery) -> None:
+        async for event in discovery.watch():
+            (self.add if event.present else self.remove)(event.address)
+
+    def tick(self, now: float) -> None:
+        pause_s = max(0.0, now - self._last_tick - 2 * self._options.timeouts.heartbeat_s)
+        self._last_tick = now
+        for address, link in list(self._links.items()):
+            if link.view is None and address in self._unlisted:
+                self._unlisted.discard(address)
+                self._links.pop(address).close()
+            else:
+                link.tick(now, pause_s)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._links_by_key.clear()
+        self._context.term()
+
+    # --- what is there ----------------------------------------------------------------------------------------
+
+    @property
+    def views(self) -> list[NodeView]:
+        """Connected nodes, those of another model included."""
+        return [link.view for link in self._links_by_key.values() if link.view is not None]
+
+    def serving(self) -> list[NodeView]:
+        """Connected nodes of the model that is served."""
+        return [view for view in self.views if view.info.identity == self.identity]
+
+    @property
+    def ready(self) -> bool:
+        """A unified node, or a decode node and a prefill node, can take requests."""
+        roles = {view.info.role for view in self.serving() if view.usable}
+        return "unified" in roles or {"prefill", "decode"} <= roles
+
+    def missing(self) -> str:
+        """Why `ready` is False, for people."""
+        roles = sorted(view.info.role for view in self.serving() if view.usable)
+        refusals = [f"{link.address}: {link.refusal}" for link in self._links.values() if link.refusal]
+        return "; ".join([f"usable nodes: {', '.join(roles) or 'none'}", *refusals])
+
+    @property
+    def num_resent(self) -> int:
+        return sum(link.outbox.num_resent for link in self._links.values())
+
+    # --- placing ----------------------------------------------------------------------------------------------
+
+    def hash_prompt(self, token_ids: npt.NDArray[np.int32]) -> list[bytes]:
+        if self.identity is None:
+            return []
+        return hash_blocks(token_ids, self.identity.hash_block_size, self._root)
+
+    def place(self, request: PlacementRequest, block_hashes: list[bytes]) -> Placement | None:
+        nodes = self.serving()
+        cached: dict[NodeKey, int] = {}
+        if self._directory is not None and self.identity is not None and block_hashes:
+            size = self.identity.hash_block_size
+            cached = {key: n * size for key, n in self._directory.longest_prefix(block_hashes).items()}
+        placement = find_placement(request, nodes, cached, self._options.local_tail_tokens)
+        if placement is not None:
+            self._note(placement, request, cached)
+        return placement
+
+    def _note(self, placement: Placement, request: PlacementRequest, cached: dict[NodeKey, int]) -> None:
+        for ref in (placement.primary, placement.prefill):
+            if ref is None:
+                continue
+            link = self._links_by_key[node_key(ref)]
+            assert link.view is not None
+            computes = placement.prefill is None or ref is placement.prefill
+            tail = max(1, request.num_prompt_tokens - cached.get(node_key(ref), 0)) if computes else 0
+            link.view.note_placement(link.ping_sequence, tail, request.num_samples)
+
+    def send(self, key: NodeKey, message: Submit | Cancel, now: float) -> bool:
+        """False: that epoch of the node is not connected."""
+        link = self._links_by_key.get(key)
+        if link is None:
+            return False
+        link.send(message, now)
+        return True
+
+    # --- LinkListener -----------------------------------------------------------------------------------------
+
+    def node_up(self, view: NodeView) -> None:
+        link = next(link for link in self._links.values() if link.view is view)
+        previous = self._links_by_key.get(view.key)
+        if previous is not None and previous is not link:
+            logger.warning("%s is the same node as %s; it is not used", link.address, previous.address)
+            self._links.pop(link.address).close()
+            return
+        self._links_by_key[view.key] = link
+        if self.identity is None or not self.serving():
+            self._serve(view.info)
+        elif view.info.identity != self.identity:
+            logger.error("node %s serves another model; nothing is sent to it", view.info.node_id)
+        self._update_facts(self.serving())
+        self.on_room()
+
+    def node_status(self, view: NodeView) -> None:
+        if view.usable:
+            self.on_room()
+
+    def node_lost(self, view: NodeView, reason: str) -> None:
+        link = self._links_by_key.get(view.key)
+        if link is None or link.view is not None:
+            return  # a second address of a node that is still reached through the first
+        del self._links_by_key[view.key]
+        rest = self.views
+        if rest and not self.serving():
+            self._serve(rest[0].info)
+        self._update_facts(self.serving())
+        self.on_lost(view.key, reason)
+
+    def node_message(self, key: NodeKey, message: RequestMessage) -> None:
+        self.on_message(key, message)
+
+    def _serve(self, info: NodeInfo) -> None:
+        self.identity = info.identity
+        self._root = root_hash(info.identity.key(), b"") if info.identity is not None else b""
+
+    def _update_facts(self, nodes: Iterable[NodeView]) -> None:
+        """With no node left the last facts stay, so that requests can be checked while they wait for one."""
+        infos = [view.info for view in nodes]
+        if infos:
+            name = self._options.model.served_name or infos[0].model_name
+            self.facts = ModelFacts(
+                name, min(info.max_model_len for info in infos), min(info.vocab_size for info in infos)
+            )

@@ -1,0 +1,129 @@
+"""From a validated body to what each prompt asks of the nodes: token ids, sampling parameters, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.errors import InvalidRequestError, ModelNotFoundError
+from tandem.engine.sampling_params import SamplingParams
+from tandem.router.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
+from tandem.router.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+MAX_SEQUENCES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the router knows about the served model; the lengths come from the nodes."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt of a request, ready to be sent."""
+
+    token_ids: npt.NDArray[np.int32]
+    text: str | None  # None: the client sent token ids
+    sampling: SamplingParams
+
+
+def check_model(name: str | None, facts: ModelFacts) -> None:
+    if name is not None and name != facts.name:
+        raise ModelNotFoundError(
+            f"the model {name[:200]!r} does not exist; this server has {facts.name!r}", param="model"
+        )
+
+
+def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer) -> list[list[int]]:
+    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def plan_prompts(
+    body: CompletionBody, prompts: Prompts, prompt_ids: list[list[int]], facts: ModelFacts
+) -> list[PromptPlan]:
+    """Raises InvalidRequestError when ids or lengths are beyond the model, naming prompt, max_tokens or the list."""
+    if len(prompts) * body.num_generated > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with {body.num_generated} samples each are more than {MAX_SEQUENCES} sequences",
+            param="best_of" if body.best_of else "n",
+        )
+    _check_token_ids(body.stop_token_ids or [], facts.vocab_size, "stop_token_ids")
+    logit_bias = parse_logit_bias(body.logit_bias, facts.vocab_size)
+    plans = []
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        token_ids = np.array(ids, dtype=np.int32)
+        _check_prompt(token_ids, facts)
+        sampling = _sampling(body, logit_bias, _max_tokens(body, len(ids), facts))
+        plans.append(PromptPlan(token_ids, prompt if isinstance(prompt, str) else None, sampling))
+    return plans
+
+
+def _check_prompt(token_ids: npt.NDArray[np.int32], facts: ModelFacts) -> None:
+    if not len(token_ids):
+        raise InvalidRequestError("prompt has no tokens", param="prompt")
+    if int(token_ids.max()) >= facts.vocab_size:
+        _check_token_ids(token_ids.tolist(), facts.vocab_size, "prompt")
+    if len(token_ids) >= facts.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {len(token_ids)} tokens; the model takes {facts.max_model_len} in all, output included",
+            param="prompt",
+        )
+
+
+def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    wrong = next((token_id for token_id in token_ids if token_id >= vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"{param} holds the token id {wrong}; ids of this model end at {vocab_size - 1}", param=param
+        )
+
+
+def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts) -> int:
+    room = facts.max_model_len - num_prompt_tokens
+    wanted = body.max_tokens
+    if wanted is None:
+        wanted = min(DEFAULT_MAX_TOKENS, room)
+        if (body.min_tokens or 0) > wanted:
+            raise InvalidRequestError(
+                f"min_tokens ({body.min_tokens}) is greater than max_tokens ({wanted} by default)", param="min_tokens"
+            )
+    if wanted > room:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}; together they may not exceed "
+            f"{facts.max_model_len}: at most {room} output tokens fit",
+            param="max_tokens",
+        )
+    return wanted
+
+
+def _sampling(body: CompletionBody, logit_bias: tuple[tuple[int, float], ...], max_tokens: int) -> SamplingParams:
+    num_logprobs = body.logprobs
+    if num_logprobs is None and body.num_generated > body.num_samples:
+        num_logprobs = 0  # the best are chosen by their log-probability
+    num_prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
+    return SamplingParams(
+        max_tokens=max(1, max_tokens),  # max_tokens = 0 (echo alone): the one token is not shown
+        min_tokens=body.min_tokens or 0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_k=max(0, body.top_k or 0),
+        top_p=1.0 if body.top_p is None else body.top_p,
+        min_p=body.min_p or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=logit_bias,
+        seed=parse_seed(body.seed),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+    )

@@ -1,0 +1,241 @@
+"""The control connection to one node: handshake, heartbeat, resends, and the verdict that the node is lost.
+
+A ZMQ DEALER read by the event loop through its file descriptor, without a task. That descriptor is edge-triggered, so
+everything is read until the socket is empty, and after each send the socket is looked at again.
+The link lives as long as the router wants the address: a node that was lost is greeted until it answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Protocol
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from tandem.engine import messages as wire
+from tandem.engine.config import Timeouts
+from tandem.engine.messages import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Hello,
+    Message,
+    NodeInfo,
+    Ping,
+    PromptLogprobs,
+    Refused,
+    RequestFailed,
+    Status,
+    Submit,
+    Tokens,
+    Welcome,
+)
+from tandem.engine.security import ClusterKeys
+from tandem.router.outbox import Outbox
+from tandem.router.placement import NodeKey, NodeView
+
+logger = logging.getLogger(__name__)
+
+READ_BURST = 256  # messages read before other work gets its turn
+RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled
+
+
+class LinkListener(Protocol):
+    """Called on the event loop. After `node_lost` nothing of that epoch is delivered."""
+
+    def node_up(self, view: NodeView) -> None: ...
+
+    def node_status(self, view: NodeView) -> None: ...
+
+    def node_lost(self, view: NodeView, reason: str) -> None: ...
+
+    def node_message(self, key: NodeKey, message: RequestMessage) -> None: ...
+
+
+class NodeLink:
+    """`open()` on a running event loop, then `tick()` at least every `heartbeat_s / 2`, `close()` at the end."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: NodeInfo,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: ClusterKeys,
+        timeouts: Timeouts,
+        listener: LinkListener,
+    ) -> None:
+        self.address = address
+        self.view: NodeView | None = None  # None until Welcome and the first Status
+        self.ping_sequence = 0
+        self.refusal = ""
+        self.outbox = Outbox(timeouts.resend_s, timeouts.connect_s)
+        self.num_undecodable = 0
+        self._hello = wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=hello))
+        self._identity = f"{hello.node_id}@{hello.epoch:016x}".encode()
+        self._context, self._keys, self._timeouts, self._listener = context, keys, timeouts, listener
+        self._welcomed: NodeInfo | None = None
+        self._last_seen = self._next_beat = 0.0
+        self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def key(self) -> NodeKey | None:
+        return self.view.key if self.view is not None else None
+
+    def open(self) -> None:
+        assert self._socket is None
+        loop = asyncio.get_running_loop()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, self._identity)
+        # Only to finished connections: what was meant for a dead process must not reach its successor.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 200), (zmq.RECONNECT_IVL_MAX, 1000)):
+            socket.setsockopt(option, value)
+        if self._keys.curve:
+            socket.curve_publickey, socket.curve_secretkey = self._keys.curve_keypair("client")
+            socket.curve_serverkey = self._keys.curve_keypair("server")[0]
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        socket.connect(self.address)
+        loop.add_reader(socket.fileno(), self._read)
+        loop.add_reader(self._monitor.fileno(), self._read_monitor)
+        self._welcomed, self._last_seen, self._next_beat = None, time.monotonic(), 0.0
+        loop.call_soon(self._read_monitor)
+
+    def close(self) -> None:
+        if self._socket is None:
+            return
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket.fileno())
+        loop.remove_reader(self._monitor.fileno())
+        self._socket.disable_monitor()
+        self._socket.close()
+        self._socket, self.view, self._welcomed = None, None, None
+        self.outbox.clear()
+
+    def send(self, message: Submit | Cancel, now: float) -> None:
+        """Sends a verb, and again until it is answered, the node is lost or the deadline passed."""
+        payload = wire.encode(message)
+        self.outbox.sent(message, payload, now)
+        self._send(payload)
+
+    def tick(self, now: float, own_pause_s: float = 0.0) -> None:
+        """`own_pause_s`: how long this process itself stood still; the node's silence then proves nothing."""
+        self._last_seen += own_pause_s
+        if self.view is not None and now - self._last_seen > self._timeouts.peer_lost_s:
+            self._lost(f"silent for {now - self._last_seen:.1f} s")
+        for payload in self.outbox.due(now):
+            self._send(payload)
+        if now >= self._next_beat:
+            self._next_beat = now + self._timeouts.heartbeat_s
+            self._beat()
+        self._read()
+        self._read_monitor()
+
+    def _beat(self) -> None:
+        if self._welcomed is None:
+            self._send(self._hello)
+        else:
+            self.ping_sequence += 1
+            self._send(wire.encode(Ping(sequence=self.ping_sequence)))
+
+    def _send(self, payload: bytes) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.send(payload, zmq.NOBLOCK)
+        except zmq.Again:  # not connected: verbs and heartbeats are sent again
+            return
+        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            asyncio.get_running_loop().call_soon(self._read)
+
+    def _read(self) -> None:
+        for _ in range(READ_BURST):
+            if self._socket is None:
+                return
+            try:
+                payload = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                message = wire.decode_from_node(payload)
+            except msgspec.DecodeError:
+                self.num_undecodable += 1
+                continue
+            self._last_seen = time.monotonic()
+            self._on_message(message)
+        asyncio.get_running_loop().call_soon(self._read)
+
+    def _on_message(self, message: Message) -> None:
+        if isinstance(message, Welcome):
+            self._on_welcome(message.info)
+        elif isinstance(message, Status):
+            self._on_status(message)
+        elif isinstance(message, Refused):
+            self._on_refused(message)
+        elif self.view is not None and isinstance(message, RequestMessage):
+            if isinstance(message, Tokens):
+                for delta in message.deltas:
+                    self.outbox.answered(delta)
+            elif not isinstance(message, PromptLogprobs):
+                self.outbox.answered(message)
+            self._listener.node_message(self.view.key, message)
+
+    def _on_welcome(self, info: NodeInfo) -> None:
+        known = self._welcomed
+        if known is not None and (known.node_id, known.epoch) == (info.node_id, info.epoch):
+            return
+        if self.view is not None:
+            self._forget("it came back with another epoch")
+        self._welcomed, self.refusal = info, ""
+        self._beat()
+
+    def _on_status(self, status: Status) -> None:
+        info = self._welcomed
+        if info is None or (status.node_id, status.epoch) != (info.node_id, info.epoch):
+            return  # a late answer of an older epoch; its successor refuses our pings, which ends the old one
+        if self.view is not None:
+            self.view.note_status(status)
+            self._listener.node_status(self.view)
+            return
+        self.view = NodeView(info, status)
+        logger.info("node %s (%s) is up at %s", info.node_id, info.role, self.address)
+        self._listener.node_up(self.view)
+
+    def _on_refused(self, message: Refused) -> None:
+        if message.field == "handshake":  # it doesn't know this connection (any more)
+            if self._welcomed is not None:
+                self._lost("it no longer knows this connection")
+            return
+        refusal = f"{message.field} differs (theirs {message.ours}, ours {message.theirs})"
+        if refusal != self.refusal:
+            self.refusal = refusal
+            logger.error("the node at %s refuses this router: %s", self.address, refusal)
+
+    def _read_monitor(self) -> None:
+        while self._socket is not None:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+            except zmq.Again:
+                return
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._beat()
+            elif event == zmq.EVENT_DISCONNECTED:
+                # Mostly the process died. A node that lives reconnects and answers within two heartbeats.
+                grace_s = self._timeouts.peer_lost_s - 2 * self._timeouts.heartbeat_s
+                self._last_seen = min(self._last_seen, time.monotonic() - max(0.0, grace_s))
+
+    def _lost(self, reason: str) -> None:
+        self._forget(reason)
+        self.close()
+        self.open()
+
+    def _forget(self, reason: str) -> None:
+        view, self.view, self._welcomed = self.view, None, None
+        self.outbox.clear()
+        if view is not None:
+            view.lost = True
+            logger.warning("node %s at %s is lost: %s", view.info.node_id, self.address, reason)
+            self._listener.node_lost(view, reason)

@@ -1,0 +1,300 @@
+"""Carries out what the request machines decide: places, sends, turns tokens into text, tells the listeners.
+
+One per router process, on its event loop. It holds no policy of its own: order and retries are the machine's, the
+choice of nodes is placement's, text is the samples'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from tandem.engine.config import RouterOptions
+from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
+from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestFailed, Tokens
+from tandem.router.cluster import Cluster
+from tandem.router.completion import ModelFacts, PromptPlan, check_model, plan_prompts, tokenize_prompts
+from tandem.router.generation import Generation, GenerationListener
+from tandem.router.metrics import RouterMetrics
+from tandem.router.node_link import RequestMessage
+from tandem.router.openai_api import CompletionBody, parse_body, parse_prompts
+from tandem.router.placement import NodeKey, PlacementRequest
+from tandem.router.request_actions import (
+    Action,
+    EmitPromptLogprobs,
+    EmitTokens,
+    Fail,
+    Finish,
+    Place,
+    RequestSpec,
+    Send,
+)
+from tandem.router.request_machine import RequestMachine
+from tandem.router.sample_output import SampleOutput
+from tandem.router.tokenizer import Tokenizer
+
+THREAD_TEXT_BYTES = 8192  # longer prompts are tokenized off the event loop
+
+
+class CompletionService:
+    def __init__(
+        self,
+        options: RouterOptions,
+        cluster: Cluster,
+        tokenizer: Tokenizer,
+        metrics: RouterMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options, self.cluster, self.tokenizer, self.metrics = options, cluster, tokenizer, metrics
+        self._clock = clock
+        self._active: set[Generation] = set()
+        self._by_id: dict[str, Generation] = {}
+        self._waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
+        cluster.on_message, cluster.on_lost, cluster.on_room = self._on_message, self._on_lost, self._on_room
+
+    @property
+    def num_active(self) -> int:
+        """Prompts whose end, cancels included, is not yet known to every node."""
+        return len(self._active)
+
+    def facts(self) -> ModelFacts:
+        """Raises UnavailableError while no node has said yet what is served."""
+        if self.cluster.facts is None:
+            raise UnavailableError(f"no node is connected yet ({self.cluster.missing()})")
+        return self.cluster.facts
+
+    async def plan(self, raw: bytes) -> tuple[CompletionBody, list[PromptPlan]]:
+        """Validates and tokenizes a body. Raises InvalidRequestError, ModelNotFoundError or UnavailableError."""
+        body = parse_body(CompletionBody, raw)
+        prompts = parse_prompts(body.prompt)
+        facts = self.facts()
+        check_model(body.model, facts)
+        if isinstance(prompts[0], str) and len(raw) > THREAD_TEXT_BYTES:
+            prompt_ids = await asyncio.to_thread(tokenize_prompts, prompts, self.tokenizer)
+        else:
+            prompt_ids = tokenize_prompts(prompts, self.tokenizer)
+        return body, plan_prompts(body, prompts, prompt_ids, facts)
+
+    def start(
+        self, completion_id: str, body: CompletionBody, plans: Sequence[PromptPlan], listener: GenerationListener
+    ) -> list[Generation]:
+        """Sends every prompt on its way. Raises OverloadedError when too many wait for a node already."""
+        if len(self._waiting) + len(plans) > self.options.max_queue and self._waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests are waiting for a node; try again later")
+        generations = [
+            self._generation(completion_id if len(plans) == 1 else f"{completion_id}-p{i}", i, body, plan, listener)
+            for i, plan in enumerate(plans)
+        ]
+        for generation in generations:
+            self._active.add(generation)
+            self.metrics.prompt_tokens.inc(len(generation.plan.token_ids))
+            self._carry_out(generation, generation.machine.start())
+        self.metrics.active.set(len(self._active))
+        return generations
+
+    def abort(self, generations: Sequence[Generation], error: TandemError) -> None:
+        """Ends what is still under way, on every node."""
+        for generation in generations:
+            self._carry_out(generation, generation.machine.abort(error))
+
+    def abort_all(self, error: TandemError) -> None:
+        self.abort(list(self._active), error)
+
+    def tick(self) -> None:
+        now = self._clock()
+        self.cluster.tick(now)
+        for generation in list(self._active):
+            actions = generation.machine.tick(now)
+            if actions:
+                self._carry_out(generation, actions)
+
+    def check_integrity(self) -> None:
+        for generation in self._active:
+            generation.machine.check_integrity()
+            assert not generation.machine.closed, "a closed generation is still active"
+        assert set(self._by_id.values()) <= self._active
+        assert set(self._waiting.values()) <= self._active
+
+    # --- making -----------------------------------------------------------------------------------------------
+
+    def _generation(
+        self, request_id: str, index: int, body: CompletionBody, plan: PromptPlan, listener: GenerationListener
+    ) -> Generation:
+        now, timeouts = self._clock(), self.options.timeouts
+        spec = RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=plan.token_ids,
+            sampling=plan.sampling,
+            num_samples=body.num_generated,
+            priority=body.priority or 0,
+            use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
+            max_attempts=self.options.max_attempts,
+            deadline_s=timeouts.request_s,
+            queue_s=timeouts.connect_s,
+            accept_s=timeouts.connect_s,
+        )
+        prompt_tail = plan.token_ids[-16:].tolist()
+        offset = self._echo_length(plan) if body.echo else 0
+        samples = [
+            SampleOutput(
+                self.tokenizer,
+                self.tokenizer.detokenizer(prompt_tail),
+                body.stops,
+                body.logprobs,
+                plan.sampling.min_tokens,
+                offset,
+            )
+            for _ in range(body.num_generated)
+        ]
+        machine = RequestMachine(spec, now)
+        return Generation(index, plan, machine, samples, listener, now, last_token_at=[0.0] * body.num_generated)
+
+    def _echo_length(self, plan: PromptPlan) -> int:
+        return len(self.echo_text(plan))
+
+    def echo_text(self, plan: PromptPlan) -> str:
+        return plan.text if plan.text is not None else self.tokenizer.decode(plan.token_ids.tolist())
+
+    # --- events of the cluster --------------------------------------------------------------------------------
+
+    def _on_message(self, node: NodeKey, message: RequestMessage) -> None:
+        now = self._clock()
+        if isinstance(message, Tokens):
+            for delta in message.deltas:
+                generation = self._by_id.get(delta.request_id)
+                if generation is None:
+                    self.metrics.dropped_deltas.inc()
+                    continue
+                dropped = generation.machine.num_dropped_deltas
+                actions = generation.machine.tokens(node, delta, now)
+                if generation.machine.num_dropped_deltas != dropped:
+                    self.metrics.dropped_deltas.inc()
+                self._carry_out(generation, actions)
+            return
+        generation = self._by_id.get(message.request_id)
+        if generation is not None:
+            self._carry_out(generation, self._answer(generation.machine, node, message, now))
+
+    @staticmethod
+    def _answer(
+        machine: RequestMachine,
+        node: NodeKey,
+        message: Accepted | PromptLogprobs | RequestFailed | Cancelled,
+        now: float,
+    ) -> list[Action]:
+        if isinstance(message, Accepted):
+            return machine.accepted(node, message, now)
+        if isinstance(message, PromptLogprobs):
+            return machine.prompt_logprobs(node, message)
+        if isinstance(message, RequestFailed):
+            return machine.request_failed(node, message, now)
+        return machine.cancelled(node, message)
+
+    def _on_lost(self, node: NodeKey, reason: str) -> None:
+        self.metrics.nodes_lost.inc()
+        now = self._clock()
+        for generation in list(self._active):
+            self._carry_out(generation, generation.machine.node_lost(node, reason, now))
+
+    def _on_room(self) -> None:
+        for request_id, generation in list(self._waiting.items()):
+            self._carry_out(generation, [Place(request_id)])
+
+    # --- actions ----------------------------------------------------------------------------------------------
+
+    def _carry_out(self, generation: Generation, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, EmitTokens):
+                self._emit(generation, action)
+            elif isinstance(action, Send):
+                self._send(generation, action)
+            elif isinstance(action, Place):
+                self._place(generation, action.request_id)
+            elif isinstance(action, EmitPromptLogprobs):
+                generation.listener.prompt_logprobs(generation.prompt_index, action.entries)
+            else:
+                self._end(generation, action)
+        if generation.machine.closed:
+            self._active.discard(generation)
+            for request_id in generation.submitted_ids:
+                self._by_id.pop(request_id, None)
+            self.metrics.active.set(len(self._active))
+
+    def _emit(self, generation: Generation, action: EmitTokens) -> None:
+        sample = generation.samples[action.sample_index]
+        piece = sample.feed(action)
+        if piece is None:
+            return
+        self._measure(generation, action.sample_index, len(piece.token_ids))
+        generation.listener.piece(generation.prompt_index, action.sample_index, piece)
+        if sample.stopped:
+            self._carry_out(generation, generation.machine.stop_sample(action.sample_index))
+
+    def _measure(self, generation: Generation, sample_index: int, num_tokens: int) -> None:
+        now = self._clock()
+        if generation.first_token_at is None:
+            generation.first_token_at = now
+            self.metrics.ttft_s.observe(now - generation.started_at)
+        previous = generation.last_token_at[sample_index]
+        if previous:
+            self.metrics.itl_s.observe(now - previous)
+        generation.last_token_at[sample_index] = now
+        self.metrics.output_tokens.inc(num_tokens)
+
+    def _send(self, generation: Generation, action: Send) -> None:
+        generation.submitted_ids.add(action.message.request_id)
+        self._by_id[action.message.request_id] = generation
+        now = self._clock()
+        if not self.cluster.send(action.node, action.message, now):
+            self._carry_out(generation, generation.machine.node_lost(action.node, "it is not connected", now))
+
+    def _place(self, generation: Generation, request_id: str) -> None:
+        machine = generation.machine
+        self._waiting.pop(request_id, None)
+        if request_id not in machine.waiting():
+            return
+        placed = self._find_nodes(generation, request_id)
+        if not placed:
+            self._waiting[request_id] = generation
+
+    def _find_nodes(self, generation: Generation, request_id: str) -> bool:
+        if not any(view.usable for view in self.cluster.serving()):
+            return False
+        machine = generation.machine
+        prompt = machine.prompt_of(request_id)
+        hashes = self.cluster.hash_prompt(prompt)
+        spec = machine.spec
+        num_done = len(prompt) - len(spec.prompt_token_ids)
+        request = PlacementRequest(
+            num_prompt_tokens=len(prompt),
+            max_tokens=spec.sampling.max_tokens - num_done,
+            num_samples=len(machine.live[request_id].sample_indices),
+            prompt_logprobs=machine.wants_prompt_logprobs(),
+            avoid=machine.nodes_to_avoid(request_id),
+        )
+        placement = self.cluster.place(request, hashes if spec.use_prefix_cache else [])
+        if placement is None:
+            return False
+        now = self._clock()
+        if machine.live[request_id].number > 1:
+            self.metrics.retries.inc()
+        else:
+            self.metrics.queue_s.observe(now - generation.started_at)
+        generation.reason = generation.reason or placement.reason
+        self.metrics.placements.labels(placement.reason).inc()
+        self._carry_out(generation, machine.placed(request_id, placement, b"".join(hashes), now))
+        return True
+
+    def _end(self, generation: Generation, outcome: Finish | Fail) -> None:
+        for request_id in [key for key, waiting in self._waiting.items() if waiting is generation]:
+            del self._waiting[request_id]
+        machine = generation.machine
+        self.metrics.e2e_s.observe(self._clock() - generation.started_at)
+        self.metrics.cached_tokens.inc(machine.num_cached_tokens)
+        if isinstance(outcome, Finish):
+            self.metrics.ends.labels("finished").inc()
+            generation.listener.finished(generation.prompt_index)
+        else:
+            self.metrics.ends.labels(outcome.error.code or outcome.error.type).inc()
+            generation.listener.failed(generation.prompt_index, outcome.error)
