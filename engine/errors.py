@@ -36,7 +36,8 @@ class TandemError(Exception):
 
 
 class InvalidRequestError(TandemError):
-    status, type, code = 400, "invalid_request_error", None
+    status, type = 400, "invalid_request_error"
+    code: str | None = None
 
 
 class ModelNotFoundError(InvalidRequestError):

@@ -118,7 +118,7 @@ class EventStream(_Listener):
     event, so that it can still become an HTTP status.
     """
 
-    def __init__(self, *arguments: Any, limit: int, on_overflow: Callable[[], None]) -> None:
+    def __init__(self, *arguments: Any, limit: int, on_overflow: Callable[[], object]) -> None:
         super().__init__(*arguments)
         options = self._body.stream_options
         self._include_usage = bool(options and options.include_usage)

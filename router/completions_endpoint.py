@@ -1,0 +1,115 @@
+"""POST /v1/completions, straight on ASGI: the hot path of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+
+from starlette.types import Receive, Scope, Send
+
+from tandem.engine.errors import ClientGoneError, DeadlineError, TandemError
+from tandem.router.completion import PromptPlan
+from tandem.router.http_io import (
+    ApiKeys,
+    abort_connection,
+    read_body,
+    send_error,
+    send_whole,
+    wait_for_disconnect,
+)
+from tandem.router.listeners import Collector, EventStream
+from tandem.router.openai_api import CompletionBody
+from tandem.router.service import CompletionService
+
+logger = logging.getLogger(__name__)
+
+EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class CompletionsEndpoint:
+    """An ASGI application for one path and method."""
+
+    def __init__(self, service: CompletionService, keys: ApiKeys, max_body_bytes: int) -> None:
+        self._service, self._keys, self._max_body_bytes = service, keys, max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status = 200
+        try:
+            self._keys.check(scope["headers"])
+            raw = await read_body(scope, receive, self._max_body_bytes)
+            body, plans = await self._service.plan(raw)
+            completion_id = f"cmpl-{uuid.uuid4().hex}"
+            if body.stream:
+                await self._stream(completion_id, body, plans, scope, receive, send)
+            else:
+                await self._collect(completion_id, body, plans, receive, send)
+        except TandemError as error:
+            status = error.status
+            if not isinstance(error, ClientGoneError):
+                await send_error(send, error)
+        finally:
+            self._service.metrics.responses.labels(str(status)).inc()
+
+    async def _collect(
+        self, completion_id: str, body: CompletionBody, plans: list[PromptPlan], receive: Receive, send: Send
+    ) -> None:
+        service = self._service
+        collector = Collector(completion_id, body, plans, service.facts(), service.tokenizer, service.echo_text)
+        generations = collector.generations = service.start(completion_id, body, plans, collector)
+        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
+        try:
+            response = await collector.done
+        finally:
+            service.abort(generations, _client_gone())
+            watcher.cancel()
+        await send_whole(send, 200, response)
+
+    async def _stream(
+        self,
+        completion_id: str,
+        body: CompletionBody,
+        plans: list[PromptPlan],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        service = self._service
+
+        def give_up_on_client() -> None:
+            service.metrics.stuck_clients.inc()
+            logger.warning("%s: the client does not read its stream; aborted", completion_id)
+            service.abort(stream.generations, ClientGoneError("the client stopped reading"))
+            abort_connection(scope)
+
+        stream = EventStream(
+            completion_id,
+            body,
+            plans,
+            service.facts(),
+            service.tokenizer,
+            service.echo_text,
+            limit=service.options.stream_queue,
+            on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
+        )
+        generations = stream.generations = service.start(completion_id, body, plans, stream)
+        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
+        try:
+            batch = await stream.next_batch()
+            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            while batch:
+                await send({"type": "http.response.body", "body": batch, "more_body": True})
+                batch = await stream.next_batch()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except asyncio.CancelledError:
+            service.abort(generations, DeadlineError("the router is shutting down"))
+            raise
+        finally:
+            service.abort(generations, _client_gone())
+            watcher.cancel()
+
+
+def _client_gone() -> ClientGoneError:
+    return ClientGoneError("the client closed the connection")

@@ -1,0 +1,106 @@
+"""Reading bodies with a limit and sending answers, straight on ASGI; and who may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from tandem.engine.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    ClientGoneError,
+    ConfigError,
+    InvalidRequestError,
+    OverloadedError,
+    TandemError,
+)
+from tandem.router.openai_api import error_body
+
+BODY_TIMEOUT_S = 60.0
+JSON_TYPE = (b"content-type", b"application/json")
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Raises BodyTooLargeError as soon as the limit is passed, ClientGoneError when the client leaves before the end,
+    InvalidRequestError when the body stalls."""
+    too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
+    for name, value in scope["headers"]:
+        if name == b"content-length" and int(value) > limit:
+            raise too_large
+    body = bytearray()
+    more = True
+    while more:
+        try:
+            message = await asyncio.wait_for(receive(), BODY_TIMEOUT_S) if body else await receive()
+        except asyncio.TimeoutError:
+            raise InvalidRequestError(f"the rest of the body did not come within {BODY_TIMEOUT_S:g} s") from None
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError("the client closed the connection before its body was complete")
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+async def send_whole(send: Send, status: int, body: bytes, headers: Headers = (JSON_TYPE,)) -> None:
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: TandemError) -> None:
+    await send_whole(send, error.status, error_body(error), error_headers(error))
+
+
+def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
+    headers = [JSON_TYPE]
+    if isinstance(error, OverloadedError):
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+    if isinstance(error, BodyTooLargeError):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    return headers
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def abort_connection(scope: Scope) -> None:
+    """Closes the client's connection without waiting for it to read what was written."""
+    abort: Any = scope.get("extensions", {}).get("tandem.abort")
+    if abort is not None:
+        abort()
+
+
+class ApiKeys:
+    """Bearer keys, one a line of the file; without a file everybody may ask. Raises ConfigError."""
+
+    def __init__(self, path: str) -> None:
+        self._keys: list[bytes] = []
+        if path:
+            try:
+                lines = Path(path).read_bytes().splitlines()
+            except OSError as error:
+                raise ConfigError(f"can't read the API keys file {path}: {error.strerror}") from error
+            self._keys = [line.strip() for line in lines if line.strip() and not line.startswith(b"#")]
+            if not self._keys:
+                raise ConfigError(f"the API keys file {path} holds no key; write one a line")
+
+    def check(self, headers: Headers) -> None:
+        """Raises AuthenticationError."""
+        if not self._keys:
+            return
+        given = next((value for name, value in headers if name.lower() == b"authorization"), b"")
+        scheme, _, key = given.partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+        if scheme.lower() != b"bearer" or not any(matches):
+            raise AuthenticationError("give a valid API key as `Authorization: Bearer …`")

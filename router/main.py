@@ -1,0 +1,72 @@
+"""Entry of the router: one process, or several that share the port."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import Callable
+
+import uvloop
+
+from tandem.engine.config import RouterOptions
+from tandem.router.server import bind
+from tandem.router.sources import open_sources
+from tandem.router.worker import LauncherBeat, Worker, stop_on_signals
+from tandem.router.worker_group import WorkerGroup
+
+
+def run_router(options: RouterOptions) -> int:
+    """Serves until SIGTERM or SIGINT, drains, returns the exit code. Raises ConfigError before serving.
+
+    When connections are accepted, `ready_fd` gets one line of JSON, `{"port": …}`, and is closed.
+    """
+    if options.workers > 1:
+        return WorkerGroup(options, run_worker, lambda port: _say_ready(options.ready_fd, port)).run()
+    sock = bind(options.host, options.port, share_port=False)
+    worker = Worker(options)
+    beat = LauncherBeat(options.launcher_address, worker.info.node_id) if options.launcher_address else None
+    try:
+        _run(worker, options, sock, lambda port: _say_ready(options.ready_fd, port), beat or (lambda: None))
+    finally:
+        if beat is not None:
+            beat.close()
+    return 0
+
+
+def run_worker(
+    options: RouterOptions, port: int, router_id: str, on_serving: Callable[[int], None], on_beat: Callable[[], None]
+) -> None:
+    """One of several worker processes, with a listening socket of its own on the shared port."""
+    sock = bind(options.host, port, share_port=True)
+    _run(Worker(options, router_id), options, sock, on_serving, on_beat)
+
+
+def _run(
+    worker: Worker,
+    options: RouterOptions,
+    sock: socket.socket,
+    on_serving: Callable[[int], None],
+    on_beat: Callable[[], None],
+) -> None:
+    async def serve() -> None:
+        stop_on_signals(worker)
+        async with open_sources(options) as sources:
+            await worker.run(sock, sources, on_serving, on_beat)
+
+    loop = uvloop.new_event_loop()
+    try:
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(serve())
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.run_until_complete(loop.shutdown_default_executor())
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+def _say_ready(ready_fd: int, port: int) -> None:
+    if ready_fd >= 0:
+        os.write(ready_fd, json.dumps({"port": port}).encode() + b"\n")
+        os.close(ready_fd)

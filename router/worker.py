@@ -1,0 +1,152 @@
+"""One router process: builds the parts, serves until told to stop, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from tandem.engine.config import RouterOptions
+from tandem.engine.errors import UnavailableError
+from tandem.engine.interfaces import DirectoryReader
+from tandem.engine.messages import NodeInfo
+from tandem.engine.security import load_cluster_keys
+from tandem.router.app import make_app
+from tandem.router.cluster import Cluster
+from tandem.router.discovery import NodeDiscovery
+from tandem.router.http_io import ApiKeys
+from tandem.router.metrics import RouterMetrics
+from tandem.router.server import Server
+from tandem.router.service import CompletionService
+from tandem.router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where nodes and cached prefixes are learnt from, besides `RouterOptions.nodes`."""
+
+    discovery: NodeDiscovery | None = None
+    directory: DirectoryReader | None = None
+
+
+class Worker:
+    """`sock` is bound and becomes this process's listening socket. `on_beat` is called every heartbeat."""
+
+    def __init__(self, options: RouterOptions, router_id: str = "") -> None:
+        """Raises ConfigError for a folder, key file or secret that can't be used."""
+        epoch = secrets.randbits(63) + 1
+        self.info = NodeInfo(
+            node_id=router_id or f"router-{secrets.token_hex(4)}", epoch=epoch, role="router", pid=os.getpid()
+        )
+        # Routers only connect; whether a control socket may leave loopback is decided where it is bound.
+        self._cluster_keys = load_cluster_keys(options.cluster_secret_file, "127.0.0.1")
+        self._options, self._api_keys = options, ApiKeys(options.api_keys_file)
+        self._tokenizer = Tokenizer(options.model.model)
+        self.service: CompletionService  # made by `run`, on its event loop
+        self._server: Server | None = None
+
+    def stop(self) -> None:
+        """Stop accepting, finish running streams within `drain_s`. Safe from signal handlers and other threads."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def run(
+        self,
+        sock: socket.socket,
+        sources: Sources,
+        on_serving: Callable[[int], None],
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
+        cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory)
+        metrics = RouterMetrics(lambda: cluster.views)
+        self.service = service = CompletionService(self._options, cluster, self._tokenizer, metrics)
+        self._server = server = Server(make_app(service, self._api_keys), self._options.timeouts.drain_s)
+        for address in self._options.nodes:
+            cluster.add(address)
+        tasks = [asyncio.ensure_future(self._tick(on_beat))]
+        if sources.discovery is not None:
+            tasks.append(asyncio.ensure_future(cluster.follow(sources.discovery)))
+        tasks.append(asyncio.ensure_future(_announce(server, sock.getsockname()[1], on_serving)))
+        try:
+            await server.serve(sockets=[sock])
+            await self._finish()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            cluster.close()
+
+    async def _tick(self, on_beat: Callable[[], None]) -> None:
+        heartbeat_s = self._options.timeouts.heartbeat_s
+        next_beat = 0.0
+        while True:
+            try:
+                self.service.tick()
+            except Exception:
+                logger.exception("a tick failed")  # one request's fault must not stop the heartbeats of all
+            if time.monotonic() >= next_beat:
+                next_beat = time.monotonic() + heartbeat_s
+                on_beat()
+            await asyncio.sleep(min(TICK_S, heartbeat_s / 2))
+
+    async def _finish(self) -> None:
+        """After the last connection: what was not finished is cancelled, and nodes get a moment to hear it."""
+        self.service.abort_all(UnavailableError("the router is shutting down"))
+        end = time.monotonic() + CANCEL_GRACE_S
+        while self.service.num_active and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+
+async def _announce(server: Server, port: int, on_serving: Callable[[int], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.005)
+    on_serving(port)
+
+
+class LauncherBeat:
+    """Heartbeats for the launcher, so that it can tell a hung process from a living one."""
+
+    def __init__(self, address: str, router_id: str) -> None:
+        self._payload = msgspec.msgpack.encode({"id": router_id, "pid": os.getpid(), "kind": "router"})
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 4)
+        self._socket.connect(address)
+
+    def __call__(self) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(self._payload, zmq.NOBLOCK)
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def stop_on_signals(worker: Worker) -> None:
+    """SIGTERM and SIGINT drain; a second one ends at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.remove_signal_handler(signal.SIGINT)
+        worker.stop()
+
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+    loop.add_signal_handler(signal.SIGINT, on_signal)
