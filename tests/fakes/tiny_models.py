@@ -1,0 +1,167 @@
+"""Tiny random Hugging Face folders for tests, and the greedy tokens that transformers makes with them.
+
+Weights are scaled up from the usual 0.02, so that 64 greedy tokens hold many distinct ones and an error in one KV
+slot, position or head changes them; `reference_greedy` reports how sharp that test is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+VOCAB = 512
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+# name -> (transformers class prefix, config overrides, save_pretrained overrides)
+KINDS: dict[str, tuple[str, dict, dict]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}, {}),
+    "llama3_rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}, {}),
+    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, {}),
+    "llama_yarn": (
+        "Llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        },
+        {},
+    ),
+    "llama_sharded": ("Llama", {"attention_bias": True, "mlp_bias": True}, {"max_shard_size": "200KB"}),
+    "mistral": ("Mistral", {"sliding_window": 32, "tie_word_embeddings": False}, {}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
+    "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
+}
+
+
+def tiny_model(kind: str, root: Path | None = None) -> Path:
+    """Folder of that kind, built on first use and kept for the test session's machine."""
+    root = root or Path(tempfile.gettempdir()) / f"tandem-tiny-models-{os.getuid()}-v4"
+    folder = root / kind
+    if (folder / "tokenizer.json").exists():
+        return folder
+    scratch = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_made(root)))
+    _build(kind, scratch)
+    try:
+        os.rename(scratch, folder)
+    except OSError:  # another test process was faster
+        shutil.rmtree(scratch)
+    return folder
+
+
+def _made(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def _build(kind: str, folder: Path) -> None:
+    import transformers
+
+    prefix, overrides, saving = KINDS[kind]
+    config = getattr(transformers, f"{prefix}Config")(**{**COMMON, **overrides})
+    torch.manual_seed(sum(kind.encode()))
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(sum(kind.encode()))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            base = 1.0 if "norm" in name else 0.0
+            parameter.data = base + 0.2 * torch.randn(parameter.shape, generator=generator)
+        else:
+            scale = 1.0 if "embed" in name or "lm_head" in name else 1.6 / parameter.shape[1] ** 0.5
+            parameter.data = scale * torch.randn(parameter.shape, generator=generator)
+    model.tie_weights()
+    model.save_pretrained(folder, **saving)
+    _write_tokenizer(folder)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator([Path(__file__).read_text()] * 2, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """What transformers generates. `min_gap`: smallest distance of the two best logits along the way."""
+
+    token_ids: list[int]
+    min_gap: float
+
+    @property
+    def num_distinct(self) -> int:
+        return len(set(self.token_ids))
+
+
+_models: dict[Path, object] = {}
+
+
+def reference_model(folder: Path):  # type: ignore[no-untyped-def]
+    """transformers' model in fp32 on CPU, kept in memory."""
+    if folder not in _models:
+        from transformers import AutoModelForCausalLM
+
+        _models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return _models[folder]
+
+
+def reference_greedy(folder: Path, prompt_token_ids: list[int], num_tokens: int) -> Greedy:
+    """Greedy continuation that ignores EOS, by transformers' generate in fp32."""
+    model = reference_model(folder)
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor([prompt_token_ids]),
+            attention_mask=torch.ones(1, len(prompt_token_ids), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    best = torch.stack(out.logits)[:, 0].topk(2).values
+    tokens = out.sequences[0, len(prompt_token_ids) :].tolist()
+    return Greedy(tokens, float((best[:, 0] - best[:, 1]).min()))
+
+
+def random_prompt(length: int, seed: int, vocab_size: int = VOCAB) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, vocab_size, (length,), generator=generator).tolist()

@@ -1,0 +1,88 @@
+"""Logits equal transformers' in fp32, for every architecture and rope scaling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.engine.config import ModelOptions
+from tandem.engine.loader import load_model
+from tandem.engine.model.decoder import DecoderModel
+from tandem.engine.model_config import load_model_config
+from tandem.kernels.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.metadata import AttentionMetadataBuilder
+from tiny_models import KINDS, random_prompt, reference_greedy, reference_model, tiny_model
+
+BLOCK = 16
+CPU = torch.device("cpu")
+
+
+def load(folder: Path) -> DecoderModel:
+    return load_model(folder, load_model_config(folder), ModelOptions(model=str(folder)), CPU, torch.float32)
+
+
+def logits_in_chunks(model: DecoderModel, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
+    """fp32 [T, V]; the prompt computed in chunks over a pool whose blocks are not in order."""
+    config = model.config
+    num_blocks = -(-len(token_ids) // BLOCK)
+    pool = torch.zeros(num_blocks + 3, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
+    model.bind_kv_cache(pool)
+    table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))[:num_blocks].to(torch.int32)
+    parts, start = [], 0
+    for chunk in chunks:
+        positions = torch.arange(start, start + chunk)
+        slots = table[positions // BLOCK].long() * BLOCK + positions % BLOCK
+        metadata = AttentionMetadataBuilder().build([chunk], [start + chunk], table[None], slots, CPU)
+        context = ForwardContext(attn_metadata=metadata, no_compile_layers=model.attention_layers)
+        with torch.inference_mode(), set_forward_context(context):
+            parts.append(model.compute_logits(model(torch.tensor(token_ids[start : start + chunk]), positions)))
+        start += chunk
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers(kind: str) -> None:
+    folder = tiny_model(kind)
+    token_ids = random_prompt(300, seed=3)
+    with torch.inference_mode():
+        expected = reference_model(folder)(torch.tensor([token_ids])).logits[0]
+    model = load(folder)
+    for chunks in ([300], [64, 64, 1, 16, 155]):
+        actual = logits_in_chunks(model, token_ids, chunks)
+        assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_demo_model_is_sharp_enough_for_exactness_tests() -> None:
+    greedy = reference_greedy(tiny_model("llama"), random_prompt(100, seed=1), 64)
+    assert greedy.num_distinct >= 20
+    assert greedy.min_gap >= 1e-3
+
+
+@pytest.mark.parametrize("change", ["position", "slot", "head"])
+def test_a_swap_changes_the_logits(change: str) -> None:
+    """The comparison above would see one wrong position, KV slot or head."""
+    model = load(tiny_model("llama"))
+    token_ids = random_prompt(40, seed=5)
+    right = logits_in_chunks(model, token_ids, [39, 1])[-1]
+    config = model.config
+    pool = torch.zeros(3, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
+    model.bind_kv_cache(pool)
+    positions = torch.arange(40)
+    table = torch.arange(3, dtype=torch.int32)[None]
+    last = torch.tensor([39])
+    with torch.inference_mode():
+        for new, ids, where in ((39, token_ids[:39], positions[:39]), (1, token_ids[39:], last)):
+            if new == 1 and change == "slot":
+                pool[0, ..., [3, 9], :] = pool[0, ..., [9, 3], :]
+            if new == 1 and change == "head":
+                pool[:2] = pool[:2].flip(1)
+            if new == 1 and change == "position":
+                where = torch.tensor([38])
+            total = 39 if new == 39 else 40
+            slots = torch.arange(total - new, total)
+            metadata = AttentionMetadataBuilder().build([new], [total], table, slots, CPU)
+            with set_forward_context(ForwardContext(attn_metadata=metadata, no_compile_layers=model.attention_layers)):
+                wrong = model.compute_logits(model(torch.tensor(ids), where))[-1]
+    assert (wrong - right).abs().max() > 1e-3
