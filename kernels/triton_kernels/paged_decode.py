@@ -1,7 +1,8 @@
 """Paged decode attention: one new token a row, keys and values read through the block table.
 
 V1 computes a row in one pass; V2 splits a row's keys into partitions of PARTITION_SIZE tokens and a second kernel
-reduces them (flash decoding). N rows, H query heads in groups of G over K KV heads, D head size, S slots a block, P partitions.
+reduces them (flash decoding). N rows, H query heads in groups of G over K KV heads, D head size, S slots a block,
+P partitions.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -1,0 +1,58 @@
+"""Block copies, gathers and scatters move exactly what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.kernels import reference
+from tandem.kernels.cache_ops import copy_blocks, gather_blocks, scatter_blocks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def pool_of(dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(6, 2, 3, 2, 8, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copy_takes_the_first_slots_only(dtype: torch.dtype) -> None:
+    pool, expected = pool_of(dtype), pool_of(dtype)
+    reference.copy_blocks(raw(expected), [0, 3, 3], [1, 4, 5], [8, 3, 0])
+    copy_blocks(pool, [0, 3, 3], [1, 4, 5], [8, 3, 0])
+    assert torch.equal(raw(pool), raw(expected))
+    assert not torch.equal(raw(pool), raw(pool_of(dtype)))
+
+
+@pytest.mark.parametrize(
+    ("sources", "destinations", "counts"),
+    [([0, 1], [2, 2], 4), ([0, 1], [1, 2], 4), ([0], [6], 4), ([-1], [2], 4), ([0], [2], 9), ([0], [2, 3], 4)],
+)
+def test_impossible_copies_are_refused(sources: list[int], destinations: list[int], counts: int) -> None:
+    with pytest.raises(ValueError, match=r"order|range|sources"):
+        copy_blocks(pool_of(torch.float32), sources, destinations, counts)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layer", [None, 2])
+def test_scatter_undoes_gather(dtype: torch.dtype, layer: int | None) -> None:
+    pool = pool_of(dtype)
+    blocks = gather_blocks(pool, [4, 0], layer)
+    assert blocks.is_contiguous()
+    assert torch.equal(raw(blocks[1]), raw(pool[0] if layer is None else pool[0, :, layer].contiguous()))
+    target = torch.zeros_like(raw(pool)).view(dtype)
+    scatter_blocks(target, [5, 1], blocks, layer)
+    assert torch.equal(raw(gather_blocks(target, [5, 1], layer)), raw(blocks))
+    assert int(raw(target).count_nonzero()) == int(raw(blocks).count_nonzero())
+
+
+def test_scatter_refuses_foreign_blocks() -> None:
+    pool = pool_of(torch.float32)
+    with pytest.raises(ValueError, match="the pool takes"):
+        scatter_blocks(pool, [1], gather_blocks(pool, [0], 1))
+    with pytest.raises(ValueError, match="the pool takes"):
+        scatter_blocks(pool, [1], gather_blocks(pool, [0]).half())

@@ -1,0 +1,103 @@
+"""Every Triton kernel compiles for sm_90 and sm_80 without a GPU and fits their shared memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing to compile")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+import torch  # noqa: E402
+
+from tandem.kernels.triton_kernels.paged_decode import decode_constants  # noqa: E402
+from tandem.kernels.triton_kernels.paged_prefill import prefill_constants  # noqa: E402
+
+SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block's limit, from the CUDA programming guide
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+INT32 = {"block_tables", "seq_lens", "query_start_loc"}
+INT64 = {"slot_mapping", "overflow", "sources", "destinations", "counts"}
+FP32 = {"k_scale", "v_scale", "alibi_slopes", "peaks", "totals", "partial"}
+TOKENS = {"output", "query", "key", "value"}
+CACHES = {"key_cache", "value_cache"}
+FLOATS = {"scale", "soft_cap"}
+PLAIN = {"HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "IS_FP8": False}
+EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
+
+
+def compile_kernel(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any]) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in options}
+    cache = "fp8e4nv" if constants.get("IS_FP8") else NAMES[dtype]
+    signature = {name: _type_of(name, NAMES[dtype], cache, constants) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _type_of(name: str, dtype: str, cache: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name == "output" and constants.get("SPLIT"):
+        return "*fp32"
+    for group, kind in (
+        (INT32, "*i32"), (INT64, "*i64"), (FP32, "*fp32"), (FLOATS, "fp32"),
+        (TOKENS, f"*{dtype}"), (CACHES, f"*{cache}"),
+    ):  # fmt: skip
+        if name in group:
+            return kind
+    return "*i16" if name == "pool" else "i32"
+
+
+def kernel_of(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"tandem.kernels.triton_kernels.{module}"), name)
+
+
+def decode(
+    dtype: torch.dtype, group: int, head_size: int, **options: Any
+) -> tuple[str, str, torch.dtype, dict[str, Any]]:
+    constants = decode_constants(dtype, group, head_size, 64) | {"SPLIT": False} | PLAIN | options
+    return "paged_decode", "paged_decode_kernel", dtype, constants
+
+
+def prefill(
+    dtype: torch.dtype, group: int, head_size: int, **options: Any
+) -> tuple[str, str, torch.dtype, dict[str, Any]]:
+    constants = prefill_constants(dtype, group, head_size, 64) | {"HAS_CACHE": True} | PLAIN | options
+    return "paged_prefill", "paged_prefill_kernel", dtype, constants
+
+
+REDUCE = ("paged_decode", "reduce_partitions_kernel", torch.bfloat16, {"HEAD_SIZE": 80, "D_PAD": 128, "CHUNK": 16})
+WRITE = {"BLOCK_SIZE": 64, "HEAD_SIZE": 128, "D_PAD": 128, "num_warps": 1}
+CASES = {
+    "decode-bf16": (90, decode(torch.bfloat16, 4, 128)),
+    "decode-split-fp8": (90, decode(torch.bfloat16, 4, 128, SPLIT=True, IS_FP8=True)),
+    "decode-fp32-256-all": (80, decode(torch.float32, 1, 256, **EVERY)),
+    "reduce": (90, REDUCE),
+    "prefill-bf16": (90, prefill(torch.bfloat16, 4, 128)),
+    "prefill-fp16-256-all": (80, prefill(torch.float16, 8, 256, **EVERY)),
+    "prefill-fp32-128": (80, prefill(torch.float32, 1, 128)),
+    "prefill-fp8": (90, prefill(torch.bfloat16, 4, 128, IS_FP8=True)),
+    "write-bf16": (80, ("cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": False})),
+    "write-fp8": (90, ("cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": True})),
+    "copy": (80, ("copy_blocks", "copy_blocks_kernel", torch.bfloat16, {"CHUNK": 2048})),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_compiles_and_fits_shared_memory(case: str) -> None:
+    from triton.backends import backends
+
+    if "nvidia" not in backends:
+        pytest.skip("this triton build has no NVIDIA backend")
+    capability, (module, name, dtype, constants) = CASES[case]
+    compiled = compile_kernel(kernel_of(module, name), capability, dtype, constants)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES[capability]
