@@ -14,7 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.engine.errors import CheckpointError, ConfigError
+from tandem.engine.model_folder import resolve_model
 from tandem.engine.rope_config import RopeConfig, parse_rope
+
+__all__ = ["FAMILIES", "ModelConfig", "load_model_config", "resolve_model"]
 
 
 @dataclass(frozen=True)
