@@ -116,8 +116,9 @@ def test_offsets_beyond_2_to_the_31() -> None:
     spec = AttentionSpec(32, 128, 128**-0.5, 8)
     output = layer_for(spec, "triton")(batch.query, batch.key, batch.value, batch.kv_layer, batch.metadata)
     check(output, exact(batch, spec), TOLERANCE[torch.bfloat16])
-    source, spare = batch.block_tables[0][0], batch.pool.shape[0] - 1
-    spare = next(block for block in range(spare, 0, -1) if block not in sum(batch.block_tables, []))
+    source = batch.block_tables[0][0]
+    used = {block for table in batch.block_tables for block in table}
+    spare = max(set(range(batch.pool.shape[0])) - used)
     copy_blocks(batch.pool, [source], [spare], 64)
     assert torch.equal(batch.pool[spare].view(torch.int16), batch.pool[source].view(torch.int16))
 
