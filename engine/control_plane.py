@@ -169,7 +169,7 @@ class ControlPlane:
             self._launcher.connect(self.launcher_address)
         last_turn = time.monotonic()
         while not self._stopping:
-            ready = dict(self._poller.poll(self.timeouts.heartbeat_s * 500))
+            ready = dict(self._poller.poll(int(self.timeouts.heartbeat_s * 500)))
             now = time.monotonic()
             self._forgive_own_pause(now - last_turn)
             last_turn = now

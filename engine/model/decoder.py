@@ -111,9 +111,8 @@ class DecoderModel(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config.rope, config.head_dim).to(device)
         self.requires_grad_(False)
-        self.attention_layers: dict[str, Attention] = {
-            layer.self_attn.layer_name: layer.self_attn.attention for layer in self.layers
-        }
+        blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
+        self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
 
     @property
     def vocab_size(self) -> int:

@@ -33,7 +33,7 @@ def load(folder: Path) -> None:
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no config.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
         load_model_config(tmp_path)
 
 
@@ -65,10 +65,10 @@ def test_broken_json_and_missing_keys_name_the_file(tmp_path: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
     del raw["hidden_size"]
     (folder / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(CheckpointError, match="config.json.*hidden_size"):
+    with pytest.raises(CheckpointError, match=r"config\.json.*hidden_size"):
         load_model_config(folder)
     (folder / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         load_model_config(folder)
 
 

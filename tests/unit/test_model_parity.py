@@ -75,7 +75,7 @@ def test_a_swap_changes_the_logits(change: str) -> None:
     with torch.inference_mode():
         for new, ids, where in ((39, token_ids[:39], positions[:39]), (1, token_ids[39:], last)):
             if new == 1 and change == "slot":
-                pool[0, ..., [3, 9], :] = pool[0, ..., [9, 3], :]
+                pool[0, :, :, 0, [3, 9]] = pool[0, :, :, 0, [9, 3]]  # K alone: with V it would be the same set
             if new == 1 and change == "head":
                 pool[:2] = pool[:2].flip(1)
             if new == 1 and change == "position":
