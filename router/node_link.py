@@ -111,6 +111,7 @@ class NodeLink:
         loop.remove_reader(self._socket.fileno())
         loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
+        self._monitor.close()
         self._socket.close()
         self._socket, self.view, self._welcomed = None, None, None
         self.outbox.clear()
