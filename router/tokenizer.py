@@ -1,7 +1,7 @@
-"""Text to token ids and back, from the model folder's tokenizer.json and tokenizer_config.json.
+"""Text to token ids and back, from the model folder's tokenizer.json.
 
-Which special tokens an encoded prompt gets follows transformers: tokenizer.json's post-processor decides, unless
-tokenizer_config.json says `add_bos_token` or `add_eos_token`, which then decide alone.
+Which special tokens an encoded prompt gets is what tokenizer.json's post-processor says, as in transformers, which
+ignores `add_bos_token` and `add_eos_token` of tokenizer_config.json when there is a tokenizer.json.
 """
 
 from __future__ import annotations
@@ -39,27 +39,9 @@ class Tokenizer:
             raise ConfigError(f"{path} can't be read as a tokenizer: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._read_config(Path(folder) / "tokenizer_config.json")
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._is_byte_level = _is_byte_level(json.loads(self._tokenizer.to_str())["decoder"])
-
-    def _read_config(self, path: Path) -> None:
-        config: dict[str, Any] = {}
-        if path.is_file():
-            try:
-                config = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ConfigError(f"{path} is not valid JSON: {error}") from error
-        self._explicit = config.get("add_bos_token") is not None or config.get("add_eos_token") is not None
-        self._prefix = self._configured(config, "bos") if self._explicit else []
-        self._suffix = self._configured(config, "eos") if self._explicit else []
-
-    def _configured(self, config: dict[str, Any], kind: str) -> list[int]:
-        token = config.get(f"{kind}_token")
-        text = token.get("content") if isinstance(token, dict) else token
-        token_id = self._tokenizer.token_to_id(text) if isinstance(text, str) else None
-        return [token_id] if config.get(f"add_{kind}_token") and token_id is not None else []
 
     @property
     def vocab_size(self) -> int:
@@ -67,10 +49,7 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if not self._explicit:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return self._prefix + ids + self._suffix if add_special_tokens else ids
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
