@@ -7,13 +7,15 @@ Whatever this engine does not compute exactly is refused by name rather than ign
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tandem.engine.errors import CheckpointError
+from tandem.engine.model_folder import resolve_model
+
+__all__ = ["ModelConfig", "RopeConfig", "load_model_config", "resolve_model"]
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -72,29 +74,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.sliding_window
 
 
-def resolve_model(model: str, revision: str = "") -> Path:
-    """Local folder of `model`: itself, or a hub name fetched by huggingface_hub. Raises CheckpointError."""
-    path = Path(model).expanduser()
-    if path.exists():
-        if not path.is_dir():
-            raise CheckpointError(f"{path} is a file: give the model's folder (the one with config.json)")
-        return path
-    if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise CheckpointError(f"{model} does not exist: give a local model folder or a hub name like owner/model")
-    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "3")
-    os.environ.setdefault("HF_HUB_DOWNLOAD_TIMEOUT", "10")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.jinja"]
-    try:
-        return Path(snapshot_download(model, revision=revision or None, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many kinds; for us each means the same
-        raise CheckpointError(
-            f"can't get {model} from the hub ({type(error).__name__}): check the name and the network, "
-            "or give a local folder"
-        ) from error
-
-
 def load_model_config(folder: Path) -> ModelConfig:
     """Raises CheckpointError that names the file and what to do."""
     raw = _read_json(folder / "config.json")
@@ -104,13 +83,13 @@ def load_model_config(folder: Path) -> ModelConfig:
     architecture = _architecture(raw, config_path)
     try:
         config = _parse(raw, architecture, config_path)
+        eos = _token_ids((_read_json(folder / "generation_config.json") or {}).get("eos_token_id"))
+        eos = eos or _token_ids(raw.get("eos_token_id"))
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise
         what = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{config_path}: {what}; repair the file or fetch the model again") from error
-    generation = _read_json(folder / "generation_config.json") or {}
-    eos = _token_ids(generation.get("eos_token_id", raw.get("eos_token_id")))
     return msgspec.structs.replace(config, eos_token_ids=eos)
 
 
@@ -146,23 +125,25 @@ def _parse(raw: dict[str, Any], architecture: str, path: Path) -> ModelConfig:
     num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(f"{path}: {num_heads} query heads can't share {num_kv_heads} KV heads")
-    qwen2 = architecture == "qwen2"
-    window, layers = _sliding(raw, architecture)
+    hidden_size = int(raw["hidden_size"])
+    bias = architecture in ("llama", "qwen3") and bool(raw.get("attention_bias", False))
+    window, layers = _sliding(raw, architecture, path)
+    rope = _rope(raw, path)
     config = ModelConfig(
         architecture=architecture,
-        hidden_size=int(raw["hidden_size"]),
+        hidden_size=hidden_size,
         intermediate_size=int(raw["intermediate_size"]),
         num_layers=int(raw["num_hidden_layers"]),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=int(raw.get("head_dim") or int(raw["hidden_size"]) // num_heads),
+        head_dim=int(raw.get("head_dim") or (128 if architecture == "qwen3" else hidden_size // num_heads)),
         vocab_size=int(raw["vocab_size"]),
-        max_model_len=int(raw["max_position_embeddings"]),
+        max_model_len=_max_model_len(int(raw["max_position_embeddings"]), rope),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        rope=_rope(raw, path),
-        qkv_bias=qwen2 or bool(raw.get("attention_bias", False)),
-        o_bias=not qwen2 and bool(raw.get("attention_bias", False)),
-        mlp_bias=bool(raw.get("mlp_bias", False)),
+        rope=rope,
+        qkv_bias=architecture == "qwen2" or bias,
+        o_bias=bias,
+        mlp_bias=architecture == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=architecture == "qwen3",
         sliding_window=window,
         sliding_layers=layers,
@@ -174,22 +155,31 @@ def _parse(raw: dict[str, Any], architecture: str, path: Path) -> ModelConfig:
         raise CheckpointError(f"{path}: dtype {config.dtype} is not supported; supported: float32, bfloat16, float16")
     if min(config.hidden_size, config.num_layers, config.vocab_size, config.max_model_len, config.head_dim) < 1:
         raise CheckpointError(f"{path}: a size is not positive; repair the file")
+    if config.head_dim % 2:
+        raise CheckpointError(f"{path}: head_dim {config.head_dim} is odd; rotary embeddings need an even one")
     return config
 
 
-def _sliding(raw: dict[str, Any], architecture: str) -> tuple[int | None, tuple[bool, ...]]:
-    window = raw.get("sliding_window")
-    if architecture == "llama" or not window:
-        return None, ()
-    if architecture == "mistral":
-        return int(window), ()
-    if not raw.get("use_sliding_window", False):
-        return None, ()
+def _sliding(raw: dict[str, Any], architecture: str, path: Path) -> tuple[int | None, tuple[bool, ...]]:
+    """Mistral: one window in every layer, 4096 unless the file says otherwise or null. Qwen: only if
+    use_sliding_window, in the layers that layer_types names or from max_window_layers on. As in transformers."""
     num_layers = int(raw["num_hidden_layers"])
     types = raw.get("layer_types")
+    if types and (len(types) != num_layers or not set(types) <= {"full_attention", "sliding_attention"}):
+        raise CheckpointError(f"{path}: layer_types must say full_attention or sliding_attention {num_layers} times")
+    if architecture == "llama":
+        return None, ()
+    if architecture == "mistral":
+        if types and len(set(types)) > 1:
+            raise CheckpointError(f"{path}: layer_types that differ are not supported for mistral")
+        window = raw.get("sliding_window", 4096)
+        return (int(window) if window else None), ()
+    window = raw.get("sliding_window", 4096)
+    if not raw.get("use_sliding_window", False) or not window:
+        return None, ()
     if types:
         return int(window), tuple(kind == "sliding_attention" for kind in types)
-    first = int(raw.get("max_window_layers", num_layers))
+    first = int(raw.get("max_window_layers", 28))
     return int(window), tuple(layer >= first for layer in range(num_layers))
 
 
@@ -198,21 +188,30 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
     rope_type = str(given.get("rope_type") or given.get("type") or "default")
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"{path}: rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
-    if float(raw.get("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise CheckpointError(f"{path}: partial_rotary_factor is not supported; supported: 1.0")
-    original = given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    if rope_type in ("llama3", "yarn") and not original:
-        original = raw["max_position_embeddings"]
-    factor = float(given.get("factor") or 1.0)
-    if rope_type == "yarn" and original:
-        factor = float(given.get("factor") or raw["max_position_embeddings"] / original)
+    partial = raw.get("partial_rotary_factor") or given.get("partial_rotary_factor")
+    if partial is not None and float(partial) != 1.0:
+        raise CheckpointError(f"{path}: partial_rotary_factor {partial} is not supported; supported: 1.0")
+    theta = float(given.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    if rope_type == "default":
+        return RopeConfig(theta=theta)
+    if rope_type == "linear":
+        return RopeConfig(rope_type="linear", theta=theta, factor=_number(given, "factor"))
+    beside = raw.get("original_max_position_embeddings")
+    original = int(beside or given.get("original_max_position_embeddings") or raw["max_position_embeddings"])
+    if rope_type == "llama3":
+        return RopeConfig(
+            rope_type="llama3",
+            theta=theta,
+            factor=_number(given, "factor"),
+            low_freq_factor=_number(given, "low_freq_factor"),
+            high_freq_factor=_number(given, "high_freq_factor"),
+            original_max_position_embeddings=original,
+        )
     return RopeConfig(
-        rope_type=rope_type,
-        theta=float(given.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        factor=factor,
-        low_freq_factor=float(given.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(given.get("high_freq_factor", 4.0)),
-        original_max_position_embeddings=int(original or raw["max_position_embeddings"]),
+        rope_type="yarn",
+        theta=theta,
+        factor=_number(given, "factor") if given.get("factor") else raw["max_position_embeddings"] / original,
+        original_max_position_embeddings=original,
         beta_fast=float(given.get("beta_fast") or 32.0),
         beta_slow=float(given.get("beta_slow") or 1.0),
         attention_factor=given.get("attention_factor"),
@@ -220,6 +219,22 @@ def _rope(raw: dict[str, Any], path: Path) -> RopeConfig:
         mscale_all_dim=given.get("mscale_all_dim"),
         truncate=bool(given.get("truncate", True)),
     )
+
+
+def _number(given: dict[str, Any], name: str) -> float:
+    value = float(given[name])
+    if not 0 < value < float("inf"):
+        raise ValueError(f"rope {name} must be positive, got {value}")
+    return value
+
+
+def _max_model_len(max_position_embeddings: int, rope: RopeConfig) -> int:
+    """Linear checkpoints name the length before scaling, yarn checkpoints that or the one after it."""
+    if rope.rope_type == "linear":
+        return int(max_position_embeddings * rope.factor)
+    if rope.rope_type == "yarn":
+        return max(max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
+    return max_position_embeddings
 
 
 def _token_ids(value: Any) -> tuple[int, ...]:
