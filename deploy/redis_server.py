@@ -65,27 +65,27 @@ class RedisServer:
         assert not self.is_running(), "already running"
         self.stop()
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
+        log = Path(self._folder.name) / "log"
         command = [
             self._executable or find_redis_server(),
             *("--bind", "127.0.0.1", "--port", str(self.port), "--dir", self._folder.name),
             *("--save", "", "--appendonly", "no", "--lazyfree-lazy-expire", "yes", "--loglevel", "warning"),
         ]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            preexec_fn=die_with_parent,
-            start_new_session=True,
-        )
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+                start_new_session=True,
+            )
         self._await_answer(time.monotonic() + START_TIMEOUT_S)
 
     def stop(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            if self._process.stdout is not None:
-                self._process.stdout.close()
             self._process = None
         if self._folder is not None:
             self._folder.cleanup()
@@ -100,10 +100,9 @@ class RedisServer:
             time.sleep(0.02)
 
     def _last_output(self) -> str:
-        assert self._process is not None
-        self._process.kill()
-        output = self._process.communicate()[0].decode(errors="replace").strip()
-        return output.splitlines()[-1] if output else ""
+        assert self._folder is not None
+        lines = (Path(self._folder.name) / "log").read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else ""
 
 
 def answers(port: int, timeout_s: float = 1.0) -> bool:

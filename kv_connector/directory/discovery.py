@@ -1,0 +1,69 @@
+"""Which nodes a cluster has, as far as leases tell. Pure: observations in, changes out.
+
+Absent from Redis means unknown, not dead. A node whose lease is missing counts as removed only after it was missing
+for `grace_s`, so that an emptied or restarted Redis, to which the nodes return, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem.kv_connector.directory.records import NodeRecord, Owner
+
+
+@dataclass(frozen=True)
+class NodeChange:
+    """A node's record appeared (new, or back with another epoch), or it is gone from its address."""
+
+    present: bool
+    record: NodeRecord  # when gone: the last that was known
+
+    @property
+    def address(self) -> str:
+        return self.record.control_address
+
+
+@dataclass
+class Discovery:
+    grace_s: float
+    records: dict[str, NodeRecord] = field(default_factory=dict)
+    _seen_at: dict[str, float] = field(default_factory=dict)
+
+    def observe(self, present: Iterable[NodeRecord], now: float) -> list[NodeChange]:
+        """A full sweep over the leases that Redis holds now."""
+        changes: list[NodeChange] = []
+        for record in present:
+            changes += self.up(record, now)
+        for node_id, seen_at in list(self._seen_at.items()):
+            if now - seen_at > self.grace_s:
+                changes += self._remove(node_id)
+        return changes
+
+    def up(self, record: NodeRecord, now: float) -> list[NodeChange]:
+        """One lease was seen or announced."""
+        known = self.records.get(record.node_id)
+        self.records[record.node_id] = record
+        self._seen_at[record.node_id] = now
+        if known is None:
+            return [NodeChange(True, record)]
+        changes = []
+        if known.control_address != record.control_address:
+            changes.append(NodeChange(False, known))
+        if changes or known.epoch != record.epoch:
+            changes.append(NodeChange(True, record))
+        return changes
+
+    def left(self, owner: Owner) -> list[NodeChange]:
+        """A node said goodbye. A goodbye of an older epoch is late news."""
+        known = self.records.get(owner[0])
+        return self._remove(owner[0]) if known is not None and known.owner == owner else []
+
+    def unreachable(self, now: float) -> None:
+        """Redis can't be read: nobody's absence counts."""
+        for node_id in self._seen_at:
+            self._seen_at[node_id] = now
+
+    def _remove(self, node_id: str) -> list[NodeChange]:
+        del self._seen_at[node_id]
+        return [NodeChange(False, self.records.pop(node_id))]

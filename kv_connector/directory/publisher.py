@@ -1,0 +1,194 @@
+"""Node side over Redis: a lease and a stream of batches, written by a thread of their own.
+
+`publish` touches memory only. Redis may be down, paused, emptied or replaced at any time: the thread reconnects and
+writes everything again from the node's own view, so Redis is whole again within `heartbeat_s` plus a second or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import redis
+from redis.backoff import NoBackoff
+from redis.client import Pipeline
+from redis.retry import Retry
+
+from tandem.engine.interfaces import BlockEvent
+from tandem.kv_connector.directory.own_view import OwnView
+from tandem.kv_connector.directory.records import Batch, KeySpace, NodeLeft, NodeRecord, NodeUp, encode, split_hashes
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 0.01  # pending events are gathered this long into one batch
+MAX_BACKOFF_S = 1.0
+TRANSACTION_BATCHES = 16  # batches in one round trip: at most 1 MiB
+REDIS_ERRORS = (redis.RedisError, OSError)
+
+
+@dataclass(frozen=True)
+class PublisherTimes:
+    heartbeat_s: float = 1.0  # lease renewal and the check whether Redis still has what it was told
+    lease_s: float = 15.0  # TTL of everything this node writes
+    io_timeout_s: float = 1.0  # a Redis that answers slower counts as down
+
+
+class RedisPublisher:
+    """Implements DirectoryPublisher. Starts its thread at once; never raises into the node, Redis there or not."""
+
+    def __init__(self, url: str, namespace: str, record: NodeRecord, times: PublisherTimes | None = None) -> None:
+        self._times = times or PublisherTimes()
+        self._keys = KeySpace(namespace)
+        self._record = record
+        self._view = OwnView(record.owner)
+        self._lock = threading.Lock()  # guards _view; held for in-memory work only
+        self._wake = threading.Event()
+        self._closing = False
+        self._connected = False
+        self._client = redis.Redis.from_url(
+            url,
+            socket_timeout=self._times.io_timeout_s,
+            socket_connect_timeout=self._times.io_timeout_s,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._thread = threading.Thread(target=self._run, name="tandem-directory", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[BlockEvent]) -> None:
+        with self._lock:
+            self._view.record(events)
+        self._wake.set()
+
+    def update(self, record: NodeRecord) -> None:
+        """New load figures; they go out with the next heartbeat."""
+        assert record.owner == self._record.owner, "a node keeps its id and epoch"
+        self._record = record
+
+    def close(self) -> None:
+        """Takes this node's records out of Redis, if Redis is there; returns within two I/O timeouts."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join(timeout=2 * self._times.io_timeout_s)
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "directory_connected": float(self._connected),
+            "directory_blocks": float(self._view.num_held()),
+            "directory_generations": float(self._view.generation),
+            "directory_overflows": float(self._view.num_overflows),
+        }
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        backoff_s = 0.1
+        while not self._closing:
+            try:
+                self._serve()
+            except REDIS_ERRORS as error:
+                if self._connected:
+                    log.warning("directory: lost Redis (%s); this node goes on and publishes again later", error)
+                self._connected = False
+                self._client.connection_pool.disconnect()
+                with self._lock:
+                    self._view.publish_all_again()
+                self._pause(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            else:
+                backoff_s = 0.1
+        with contextlib.suppress(*REDIS_ERRORS):
+            self._leave()
+        self._client.close()
+
+    def _serve(self) -> None:
+        """Publishes until closing; returns after each heartbeat, raises when Redis fails."""
+        if not self._connected:
+            self._greet()
+            self._connected = True
+        self._heartbeat()
+        next_heartbeat = time.monotonic() + self._times.heartbeat_s
+        while not self._closing and (left_s := next_heartbeat - time.monotonic()) > 0:
+            self._flush()
+            if self._wake.wait(left_s):
+                self._pause(FLUSH_S)
+                self._wake.clear()
+        self._flush()
+
+    def _pause(self, duration_s: float) -> None:
+        """Sleeps, but not through a close."""
+        deadline = time.monotonic() + duration_s
+        while not self._closing and (left_s := deadline - time.monotonic()) > 0:
+            time.sleep(min(left_s, 0.05))
+
+    def _greet(self) -> None:
+        # A managed Redis may forbid CONFIG; expiry of a dead node's sets then blocks it for a moment, no more.
+        with contextlib.suppress(redis.ResponseError):
+            self._client.config_set("lazyfree-lazy-expire", "yes")
+
+    def _heartbeat(self) -> None:
+        """Renews the lease; finds out whether Redis lost or never got what this node published."""
+        record, ttl_ms = self._record, int(self._times.lease_s * 1000)
+        keys = self._keys
+        with self._client.pipeline(transaction=True) as pipe:
+            pipe.set(keys.node(record.node_id), encode(record), px=ttl_ms)
+            pipe.sadd(keys.nodes, record.node_id)
+            for key in (*keys.all_blocks(record.owner), keys.sequence(record.owner)):
+                pipe.pexpire(key, ttl_ms)
+            pipe.get(keys.sequence(record.owner))
+            stored_sequence = pipe.execute()[-1]
+        if int(stored_sequence or 0) != self._view.sequence:
+            self._start_over()
+
+    def _flush(self) -> None:
+        with self._lock:
+            if not self._view.has_pending():
+                return
+            changes = self._view.take()
+        batches = self._view.number(changes)
+        for start in range(0, len(batches), TRANSACTION_BATCHES):
+            part = batches[start : start + TRANSACTION_BATCHES]
+            with self._client.pipeline(transaction=True) as pipe:
+                for batch in part:
+                    self._add(pipe, batch)
+                pipe.get(self._keys.sequence(self._record.owner))
+                stored_sequence = int(pipe.execute()[-1] or 0)
+            if stored_sequence != part[-1].sequence:
+                self._start_over()
+                return
+
+    def _add(self, pipe: Pipeline, batch: Batch) -> None:
+        """The sequence is counted up, not set: in a Redis that was emptied the count comes out wrong, and shows it."""
+        keys, ttl_ms = self._keys, int(self._times.lease_s * 1000)
+        sequence_key = keys.sequence(batch.owner)
+        if batch.reset:
+            pipe.unlink(*keys.all_blocks(batch.owner))
+            pipe.set(sequence_key, batch.sequence - 1)
+            pipe.publish(keys.events, encode(NodeUp(record=self._record)))
+        for change in batch.changes:
+            key = keys.blocks(batch.owner, change.tier)
+            if change.removed:
+                pipe.srem(key, *split_hashes(change.removed))
+            if change.stored:
+                pipe.sadd(key, *split_hashes(change.stored))
+                pipe.pexpire(key, ttl_ms)
+        pipe.incr(sequence_key)
+        pipe.pexpire(sequence_key, ttl_ms)
+        pipe.publish(keys.events, encode(batch))
+
+    def _start_over(self) -> None:
+        log.warning("directory: Redis lost this node's blocks; publishing them again")
+        with self._lock:
+            self._view.publish_all_again()
+
+    def _leave(self) -> None:
+        """A successor under the same id loses its lease to this, until its next heartbeat."""
+        keys, owner = self._keys, self._record.owner
+        with self._client.pipeline(transaction=True) as pipe:
+            pipe.unlink(*keys.all_blocks(owner), keys.sequence(owner), keys.node(owner[0]))
+            pipe.srem(keys.nodes, owner[0])
+            pipe.publish(keys.events, encode(NodeLeft(node_id=owner[0], epoch=owner[1])))
+            pipe.execute()

@@ -1,0 +1,204 @@
+"""Router side over Redis: discovery of nodes and the mirror of what they hold, fed by one task.
+
+The task subscribes first and reads snapshots after, on another connection, while the stream waits in the socket;
+batches that a snapshot already contains are recognised by their sequence. Nothing here raises into the router:
+without Redis the mirror serves what it last knew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+import redis.asyncio as aioredis
+from redis import RedisError
+from redis.asyncio.client import PubSub
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from tandem.kv_connector.directory.discovery import Discovery, NodeChange
+from tandem.kv_connector.directory.mirror import Mirror, Outcome
+from tandem.kv_connector.directory.records import (
+    TIERS,
+    Batch,
+    KeySpace,
+    NodeLeft,
+    NodeRecord,
+    NodeUp,
+    Owner,
+    decode_event,
+    decode_record,
+)
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 1.0  # leases are read this often besides the stream's announcements
+SCAN_COUNT = 1_000  # hashes per SSCAN answer: below a millisecond of the event loop
+MAX_BACKOFF_S = 1.0
+REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
+
+
+class RedisDirectory:
+    """Implements DirectoryReader. `start()` inside a running event loop, `close()` at the end; one `watch()`."""
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        *,
+        grace_s: float = 15.0,
+        max_entries: int = 4_000_000,
+        io_timeout_s: float = 2.0,
+    ) -> None:
+        self.mirror = Mirror(max_entries)
+        self.num_snapshots = 0
+        self.connected = False
+        self._keys = KeySpace(namespace)
+        self._discovery = Discovery(grace_s)
+        self._changes: asyncio.Queue[NodeChange] = asyncio.Queue()
+        self._client = aioredis.Redis.from_url(
+            url,
+            socket_timeout=io_timeout_s,
+            socket_connect_timeout=io_timeout_s,
+            health_check_interval=10,
+            retry=Retry(NoBackoff(), 0),
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        assert self._task is None, "started already"
+        self._task = asyncio.create_task(self._run(), name="tandem-directory")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        await self._client.aclose()
+
+    async def watch(self) -> AsyncIterator[NodeChange]:
+        """Yields each node found, and each whose lease has long been missing. One watcher; never ends, never raises."""
+        while True:
+            yield await self._changes.get()
+
+    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[Owner, int]:
+        return self.mirror.longest_prefix(block_hashes)
+
+    def records(self) -> list[NodeRecord]:
+        """The newest known record of each node."""
+        return list(self._discovery.records.values())
+
+    def counters(self) -> dict[str, float]:
+        return {
+            "directory_connected": float(self.connected),
+            "directory_entries": float(self.mirror.num_entries),
+            "directory_gaps": float(self.mirror.num_gaps),
+            "directory_snapshots": float(self.num_snapshots),
+            "directory_forgotten_owners": float(self.mirror.num_forgotten_owners),
+        }
+
+    # --- the task -----------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        backoff_s = 0.1
+        while True:
+            try:
+                async with self._client.pubsub() as stream:
+                    await stream.subscribe(self._keys.events)
+                    self.mirror.distrust()
+                    self.connected = True
+                    backoff_s = 0.1
+                    await self._follow(stream)
+            except REDIS_ERRORS as error:
+                if self.connected:
+                    log.warning("directory: lost Redis (%s); placement goes on with what is known", error)
+                self.connected = False
+                self._discovery.unreachable(time.monotonic())
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    async def _follow(self, stream: PubSub) -> None:
+        next_sweep = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= next_sweep:
+                await self._sweep()
+                next_sweep = now + SWEEP_S
+            for owner in self.mirror.needs_snapshot():
+                await self._snapshot(owner)
+            message = await stream.get_message(ignore_subscribe_messages=True, timeout=max(0.0, next_sweep - now))
+            if message is not None and isinstance(message["data"], bytes):
+                await self._take(message["data"])
+
+    async def _take(self, data: bytes) -> None:
+        try:
+            event = decode_event(data)
+        except msgspec.DecodeError as error:
+            log.warning("directory: a message on %s can't be read: %s", self._keys.events, error)
+            return
+        if isinstance(event, NodeUp):
+            self._found(self._discovery.up(event.record, time.monotonic()))
+        elif isinstance(event, NodeLeft):
+            self._found(self._discovery.left((event.node_id, event.epoch)))
+        elif self.mirror.apply(event) is Outcome.GAP:
+            await self._meet(event)
+
+    async def _meet(self, batch: Batch) -> None:
+        """A batch that can't be applied: of a node not met yet, if its lease says so. Known owners get a snapshot."""
+        if batch.owner in self.mirror.owners():
+            return
+        packed = await self._client.get(self._keys.node(batch.node_id))
+        record = self._decode(packed) if packed else None
+        if record is not None and record.epoch == batch.epoch:
+            self._found(self._discovery.up(record, time.monotonic()))
+
+    async def _sweep(self) -> None:
+        names = sorted(_text(name) for name in await self._client.smembers(self._keys.nodes))
+        leases = await self._client.mget([self._keys.node(name) for name in names]) if names else []
+        expired = [name for name, lease in zip(names, leases, strict=True) if lease is None]
+        if expired:
+            # A node that returns adds itself again with its next heartbeat.
+            await self._client.srem(self._keys.nodes, *expired)
+        present = [record for lease in leases if lease and (record := self._decode(lease)) is not None]
+        self._found(self._discovery.observe(present, time.monotonic()))
+
+    async def _snapshot(self, owner: Owner) -> None:
+        stored_sequence = await self._client.get(self._keys.sequence(owner))
+        if stored_sequence is None:
+            # Redis lost it, or it is not published yet: a reset is on its way, the old entries serve on.
+            self.mirror.await_reset(owner)
+            return
+        hashes_by_tier = {tier: await self._scan(self._keys.blocks(owner, tier)) for tier in TIERS}
+        self.mirror.load(owner, int(stored_sequence), hashes_by_tier)
+        self.num_snapshots += 1
+
+    async def _scan(self, key: str) -> list[bytes]:
+        return [block_hash async for block_hash in self._client.sscan_iter(key, count=SCAN_COUNT)]
+
+    def _found(self, changes: list[NodeChange]) -> None:
+        for change in changes:
+            if change.present:
+                self.mirror.adopt(change.record.owner)
+            else:
+                self.mirror.drop(change.record.node_id)
+            self._changes.put_nowait(change)
+
+    def _decode(self, packed: bytes | str) -> NodeRecord | None:
+        try:
+            return decode_record(_raw(packed))
+        except msgspec.DecodeError as error:
+            log.warning("directory: a node record can't be read: %s", error)
+            return None
+
+
+def _raw(value: bytes | str) -> bytes:
+    """The client's types allow str; it answers bytes unless a URL asks it to decode."""
+    return value if isinstance(value, bytes) else value.encode()
+
+
+def _text(value: bytes | str) -> str:
+    return _raw(value).decode()

@@ -1,0 +1,136 @@
+"""What the directory keeps in Redis and what travels on its stream. Pure data.
+
+{ns}:nodes                  SET of node ids that ever took a lease (readers drop the stale ones)
+{ns}:node:{id}              msgpack NodeRecord, with a TTL: the node's lease
+{ns}:kv:{id}:{epoch}:{tier} SET of 16-byte block hashes, with the lease's TTL; 54-69 MiB per million
+{ns}:seq:{id}:{epoch}       sequence number of the newest Batch that the SETs contain, with the lease's TTL
+{ns}:events                 pub/sub channel of DirectoryEvent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.engine.messages import Role
+
+HASH_BYTES = 16
+TIERS = ("gpu", "cpu", "disk")
+
+Owner = tuple[str, int]  # (node_id, epoch)
+
+
+class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_free_blocks: int = 0
+    draining: bool = False
+
+
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A node as Redis knows it: enough for a router to decide whether to connect. The handshake decides the rest."""
+
+    node_id: str
+    epoch: int
+    role: Role
+    control_address: str
+    model_name: str = ""
+    num_blocks: int = 0  # capacity
+    block_size: int = 0
+    identity_key: bytes = b""  # ModelIdentity.key()
+    layout_key: bytes = b""  # msgpack of KVLayout
+    hash_seed: bytes = b""  # the hash before a prompt's first block, unsalted
+    load: NodeLoad = NodeLoad()
+
+    @property
+    def owner(self) -> Owner:
+        return self.node_id, self.epoch
+
+
+class TierChange(msgspec.Struct, frozen=True, array_like=True):
+    """Hashes that appeared on and left one tier, concatenated; no hash is in both. `removed` takes effect first."""
+
+    tier: str
+    stored: bytes = b""
+    removed: bytes = b""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+    """Changes of one owner. `sequence` counts its batches from 1; `reset`: everything before is void.
+
+    `generation` counts how often the owner had to publish itself anew (Redis was away or emptied); it is for people.
+    """
+
+    node_id: str
+    epoch: int
+    generation: int
+    sequence: int
+    reset: bool
+    changes: tuple[TierChange, ...]
+
+    @property
+    def owner(self) -> Owner:
+        return self.node_id, self.epoch
+
+
+class NodeUp(msgspec.Struct, frozen=True, kw_only=True, tag="up"):
+    """A node took its lease."""
+
+    record: NodeRecord
+
+
+class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
+    """A node closed on purpose; its records are gone."""
+
+    node_id: str
+    epoch: int
+
+
+DirectoryEvent = Batch | NodeUp | NodeLeft
+
+encode = msgspec.msgpack.Encoder().encode
+decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
+decode_event = msgspec.msgpack.Decoder(DirectoryEvent).decode
+
+
+@dataclass(frozen=True)
+class KeySpace:
+    """The names of one cluster's keys; two namespaces share a Redis without seeing each other."""
+
+    namespace: str
+
+    @property
+    def nodes(self) -> str:
+        return f"{self.namespace}:nodes"
+
+    @property
+    def events(self) -> str:
+        return f"{self.namespace}:events"
+
+    def node(self, node_id: str) -> str:
+        return f"{self.namespace}:node:{node_id}"
+
+    def blocks(self, owner: Owner, tier: str) -> str:
+        return f"{self.namespace}:kv:{owner[0]}:{owner[1]:016x}:{tier}"
+
+    def sequence(self, owner: Owner) -> str:
+        return f"{self.namespace}:seq:{owner[0]}:{owner[1]:016x}"
+
+    def all_blocks(self, owner: Owner) -> list[str]:
+        return [self.blocks(owner, tier) for tier in TIERS]
+
+
+def join_hashes(hashes: Sequence[bytes]) -> bytes:
+    joined = b"".join(hashes)
+    assert len(joined) == HASH_BYTES * len(hashes), "block hashes are 16 bytes"
+    return joined
+
+
+def split_hashes(joined: bytes) -> list[bytes]:
+    """Raises ValueError when the length is no multiple of 16."""
+    if len(joined) % HASH_BYTES:
+        raise ValueError(f"{len(joined)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
+    return [joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)]

@@ -1,0 +1,230 @@
+"""The directory's shells against a real redis-server: whole again after restarts, never in the node's way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+from redis_process import RedisProcess, running_redis
+
+from tandem.engine.interfaces import BlockEvent
+from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
+from tandem.kv_connector.directory.reader import RedisDirectory
+from tandem.kv_connector.directory.records import KeySpace, NodeRecord
+
+TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=3.0, io_timeout_s=0.5)
+
+
+@pytest.fixture
+def server() -> Iterator[RedisProcess]:
+    with running_redis() as server:
+        yield server
+
+
+def hashes(*numbers: int) -> list[bytes]:
+    return [struct.pack("<QQ", number, 5) for number in numbers]
+
+
+def stored(*numbers: int, tier: str = "gpu") -> list[BlockEvent]:
+    return [BlockEvent(block_hash, True, tier) for block_hash in hashes(*numbers)]
+
+
+def removed(*numbers: int) -> list[BlockEvent]:
+    return [BlockEvent(block_hash, False) for block_hash in hashes(*numbers)]
+
+
+def record(node_id: str = "decode-1", epoch: int = 1) -> NodeRecord:
+    return NodeRecord(node_id=node_id, epoch=epoch, role="decode", control_address=f"tcp://127.0.0.1:{1000 + epoch}")
+
+
+@contextlib.contextmanager
+def publishing(url: str, namespace: str = "t", of: NodeRecord | None = None) -> Iterator[RedisPublisher]:
+    publisher = RedisPublisher(url, namespace, of or record(), TIMES)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+@contextlib.asynccontextmanager
+async def reading(url: str, namespace: str = "t", grace_s: float = 3.0) -> AsyncIterator[RedisDirectory]:
+    directory = RedisDirectory(url, namespace, grace_s=grace_s, io_timeout_s=0.5)
+    directory.start()
+    try:
+        yield directory
+    finally:
+        await directory.close()
+
+
+async def soon(condition: Callable[[], bool], within_s: float = 5.0) -> float:
+    """Seconds until `condition` held."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < within_s, f"not within {within_s} s"
+        await asyncio.sleep(0.01)
+    return time.monotonic() - started
+
+
+async def test_published_blocks_reach_a_reader_that_was_there_and_one_that_comes_later(server: RedisProcess) -> None:
+    async with reading(server.url) as early:
+        with publishing(server.url) as publisher:
+            publisher.publish(stored(1, 2, 3) + stored(4, tier="cpu"))
+            await soon(lambda: early.longest_prefix(hashes(1, 2, 3, 4, 5)) == {("decode-1", 1): 4})
+            publisher.publish(removed(3))
+            await soon(lambda: early.longest_prefix(hashes(1, 2, 3)) == {("decode-1", 1): 2})
+            async with reading(server.url) as late:
+                await soon(lambda: late.longest_prefix(hashes(1, 2, 3)) == {("decode-1", 1): 2})
+                publisher.publish(stored(3))
+                await soon(lambda: late.longest_prefix(hashes(1, 2, 3)) == {("decode-1", 1): 3})
+                assert late.num_snapshots == 1
+                assert late.mirror.num_gaps == early.mirror.num_gaps == 0
+
+
+async def test_a_large_view_arrives_whole_through_a_snapshot(server: RedisProcess) -> None:
+    numbers = range(30_000)
+    with publishing(server.url) as publisher:
+        publisher.publish(stored(*numbers))
+        await soon(lambda: server.client().scard(KeySpace("t").blocks(("decode-1", 1), "gpu")) == len(numbers))
+        async with reading(server.url) as directory:
+            await soon(lambda: directory.longest_prefix(hashes(*numbers)) == {("decode-1", 1): len(numbers)})
+
+
+async def test_watch_tells_of_nodes_that_come_leave_and_return(server: RedisProcess) -> None:
+    async with reading(server.url) as directory:
+        changes = directory.watch()
+
+        async def next_change() -> tuple[bool, str]:
+            change = await asyncio.wait_for(anext(changes), 5.0)
+            return change.present, change.address
+
+        with publishing(server.url):
+            assert await next_change() == (True, "tcp://127.0.0.1:1001")
+            with publishing(server.url, of=record("prefill-1", 7)):
+                assert await next_change() == (True, "tcp://127.0.0.1:1007")
+            assert await next_change() == (False, "tcp://127.0.0.1:1007")
+            assert [node.node_id for node in directory.records()] == ["decode-1"]
+
+
+async def test_close_takes_the_records_out(server: RedisProcess) -> None:
+    with publishing(server.url) as publisher:
+        publisher.publish(stored(1))
+        await soon(lambda: server.client().dbsize() == 4)
+    assert server.client().keys() == []
+
+
+async def test_everything_that_is_written_expires_with_its_node(server: RedisProcess) -> None:
+    with publishing(server.url) as publisher:
+        publisher.publish(stored(1) + stored(2, tier="cpu"))
+        client, keys = server.client(), KeySpace("t")
+        await soon(lambda: client.dbsize() == 5)
+        for key in client.keys():
+            if key.decode() != keys.nodes:
+                assert 0 < client.pttl(key) <= 3000, key
+        assert client.config_get("lazyfree-lazy-expire") == {"lazyfree-lazy-expire": "yes"}
+
+
+async def test_an_emptied_and_restarted_redis_is_whole_again_within_five_seconds(server: RedisProcess) -> None:
+    everything, owner = range(2_000), ("decode-1", 1)
+    with publishing(server.url) as publisher:
+        async with reading(server.url) as directory:
+            publisher.publish(stored(*everything[:1_000]))
+            await soon(lambda: directory.longest_prefix(hashes(*everything)) == {owner: 1_000})
+            server.restart_empty()
+            for number in everything[1_000:]:
+                publisher.publish(stored(number))
+            took_s = await soon(lambda: directory.longest_prefix(hashes(*everything)) == {owner: 2_000})
+            assert took_s < 5.0
+            await soon(lambda: server.client().scard(KeySpace("t").blocks(owner, "gpu")) == 2_000)
+            assert [node.node_id for node in directory.records()] == ["decode-1"]
+
+
+async def test_an_emptied_redis_is_noticed_without_a_lost_connection(server: RedisProcess) -> None:
+    owner = ("decode-1", 1)
+    with publishing(server.url) as publisher:
+        client, key = server.client(), KeySpace("t").blocks(owner, "gpu")
+        publisher.publish(stored(1, 2, 3))
+        await soon(lambda: client.scard(key) == 3)
+        client.flushall()
+        await soon(lambda: client.scard(key) == 3)
+        client.flushall()
+        publisher.publish(stored(4))  # the next write, not the heartbeat, meets the emptied server
+        await soon(lambda: client.scard(key) == 4)
+
+
+async def test_the_reader_serves_what_it_knows_while_redis_is_away(server: RedisProcess) -> None:
+    with publishing(server.url) as publisher:
+        async with reading(server.url, grace_s=0.5) as directory:
+            publisher.publish(stored(1))
+            await soon(lambda: bool(directory.longest_prefix(hashes(1))))
+            server.stop()
+            await soon(lambda: not directory.connected)
+            await asyncio.sleep(0.7)
+            assert directory.longest_prefix(hashes(1)) == {("decode-1", 1): 1}
+            assert len(directory.records()) == 1
+            server.start()
+            await soon(lambda: directory.connected)
+
+
+async def test_a_paused_redis_never_blocks_publish_or_close(server: RedisProcess) -> None:
+    publisher = RedisPublisher(server.url, "t", record(), TIMES)
+    publisher.publish(stored(1))
+    await soon(lambda: server.client().dbsize() == 4)
+    server.pause()
+    slowest_s = 0.0
+    for number in range(2, 2_000):
+        started = time.perf_counter()
+        publisher.publish(stored(number))
+        slowest_s = max(slowest_s, time.perf_counter() - started)
+        if number % 20 == 0:
+            await asyncio.sleep(0.01)
+    assert slowest_s < 0.1
+    started = time.monotonic()
+    publisher.close()
+    assert time.monotonic() - started < 2.0
+    server.resume()
+
+
+async def test_without_any_redis_a_publisher_lives_and_closes() -> None:
+    with publishing("redis://127.0.0.1:1/0") as publisher:
+        publisher.publish(stored(1))
+        await asyncio.sleep(0.2)
+        assert publisher.counters()["directory_connected"] == 0
+        assert publisher.counters()["directory_blocks"] == 1
+
+
+async def test_namespaces_are_separate_clusters(server: RedisProcess) -> None:
+    async with reading(server.url, "one") as one, reading(server.url, "two") as two:
+        with publishing(server.url, "one") as ours, publishing(server.url, "two", of=record("other", 2)) as theirs:
+            ours.publish(stored(1))
+            theirs.publish(stored(1))
+            await soon(lambda: one.longest_prefix(hashes(1)) == {("decode-1", 1): 1})
+            await soon(lambda: two.longest_prefix(hashes(1)) == {("other", 2): 1})
+
+
+async def test_a_new_life_of_a_node_replaces_the_old_one(server: RedisProcess) -> None:
+    async with reading(server.url) as directory:
+        old = RedisPublisher(server.url, "t", record(epoch=1), TIMES)
+        old.publish(stored(1, 2))
+        await soon(lambda: directory.longest_prefix(hashes(1, 2)) == {("decode-1", 1): 2})
+        with publishing(server.url, of=record(epoch=2)) as new:
+            new.publish(stored(1))
+            await soon(lambda: directory.longest_prefix(hashes(1, 2)) == {("decode-1", 2): 1})
+            old.close()
+
+
+async def test_rubbish_on_the_stream_is_ignored(server: RedisProcess) -> None:
+    async with reading(server.url) as directory:
+        with publishing(server.url) as publisher:
+            await soon(lambda: len(directory.records()) == 1)
+            client, keys = server.client(), KeySpace("t")
+            client.publish(keys.events, b"\x00rubbish")
+            client.set(keys.node("ghost"), b"\x00rubbish")
+            client.sadd(keys.nodes, "ghost", "long gone")
+            publisher.publish(stored(1))
+            await soon(lambda: directory.longest_prefix(hashes(1)) == {("decode-1", 1): 1})
+            await soon(lambda: not client.sismember(keys.nodes, "long gone"))
+            assert len(directory.records()) == 1
