@@ -47,7 +47,11 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first start
     block_ids: list[int] = field(default_factory=list)
     slot: int = -1
-    finish_reason: FinishReason | None = None
+    last_step: int = -1  # newest step launched that may write its blocks
+    num_registered_blocks: int = 0  # leading blocks offered to the hash table
+    num_preemptions: int = 0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # collected until complete
+    prompt_logprobs_sent: bool = False
     # Filled when a prompt in mode "prefill" ends: (sample_index, token_id, finished) in order of sample_indices.
     first_tokens: list[tuple[int, int, bool]] = field(default_factory=list)
 
