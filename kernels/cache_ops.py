@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.kernels.quantization import FP8_DTYPE
+from tandem.kernels.quantization import as_bytes
 
 
 def copy_blocks(
@@ -55,11 +55,6 @@ def scatter_blocks(
             f"the pool takes {pool.dtype} {(len(ids), *target.shape[1:])}"
         )
     target.index_copy_(0, ids, as_bytes(blocks).to(pool.device))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """fp8 as uint8 of the same shape (moving it needs no arithmetic, and indexing fp8 isn't implemented everywhere)."""
-    return tensor.view(torch.uint8) if tensor.dtype == FP8_DTYPE else tensor
 
 
 def _selected(pool: torch.Tensor, layer: int | None) -> torch.Tensor:

@@ -40,6 +40,11 @@ def dequantize(values: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.
     return (values.to(torch.float32) * _broadcast(scale, values.device)).to(dtype)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """fp8 as raw bytes: indexing isn't implemented for fp8 everywhere, and moving bytes needs no arithmetic."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8_DTYPE else tensor
+
+
 def scale_tensor(scale: Scale, device: torch.device) -> torch.Tensor:
     """float32 [1] on `device`, for kernels; made once per value and device."""
     if isinstance(scale, torch.Tensor):

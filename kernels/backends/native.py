@@ -13,41 +13,16 @@ import torch
 
 from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps
 from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal
+from tandem.kernels.backends.gather import DecodeGroup, decode_groups, gather_blocks, read_prefix, write_to_cache
 from tandem.kernels.errors import UnsupportedOptionError
 from tandem.kernels.metadata import AttentionMetadata, RowBatch
-from tandem.kernels.quantization import Scale, dequantize, quantize
+from tandem.kernels.quantization import Scale
 from tandem.kernels.spec import AttentionSpec, AttentionType
 
 if TYPE_CHECKING:
     from tandem.kernels.attention import Attention
 
 QUERY_CHUNK = 512  # queries of a prefill row that share one mask
-GROUP_TOKENS = 1 << 18  # padded tokens of decode rows gathered at once
-
-
-def write_to_cache(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
-    """key/value [T, K, D] to slots [T]; negative slots are skipped (finding them waits for the device)."""
-    slots = slot_mapping.reshape(-1).long()
-    keep = slots >= 0
-    if not bool(keep.all()):
-        slots, key, value = slots[keep], key[keep], value[keep]
-    if slots.numel() == 0:
-        return
-    blocks, offsets = slots // kv.block_size, slots % kv.block_size
-    for source, cache, scale in ((key, kv.key_cache, kv.k_scale), (value, kv.value_cache, kv.v_scale)):
-        stored = quantize(source, scale) if kv.is_fp8 else source.to(cache.dtype)
-        _movable(cache)[blocks, :, offsets] = _movable(stored)
-
-
-def gather_blocks(cache: torch.Tensor, scale: Scale, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """cache [num_blocks, K, S, D], block_ids int64 [N, B] -> [N, K, B * S, D] in `dtype`, dequantized."""
-    num_heads, head_size = cache.shape[1], cache.shape[3]
-    heads = torch.arange(num_heads, device=cache.device)
-    gathered = _movable(cache)[block_ids[:, None, :], heads[None, :, None]]
-    tokens = gathered.view(cache.dtype).reshape(block_ids.shape[0], num_heads, -1, head_size)
-    if _is_fp8(cache):
-        return dequantize(tokens, scale, dtype)
-    return tokens.to(dtype)
 
 
 class NativeOps(PagedOps):
@@ -55,15 +30,12 @@ class NativeOps(PagedOps):
 
     @staticmethod
     def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
-        groups = rows.scratch.get("decode_groups")
-        if groups is None:
-            groups = rows.scratch["decode_groups"] = similar_lengths(rows.seq_lens_cpu)
+        groups = decode_groups(rows, kv.block_size)
         if len(groups) == 1:
-            return _decode_group(query, kv, rows, spec, None)
+            return _decode_group(query, kv, groups[0], spec)
         output = torch.empty_like(query)
         for group in groups:
-            index = torch.tensor(group, device=query.device)
-            output[index] = _decode_group(query[index], kv, rows, spec, group)
+            output[group.rows] = _decode_group(query[group.rows], kv, group, spec)
         return output
 
     @staticmethod
@@ -147,7 +119,7 @@ class NativeImpl(PagedImpl):
             tokens = slice(start, start + new)
             start += new
             if length:
-                k, v = _read_prefix(kv, rows.block_tables[row], length, query.dtype)
+                k, v = read_prefix(kv, rows.block_tables[row], length, query.dtype)
                 output[tokens] = _attend_row(query[tokens], k, v, 0, self.spec, causal=False)
         return output
 
@@ -176,67 +148,21 @@ class NativeBackend(AttentionBackend):
         return None if dtype.is_floating_point else f"dtype {dtype} is no floating point type"
 
 
-def similar_lengths(seq_lens: tuple[int, ...]) -> list[list[int]]:
-    """Rows grouped so that padding at most doubles a group, and no group gathers more than GROUP_TOKENS.
-
-    Rows that all fit one group come back in their own order.
-    """
-    groups: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(seq_lens)), key=lambda row: -seq_lens[row]):
-        length = max(seq_lens[row], 1)
-        if not groups or (length * 2 < longest and longest > 256) or (len(groups[-1]) + 1) * longest > GROUP_TOKENS:
-            groups.append([])
-            longest = length
-        groups[-1].append(row)
-    return [list(range(len(seq_lens)))] if len(groups) == 1 else groups
-
-
-def _decode_group(
-    query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec, group: list[int] | None
-) -> torch.Tensor:
-    """query [N, H, D] of the rows in `group` (None: all) -> [N, H, D]."""
+def _decode_group(query: torch.Tensor, kv: PagedKV, group: DecodeGroup, spec: AttentionSpec) -> torch.Tensor:
+    """query [N, H, D] of the group's rows -> [N, H, D]."""
     num_rows, num_heads, head_size = query.shape
-    block_ids, lengths, shortest = _group_index(rows, kv.block_size, None if group is None else tuple(group))
-    key = gather_blocks(kv.key_cache, kv.k_scale, block_ids, query.dtype)
-    value = gather_blocks(kv.value_cache, kv.v_scale, block_ids, query.dtype)
-    padded = key.shape[2]
-    positions = torch.arange(padded, device=query.device)
-    if shortest < padded:
-        invalid = (positions[None, shortest:] >= lengths[:, None])[:, None, :, None]
-        key[:, :, shortest:].masked_fill_(invalid, 0)
-        value[:, :, shortest:].masked_fill_(invalid, 0)
-    query_positions = (lengths - 1)[:, None]
-    allowed = positions[None, None, :] < lengths[:, None, None]
-    allowed = mask_of(spec, query_positions, positions, allowed)
-    allowed[..., 0] |= (lengths == 0)[:, None, None]  # an empty row attends to a zeroed value: output 0
-    bias = bias_of(spec, query_positions, positions, query.device)
-    folded = query.reshape(num_rows, spec.num_kv_heads, spec.group_size, head_size)
-    if bias is not None:
-        bias = bias.reshape(num_rows, spec.num_kv_heads, spec.group_size, padded)
+    key = gather_blocks(kv.key_cache, kv.k_scale, group.block_ids, query.dtype)
+    value = gather_blocks(kv.value_cache, kv.v_scale, group.block_ids, query.dtype)
+    group.zero_unused(key)
+    group.zero_unused(value)
+    shape = (num_rows, spec.num_kv_heads, spec.group_size, group.padded)
+    allowed = group.allowed(spec)
     if allowed.shape[1] == num_heads:
-        allowed = allowed.reshape(num_rows, spec.num_kv_heads, spec.group_size, padded)
-    output = attend(folded, key, value, allowed, bias, spec)
+        allowed = allowed.reshape(shape)
+    bias = bias_of(spec, (group.lengths - 1)[:, None], group.positions, query.device)
+    folded = query.reshape(num_rows, spec.num_kv_heads, spec.group_size, head_size)
+    output = attend(folded, key, value, allowed, None if bias is None else bias.reshape(shape), spec)
     return output.reshape(num_rows, num_heads, head_size)
-
-
-def _group_index(
-    rows: RowBatch, block_size: int, group: tuple[int, ...] | None
-) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """(block ids int64 [N, B], lengths int64 [N], shortest length), shared by all layers of the step."""
-    cached = rows.scratch.get(("decode_index", block_size, group))
-    if cached is not None:
-        return cached
-    picked = range(rows.num_rows) if group is None else group
-    lengths_cpu = [rows.seq_lens_cpu[row] for row in picked]
-    num_blocks = max(1, -(-max(lengths_cpu, default=1) // block_size))
-    index = torch.tensor(picked, device=rows.seq_lens.device, dtype=torch.long)
-    lengths = rows.seq_lens[index].long()
-    block_ids = rows.block_tables[index, :num_blocks].long()
-    used = torch.arange(num_blocks, device=lengths.device)[None, :] * block_size < lengths[:, None]
-    result = (block_ids.where(used, 0), lengths, min(lengths_cpu, default=0))
-    rows.scratch["decode_index", block_size, group] = result
-    return result
 
 
 def _attend_row(
@@ -287,24 +213,5 @@ def _with_prefix(
     key: torch.Tensor, value: torch.Tensor, kv: PagedKV, block_table: torch.Tensor, num_earlier: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The cached first `num_earlier` tokens followed by the new ones, [S, K, D]."""
-    old_key, old_value = _read_prefix(kv, block_table, num_earlier, key.dtype)
+    old_key, old_value = read_prefix(kv, block_table, num_earlier, key.dtype)
     return torch.cat((old_key, key)), torch.cat((old_value, value))
-
-
-def _read_prefix(
-    kv: PagedKV, block_table: torch.Tensor, num_tokens: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first `num_tokens` tokens of a sequence, key and value [num_tokens, K, D]."""
-    block_ids = block_table[: -(-num_tokens // kv.block_size)].long()[None]
-    key = gather_blocks(kv.key_cache, kv.k_scale, block_ids, dtype)[0, :, :num_tokens]
-    value = gather_blocks(kv.value_cache, kv.v_scale, block_ids, dtype)[0, :, :num_tokens]
-    return key.transpose(0, 1), value.transpose(0, 1)
-
-
-def _is_fp8(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.element_size() == 1
-
-
-def _movable(tensor: torch.Tensor) -> torch.Tensor:
-    """fp8 as raw bytes: indexing isn't implemented for fp8 everywhere, and moving bytes needs no arithmetic."""
-    return tensor.view(torch.uint8) if _is_fp8(tensor) else tensor

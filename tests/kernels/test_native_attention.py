@@ -12,7 +12,8 @@ from tandem.kernels import reference
 from tandem.kernels.attention import Attention
 from tandem.kernels.backend import PagedKV
 from tandem.kernels.backends import native
-from tandem.kernels.backends.native import NativeOps, similar_lengths
+from tandem.kernels.backends.gather import gather_blocks, similar_lengths
+from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.metadata import AttentionMetadataBuilder
 from tandem.kernels.quantization import FP8_DTYPE, overflow_counts
 from tandem.kernels.sample_batches import random_batch
@@ -187,3 +188,18 @@ def test_cross_attention_reads_an_encoder_cache_that_is_written_once() -> None:
         keys, values = encoder.key[first:last, 1], encoder.value[first:last, 1]
         exact = reference.attend_token(query[token, 3], keys, values, 0, 0.3, causal=False)
         torch.testing.assert_close(outputs[0][token, 3], exact, rtol=1e-9, atol=1e-9)
+
+
+def test_gathering_does_not_depend_on_the_pool_s_strides() -> None:
+    """The quick path needs blocks at multiples of a head's run; a padded block stride takes the general one."""
+    batch = random_batch((1, 1), (40, 20))
+    compact = batch.kv().key_cache
+    wide = torch.empty(compact.shape[0], compact[0].numel() + 5)
+    padded = wide[:, : compact[0].numel()].view(compact.shape)
+    padded.copy_(compact)
+    assert padded.stride(0) % (16 * 16)
+    ids = torch.tensor([[3, 1], [0, 3]])
+    expected = torch.stack([torch.cat([compact[b] for b in row], dim=1) for row in ids.tolist()])
+    for cache in (compact, padded):
+        gathered = gather_blocks(cache, 1.0, ids, torch.float32)
+        assert torch.equal(gathered.nan_to_num(7.0), expected.nan_to_num(7.0))
