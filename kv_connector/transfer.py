@@ -112,6 +112,7 @@ class TransferWorker:
         self._channels_lock = threading.Lock()
         self._channels: dict[tuple[str, int], Channel] = {}
         self._stream: torch.cuda.Stream | None = None
+        self._newest_step_done: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.counters: dict[str, float] = dict.fromkeys(
             ("kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures", "kv_blocks_verified", "kv_blocks_bad"), 0.0
@@ -138,10 +139,14 @@ class TransferWorker:
             channel.close()
 
     def submit(self, job: TransferJob, written: torch.cuda.Event | None = None) -> None:
-        """`written`: device event after which the job's source blocks are complete (None: they are)."""
+        """`written`: device event after which its source blocks are complete; None: every step launched so far."""
         if isinstance(job, Retire):
             self._book.end(job.grant_id)
-        self._jobs.put((job, written))
+        self._jobs.put((job, written or self._newest_step_done))
+
+    def note_step_launched(self, done: torch.cuda.Event | None) -> None:
+        """From the thread that launches steps: `done` fires when that step is complete (None on CPU: it is)."""
+        self._newest_step_done = done
 
     def submit_layer(self, push: LayerPush, layer: int, written: torch.cuda.Event | None = None) -> None:
         """Push of one layer of `push`'s blocks."""

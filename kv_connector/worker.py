@@ -53,7 +53,6 @@ class ConnectorWorker:
         self._drain_events = drain_events
         self._meta: SourceStepMeta | None = None
         self._load_events: dict[int, list[LoadEvent]] = {}
-        self._newest_step_done: torch.cuda.Event | None = None
 
     def register_kv_cache(self, pool: torch.Tensor) -> None:
         assert pool.data_ptr() == self._transfer.pool.data_ptr(), "the connector moves the pool that the model writes"
@@ -71,8 +70,7 @@ class ConnectorWorker:
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
         if self._load_events:
-            for event in self._load_events.pop(self._layer_indices[layer_name], ()):
-                event.wait()
+            self._wait_for_loads(self._layer_indices[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         if self._meta is None or not self._meta.pushes:
@@ -84,22 +82,23 @@ class ConnectorWorker:
 
     def wait_for_save(self) -> None:
         meta, self._meta = self._meta, None
-        self._load_events.clear()
-        self._newest_step_done = self._record_event()
+        for layer in list(self._load_events):  # layers that this step did not run: no load outlives its step
+            self._wait_for_loads(layer)
+        self._transfer.note_step_launched(self._record_event())
         if meta is not None:
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
 
     def get_finished(self) -> Iterable[object]:
         return self._drain_events()
 
-    def push_between_steps(self, push: WholePush) -> None:
-        """A push that travels with no step (`WholePush` as a job of its own): after every step launched so far."""
-        self._transfer.submit(push, self._newest_step_done)
-
     def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
         for load in loads:
             for layer, event in load.start(self._transfer.pool).items():
                 self._load_events.setdefault(layer, []).append(event)
+
+    def _wait_for_loads(self, layer: int) -> None:
+        for event in self._load_events.pop(layer, ()):
+            event.wait()
 
     def _queue_whole(self, pushes: Sequence[WholePush]) -> None:
         if pushes:

@@ -70,7 +70,10 @@ class ShmTransport(MappedTransport):
         return msgspec.msgpack.encode(ShmHandle(self._fd, self._nonce, pool_stride_bytes(self.pool.pool_NHLPBD)))
 
     def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
-        handle = msgspec.msgpack.decode(export.handle, type=ShmHandle)
+        try:
+            handle = msgspec.msgpack.decode(export.handle, type=ShmHandle)
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"process {export.pid} exports no pool that shm understands: {error}") from error
         if handle.stride_bytes != layout.stride_bytes:
             raise TransportError(f"the exported pool's stride {handle.stride_bytes} is not its layout's")
         memory = _open_memfd(export, handle)
