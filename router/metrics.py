@@ -17,11 +17,13 @@ STATUS_FIELDS = ("num_running", "num_waiting", "num_waiting_tokens", "num_free_b
 
 
 class RouterMetrics:
-    """One per process. `views` yields the connected nodes."""
+    """One per process. `views` yields the connected nodes, `counters` figures of this process to show as gauges."""
 
-    def __init__(self, views: Callable[[], Iterable[NodeView]]) -> None:
+    def __init__(
+        self, views: Callable[[], Iterable[NodeView]], counters: Callable[[], dict[str, float]] = dict
+    ) -> None:
         self.registry = registry = CollectorRegistry()
-        self._nodes = _NodeCollector(views)
+        self._nodes = _NodeCollector(views, counters)
         self.responses = Counter(
             "tandem_router_responses", "Completion requests ended, by HTTP status", ["status"], registry=registry
         )
@@ -63,8 +65,8 @@ class RouterMetrics:
 
 
 class _NodeCollector(Collector):
-    def __init__(self, views: Callable[[], Iterable[NodeView]]) -> None:
-        self._views = views
+    def __init__(self, views: Callable[[], Iterable[NodeView]], counters: Callable[[], dict[str, float]]) -> None:
+        self._views, self._counters = views, counters
 
     def collect(self) -> Iterator[Metric]:
         views = list(self._views())
@@ -81,6 +83,10 @@ class _NodeCollector(Collector):
             for name, value in view.status.counters.items():
                 counters.add_metric([view.info.node_id, view.info.role, name], value)
         yield counters
+        for name, value in self._counters().items():
+            family = GaugeMetricFamily(f"tandem_router_{name}", "A figure of this router process")
+            family.add_metric([], value)
+            yield family
 
 
 def _only(collector: Collector) -> CollectorRegistry:

@@ -11,4 +11,15 @@ from tandem.router.worker import Sources
 
 @contextlib.asynccontextmanager
 async def open_sources(options: RouterOptions) -> AsyncIterator[Sources]:
-    yield Sources()
+    """Redis may be down, now or later: nodes that were found stay, placement gets worse."""
+    if not options.redis_url:
+        yield Sources()
+        return
+    from tandem.kv_connector.directory.reader import RedisDirectory  # only clusters need the Redis client
+
+    directory = RedisDirectory(options.redis_url, options.namespace)
+    directory.start()
+    try:
+        yield Sources(directory, directory, directory.counters)
+    finally:
+        await directory.close()

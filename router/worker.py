@@ -42,6 +42,7 @@ class Sources:
 
     discovery: NodeDiscovery | None = None
     directory: DirectoryReader | None = None
+    counters: Callable[[], dict[str, float]] = dict  # for /metrics
 
 
 class Worker:
@@ -74,7 +75,7 @@ class Worker:
     ) -> None:
         """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
         cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory)
-        metrics = RouterMetrics(lambda: cluster.views)
+        metrics = RouterMetrics(lambda: cluster.views, sources.counters)
         self.service = service = CompletionService(self._options, cluster, self._tokenizer, metrics)
         self._server = server = Server(make_app(service, self._api_keys), self._options.timeouts.drain_s)
         for address in self._options.nodes:
