@@ -1,0 +1,195 @@
+"""The worker half: which jobs a step's hooks queue, in which order, and that loads are waited for layer by layer."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tandem.kv_connector.meta import LayerPush, SourceStepMeta, WholePush
+from tandem.kv_connector.transfer import TransferWorker
+from tandem.kv_connector.worker import ConnectorWorker
+from tests.fakes.kv_pools import SMALL, PoolNode, wait_until
+
+LAYERS = {f"model.layers.{index}.attn": index for index in range(3)}
+KEY = ("r", 0)
+
+
+class RecordingChannel:
+    """A real channel that also writes down what passes, with the source bytes as they are at that moment."""
+
+    def __init__(self, channel) -> None:
+        self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
+        self.writes: list[tuple[tuple, range | None]] = []
+
+    def write(self, grant, pairs, layers, num_valid) -> None:
+        self.writes.append((tuple(pairs), layers))
+        self.channel.write(grant, pairs, layers, num_valid)
+
+    def flush(self, grant) -> None:
+        self.channel.flush(grant)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+@pytest.fixture
+def nodes():
+    pair = PoolNode("p", "local", seed=1), PoolNode("d", "local", seed=2)
+    pair[1].admit(pair[0].info)
+    yield pair
+    for node in pair:
+        node.close()
+
+
+@pytest.fixture
+def channel(nodes):
+    source, sink = nodes
+    return RecordingChannel(source.connect(sink.info))
+
+
+@pytest.fixture
+def worker(nodes, channel):
+    source, sink = nodes
+    events: list[object] = []
+    transfer = TransferWorker(
+        source.pool,
+        SMALL,
+        ("p", source.epoch),
+        lambda peer, on_lost: channel,
+        events.append,
+        lambda peer_id, message: None,
+        lambda *what: None,
+    )
+    transfer.start()
+    transfer.connect_peer(sink.info)
+
+    def drain() -> list[object]:
+        taken = events[:]
+        events.clear()
+        return taken
+
+    made = ConnectorWorker(transfer, LAYERS, drain)
+    made.register_kv_cache(source.pool)
+    yield made
+    assert transfer.stop(5.0)
+
+
+def run_step(worker: ConnectorWorker, pool: torch.Tensor, meta: object | None, block: int, value: float) -> None:
+    """A forward pass that fills `block` layer by layer."""
+    worker.start_load_kv(meta)
+    for name, layer in LAYERS.items():
+        worker.wait_for_kv_layer(name)
+        pool[block, :, layer] = value + layer
+        worker.save_kv_layer(name, pool[:, :, layer], object())
+    worker.wait_for_save()
+
+
+def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, worker):
+    source, sink = nodes
+    grant = sink.grant(source.info, [7, 8, 9])
+    old = WholePush(KEY, grant, (2,), (7,), (8,), step_id=4)
+    of_this_step = WholePush(KEY, grant, (3,), (8,), (8,), step_id=5)
+    new = LayerPush(KEY, grant, (1,), (9,), (5,))
+    tail_before = sink.pool[9].clone()
+    run_step(worker, source.pool, SourceStepMeta(5, (new,), (old, of_this_step)), block=1, value=10.0)
+    assert wait_until(lambda: len(channel.writes) == 5)
+    assert channel.writes == [
+        (((2, 7),), None),
+        (((1, 9),), range(1)),
+        (((1, 9),), range(1, 2)),
+        (((1, 9),), range(2, 3)),
+        (((3, 8),), None),
+    ]
+    assert wait_until(lambda: torch.equal(sink.pool[8], source.pool[3]))
+    assert torch.equal(sink.pool[7], source.pool[2])
+    tail_before[:, :, :, :5] = source.pool[1][:, :, :, :5]
+    assert torch.equal(sink.pool[9], tail_before)
+
+
+def test_steps_without_metadata_or_pushes_queue_nothing(nodes, channel, worker):
+    source, _ = nodes
+    run_step(worker, source.pool, None, block=1, value=1.0)
+    run_step(worker, source.pool, SourceStepMeta(1, (), ()), block=1, value=2.0)
+    assert channel.writes == []
+
+
+def test_metadata_is_bound_for_one_step_only(nodes, channel, worker):
+    source, sink = nodes
+    grant = sink.grant(source.info, [9])
+    meta = SourceStepMeta(1, (LayerPush(KEY, grant, (1,), (9,), (8,)),), ())
+    worker.start_load_kv(meta)
+    with pytest.raises(AssertionError, match="ends a step"):
+        worker.start_load_kv(meta)
+    worker.wait_for_save()
+    run_step(worker, source.pool, None, block=1, value=1.0)
+    assert channel.writes == []
+    with pytest.raises(TypeError, match="str"):
+        worker.start_load_kv("not metadata")
+
+
+def test_events_reach_those_who_poll(nodes, worker):
+    source, sink = nodes
+    grant = sink.grant(source.info, [9])
+    sink.transports.close_grant(grant.grant_id)
+    run_step(worker, source.pool, SourceStepMeta(1, (LayerPush(KEY, grant, (1,), (9,), (8,)),), ()), 1, 1.0)
+    finished: list[object] = []
+    assert wait_until(lambda: finished.extend(worker.get_finished()) or bool(finished))
+    assert finished[0].grant_id == grant.grant_id
+    assert list(worker.get_finished()) == []
+
+
+def test_the_registered_pool_is_the_one_that_moves(worker):
+    with pytest.raises(AssertionError):
+        worker.register_kv_cache(torch.zeros(1))
+
+
+class HostLoad:
+    """Loads one block from a host copy on a thread of its own, last layer first, when the test says so."""
+
+    def __init__(self, block: int, content: torch.Tensor) -> None:
+        self.block, self.content, self.go = block, content, threading.Event()
+
+    def start(self, pool: torch.Tensor) -> dict[int, threading.Event]:
+        done = {layer: threading.Event() for layer in range(3)}
+
+        def copy() -> None:
+            assert self.go.wait(5)
+            for layer in reversed(range(3)):
+                pool[self.block, :, layer] = self.content[:, layer]
+                done[layer].set()
+
+        threading.Thread(target=copy, daemon=True).start()
+        return done
+
+
+@dataclass
+class LoadMeta:
+    loads: tuple[HostLoad, ...]
+
+
+def test_a_layer_waits_for_its_own_load(nodes, worker):
+    source, _ = nodes
+    content = torch.full((2, 3, 2, 8, 4), 3.5)
+    load = HostLoad(6, content)
+    worker.start_load_kv(LoadMeta((load,)))
+    assert not torch.equal(source.pool[6], content)
+    threading.Timer(0.05, load.go.set).start()
+    for name, layer in LAYERS.items():
+        worker.wait_for_kv_layer(name)
+        assert torch.equal(source.pool[6][:, layer], content[:, layer])
+    worker.wait_for_save()
+    worker.start_load_kv(None)
+    worker.wait_for_kv_layer("model.layers.0.attn")  # nothing is left to wait for
+    worker.wait_for_save()
+
+
+def test_a_load_does_not_outlive_a_step_that_skips_its_layers(nodes, worker):
+    source, _ = nodes
+    load = HostLoad(6, torch.full((2, 3, 2, 8, 4), 4.5))
+    worker.start_load_kv(LoadMeta((load,)))
+    threading.Timer(0.05, load.go.set).start()
+    worker.wait_for_save()
+    assert torch.equal(source.pool[6], load.content)
