@@ -60,13 +60,13 @@ class NodeLoop:
         core: EngineCore,
         control: ControlSender,
         drain_s: float,
-        after_turn: Callable[[], None] = lambda: None,
+        apply_effects: Callable[[], None] = lambda: None,
     ) -> None:
         self._logic = logic
         self._core = core
         self._control = control
         self._drain_s = drain_s
-        self._after_turn = after_turn
+        self._apply_effects = apply_effects
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
         self._stopping = False
@@ -125,9 +125,9 @@ class NodeLoop:
             self._logic.on_transfer(event, now)
 
     def _write_outbox(self) -> None:
+        self._apply_effects()  # before any message: a grant is opened before the source hears of it
         for ref in self._logic.drain_connects():
             self._control.connect(ref)
         for peer_id, message in self._logic.drain_outbox():
             self._control.send(peer_id, message)
         self._control.status = self._logic.status()
-        self._after_turn()

@@ -1,0 +1,118 @@
+"""The node's one KV tensor: how big, where, which shape.
+
+It is allocated once and never moves, so that a transport can export it whole: on CUDA as one plain device allocation
+outside expandable segments, on CPU in ordinary memory or inside a writable buffer that a transport gives (shared
+memory). It starts as zeros and stays finite: attention multiplies masked positions by 0, which a NaN would survive.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from tandem.engine.config import CacheOptions
+from tandem.engine.errors import ConfigError
+from tandem.engine.kv_layout import DTYPE_BYTES, KVGroup, KVLayout
+
+if TYPE_CHECKING:
+    from tandem.engine.model_config import ModelConfig
+
+MIN_BLOCKS = 2  # a sequence in its first block and the next one
+WritableBuffer = mmap.mmap | memoryview | bytearray
+
+
+def make_layout(model_config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLayout:
+    """Layout of a pool that holds every layer of the model in `dtype`. Raises ConfigError for what KV can't be."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise ConfigError(f"KV can't be kept as {name}: choose one of {', '.join(DTYPE_BYTES)}")
+    group = KVGroup(
+        num_layers=model_config.num_layers,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=name,
+    )
+    return KVLayout(groups=(group,), block_size=block_size)
+
+
+def pool_bytes(layout: KVLayout, num_blocks: int) -> int:
+    return layout.stride_bytes * num_blocks
+
+
+def allocate_pool(
+    layout: KVLayout, num_blocks: int, device: torch.device | str, storage: WritableBuffer | None = None
+) -> torch.Tensor:
+    """Zeroed `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]` on `device`.
+
+    `storage` (CPU only): memory to live in, at least `pool_bytes`, zeroed by its maker (fresh shared memory is); the
+    tensor keeps it alive. Raises ConfigError when the memory can't be had.
+    """
+    device = torch.device(device)
+    dtype: torch.dtype = getattr(torch, layout.group.dtype)
+    num_elements = pool_bytes(layout, num_blocks) // dtype.itemsize
+    if storage is not None:
+        flat = _in_buffer(storage, num_elements, dtype, device)
+    elif device.type == "cuda":
+        flat = _on_cuda(num_elements, dtype, device)
+    else:
+        flat = torch.zeros(num_elements, dtype=dtype, device=device)
+    group = layout.group
+    shape = (group.num_kv_heads, group.num_layers, group.num_planes, layout.block_size, group.head_dim)
+    payload = layout.payload_bytes // dtype.itemsize
+    return flat.view(num_blocks, -1)[:, :payload].unflatten(1, shape)
+
+
+def _in_buffer(storage: WritableBuffer, num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    assert device.type == "cpu", "only a CPU pool can live in a host buffer"
+    num_bytes = memoryview(storage).nbytes
+    if num_bytes < num_elements * dtype.itemsize:
+        raise ConfigError(f"the pool needs {num_elements * dtype.itemsize} bytes, its shared memory has {num_bytes}")
+    return torch.frombuffer(storage, dtype=dtype, count=num_elements)
+
+
+def _on_cuda(num_elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(variable, "").lower():
+            raise ConfigError(f"{variable} turns expandable segments on, which can't be shared whole: turn them off")
+    torch.cuda.empty_cache()  # the pool must get a cudaMalloc of its own, not the rest of a cached segment
+    try:
+        return torch.zeros(num_elements, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        gib = num_elements * dtype.itemsize / (1 << 30)
+        raise ConfigError(
+            f"no room for a KV pool of {gib:.1f} GiB on {device}: lower gpu_memory_utilization or num_blocks"
+        ) from error
+
+
+def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int, max_model_len: int) -> int:
+    """Blocks of the pool: as asked (`num_blocks`, then `kv_cache_memory_bytes`), else as many as `free_bytes` hold.
+
+    Raises ConfigError when the pool would be useless: fewer than MIN_BLOCKS, or sized by memory and too small for
+    one sequence of `max_model_len` tokens. A pool sized by `num_blocks` may be smaller than that; requests which
+    don't fit then fail one by one.
+    """
+    if options.num_blocks:
+        if options.num_blocks < MIN_BLOCKS:
+            raise ConfigError(f"num_blocks is {options.num_blocks}: a pool needs at least {MIN_BLOCKS}")
+        return options.num_blocks
+    available = options.kv_cache_memory_bytes or free_bytes
+    num_blocks = max(available, 0) // layout.stride_bytes
+    needed = max(-(-max_model_len // layout.block_size), MIN_BLOCKS)
+    if num_blocks < needed:
+        source = "kv_cache_memory_bytes" if options.kv_cache_memory_bytes else "free memory"
+        fits = num_blocks * layout.block_size
+        remedy = f"lower max_model_len to {fits} or less" if num_blocks >= MIN_BLOCKS else "use a smaller model"
+        raise ConfigError(
+            f"{source} of {available / (1 << 20):.0f} MiB holds {num_blocks} KV blocks of {layout.block_size} tokens; "
+            f"one sequence of max_model_len {max_model_len} needs {needed}: {remedy}, or give more memory"
+        )
+    return num_blocks
+
+
+def free_host_bytes(share: float = 0.25, most: int = 4 << 30) -> int:
+    """What a CPU node takes for its pool when nothing is configured: a share of the memory available now, capped."""
+    return min(int(psutil.virtual_memory().available * share), most)

@@ -1,0 +1,89 @@
+"""From options to a loaded model and a sized KV pool: what every role does before it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.engine.config import NodeOptions
+from tandem.engine.errors import ConfigError
+from tandem.engine.identity import model_identity
+from tandem.engine.kv_layout import KVLayout, ModelIdentity
+from tandem.engine.kv_pool import free_host_bytes, make_layout, num_blocks_for
+from tandem.engine.loader import load_model
+from tandem.engine.model.decoder import DecoderModel
+from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
+from tandem.engine.runner import profile_free_bytes
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, and what peers must agree on."""
+
+    folder: Path
+    config: ModelConfig
+    model: DecoderModel
+    device: torch.device
+    dtype: torch.dtype
+    layout: KVLayout
+    identity: ModelIdentity
+    max_model_len: int
+    served_name: str
+
+
+def choose_device(options: NodeOptions) -> torch.device:
+    """Raises ConfigError when CUDA is asked for and there is none."""
+    if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no CUDA device: install a CUDA build of torch or use cpu")
+    if options.device_index >= torch.cuda.device_count():
+        raise ConfigError(f"--device-index {options.device_index}, but there are {torch.cuda.device_count()} devices")
+    device = torch.device("cuda", options.device_index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def load(options: NodeOptions) -> LoadedModel:
+    """Checks the folder first, so that a bad one fails before anything slow happens. Raises ConfigError."""
+    folder = resolve_model(options.model.model, options.model.revision)
+    config = load_model_config(folder)
+    max_model_len = options.model.max_model_len or config.max_model_len
+    if max_model_len > config.max_model_len:
+        raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's {config.max_model_len}")
+    cache = options.cache
+    if cache.block_size < 1 or cache.hash_block_size < 1 or cache.block_size % cache.hash_block_size:
+        sizes = f"--block-size {cache.block_size} is no multiple of --hash-block-size {cache.hash_block_size}"
+        raise ConfigError(f"{sizes}; change one of them")
+    device = choose_device(options)
+    if options.num_threads:
+        torch.set_num_threads(options.num_threads)
+    name = options.model.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else config.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
+    model = load_model(folder, config, options.model, device, dtype, options.attention_backend)
+    layout = make_layout(config, cache.block_size, dtype)
+    served = options.model.served_name or folder.resolve().name
+    return LoadedModel(folder, config, model, device, dtype, layout, identity, max_model_len, served)
+
+
+def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
+    """Number of blocks: as configured, else what memory allows after the worst step. Raises ConfigError."""
+    if options.cache.num_blocks or options.cache.kv_cache_memory_bytes:
+        free = 0
+    elif loaded.device.type == "cuda":
+        free = profile_free_bytes(
+            loaded.model,
+            loaded.layout,
+            options.scheduler,
+            loaded.max_model_len,
+            loaded.device,
+            options.cache.gpu_memory_utilization,
+        )
+    else:
+        free = free_host_bytes(most=1 << 30)
+    return num_blocks_for(options.cache, loaded.layout, free, loaded.max_model_len)

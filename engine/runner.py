@@ -1,0 +1,213 @@
+"""The device side of a step: patches, block copies, forward pass, sampling, and the copy of the tokens to the host.
+
+`execute` only enqueues (on CUDA): a decode row's input is gathered from the slot's token table, where the step before
+put it, and the host reads tokens from pinned memory when the step's event has fired.
+
+Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tandem.engine.batch_state import BatchState
+from tandem.engine.config import SchedulerOptions
+from tandem.engine.device_upload import upload
+from tandem.engine.interfaces import KVConnectorWorker
+from tandem.engine.kv_layout import KVLayout
+from tandem.engine.kv_pool import allocate_pool
+from tandem.engine.sampler import RandomRows, SamplingBatch, logprobs_of, sample
+from tandem.engine.step import ScheduledRow, SchedulerOutput
+from tandem.engine.step_inputs import ForwardInputs, StepInputs
+from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
+from tandem.kernels.attention import Attention
+from tandem.kernels.cache_ops import copy_blocks
+from tandem.kernels.forward_context import ForwardContext, set_forward_context
+
+PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def attention_layers(self) -> Mapping[str, Attention]: ...
+
+    def bind_kv_cache(self, pool: torch.Tensor) -> None: ...
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class ModelRunner:
+    """Implements `interfaces.Runner` on the pool's device, on the stream that is current when it is called."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: torch.Tensor,
+        options: SchedulerOptions,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        worker_connector: KVConnectorWorker | None = None,
+    ) -> None:
+        """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here."""
+        assert pool.dim() == 6 and pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
+        self.model = model
+        self.pool = pool
+        self.device = pool.device
+        self._connector = worker_connector
+        self._max_num_seqs = options.max_num_seqs
+        self._max_num_tokens = options.max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._max_chunk = options.max_prefill_chunk or options.max_num_batched_tokens
+        self.state = BatchState(
+            options.max_num_seqs, max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
+        )
+        self._inputs = StepInputs(self.state, options.max_num_batched_tokens)
+        model.bind_kv_cache(pool)
+        if worker_connector is not None:
+            worker_connector.register_kv_cache(pool)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> LaunchedStep:
+        """Launches one step, in the order of effect that `SchedulerOutput` states."""
+        self.state.apply(output.new_slots, output.block_appends)
+        if output.copies:
+            copies = output.copies
+            copy_blocks(
+                self.pool,
+                [copy.source for copy in copies],
+                [copy.destination for copy in copies],
+                [copy.num_tokens for copy in copies],
+            )
+        if self._connector is not None:
+            self._connector.start_load_kv(output.connector_meta)
+        inputs, hidden_TH = None, None
+        if output.rows:
+            inputs = self._inputs.build(output.rows)
+            hidden_TH = self._forward(inputs, with_hooks=output.connector_meta is not None)
+        if self._connector is not None:
+            self._connector.wait_for_save()
+        self.state.fork(output.forks)
+        step = LaunchedStep(output.step_id)
+        if inputs is not None and hidden_TH is not None:
+            step.prompt_logprobs = self._prompt_logprobs(output.rows, inputs, hidden_TH)
+            if output.samples:
+                self._sample(output, inputs, hidden_TH, step)
+        if self.device.type == "cuda":
+            step.event = torch.cuda.Event()
+            step.event.record()
+        return step
+
+    def _forward(self, inputs: ForwardInputs, with_hooks: bool) -> torch.Tensor:
+        context = ForwardContext(
+            attn_metadata=inputs.metadata,
+            no_compile_layers=self.model.attention_layers,
+            hooks=self._connector if with_hooks else None,
+        )
+        with set_forward_context(context):
+            return self.model(inputs.input_ids_T, inputs.positions_T)
+
+    def _sample(
+        self, output: SchedulerOutput, inputs: ForwardInputs, hidden_TH: torch.Tensor, step: LaunchedStep
+    ) -> None:
+        """Samples, writes the tokens into the slots' tables and starts their way to the host."""
+        samples = output.samples
+        rows = [output.rows[sample.row] for sample in samples]
+        last_N = inputs.first_token_R[[s.row for s in samples]] + np.array([r.num_tokens - 1 for r in rows])
+        batch, slot_N, position_N = self.state.sampling_batch(samples)
+        logits_NV = self.model.compute_logits(hidden_TH[upload([last_N], self.device)[0]])
+        token_N, logprobs = sample(logits_NV, batch)
+        self.state.write_tokens(slot_N, position_N, token_N)
+        self.state.count_outputs(samples, slot_N, token_N)
+        step.token_ids = to_host(token_N)
+        if logprobs is not None:
+            num_logprobs = self.state.settings["num_logprobs"][[s.slot for s in samples]]
+            targets = np.flatnonzero(num_logprobs >= 0)
+            step.logprobs = HostLogprobs.fetch(logprobs, targets, num_logprobs[targets])
+
+    def _prompt_logprobs(
+        self, rows: Sequence[ScheduledRow], inputs: ForwardInputs, hidden_TH: torch.Tensor
+    ) -> list[HostLogprobs]:
+        """For rows that ask: how likely the prompt's own next tokens were, a bounded piece at a time."""
+        parts = []
+        for index, row in enumerate(rows):
+            wanted = int(self.state.settings["num_prompt_logprobs"][row.slot])
+            if not row.prompt_logprobs or wanted < 0:
+                continue
+            num_prompt = int(self.state.settings["num_prompt_tokens"][row.slot])
+            num_entries = min(row.num_tokens, num_prompt - 1 - row.start)
+            for first in range(0, num_entries, PROMPT_LOGPROB_ROWS):
+                count = min(PROMPT_LOGPROB_ROWS, num_entries - first)
+                begin = int(inputs.first_token_R[index]) + first
+                after = row.start + first + 1
+                target_L = self.state.token_ids_SC[row.slot, after : after + count].to(torch.int64)
+                logprobs = logprobs_of(self.model.compute_logits(hidden_TH[begin : begin + count]), target_L, wanted)
+                parts.append(HostLogprobs.fetch(logprobs, np.full(count, index), np.full(count, wanted)))
+        return parts
+
+    @torch.inference_mode()
+    def warmup(self) -> None:
+        """Runs the worst step that can come (a full prompt budget, every slot sampling with filters) and a decode step.
+
+        Writes no KV and leaves the batch state as it is.
+        """
+        for rows in (_longest_prompts(self._max_num_tokens, self._max_chunk, self._max_model_len), self._decodes()):
+            inputs = self._inputs.build_dummy(rows)
+            hidden_TH = self._forward(inputs, with_hooks=False)
+            num_samples = min(self._max_num_seqs, hidden_TH.shape[0])
+            logits_NV = self.model.compute_logits(hidden_TH[:num_samples])
+            sample(logits_NV, _dummy_sampling(num_samples, self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _decodes(self) -> list[ScheduledRow]:
+        return [ScheduledRow(0, 0, 1)] * min(self._max_num_seqs, self._max_num_tokens)
+
+
+def _longest_prompts(num_tokens: int, max_chunk: int, max_model_len: int) -> list[ScheduledRow]:
+    """`num_tokens` in as few rows as a step could have."""
+    longest = min(max_chunk, max_model_len)
+    full, rest = divmod(num_tokens, longest)
+    return [ScheduledRow(0, 0, length) for length in (*[longest] * full, rest) if length]
+
+
+def _dummy_sampling(num_rows: int, device: torch.device) -> SamplingBatch:
+    zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    half = torch.full((num_rows,), 0.5, device=device)
+    rows = torch.arange(num_rows, device=device)
+    random = RandomRows(rows, half, zeros + 8, half, half, rows, zeros, zeros, filtered=True, has_min_p=True)
+    return SamplingBatch(random=random, logprob_row_L=rows, max_num_logprobs=8)
+
+
+def profile_free_bytes(
+    model: Model,
+    layout: KVLayout,
+    options: SchedulerOptions,
+    max_model_len: int,
+    device: torch.device,
+    gpu_memory_utilization: float,
+) -> int:
+    """CUDA bytes left for the pool: the share of the device's memory we may use, less what the worst step needs.
+
+    Runs that step on a pool of one block, which is dropped again. Memory that other processes hold counts as used.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    pool = allocate_pool(layout, 1, device)
+    ModelRunner(model, pool, options, layout.block_size, max_model_len, eos_token_ids=()).warmup()
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * gpu_memory_utilization) - peak - others

@@ -1,0 +1,84 @@
+"""Inputs of the forward pass, in device buffers that keep their addresses from step to step.
+
+Shape legend: T tokens of the step, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.engine.batch_state import BatchState
+from tandem.engine.device_upload import upload
+from tandem.engine.step import ScheduledRow
+from tandem.kernels.metadata import AttentionMetadata, AttentionMetadataBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """`first_token_R[i]` is where row i (in the scheduler's order) begins among the T tokens of the pass."""
+
+    input_ids_T: torch.Tensor  # int32
+    positions_T: torch.Tensor  # int64
+    metadata: AttentionMetadata
+    first_token_R: np.ndarray  # int64, host
+
+
+class StepInputs:
+    """Builds ForwardInputs from rows. Rows of one token go first, as attention wants them."""
+
+    def __init__(self, state: BatchState, max_num_tokens: int) -> None:
+        self._state = state
+        self._builder = AttentionMetadataBuilder()
+        device = state.device
+        self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+
+    def build(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
+        """The rows' tokens, gathered from their slots' tables on the device; KV goes to the slots' blocks."""
+        state = self._state
+        order, lengths, position_T = _flatten(rows)
+        slot_R = np.array([row.slot for row in rows], np.int64)[order]
+        slot_R_dev, slot_T, position_T_dev = upload([slot_R, np.repeat(slot_R, lengths), position_T], state.device)
+        input_ids, positions, slot_mapping = self._views(len(position_T))
+        positions.copy_(position_T_dev)
+        input_ids.copy_(state.token_ids_SC[slot_T, positions])
+        block_T = state.block_table_SB[slot_T, positions // state.block_size].to(torch.int64)
+        torch.add(block_T * state.block_size, positions % state.block_size, out=slot_mapping)
+        ends = np.array([row.start for row in rows], np.int64)[order] + lengths
+        block_tables = state.block_table_SB[slot_R_dev, : -(-int(ends.max()) // state.block_size)]
+        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, state.device)
+        first_token_R = np.empty(len(rows), np.int64)
+        first_token_R[order] = np.cumsum(lengths) - lengths
+        return ForwardInputs(input_ids, positions, metadata, first_token_R)
+
+    def build_dummy(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
+        """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling."""
+        device = self._state.device
+        _, lengths, position_T = _flatten(rows)
+        input_ids, positions, slot_mapping = self._views(len(position_T))
+        input_ids.zero_()
+        positions.copy_(upload([position_T], device)[0])
+        slot_mapping.fill_(-1)
+        num_blocks = -(-int(lengths.max()) // self._state.block_size)
+        block_tables = torch.zeros((len(rows), num_blocks), dtype=torch.int32, device=device)
+        metadata = self._builder.build(lengths, lengths, block_tables, slot_mapping, device)
+        return ForwardInputs(input_ids, positions, metadata, np.cumsum(lengths) - lengths)
+
+    def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"
+        return self._input_ids[:num_tokens], self._positions[:num_tokens], self._slot_mapping[:num_tokens]
+
+
+def _flatten(rows: Sequence[ScheduledRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(order of the rows, their lengths in that order, the position of each token)."""
+    lengths = np.array([row.num_tokens for row in rows], np.int64)
+    order = np.argsort(lengths != 1, kind="stable")
+    lengths = lengths[order]
+    starts = np.array([row.start for row in rows], np.int64)[order]
+    offset_T = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return order, lengths, np.repeat(starts, lengths) + offset_T

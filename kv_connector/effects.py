@@ -1,0 +1,135 @@
+"""Carries out what a node's logic decided about other nodes' memory: channels, grants, fences, transfer jobs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from tandem.engine.errors import TandemError
+from tandem.engine.messages import NodeInfo
+from tandem.kv_connector.meta import CloseGrant, OpenGrant, TransferJob, TransportCommand, WholePush
+from tandem.kv_connector.transfer import TransferWorker
+from tandem.kv_connector.transports.node_transports import NodeTransports
+from tandem.kv_connector.worker import ConnectorWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenChannel:
+    """Source: a sink was greeted."""
+
+    peer: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CloseChannel:
+    """Source: a sink is lost."""
+
+    node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitSource:
+    """Sink: a source was greeted."""
+
+    peer: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class FenceSource:
+    """Sink: a source is lost; answered by Fenced."""
+
+    node_id: str
+    epoch: int
+
+
+PeerEffect = OpenChannel | CloseChannel | AdmitSource | FenceSource
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """No write of that source can land any more."""
+
+    node_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFailed:
+    """The data channel to a sink broke or could not be opened."""
+
+    node_id: str
+    epoch: int
+    reason: str
+
+
+@runtime_checkable
+class HandsOff(Protocol):
+    """A node's logic that takes part in hand-offs, on either side."""
+
+    def drain_peer_effects(self) -> list[PeerEffect]: ...
+
+    def drain_transport_commands(self) -> list[TransportCommand]: ...
+
+    def drain_jobs(self) -> list[TransferJob]: ...
+
+
+class Effects:
+    """`apply` runs on the step loop, before the messages of the turn are sent; nothing in it waits for a peer."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        logic: object,
+        transports: NodeTransports,
+        transfer: TransferWorker,
+        worker: ConnectorWorker,
+        post: Callable[[object], None],
+    ) -> None:
+        self._info = info
+        self._logic = logic if isinstance(logic, HandsOff) else None
+        self._transports = transports
+        self._transfer = transfer
+        self._worker = worker
+        self._post = post
+
+    def apply(self) -> None:
+        if self._logic is None:
+            return
+        for effect in self._logic.drain_peer_effects():
+            self._on_peer(effect)
+        for command in self._logic.drain_transport_commands():
+            self._on_command(command)
+        for job in self._logic.drain_jobs():
+            if isinstance(job, WholePush):
+                self._worker.push_between_steps(job)
+            else:
+                self._transfer.submit(job)
+
+    def _on_peer(self, effect: PeerEffect) -> None:
+        if isinstance(effect, OpenChannel):
+            self._transfer.connect_peer(effect.peer)
+        elif isinstance(effect, CloseChannel):
+            self._transfer.drop_peer(effect.node_id, effect.epoch)
+        elif isinstance(effect, AdmitSource):
+            try:
+                self._transports.admit(self._info, effect.peer)
+            except TandemError as error:
+                logger.warning("%s can't hand KV to this node: %s", effect.peer.node_id, error.message)
+        else:
+            fenced = Fenced(effect.node_id, effect.epoch)
+            self._transports.fence(effect.node_id, effect.epoch).add_done_callback(lambda _: self._post(fenced))
+
+    def _on_command(self, command: TransportCommand) -> None:
+        if isinstance(command, OpenGrant):
+            try:
+                self._transports.open_grant(command.grant)
+            except TandemError as error:  # the source is gone; its loss is on the way through the control plane
+                logger.warning("grant %#x is not opened: %s", command.grant.grant_id, error.message)
+        else:
+            assert isinstance(command, CloseGrant)
+            self._transports.close_grant(command.grant_id)

@@ -1,0 +1,256 @@
+"""The process around a node's logic: model, pool, transports, threads, signals. The roles' mains wire it.
+
+Threads: step loop (the caller's), I/O (engine/control_plane.py), transfer (kv_connector/transfer.py), those of the
+transports, and the directory publisher's. They meet in the step loop's inbox.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import NodeOptions
+from tandem.engine.control_plane import ControlPlane, peer_id_of
+from tandem.engine.core import EngineCore
+from tandem.engine.errors import ConfigError, HandshakeError, TandemError
+from tandem.engine.hashing import root_hash
+from tandem.engine.interfaces import DirectoryPublisher, KVConnectorScheduler
+from tandem.engine.kv_pool import allocate_pool, pool_bytes
+from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo
+from tandem.engine.node_loop import NodeLoop
+from tandem.engine.node_setup import LoadedModel, load, size_pool
+from tandem.engine.request_book import RequestBook
+from tandem.engine.runner import ModelRunner
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.security import ClusterKeys, load_cluster_keys
+from tandem.engine.serving_node import ServingNode
+from tandem.kv_connector.directory.records import NodeRecord
+from tandem.kv_connector.effects import Effects, PeerFailed
+from tandem.kv_connector.fence import host_id
+from tandem.kv_connector.plan import check_hello
+from tandem.kv_connector.transfer import TransferWorker
+from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
+from tandem.kv_connector.worker import ConnectorWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """What a role's logic is made of."""
+
+    options: NodeOptions
+    info: NodeInfo
+    keys: ClusterKeys
+    pool: BlockPool
+    book: RequestBook
+    make_scheduler: Callable[[KVConnectorScheduler | None], Scheduler]
+
+
+def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
+    """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine failed, 2 for a bad configuration."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        process = NodeProcess(options, make_logic)
+    except ConfigError as error:
+        print(f"tandem: {error.message}", file=sys.stderr)
+        return 2
+    return process.serve()
+
+
+class NodeProcess:
+    """Everything of one node. The constructor loads and binds, `serve` blocks."""
+
+    def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
+        self.options = options
+        self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
+        self.loaded = load(options)
+        node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
+        epoch = secrets.randbits(64)
+        num_blocks = size_pool(self.loaded, options)
+        transports = make_transports(
+            options.transport, self.loaded.device, self.keys, options.host, options.timeouts.peer_lost_s
+        )
+        self.transports = NodeTransports(transports, options.transport)
+        self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
+        tensor = self._allocate(num_blocks)
+        self.transports.register(tensor, self.loaded.layout, node_id, epoch)
+        self.control = ControlPlane(
+            keys=self.keys,
+            timeouts=options.timeouts,
+            deliver=lambda event: self.loop.post(event),
+            check_peer=self._check_peer,
+            launcher_address=options.launcher_address,
+        )
+        address = self.control.bind(options.host, options.port)
+        self.info = self._describe(node_id, epoch, address)
+        self.transfer = TransferWorker(
+            tensor,
+            self.loaded.layout,
+            (node_id, epoch),
+            connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
+            post_event=lambda event: self.loop.post(event),
+            send_ready=self._send_ready,
+            on_peer_lost=lambda peer, peer_epoch, reason: self.loop.post(PeerFailed(peer, peer_epoch, reason)),
+            fault_injection=options.fault_injection,
+        )
+        layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
+        self.worker = ConnectorWorker(self.transfer, layers)
+        self.runner = ModelRunner(
+            self.loaded.model,
+            tensor,
+            options.scheduler,
+            options.cache.block_size,
+            self.loaded.max_model_len,
+            self.loaded.config.eos_token_ids,
+            self.worker,
+        )
+        self.logic = make_logic(self._context())
+        self.publisher = self._make_publisher()
+        self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
+        core = EngineCore(self.logic.scheduler, self.runner)
+        self.loop = NodeLoop(self.logic, core, self.control, options.timeouts.drain_s, self._after_turn)
+
+    def serve(self) -> int:
+        self.runner.warmup()
+        self.control.info, self.control.status = self.info, self.logic.status()
+        self.transfer.start()
+        self.control.start()
+        signal.signal(signal.SIGTERM, lambda *_: self.loop.begin_drain())
+        signal.signal(signal.SIGINT, lambda *_: self.loop.begin_drain())
+        gc.collect()
+        gc.freeze()
+        sys.setswitchinterval(0.001)
+        self._announce()
+        try:
+            self.loop.run()
+        except Exception:
+            logger.exception("the engine failed; this node's epoch ends")
+            self._close()
+            return 1
+        self._close()
+        return 0
+
+    # --- making ---------------------------------------------------------------------------------------------
+
+    def _allocate(self, num_blocks: int):  # type: ignore[no-untyped-def]
+        """The pool; on CPU in memory that other processes of this host can map, when a transport offers it."""
+        layout, device = self.loaded.layout, self.loaded.device
+        storage = self.transports.pool_storage(pool_bytes(layout, num_blocks)) if device.type == "cpu" else None
+        return allocate_pool(layout, num_blocks, device, storage)
+
+    def _describe(self, node_id: str, epoch: int, address: str) -> NodeInfo:
+        loaded: LoadedModel = self.loaded
+        return NodeInfo(
+            node_id=node_id,
+            epoch=epoch,
+            role=self.options.role,
+            control_address=address,
+            host_id=host_id(),
+            pid=os.getpid(),
+            identity=loaded.identity,
+            layout=loaded.layout,
+            model_name=loaded.served_name,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.config.vocab_size,
+            transports=self.transports.exports(),
+        )
+
+    def _context(self) -> NodeContext:
+        cache, loaded = self.options.cache, self.loaded
+        book = RequestBook(
+            loaded.config.vocab_size, loaded.max_model_len, cache.block_size, cache.hash_block_size
+        )
+        identity_key = loaded.identity.key()
+
+        def make_scheduler(connector: KVConnectorScheduler | None) -> Scheduler:
+            return Scheduler(
+                self.options.scheduler,
+                self.pool,
+                block_size=cache.block_size,
+                max_model_len=loaded.max_model_len,
+                eos_token_ids=loaded.config.eos_token_ids,
+                root_for_salt=lambda salt: root_hash(identity_key, salt),
+                hash_block_size=cache.hash_block_size,
+                limits_prompt_work=self.options.role == "decode",
+                connector=connector,
+            )
+
+        return NodeContext(self.options, self.info, self.keys, self.pool, book, make_scheduler)
+
+    def _make_publisher(self) -> DirectoryPublisher | None:
+        if not self.options.redis_url:
+            return None
+        from tandem.kv_connector.directory.publisher import RedisPublisher
+
+        return RedisPublisher(self.options.redis_url, self.options.namespace, self._record())
+
+    def _record(self) -> NodeRecord:
+        identity = self.loaded.identity.key()
+        return NodeRecord(
+            node_id=self.info.node_id,
+            epoch=self.info.epoch,
+            role=self.info.role,
+            control_address=self.info.control_address,
+            model_name=self.info.model_name,
+            num_blocks=self.pool.num_blocks,
+            block_size=self.options.cache.block_size,
+            identity_key=identity,
+            layout_key=msgspec.msgpack.encode(self.loaded.layout),
+            hash_seed=root_hash(identity, b""),
+        )
+
+    def _check_peer(self, info: NodeInfo) -> None:
+        check_hello(self.info, Hello(wire_version=WIRE_VERSION, info=info))
+        if info.node_id == self.info.node_id:
+            raise HandshakeError("node_id", self.info.node_id, info.node_id)
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def _post(self, event: object) -> None:
+        self.loop.post(event)
+
+    def _send_ready(self, sink_id: str, ready: KVReady) -> None:
+        self.control.send(peer_id_of(sink_id, ready.sink_epoch), ready)
+
+    def _after_turn(self) -> None:
+        self.effects.apply()
+        events = self.pool.drain_events()
+        if events and self.publisher is not None:
+            self.publisher.publish(events)
+
+    def _announce(self) -> None:
+        line = {"node_id": self.info.node_id, "address": self.info.control_address, "pid": os.getpid()}
+        logger.info(
+            "%s serves %s at %s: %d KV blocks of %d tokens on %s",
+            self.info.node_id,
+            self.info.model_name,
+            self.info.control_address,
+            self.pool.num_blocks,
+            self.options.cache.block_size,
+            self.loaded.device,
+        )
+        if self.options.ready_fd >= 0:
+            with os.fdopen(self.options.ready_fd, "w") as ready:
+                ready.write(json.dumps(line) + "\n")
+
+    def _close(self) -> None:
+        """Best effort, bounded: what can't be closed in time dies with the process."""
+        try:
+            if self.publisher is not None:
+                self.publisher.close()
+            self.control.stop()
+            self.transfer.stop(2.0)
+            self.transports.close()
+        except (TandemError, OSError, msgspec.MsgspecError):
+            logger.exception("closing failed")

@@ -1,0 +1,118 @@
+"""What a source knows about one hand-off besides its protocol state, and which blocks it has yet to push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tandem.engine.messages import FirstToken, KVGrant, KVReady, PeerRef
+from tandem.engine.request import Request
+from tandem.kv_connector.handoff.source import SourceMachine, SourceState
+from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, WholePush, digest_key
+
+NO_STEP = -1
+# In these states transfer jobs may read the source blocks, or the blocks wait for a grant.
+HOLDING = frozenset(
+    {SourceState.PARKED_DONE, SourceState.FINALIZING, SourceState.READY, SourceState.DRAINING, SourceState.RETIRING}
+)
+
+
+@dataclass(eq=False, slots=True)
+class SourceRecord:
+    key: HandoffKey
+    peer: PeerRef
+    num_prompt_tokens: int
+    num_blocks: int  # of the prompt
+    block_size: int
+    deadline: float
+    machine: SourceMachine
+    resend_at: float = 0.0
+    resend_every_s: float = 0.0
+    reason: str = ""
+    closed_at: float = 0.0
+
+    request: Request | None = None  # while the scheduler has it
+    block_ids: list[int] = field(default_factory=list)
+    owns_blocks: bool = False  # the scheduler has left them to us
+    num_computed_tokens: int = 0  # by launched steps
+    last_step: int = NO_STEP  # newest step that has a row of this request
+
+    grant: KVGrant | None = None
+    num_pushed_blocks: int = 0  # blocks of the prompt that need no push any more, the sink's own included
+    resend_indices: tuple[int, ...] = ()
+    first_tokens: tuple[FirstToken, ...] = ()
+    ready: KVReady | None = None
+
+    # --- progress -------------------------------------------------------------------------------------------
+
+    def blocks_allocated(self, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """New whole block list. One that doesn't continue the old means a restart after preemption: the pushes start
+        over (they are queued behind the old ones, so the right bytes win)."""
+        is_restart = list(block_ids[: len(self.block_ids)]) != self.block_ids
+        if is_restart or not self.block_ids:
+            self.num_computed_tokens = num_computed_tokens
+            self.num_pushed_blocks = self.grant.first_block if self.grant else 0
+        self.block_ids = list(block_ids)
+
+    def step_built(self, step_id: int, num_computed_tokens: int) -> None:
+        self.last_step = step_id
+        self.num_computed_tokens = num_computed_tokens
+
+    def adopt(self, grant: KVGrant) -> None:
+        self.grant = grant
+        self.num_pushed_blocks = grant.first_block
+
+    # --- what to push ---------------------------------------------------------------------------------------
+
+    def take_layer_push(self) -> LayerPush | None:
+        """Blocks that the step built last completes. Call after `take_whole_push` of what was complete before."""
+        return self._take(LayerPush, self._num_complete(self.num_computed_tokens))
+
+    def take_whole_push(self, num_tokens: int, step_id: int) -> WholePush | None:
+        """Blocks complete within the first `num_tokens` that were not pushed; step `step_id` is the last to write them."""
+        return self._take(WholePush, self._num_complete(num_tokens), step_id=step_id)
+
+    def push_again(self) -> WholePush:
+        """The blocks that the last KVResend names (indices into the grant)."""
+        assert self.grant is not None
+        blocks = [self.grant.first_block + index for index in self.resend_indices]
+        return WholePush(step_id=self.last_step, **self._pairs(blocks))
+
+    def finalize(self, round: int, with_digests: bool) -> Finalize:
+        assert self.grant is not None
+        assert self.num_pushed_blocks == self.num_blocks, "KVReady would name blocks that were not pushed"
+        return Finalize(
+            key=self.key,
+            grant=self.grant,
+            round=round,
+            source_block_ids=tuple(self.block_ids[self.grant.first_block : self.num_blocks]),
+            num_valid_last=self._num_valid(self.num_blocks - 1),
+            digest_key=digest_key(*self.key, self.grant.grant_id),
+            first_tokens=self.first_tokens,
+            with_digests=with_digests,
+        )
+
+    def _take(self, kind, until: int, **extra):  # type: ignore[no-untyped-def]
+        if until <= self.num_pushed_blocks:
+            return None
+        blocks = range(self.num_pushed_blocks, until)
+        self.num_pushed_blocks = until
+        return kind(**self._pairs(blocks), **extra)
+
+    def _pairs(self, blocks: Sequence[int]) -> dict:
+        assert self.grant is not None
+        return {
+            "key": self.key,
+            "grant": self.grant,
+            "source_block_ids": tuple(self.block_ids[block] for block in blocks),
+            "destination_block_ids": tuple(self.grant.block_ids[block - self.grant.first_block] for block in blocks),
+            "num_valid": tuple(self._num_valid(block) for block in blocks),
+        }
+
+    def _num_complete(self, num_tokens: int) -> int:
+        if num_tokens >= self.num_prompt_tokens:
+            return self.num_blocks
+        return num_tokens // self.block_size
+
+    def _num_valid(self, block: int) -> int:
+        return min(self.block_size, self.num_prompt_tokens - block * self.block_size)
