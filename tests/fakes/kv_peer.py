@@ -79,6 +79,7 @@ class KVPeer:
 
 
 def main() -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
     from kv_pools import MEGABYTE_BLOCKS, PoolNode
 
     node_id, transport, seed, num_blocks = sys.argv[1:]

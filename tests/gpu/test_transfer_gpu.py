@@ -1,0 +1,107 @@
+"""Transfers between CUDA pools (and CPU pools) of one process, and the order between compute and push streams."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, SourceStepMeta, Verified, Verify, WholePush
+from tandem.kv_connector.transfer import TransferWorker
+from tandem.kv_connector.worker import ConnectorWorker
+from tests.fakes.kv_pools import MEGABYTE_BLOCKS, SMALL, PoolNode, expected_after, make_layout, random_write, wait_until
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+KEY = ("r", 0)
+
+
+@pytest.fixture
+def make_pair():
+    nodes = []
+
+    def make(transport: str, source_device: str, sink_device: str, **kwargs) -> tuple[PoolNode, PoolNode]:
+        source = PoolNode("p", transport, seed=1, device=source_device, **kwargs)
+        sink = PoolNode("d", transport, seed=2, device=sink_device, **kwargs)
+        nodes.extend((source, sink))
+        sink.admit(source.info)
+        return source, sink
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+@pytest.mark.parametrize("layout", [SMALL, make_layout(dtype="bfloat16", heads=3, padding=512)], ids=["plain", "bf16"])
+@pytest.mark.parametrize(
+    ("transport", "source_device", "sink_device"),
+    [("tcp", "cuda", "cuda"), ("tcp", "cuda", "cpu"), ("tcp", "cpu", "cuda"), ("local", "cuda", "cuda")],
+)
+def test_random_writes_arrive_exactly(make_pair, transport, source_device, sink_device, layout):
+    source, sink = make_pair(transport, source_device, sink_device, layout=layout)
+    channel = source.connect(sink.info)
+    rng = random.Random(5)
+    for _ in range(12):
+        granted = rng.sample(range(16), 6)
+        grant = sink.grant(source.info, granted)
+        pairs, layers, num_valid = random_write(rng, 16, layout, granted)
+        expected = expected_after(sink.pool.float().cpu(), source.pool.float().cpu(), pairs, layers, num_valid)
+        channel.write(grant, pairs, layers, num_valid)
+        channel.flush(grant)
+        torch.testing.assert_close(sink.pool.float().cpu(), expected, rtol=0, atol=0)
+        sink.transports.close_grant(grant.grant_id)
+
+
+def make_worker(node: PoolNode, sink: PoolNode, events: list) -> TransferWorker:
+    transfer = TransferWorker(
+        node.pool,
+        node.layout,
+        (node.info.node_id, node.epoch),
+        lambda peer, on_lost: node.transports.connect(node.info, peer, on_lost),
+        events.append,
+        lambda peer_id, message: None,
+        lambda *what: None,
+    )
+    transfer.start()
+    transfer.connect_peer(sink.info)
+    return transfer
+
+
+@pytest.mark.parametrize("transport", ["tcp", "local"])
+def test_pushes_wait_for_the_layer_that_the_device_has_not_computed_yet(make_pair, transport):
+    """The compute stream is kept busy, so that a push which does not wait sends old bytes."""
+    source, sink = make_pair(transport, "cuda", "cuda", layout=MEGABYTE_BLOCKS)
+    events: list = []
+    transfer = make_worker(source, sink, events)
+    worker = ConnectorWorker(transfer, {str(layer): layer for layer in range(8)})
+    worker.register_kv_cache(source.pool)
+    grant = sink.grant(source.info, [9, 7, 5])
+    new = LayerPush(KEY, grant, (1, 2), (9, 7), (64, 30))
+    whole = WholePush(KEY, grant, (3,), (5,), (64,), step_id=0)
+    busy = torch.randn(4096, 4096, device="cuda")
+
+    def compute(block: int, layer: int, value: float) -> None:
+        busy.copy_(busy @ busy / 4096)
+        source.pool[block, :, layer] = value
+
+    worker.start_load_kv(None)
+    compute(3, 0, 30.0)
+    worker.wait_for_save()
+    worker.start_load_kv(SourceStepMeta(1, (new,), (whole,)))
+    for layer in range(8):
+        for block in (1, 2):
+            compute(block, layer, 10.0 * block + layer)
+        worker.save_kv_layer(str(layer), source.pool[:, :, layer], object())
+    worker.wait_for_save()
+    transfer.submit(Finalize(KEY, grant, 0, (1, 2, 3), 64, 7, ()))
+    assert wait_until(lambda: any(isinstance(event, ReadySent) for event in events), 30), events
+    torch.cuda.synchronize()
+    for layer in range(8):
+        assert bool((sink.pool[9, :, layer] == 10.0 + layer).all())
+        assert bool((sink.pool[7, :, layer, :, :30] == 20.0 + layer).all())
+    assert torch.equal(sink.pool[5].cpu(), source.pool[3].cpu())
+    ready = events[-1].ready
+    transfer.submit(Verify(KEY, grant.grant_id, 0, (1, 2, 3), ready.digests, 7, 64))
+    assert wait_until(lambda: isinstance(events[-1], Verified), 10)
+    assert events[-1].bad_indices == ()
+    assert transfer.stop(5.0)
