@@ -12,15 +12,17 @@ import hashlib
 import json
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
 from tandem.engine.kv_layout import ModelIdentity
-from tandem.engine.loader_files import shard_paths
 from tandem.engine.model_config import ModelConfig
+from tandem.engine.weights import DUMMY_DIGEST, weight_files
 
 CACHE_NAME = ".tandem-digests.json"
+CACHE_FROM_BYTES = 64 << 20  # smaller files are hashed sooner than a cache file is worth
 
 
 def model_identity(
@@ -28,7 +30,7 @@ def model_identity(
 ) -> ModelIdentity:
     """Raises CheckpointError when weights are missing. `dtype` is the one computed in: KV of another differs."""
     tokenizer = folder / "tokenizer.json"
-    weights = "dummy" if load_format == "dummy" else _weights_digest(folder)
+    weights = DUMMY_DIGEST if load_format == "dummy" else _weights_digest(folder)
     return ModelIdentity(
         config=_short(msgspec.json.encode(msgspec.structs.replace(config, dtype=dtype))),
         weights=weights,
@@ -43,27 +45,30 @@ def _short(data: bytes) -> str:
 
 
 def _weights_digest(folder: Path) -> str:
-    paths = shard_paths(folder)
     caches = (folder / CACHE_NAME, _user_cache(folder))
     known = _read_cache(caches)
-    digests, fresh = {}, False
-    for path in paths:
-        stat = path.stat()
-        key = f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
-        if key not in known:
-            known[key] = _digest(path)
-            fresh = True
-        digests[key] = known[key]
-    if fresh:
+    keys = {_key(path): path for path in weight_files(folder)}
+    unknown = [key for key in keys if key not in known]
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        known.update(zip(unknown, pool.map(_digest, (keys[key] for key in unknown)), strict=True))
+    digests = {key: known[key] for key in keys}
+    if any(keys[key].stat().st_size >= CACHE_FROM_BYTES for key in unknown):
         _write_cache(caches, digests)
     return _short("\n".join(digests.values()).encode())
 
 
+def _key(path: Path) -> str:
+    stat = path.stat()
+    return f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}"
+
+
 def _digest(path: Path) -> str:
+    """SHA-256 of the whole file, header included. Releases the GIL."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
+    buffer = memoryview(bytearray(1 << 22))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
     return digest.hexdigest()
 
 
@@ -77,7 +82,8 @@ def _read_cache(caches: tuple[Path, Path]) -> dict[str, str]:
     for path in caches:
         with contextlib.suppress(OSError, ValueError):
             value = json.loads(path.read_text())
-            known.update({k: v for k, v in value.items() if isinstance(v, str)})
+            if isinstance(value, dict):
+                known.update({key: digest for key, digest in value.items() if isinstance(digest, str)})
     return known
 
 
@@ -88,5 +94,9 @@ def _write_cache(caches: tuple[Path, Path], digests: dict[str, str]) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
                 json.dump(digests, file)
-            os.replace(file.name, path)
+            try:
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
             return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,10 +11,11 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from tandem.engine.config import ModelOptions
+from tandem.engine.dummy_weights import fill_with_noise
 from tandem.engine.errors import CheckpointError
-from tandem.engine.loader_files import shard_paths
 from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig
+from tandem.engine.weights import StoredTensor, check_weights
 
 
 def load_model(
@@ -25,47 +26,49 @@ def load_model(
     dtype: torch.dtype,
     attention_backend: str = "auto",
 ) -> DecoderModel:
-    """The model in `dtype` on `device`. Raises CheckpointError for missing, unknown, misshapen or torn tensors."""
-    files = [] if options.load_format == "dummy" else shard_paths(folder)
-    model = DecoderModel(config, dtype, device, attention_backend)
+    """The model in `dtype` on `device`. Raises CheckpointError for missing, unknown, misshapen or torn tensors.
+
+    Files are checked by their headers before the first byte is copied, so a wrong folder fails at once.
+    """
     if options.load_format == "dummy":
-        _fill_with_noise(model)
-    else:
-        _fill(model, config, files)
+        model = DecoderModel(config, dtype, device, attention_backend)
+        fill_with_noise(model)
+        return model.eval()
+    needed = {name: tuple(part.shape) for name, part in _targets(DecoderModel(config, dtype, "meta"), config).items()}
+    stored = check_weights(folder, needed, config.tie_word_embeddings)
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
+        _check_tied(stored)
+    model = DecoderModel(config, dtype, device, attention_backend)
+    targets = _targets(model, config)
+    progress = tqdm(total=len(targets), desc="loading weights", unit="tensor", disable=not sys.stderr.isatty())
+    with progress:
+        for name, tensor in _tensors({name: stored[name] for name in targets}):
+            targets[name].copy_(tensor)
+            progress.update()
     return model.eval()
 
 
-def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor, Path]]:
-    for path in files:
+def _tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor in turn, file by file: mapped from the file, not read as a whole."""
+    for path in sorted({tensor.path for tensor in stored.values()}):
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
-                for name in shard.keys():  # noqa: SIM118 - not a mapping
-                    yield name, shard.get_tensor(name), path
+                for name, tensor in stored.items():
+                    if tensor.path == path:
+                        yield name, shard.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"can't read {path}: {error}; the file is torn, fetch it again") from error
 
 
-def _fill(model: DecoderModel, config: ModelConfig, files: list[Path]) -> None:
-    targets = _targets(model, config)
-    seen: set[str] = set()
-    progress = tqdm(total=len(targets), desc="loading weights", unit="tensor", disable=not sys.stderr.isatty())
-    for name, tensor, path in _tensors(files):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
-            continue
-        target = targets.get(name)
-        if target is None:
-            raise CheckpointError(f"{path} holds {name}, which a {config.architecture} model of this config has not")
-        if target.shape != tensor.shape:
-            shapes = f"{list(tensor.shape)}, config.json asks for {list(target.shape)}"
-            raise CheckpointError(f"{path}: {name} has shape {shapes}; config and weights don't belong together")
-        target.copy_(tensor)
-        seen.add(name)
-        progress.update()
-    progress.close()
-    missing = sorted(targets.keys() - seen)
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{files[0].parent}: no shard holds {missing[0]}{more}; fetch the model again")
+def _check_tied(stored: Mapping[str, StoredTensor]) -> None:
+    """A checkpoint that says it is tied may still hold an output matrix, but only a copy of the embedding."""
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    embedding, head = dict(_tensors({name: stored[name] for name in names})).values()
+    if embedding.dtype != head.dtype or not torch.equal(embedding, head):
+        raise CheckpointError(
+            f"{stored[names[1]].path}: lm_head.weight differs from model.embed_tokens.weight, but config.json says "
+            "that they are tied; set tie_word_embeddings to false there"
+        )
 
 
 def _targets(model: DecoderModel, config: ModelConfig) -> dict[str, torch.Tensor]:
@@ -83,15 +86,3 @@ def _targets(model: DecoderModel, config: ModelConfig) -> dict[str, torch.Tensor
         else:
             targets[full] = parameter.data
     return targets
-
-
-def _fill_with_noise(model: DecoderModel) -> None:
-    """Same numbers on every start; sizes such that activations neither vanish nor overflow."""
-    generator = torch.Generator(device=model.embed_tokens.weight.device).manual_seed(20)
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.fill_(1.0)
-        elif parameter.dim() == 1:
-            parameter.data.zero_()
-        else:
-            parameter.data.normal_(0.0, 0.02, generator=generator)

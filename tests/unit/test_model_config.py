@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from tandem.engine.config import ModelOptions
 from tandem.engine.errors import CheckpointError
-from tandem.engine.identity import CACHE_NAME, model_identity
-from tandem.engine.loader import load_model
-from tandem.engine.model_config import load_model_config, resolve_model
-from tiny_models import tiny_model
+from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
+from tiny_models import KINDS, tiny_model
 
 
 def copy_of(kind: str, tmp_path: Path) -> Path:
@@ -26,10 +27,6 @@ def copy_of(kind: str, tmp_path: Path) -> Path:
 def edit_config(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def load(folder: Path) -> None:
-    load_model(folder, load_model_config(folder), ModelOptions(model=str(folder)), torch.device("cpu"), torch.float32)
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
@@ -51,6 +48,14 @@ def test_a_path_that_is_not_there_is_refused() -> None:
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"num_key_value_heads": 3}, "can't share"),
         ({"dtype": "int8"}, "dtype int8"),
+        ({"rope_parameters": {"rope_type": "linear"}}, r"config\.json: 'factor' is missing"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "'low_freq_factor' is missing"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": -1}}, "factor must be positive"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"head_dim": 15}, "odd"),
+        ({"hidden_size": 0}, "not positive"),
+        ({"hidden_size": "wide"}, r"config\.json"),
+        ({"layer_types": ["full_attention"]}, "layer_types"),
     ],
 )
 def test_what_is_not_computed_exactly_is_refused(tmp_path: Path, changes: dict, message: str) -> None:
@@ -81,58 +86,89 @@ def test_old_and_new_rope_keys_mean_the_same(tmp_path: Path) -> None:
     assert new.rope_type == "llama3"
 
 
-def test_missing_shard_is_named(tmp_path: Path) -> None:
-    folder = copy_of("llama_sharded", tmp_path)
-    shard = sorted(folder.glob("model-*.safetensors"))[1]
-    shard.unlink()
-    with pytest.raises(CheckpointError, match=shard.name):
-        load(folder)
+def edited(kind: str, tmp_path: Path, **changes: object) -> ModelConfig:
+    folder = copy_of(kind, tmp_path)
+    edit_config(folder, **changes)
+    return load_model_config(folder)
 
 
-def test_torn_missing_and_misshapen_weights_are_named(tmp_path: Path) -> None:
+def test_generation_config_names_the_end_of_sequence_if_it_names_any(tmp_path: Path) -> None:
     folder = copy_of("llama", tmp_path)
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        load(folder)
-    weights.write_bytes(whole)
-    edit_config(folder, intermediate_size=64)
-    with pytest.raises(CheckpointError, match="has shape"):
-        load(folder)
-    edit_config(folder, intermediate_size=128, num_hidden_layers=4)
-    with pytest.raises(CheckpointError, match=r"no shard holds model\.layers\.3"):
-        load(folder)
-    edit_config(folder, num_hidden_layers=2)
-    with pytest.raises(CheckpointError, match=r"holds model\.layers\.2"):
-        load(folder)
-    weights.unlink()
-    with pytest.raises(CheckpointError, match="neither"):
-        load(folder)
+    edit_config(folder, eos_token_id=7)
+    generation = folder / "generation_config.json"
+    for ids, expected in ([8, 9], (8, 9)), (8, (8,)), (None, (7,)):
+        generation.write_text(json.dumps({"eos_token_id": ids}))
+        assert load_model_config(folder).eos_token_ids == expected
+    generation.write_text(json.dumps({"eos_token_id": "end"}))
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_model_config(folder)
+    generation.unlink()
+    assert load_model_config(folder).eos_token_ids == (7,)
 
 
-def test_identity_follows_every_byte_and_is_cached(tmp_path: Path) -> None:
-    folder = copy_of("llama", tmp_path)
-    config = load_model_config(folder)
-    first = model_identity(folder, config, 64, "float32")
-    assert (folder / CACHE_NAME).exists()
-    assert model_identity(folder, config, 64, "float32") == first
-    assert model_identity(folder, config, 32, "float32") != first
-    assert model_identity(folder, config, 64, "bfloat16").config != first.config
-    weights = folder / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    assert model_identity(folder, config, 64, "float32").weights != first.weights
-    (folder / "tokenizer.json").write_text("{}")
-    assert model_identity(folder, config, 64, "float32").tokenizer != first.tokenizer
+def test_mistral_has_a_window_unless_the_file_says_null(tmp_path: Path) -> None:
+    folder = copy_of("mistral", tmp_path)
+    assert load_model_config(folder).window_of(2) == 32
+    edit_config(folder, sliding_window=None)
+    assert load_model_config(folder).window_of(2) is None
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["sliding_window"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert load_model_config(folder).window_of(2) == 4096
 
 
-def test_dummy_weights_need_no_file_and_are_the_same_each_time(tmp_path: Path) -> None:
-    folder = copy_of("qwen3", tmp_path)
-    (folder / "model.safetensors").unlink()
-    config = load_model_config(folder)
-    options = ModelOptions(model=str(folder), load_format="dummy")
-    one, two = (load_model(folder, config, options, torch.device("cpu"), torch.float32) for _ in range(2))
-    assert torch.equal(one.layers[1].mlp.down_proj.weight, two.layers[1].mlp.down_proj.weight)
-    assert one.layers[1].mlp.down_proj.weight.std() > 0.01
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"use_sliding_window": False}, [None, None, None]),
+        ({"use_sliding_window": True, "max_window_layers": 1, "layer_types": None}, [None, 20, 20]),
+        ({"use_sliding_window": True, "max_window_layers": 28, "layer_types": None}, [None, None, None]),
+        (
+            {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+            [20, None, None],
+        ),
+    ],
+)
+def test_qwen_windows_follow_its_own_switches(tmp_path: Path, changes: dict, windows: list[int | None]) -> None:
+    config = edited("qwen2", tmp_path, sliding_window=20, **changes)
+    assert [config.window_of(layer) for layer in range(3)] == windows
+
+
+def test_options_that_an_architecture_does_not_read_are_ignored_as_transformers_does(tmp_path: Path) -> None:
+    config = edited("mistral", tmp_path, attention_bias=True, mlp_bias=True)
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (False, False, False)
+
+
+def test_scaled_rope_lengthens_the_model() -> None:
+    lengths = {kind: load_model_config(tiny_model(kind)).max_model_len for kind in KINDS}
+    assert lengths["llama_linear"] == 2 * 2048
+    assert lengths["llama_yarn"] == 4 * 512
+    assert lengths["llama3_rope"] == lengths["llama"] == 2048
+
+
+def test_reading_a_config_takes_no_torch() -> None:
+    code = "import sys, tandem.engine.model_config, tandem.engine.identity; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("hub", ["silent", "absent"])
+def test_a_hub_that_does_not_answer_is_given_up_within_seconds(hub: str, tmp_path: Path) -> None:
+    """In a process of its own, because the hub client reads its address when it is imported."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if hub == "silent":
+            server.listen()
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+        code = "from tandem.engine.model_config import resolve_model; resolve_model('someone/some-model')"
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**kept, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "NO_PROXY": "*"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert "CheckpointError: there is no folder 'someone/some-model' here" in done.stderr
+    assert "give its folder" in done.stderr
+    assert time.monotonic() - start < 10  # the wait itself is bounded by two probes; the rest is a busy machine
