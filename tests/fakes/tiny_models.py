@@ -63,7 +63,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
 
 def tiny_model(kind: str, root: Path | None = None) -> Path:
     """Folder of that kind, built on first use and kept for the test session's machine."""
-    root = root or Path(tempfile.gettempdir()) / f"tandem-tiny-models-{os.getuid()}-v4"
+    root = root or Path(tempfile.gettempdir()) / f"tandem-tiny-models-{os.getuid()}-v5"
     folder = root / kind
     if (folder / "tokenizer.json").exists():
         return folder
@@ -89,12 +89,15 @@ def _build(kind: str, folder: Path) -> None:
     torch.manual_seed(sum(kind.encode()))
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(sum(kind.encode()))
+    tied = config.tie_word_embeddings
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            base = 1.0 if "norm" in name else 0.0
+            base = 0.0 if "norm" not in name else 3.0 if tied and name == "model.norm.weight" else 1.0
             parameter.data = base + 0.2 * torch.randn(parameter.shape, generator=generator)
         else:
-            scale = 1.0 if "embed" in name or "lm_head" in name else 1.6 / parameter.shape[1] ** 0.5
+            # A tied matrix of size 1 would make each token's best successor that token again.
+            matrix = 0.3 if tied else 1.0
+            scale = matrix if "embed" in name or "lm_head" in name else 1.6 / parameter.shape[1] ** 0.5
             parameter.data = scale * torch.randn(parameter.shape, generator=generator)
     model.tie_weights()
     model.save_pretrained(folder, **saving)

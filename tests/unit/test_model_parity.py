@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,10 +56,28 @@ def test_logits_equal_transformers(kind: str) -> None:
         assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_demo_model_is_sharp_enough_for_exactness_tests() -> None:
-    greedy = reference_greedy(tiny_model("llama"), random_prompt(100, seed=1), 64)
-    assert greedy.num_distinct >= 20
-    assert greedy.min_gap >= 1e-3
+@pytest.mark.parametrize("kind", KINDS)
+def test_tiny_models_are_sharp_enough_for_exactness_tests(kind: str) -> None:
+    for length, seed in ((1, 0), (5, 1), (33, 2), (100, 1), (300, 3), (700, 4)):
+        greedy = reference_greedy(tiny_model(kind), random_prompt(length, seed), 64)
+        assert greedy.num_distinct >= 20
+        assert greedy.min_gap >= 1e-3
+
+
+def test_logits_equal_transformers_where_only_some_layers_slide(tmp_path: Path) -> None:
+    folder = tmp_path / "qwen2"
+    shutil.copytree(tiny_model("qwen2"), folder)
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["layer_types"]
+    window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**raw, **window}))
+    token_ids = random_prompt(100, seed=8)
+    with torch.inference_mode():
+        expected = reference_model(folder)(torch.tensor([token_ids])).logits[0]
+    model = load(folder)
+    assert [layer.spec.sliding_window for layer in model.attention_layers.values()] == [None, 20, 20]
+    actual = logits_in_chunks(model, token_ids, [60, 1, 39])
+    assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("change", ["position", "slot", "head"])
