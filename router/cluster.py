@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Cluster:
-    """Calls `on_message(key, message)`, `on_lost(key, reason)` and `on_room()` (a placement may succeed now)."""
+    """Calls `on_up(key)`, `on_message(key, message)`, `on_lost(key, reason)`, `on_room()` (placing may succeed now)."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class Cluster:
         self._root = b""
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
+        self.on_up: Callable[[NodeKey], None]
         self.on_message: Callable[[NodeKey, RequestMessage], None]
         self.on_lost: Callable[[NodeKey, str], None]
         self.on_room: Callable[[], None]
@@ -165,6 +166,7 @@ class Cluster:
         elif view.info.identity != self.identity:
             logger.error("node %s serves another model; nothing is sent to it", view.info.node_id)
         self._update_facts(self.serving())
+        self.on_up(view.key)
         self.on_room()
 
     def node_status(self, view: NodeView) -> None:

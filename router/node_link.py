@@ -223,10 +223,9 @@ class NodeLink:
                 return
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._beat()
-            elif event == zmq.EVENT_DISCONNECTED:
-                # Mostly the process died. A node that lives reconnects and answers within two heartbeats.
-                grace_s = self._timeouts.peer_lost_s - 2 * self._timeouts.heartbeat_s
-                self._last_seen = min(self._last_seen, time.monotonic() - max(0.0, grace_s))
+            elif event == zmq.EVENT_DISCONNECTED and self._welcomed is not None:
+                # Mostly the process died. If not: tokens that were on the way are gone, and nobody sends them again.
+                self._lost("the connection broke")
 
     def _lost(self, reason: str) -> None:
         self._forget(reason)

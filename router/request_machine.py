@@ -91,6 +91,11 @@ class RequestMachine:
     def nodes_to_avoid(self, request_id: str) -> frozenset[NodeKey]:
         return frozenset(self.live[request_id].avoid)
 
+    def work_on(self, node: NodeKey) -> set[tuple[str, int]]:
+        """(sub-request, attempt) that this node may be working on."""
+        running = {(a.request_id, a.number) for a in self.live.values() if node in a.nodes}
+        return running | {(name, number) for where, name, number in self.pending_cancels if where == node}
+
     def wants_prompt_logprobs(self) -> bool:
         return self.spec.sampling.num_prompt_logprobs is not None and not self.has_prompt_logprobs
 
@@ -107,7 +112,7 @@ class RequestMachine:
         attempt.enter(RequestState.PLACED, now)
         attempt.primary = node_key(placement.primary)
         attempt.prefill = node_key(placement.prefill) if placement.prefill else None
-        attempt.awaiting = set(attempt.nodes)
+        attempt.awaiting, attempt.num_prior = set(attempt.nodes), len(self._seen(attempt))
         self.placed_at = self.placed_at if self.placed_at is not None else now
         base = self._submit(attempt, block_hashes, now)
         if placement.prefill is None:
@@ -277,11 +282,18 @@ class RequestMachine:
     def _node_gave_up(
         self, attempt: Attempt, node: NodeKey, error: TandemError, retryable: bool, now: float
     ) -> list[Action]:
-        if node == attempt.prefill and attempt.handed_off:
+        if node == attempt.prefill and self._has_all_first_tokens(attempt):
             attempt.prefill = None  # its work is done: the decode node has streamed
             attempt.awaiting.discard(node)
             return []
         return self._attempt_failed(attempt, {node}, {node}, error, retryable, now)
+
+    def _has_all_first_tokens(self, attempt: Attempt) -> bool:
+        """The prefill node owes nothing more: the decode node streams, and what came before its tokens is here. A
+        prefill node may die after it handed over and before its own tokens reached the router."""
+        return attempt.handed_off and all(
+            len(self.samples[i].token_ids) > attempt.num_prior for i in self._unfinished(attempt)
+        )
 
     def _attempt_failed(
         self,

@@ -44,6 +44,7 @@ class Attempt:
     prefill: NodeKey | None = None
     awaiting: set[NodeKey] = field(default_factory=set)  # nodes that have not answered Submit
     handed_off: bool = False  # the primary has sent tokens
+    num_prior: int = 0  # output tokens that its prompt contains
     not_before: float = 0.0
     avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
     error: TandemError | None = None  # why the attempt before failed

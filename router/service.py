@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
-from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestFailed, Tokens
+from tandem.engine.messages import Accepted, Cancel, Cancelled, PromptLogprobs, RequestFailed, Tokens
 from tandem.router.cluster import Cluster
 from tandem.router.completion import ModelFacts, PromptPlan, check_model, plan_prompts, tokenize_prompts
 from tandem.router.generation import Generation, GenerationListener
@@ -51,7 +51,9 @@ class CompletionService:
         self._active: set[Generation] = set()
         self._by_id: dict[str, Generation] = {}
         self._waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
-        cluster.on_message, cluster.on_lost, cluster.on_room = self._on_message, self._on_lost, self._on_room
+        self._orphans: dict[NodeKey, set[tuple[str, int]]] = {}  # what a lost node may still be working on
+        cluster.on_up, cluster.on_lost = self._on_up, self._on_lost
+        cluster.on_message, cluster.on_room = self._on_message, self._on_room
 
     @property
     def num_active(self) -> int:
@@ -191,10 +193,19 @@ class CompletionService:
             return machine.request_failed(node, message, now)
         return machine.cancelled(node, message)
 
+    def _on_up(self, node: NodeKey) -> None:
+        """A node whose connection broke, and that lives, must not go on with attempts that were given up."""
+        for known in [key for key in self._orphans if key[0] == node[0]]:
+            orphans = self._orphans.pop(known)
+            for request_id, attempt in orphans if known == node else ():
+                self.cluster.send(node, Cancel(request_id=request_id, attempt=attempt), self._clock())
+
     def _on_lost(self, node: NodeKey, reason: str) -> None:
         self.metrics.nodes_lost.inc()
         now = self._clock()
+        orphans = self._orphans[node] = set()
         for generation in list(self._active):
+            orphans |= generation.machine.work_on(node)
             self._carry_out(generation, generation.machine.node_lost(node, reason, now))
 
     def _on_room(self) -> None:

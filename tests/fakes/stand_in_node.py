@@ -100,6 +100,7 @@ class StandInNode:
     def __post_init__(self) -> None:
         self.node_id = self.node_id or f"{self.role}-{id(self):x}"
         self.running: dict[tuple[str, int], _Running] = {}
+        self._started: set[tuple[str, int]] = set()
         self._context = zmq.Context()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -202,8 +203,9 @@ class StandInNode:
             self._send(peer, msgspec.structs.replace(failure, request_id=key[0], attempt=key[1]))
             return
         self._send(peer, Accepted(request_id=key[0], attempt=key[1], num_cached_tokens=0))
-        if key in self.running or submit in self.submits[:-1]:
+        if key in self._started:
             return  # a duplicate
+        self._started.add(key)
         ids = np.frombuffer(submit.prompt_token_ids, dtype="<i4")
         prior = submit.num_prior_output_tokens
         if submit.sampling.num_prompt_logprobs is not None:

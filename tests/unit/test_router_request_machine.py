@@ -327,6 +327,16 @@ def test_a_stop_string_in_one_of_two_samples_cancels_that_sample_only() -> None:
     assert machine.closed
 
 
+def test_a_prefill_node_that_dies_before_its_token_came_is_missed() -> None:
+    machine = make()
+    _prefilling(machine)
+    assert machine.tokens(DK, delta(1), 0.0) == []  # handed over, but the first token is still on the way
+    assert machine.work_on(PK) == {("r", 1)}
+    assert Place("r") in machine.node_lost(PK, "gone", 0.0)
+    assert machine.prompt_of("r").tolist() == PROMPT.tolist()
+    assert machine.work_on(DK) == {("r", 1)}, "its cancel is not yet answered"
+
+
 def test_a_lost_node_needs_not_answer_its_cancel() -> None:
     machine = make()
     _handed_off(machine)

@@ -1,0 +1,201 @@
+"""Bad input gets a 4xx in OpenAI's shape that names the field, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+
+from stand_in_node import StandInNode
+
+MAX_BODY = 200_000
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[StandInNode]:
+    node = StandInNode(vocab_size=VOCAB_SIZE).start()
+    yield node
+    node.stop()
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory, node: StandInNode) -> Iterator[RouterInThread]:
+    folder = make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+    with RouterInThread(folder, (node.address,), max_body_bytes=MAX_BODY) as router:
+        yield router.wait_ready()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(router: RouterInThread, node: StandInNode) -> Iterator[None]:
+    yield
+    router.wait_idle()
+    assert not node.running
+
+
+def fault(response: httpx.Response, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+BAD_FIELDS: list[tuple[str, Any]] = [
+    ("prompt", ""), ("prompt", []), ("prompt", [[]]), ("prompt", None), ("prompt", 7), ("prompt", {}),
+    ("prompt", [1, "a"]), ("prompt", ["a", 1]), ("prompt", [1.5]), ("prompt", [True]), ("prompt", ["a", ""]),
+    ("prompt", [-1]), ("prompt", [VOCAB_SIZE]), ("prompt", [1 << 31]), ("prompt", [1 << 80]), ("prompt", [[1], [[2]]]),
+    ("prompt", [5] * 512), ("prompt", "x" * 5000), ("prompt", ["a"] * 2049),
+    ("max_tokens", 0), ("max_tokens", -1), ("max_tokens", 513), ("max_tokens", 1.5), ("max_tokens", "8"),
+    ("max_tokens", True), ("max_tokens", 1 << 70), ("max_tokens", [1]),
+    ("temperature", -0.1), ("temperature", 2.1), ("temperature", "hot"), ("temperature", True),
+    ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("n", 0), ("n", -1), ("n", 129), ("n", 1.0), ("n", "2"),
+    ("best_of", 0), ("best_of", 129), ("logprobs", -1), ("logprobs", 21), ("logprobs", True),
+    ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", [1]), ("stop", 1), ("stop", {}),
+    ("seed", "x"), ("seed", 1.5), ("seed", 1 << 64), ("suffix", "end"), ("suffix", ""), ("stream", "yes"),
+    ("stream", 1),
+    ("stream_options", {}), ("stream_options", []), ("echo", "yes"), ("user", 5), ("priority", 1 << 40),
+    ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0), ("min_p", -0.1), ("top_k", -2),
+    ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}),
+    ("logit_bias", {"1": "x"}), ("logit_bias", []), ("logit_bias", {"²": 1}), ("stop_token_ids", [400]),
+    ("stop_token_ids", ["a"]), ("stop_token_ids", 1), ("min_tokens", 17), ("min_tokens", -1), ("ignore_eos", 1),
+    ("return_token_ids", "x"), ("prompt_logprobs", 21), ("unknown", 1), ("model\u00e9", 1), ("", 1), ("messages", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), BAD_FIELDS, ids=lambda value: repr(value)[:24])
+def test_the_error_names_the_field(router: RouterInThread, field: str, value: Any) -> None:
+    response = router.client.post("/v1/completions", json={"prompt": "the fox", field: value})
+    assert fault(response)["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+        ({"prompt": [5] * 500, "max_tokens": 13}, "max_tokens"),
+        ({"prompt": ["a"] * 100, "n": 50}, "n"),
+    ],
+)
+def test_combinations(router: RouterInThread, body: dict[str, Any], param: str) -> None:
+    assert fault(router.client.post("/v1/completions", json={"prompt": "the fox", **body}))["param"] == param
+
+
+def test_a_missing_prompt_and_a_wrong_model(router: RouterInThread) -> None:
+    assert fault(router.client.post("/v1/completions", json={"max_tokens": 1}))["param"] == "prompt"
+    error = fault(router.client.post("/v1/completions", json={"prompt": "a", "model": "gpt"}), 404)
+    assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+RAW = [
+    b"", b"{", b"null", b"[]", b"7", b'"x"', b"\xff\xfe\x00", b'{"prompt": "\xff"}', b'{"prompt": "a", "user": "\xc3"}',
+    b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": Infinity}', b'{"prompt": "a"',
+    b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "\\ud800"}', b'{"prompt": "a"} x', b"{'prompt': 'a'}",
+    b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"suffix":' + b'{"a":' * 20_000, b"\x00" * 100,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("raw", RAW, ids=lambda raw: repr(raw)[:24])
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+def test_bodies_that_are_no_request(router: RouterInThread, path: str, raw: bytes) -> None:
+    fault(router.client.post(path, content=raw))
+
+
+def test_a_large_body_is_refused_before_it_is_read(router: RouterInThread) -> None:
+    for path in ("/v1/completions", "/tokenize"):
+        fault(router.client.post(path, json={"prompt": "x" * 10_000_000}), 413)
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(1000):
+            yield b" " * 10_000
+
+    try:
+        fault(router.client.post("/v1/completions", content=chunks()), 413)
+    except httpx.WriteError:
+        pass  # the connection was closed while the client was still sending
+
+
+def exchange(router: RouterInThread, data: bytes) -> bytes:
+    """Sends raw bytes, ends the client's side, returns all that comes back."""
+    with socket.create_connection(("127.0.0.1", int(router.url.rsplit(":", 1)[1])), timeout=5) as sock:
+        sock.sendall(data)
+        sock.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := sock.recv(65536):
+            answer += part
+    return answer
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"prompt": "a"',
+        b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n10\r\n{"prompt": ',
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Le",
+        b"GARBAGE\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: nine\r\n\r\n",
+    ],
+    ids=["body", "chunk", "header", "garbage", "length"],
+)
+def test_half_a_request(router: RouterInThread, data: bytes) -> None:
+    head, _, body = exchange(router, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+# --- a thousand random bodies -----------------------------------------------------------------------------------
+
+VALID: list[dict[str, Any]] = [
+    {"prompt": "the quick brown fox", "max_tokens": 4, "temperature": 0.5, "stop": ["a", "b"], "model": "stand-in"},
+    {"prompt": [1, 2, 3], "n": 2, "logprobs": 2, "echo": True, "seed": 3, "max_tokens": 2},
+    {"prompt": ["a", "b"], "best_of": 3, "n": 2, "logit_bias": {"5": 2.0}, "max_tokens": 3},
+    {"prompt": [[1], [2, 3]], "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3},
+    {"prompt": "x", "top_k": 4, "min_p": 0.1, "ignore_eos": True, "min_tokens": 1, "return_token_ids": True},
+    {"prompt": "x", "prompt_logprobs": 1, "priority": 5, "stop_token_ids": [3], "max_tokens": 0, "echo": True},
+]
+FIELDS = sorted({name for body in VALID for name in body} | {"suffix", "user", "top_p", "presence_penalty", "bogus"})
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(1 << 70), 1 << 70), st.integers(-3, 30), st.floats(), st.text(max_size=8),
+    st.sampled_from(["", "\ud800", "a", "\x00", 1e308, -0.0, 400, 1 << 31]),
+)  # fmt: skip
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+)
+
+
+@st.composite
+def random_bodies(draw: st.DrawFn) -> bytes:
+    body = dict(draw(st.sampled_from(VALID)))
+    for _ in range(draw(st.integers(0, 3))):
+        body[draw(st.sampled_from(FIELDS))] = draw(values)
+    for name in draw(st.lists(st.sampled_from(FIELDS), max_size=2)):
+        body.pop(name, None)
+    raw = json.dumps(body).encode()
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 3]))):  # damage the bytes as well
+        at = draw(st.integers(0, len(raw) - 1))
+        raw = raw[:at] + draw(st.binary(max_size=3)) + raw[at + draw(st.integers(0, 3)) :] or b"{"
+    return raw
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(raw=random_bodies())
+def test_random_bodies_never_give_a_5xx(router: RouterInThread, node: StandInNode, raw: bytes) -> None:
+    response = router.client.post("/v1/completions", content=raw)
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        fault(response, response.status_code)
+    elif response.headers["content-type"].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert response.json()["choices"]
