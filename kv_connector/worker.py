@@ -91,6 +91,10 @@ class ConnectorWorker:
     def get_finished(self) -> Iterable[object]:
         return self._drain_events()
 
+    def push_between_steps(self, push: WholePush) -> None:
+        """A push that travels with no step: after every step launched so far."""
+        self._transfer.submit(push)
+
     def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
         for load in loads:
             for layer, event in load.start(self._transfer.pool).items():

@@ -78,7 +78,7 @@ class Transport(Protocol):
         """Source: a channel to `peer`; one to an older epoch of the same node is closed. Raises TransportError."""
 
     def admit(self, peer: NodeInfo) -> None:
-        """Sink: `peer` was greeted and may become a source. Raises TransportError if it could not be fenced later."""
+        """Sink: `peer` was greeted and may (again) become a source. Raises TransportError if no fence of it would end."""
 
     def open_grant(self, grant: KVGrant) -> None:
         """Sink: writes under this grant may land from here on. Idempotent. Raises GrantError for a fenced source."""
@@ -87,7 +87,9 @@ class Transport(Protocol):
         """Sink: if `receiver_writes`, returns when no write under this grant can land any more. Idempotent."""
 
     def fence(self, node_id: str, epoch: int) -> Future[None]:
-        """Sink: done when no write of that source epoch can land any more, ever. Its callbacks run on any thread."""
+        """Sink: done when no write under any grant of that source epoch opened so far can land any more.
+
+        The epoch gets no new grants until it is admitted again. Callbacks of the future run on any thread."""
 
     def close(self) -> None:
         """Lets go of every channel, peer and thread."""

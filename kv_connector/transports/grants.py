@@ -53,7 +53,7 @@ class GrantTable:
                 self._close_entries([entry])
 
     def fence(self, source_id: str, source_epoch: int) -> None:
-        """Closes all grants of that source epoch and bars it for good. Returns when its writers have left."""
+        """Closes all grants of that source epoch and bars it until `admit`. Returns when its writers have left."""
         with self._changed:
             self._fenced.add((source_id, source_epoch))
             entries = [
@@ -64,6 +64,11 @@ class GrantTable:
             for entry in entries:
                 self._open.pop(entry.grant.grant_id, None)
             self._close_entries(entries)
+
+    def admit(self, source_id: str, source_epoch: int) -> None:
+        """Lifts the bar of a fence. Grants from before it stay closed, so late writes stay refused."""
+        with self._changed:
+            self._fenced.discard((source_id, source_epoch))
 
     def count_refusal(self) -> None:
         with self._changed:

@@ -62,7 +62,7 @@ class LocalTransport:
         return channel
 
     def admit(self, peer: NodeInfo) -> None:
-        pass  # the gate alone decides
+        self.grants.admit(peer.node_id, peer.epoch)
 
     def open_grant(self, grant: KVGrant) -> None:
         self.grants.open(grant)

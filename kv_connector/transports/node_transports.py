@@ -109,7 +109,7 @@ class NodeTransports:
             transport.close_grant(grant_id)
 
     def fence(self, node_id: str, epoch: int) -> Future[None]:
-        """Sink: done when no write of that source epoch can land any more. Callbacks run on any thread."""
+        """Sink: as Transport.fence, for every way that the source may have taken."""
         with self._lock:
             self._sources.pop((node_id, epoch), None)
         return _all_done([transport.fence(node_id, epoch) for transport in self._transports.values()])

@@ -57,7 +57,7 @@ class TcpTransport:
         self._lock = threading.Lock()
         self._channels: dict[str, TcpChannel] = {}  # by sink's node_id: the newest epoch
         self._receivers: dict[Receiver, threading.Thread] = {}
-        self._fences: list[tuple[tuple[str, int], Future[None]]] = []
+        self._fences: list[tuple[set[Receiver], Future[None]]] = []  # with the receivers each waits for
         self._listener: socket.socket | None = None
         self._closed = False
 
@@ -101,7 +101,7 @@ class TcpTransport:
     # --- sink -----------------------------------------------------------------------------------------------
 
     def admit(self, peer: NodeInfo) -> None:
-        pass  # connections prove who they are
+        self.grants.admit(peer.node_id, peer.epoch)
 
     def open_grant(self, grant: KVGrant) -> None:
         self.grants.open(grant)
@@ -110,12 +110,12 @@ class TcpTransport:
         self.grants.close(grant_id)
 
     def fence(self, node_id: str, epoch: int) -> Future[None]:
-        """Bars the epoch, breaks its connections; done when their threads have left the pool."""
+        """Bars the epoch until it is admitted again, breaks its connections; done when their threads have ended."""
         self.grants.fence(node_id, epoch)
         fenced: Future[None] = Future()
         with self._lock:
-            self._fences.append(((node_id, epoch), fenced))
-            receivers = [each for each in self._receivers if each.source == (node_id, epoch)]
+            receivers = {each for each in self._receivers if each.source == (node_id, epoch)}
+            self._fences.append((receivers, fenced))
         for receiver in receivers:
             receiver.drop()
         self._settle_fences()
@@ -196,9 +196,9 @@ class TcpTransport:
 
     def _settle_fences(self) -> None:
         with self._lock:
-            busy = {receiver.source for receiver in self._receivers}
-            done = [future for source, future in self._fences if source not in busy]
-            self._fences = [(source, future) for source, future in self._fences if source in busy]
+            busy = self._receivers.keys()
+            done = [future for receivers, future in self._fences if not receivers & busy]
+            self._fences = [(receivers, future) for receivers, future in self._fences if receivers & busy]
         for future in done:
             future.set_result(None)
 

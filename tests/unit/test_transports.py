@@ -345,7 +345,7 @@ def test_a_newer_epoch_supersedes_the_channel(make_node, make_pair, transport):
 
 
 @pytest.mark.parametrize("transport", RECEIVER_WRITES)
-def test_a_fenced_epoch_is_barred_for_good(make_node, make_pair, transport):
+def test_a_fenced_epoch_is_barred_and_its_successor_is_not(make_node, make_pair, transport):
     source, sink, channel = make_pair(transport)
     grant = sink.grant(source.info, [1])
     before = sink.pool.clone()
@@ -365,6 +365,24 @@ def test_a_fenced_epoch_is_barred_for_good(make_node, make_pair, transport):
     new_channel.write(grant, [(0, 1)], None, [8])
     new_channel.flush(grant)
     assert torch.equal(sink.pool[1], reborn.pool[0])
+
+
+@pytest.mark.parametrize("transport", RECEIVER_WRITES)
+def test_a_fenced_epoch_that_lives_is_served_again_once_admitted(make_pair, transport):
+    """A source that was only silent for a while: its old grants stay closed, new ones work."""
+    source, sink, _ = make_pair(transport)
+    old = sink.grant(source.info, [1])
+    before = sink.pool.clone()
+    fence = sink.transports.fence(source.info.node_id, source.epoch)
+    sink.admit(source.info)
+    channel = source.connect(sink.info)
+    fence.result(5)  # it waits for connections from before, not for the new one
+    assert refused(channel, old, [(0, 1)])
+    assert torch.equal(sink.pool, before)
+    new = sink.grant(source.info, [2])
+    channel.write(new, [(3, 2)], None, [8])
+    channel.flush(new)
+    assert torch.equal(sink.pool[2], source.pool[3])
 
 
 @pytest.mark.parametrize("transport", ALL)
