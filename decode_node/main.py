@@ -8,7 +8,6 @@ from tandem.kv_connector.node_shell import NodeContext
 from tandem.kv_connector.node_shell import run_node as run_shell
 
 
-
 def make_logic(context: NodeContext) -> ServingNode:
     """A unified node has no hand-offs and serves every request alone."""
     options = context.options

@@ -13,7 +13,9 @@ from tandem.engine.request import Request
 from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
+from tandem.kv_connector.meta import TransferJob, TransportCommand
 from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released
+from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.sink import SinkManager
 
 
@@ -58,11 +60,6 @@ class DecodeNode(ServingNode):
         self.sink.peer_lost(info.node_id, info.epoch)
         self._take_outcomes(now)
 
-    def on_fenced(self, node_id: str, epoch: int, now: float) -> None:
-        """No write of that source can land any more."""
-        self.sink.fenced(node_id, epoch)
-        self._take_outcomes(now)
-
     def on_transfer(self, event: object, now: float) -> None:
         self.sink.on_transfer_event(event, now)
         self._take_outcomes(now)
@@ -71,6 +68,15 @@ class DecodeNode(ServingNode):
         super().on_tick(now)
         self.sink.on_tick(now)
         self._take_outcomes(now)
+
+    def drain_jobs(self) -> list[TransferJob]:
+        return self.sink.drain_jobs()
+
+    def drain_peer_effects(self) -> list[PeerEffect]:
+        return self.sink.drain_peer_effects()
+
+    def drain_transport_commands(self) -> list[TransportCommand]:
+        return self.sink.drain_transport_commands()
 
     def handoff_outbox(self) -> list[tuple[str, Message]]:
         return self.sink.drain_outbox()

@@ -22,7 +22,7 @@ import zmq
 from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
 from tandem.engine.errors import ConfigError, HandshakeError
-from tandem.engine.messages import Hello, Message, NodeInfo, PeerRef, Ping, Refused, Status, Welcome
+from tandem.engine.messages import Hello, Message, NodeInfo, PeerRef, Ping, Refused, Status, Welcome, peer_id_of
 from tandem.engine.security import ClusterKeys
 
 READ_BURST = 512  # messages read from one socket before the others get their turn
@@ -56,11 +56,6 @@ class PeerRefused:
 
 
 ControlEvent = Received | PeerUp | PeerLost | PeerRefused
-
-
-def peer_id_of(node_id: str, epoch: int) -> str:
-    """The name under which one life of a process is addressed."""
-    return f"{node_id}@{epoch:016x}"
 
 
 @dataclass(slots=True)
@@ -132,7 +127,8 @@ class ControlPlane:
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
-        assert self.info is not None and self.status is not None, "info and status are set before start()"
+        assert self.info is not None, "info is set before start()"
+        assert self.status is not None, "status is set before start()"
         self._thread.start()
 
     def send(self, peer_id: str, message: Message) -> None:
@@ -253,7 +249,8 @@ class ControlPlane:
         self._reply(identity, Welcome(info=self.info))
 
     def _read_dealer(self, link: _Link, now: float) -> None:
-        assert link.socket is not None and link.ref is not None
+        assert link.socket is not None
+        assert link.ref is not None
         for _ in range(READ_BURST):
             if link.socket.closed:
                 return
@@ -303,7 +300,8 @@ class ControlPlane:
         self.deliver(PeerRefused(link.ref, reason))
 
     def _watch_process(self, link: _Link) -> None:
-        assert self.info is not None and link.info is not None
+        assert self.info is not None
+        assert link.info is not None
         if link.info.pid and link.info.host_id and link.info.host_id == self.info.host_id:
             try:
                 link.pidfd = os.pidfd_open(link.info.pid)

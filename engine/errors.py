@@ -9,7 +9,7 @@
     │   └── CheckpointError        -                           the model folder can't be served; names the file
     ├── HandshakeError             -                           two processes refuse each other; names the field
     ├── GrantError                 -                           a grant is forged, foreign, replayed or out of date
-    ├── TransportError             -                           bytes could not be moved; the hand-off is retried or recomputed
+    ├── TransportError             -                           bytes could not be moved; retried or recomputed
     │   └── PeerLostError          -                           the peer is gone or fenced
     ├── OverloadedError            429 rate_limit_error        queues are full; `retry_after_s` says when to come back
     ├── UnavailableError           503 service_unavailable     no node can take the request now

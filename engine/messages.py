@@ -47,6 +47,11 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     transports: dict[str, bytes] = {}
 
 
+def peer_id_of(node_id: str, epoch: int) -> str:
+    """The name under which one life of a process is addressed."""
+    return f"{node_id}@{epoch:016x}"
+
+
 class Hello(Message, frozen=True, kw_only=True):
     wire_version: int
     info: NodeInfo
@@ -267,7 +272,7 @@ class KVCommitted(Message, frozen=True, kw_only=True):
 
 
 class KVResend(Message, frozen=True, kw_only=True):
-    """Sink -> source: these blocks (indices into the grant's `block_ids`) did not match; write them again, then KVReady."""
+    """Sink -> source: these blocks (indices into the grant's `block_ids`) did not match: again, then KVReady."""
 
     request_id: str
     attempt: int
@@ -285,7 +290,7 @@ class KVRefused(Message, frozen=True, kw_only=True):
 
 
 class KVRelease(Message, frozen=True, kw_only=True):
-    """Source -> sink: I will not complete this hand-off (cancelled, failed, all samples ended). Followed by KVDrained."""
+    """Source -> sink: I will not complete this (cancelled, failed, all samples ended). KVDrained follows."""
 
     request_id: str
     attempt: int

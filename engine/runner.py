@@ -61,7 +61,8 @@ class ModelRunner:
         worker_connector: KVConnectorWorker | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here."""
-        assert pool.dim() == 6 and pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
+        assert pool.dim() == 6, f"not a pool: {pool.shape}"
+        assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
         self.pool = pool
         self.device = pool.device

@@ -4,67 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from tandem.engine.errors import TandemError
 from tandem.engine.messages import NodeInfo
 from tandem.kv_connector.meta import CloseGrant, OpenGrant, TransferJob, TransportCommand, WholePush
+from tandem.kv_connector.peer_effects import AdmitSource, CloseChannel, Fenced, OpenChannel, PeerEffect
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.kv_connector.worker import ConnectorWorker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenChannel:
-    """Source: a sink was greeted."""
-
-    peer: NodeInfo
-
-
-@dataclass(frozen=True, slots=True)
-class CloseChannel:
-    """Source: a sink is lost."""
-
-    node_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class AdmitSource:
-    """Sink: a source was greeted."""
-
-    peer: NodeInfo
-
-
-@dataclass(frozen=True, slots=True)
-class FenceSource:
-    """Sink: a source is lost; answered by Fenced."""
-
-    node_id: str
-    epoch: int
-
-
-PeerEffect = OpenChannel | CloseChannel | AdmitSource | FenceSource
-
-
-@dataclass(frozen=True, slots=True)
-class Fenced:
-    """No write of that source can land any more."""
-
-    node_id: str
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class PeerFailed:
-    """The data channel to a sink broke or could not be opened."""
-
-    node_id: str
-    epoch: int
-    reason: str
 
 
 @runtime_checkable

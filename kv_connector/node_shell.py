@@ -20,13 +20,13 @@ import msgspec
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
-from tandem.engine.control_plane import ControlPlane, peer_id_of
+from tandem.engine.control_plane import ControlPlane
 from tandem.engine.core import EngineCore
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
 from tandem.engine.hashing import root_hash
 from tandem.engine.interfaces import DirectoryPublisher, KVConnectorScheduler
 from tandem.engine.kv_pool import allocate_pool, pool_bytes
-from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo
+from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool
 from tandem.engine.request_book import RequestBook
@@ -35,8 +35,9 @@ from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys, load_cluster_keys
 from tandem.engine.serving_node import ServingNode
 from tandem.kv_connector.directory.records import NodeRecord
-from tandem.kv_connector.effects import Effects, PeerFailed
+from tandem.kv_connector.effects import Effects
 from tandem.kv_connector.fence import host_id
+from tandem.kv_connector.peer_effects import PeerFailed
 from tandem.kv_connector.plan import check_hello
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
@@ -168,9 +169,7 @@ class NodeProcess:
 
     def _context(self) -> NodeContext:
         cache, loaded = self.options.cache, self.loaded
-        book = RequestBook(
-            loaded.config.vocab_size, loaded.max_model_len, cache.block_size, cache.hash_block_size
-        )
+        book = RequestBook(loaded.config.vocab_size, loaded.max_model_len, cache.block_size, cache.hash_block_size)
         identity_key = loaded.identity.key()
 
         def make_scheduler(connector: KVConnectorScheduler | None) -> Scheduler:

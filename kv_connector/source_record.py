@@ -69,7 +69,7 @@ class SourceRecord:
         return self._take(LayerPush, self._num_complete(self.num_computed_tokens))
 
     def take_whole_push(self, num_tokens: int, step_id: int) -> WholePush | None:
-        """Blocks complete within the first `num_tokens` that were not pushed; step `step_id` is the last to write them."""
+        """Blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write them."""
         return self._take(WholePush, self._num_complete(num_tokens), step_id=step_id)
 
     def push_again(self) -> WholePush:

@@ -14,9 +14,7 @@ def make_logic(context: NodeContext) -> ServingNode:
     options = context.options
     source = SourceManager(context.info, context.keys, context.pool, options)
     scheduler = context.make_scheduler(source)
-    return PrefillNode(
-        context.info, context.book, scheduler, context.pool, options.scheduler.max_queue, source
-    )
+    return PrefillNode(context.info, context.book, scheduler, context.pool, options.scheduler.max_queue, source)
 
 
 def run_node(options: NodeOptions) -> int:

@@ -7,7 +7,9 @@ from tandem.engine.messages import Message, NodeInfo, PeerRef
 from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
+from tandem.kv_connector.meta import TransferJob, TransportCommand
 from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed
+from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.source import SourceManager
 
 
@@ -74,6 +76,15 @@ class PrefillNode(ServingNode):
         super().on_tick(now)
         self.source.on_tick(now)
         self._take_outcomes(now)
+
+    def drain_jobs(self) -> list[TransferJob]:
+        return self.source.drain_jobs()
+
+    def drain_peer_effects(self) -> list[PeerEffect]:
+        return self.source.drain_peer_effects()
+
+    def drain_transport_commands(self) -> list[TransportCommand]:
+        return self.source.drain_transport_commands()
 
     def handoff_outbox(self) -> list[tuple[str, Message]]:
         return self.source.drain_outbox()

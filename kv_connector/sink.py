@@ -1,0 +1,428 @@
+"""The sink's hand-offs: tickets, the queue of claims, grants, verification, commit, quarantine. Pure, see source.py.
+
+Blocks: `hits` (pinned prefix, shared) and `granted` (to be written by the source) of each record hold one reference
+each until the machine says COMMIT, UNPIN or FREE.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import NodeOptions
+from tandem.engine.messages import (
+    KVClaim,
+    KVCommitted,
+    KVDrained,
+    KVDrainedAck,
+    KVGrant,
+    KVReady,
+    KVRefused,
+    KVRelease,
+    KVResend,
+    KVWait,
+    Message,
+    NodeInfo,
+    Submit,
+    peer_id_of,
+)
+from tandem.engine.request import Request
+from tandem.engine.security import ClusterKeys
+from tandem.kv_connector import outcomes
+from tandem.kv_connector.handoff.sink import SinkAction as A
+from tandem.kv_connector.handoff.sink import SinkEvent as E
+from tandem.kv_connector.handoff.sink import SinkMachine
+from tandem.kv_connector.handoff.sink import SinkState as S
+from tandem.kv_connector.meta import (
+    CloseGrant,
+    HandoffKey,
+    OpenGrant,
+    TransferJob,
+    TransportCommand,
+    Verified,
+    Verify,
+    digest_key,
+)
+from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome
+from tandem.kv_connector.peer_effects import AdmitSource, Fenced, FenceSource, PeerEffect
+
+TOMBSTONE_S = 120.0
+MAX_RESEND_S = 5.0
+MAX_LOST = 4096
+_OVER = (S.COMMITTED, S.CLOSED, S.REJECTED, S.UNKNOWN)
+
+
+@dataclass(eq=False, slots=True)
+class SinkRecord:
+    key: HandoffKey
+    machine: SinkMachine
+    deadline: float
+    source_id: str = ""
+    request: Request | None = None
+    num_blocks: int = 0
+    hits: list[int] = field(default_factory=list)
+    granted: list[int] = field(default_factory=list)
+    grant: KVGrant | None = None
+    lease_until: float = 0.0
+    ready: KVReady | None = None
+    bad_indices: tuple[int, ...] = ()
+    reason: str = ""
+    resend_at: float = 0.0
+    resend_every_s: float = 0.0
+    closed_at: float = 0.0
+
+
+@dataclass
+class SinkCounters:
+    commits: int = 0
+    recomputes: int = 0
+    failures: int = 0
+    digest_mismatches: int = 0
+    foreign_messages: int = 0
+    blocks_quarantined: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return {f"sink_{name}": float(value) for name, value in vars(self).items()}
+
+
+class SinkManager:
+    """Grants strictly in the order of claims; a claim that does not fit holds the line."""
+
+    def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
+        self.info = info
+        self.counters = SinkCounters()
+        self._keys = keys
+        self._pool = pool
+        self._options = options
+        self._block_size = options.cache.block_size
+        self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
+        self._records: dict[HandoffKey, SinkRecord] = {}
+        self._queue: deque[SinkRecord] = deque()
+        self._lost: OrderedDict[tuple[str, int], None] = OrderedDict()
+        self._outbox: list[tuple[str, Message]] = []
+        self._jobs: list[TransferJob] = []
+        self._commands: list[TransportCommand] = []
+        self._effects: list[PeerEffect] = []
+        self._outcomes: list[SinkOutcome] = []
+        self._now = 0.0
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def expect(self, submit: Submit, request: Request, now: float) -> int:
+        """The ticket: pins this node's own prefix of the prompt, takes no new block; number of tokens pinned."""
+        self._now = now
+        record = self._record(request.key)
+        record.deadline = now + submit.deadline_s
+        record.request = request
+        record.num_blocks = -(-request.num_prompt_tokens // self._block_size)
+        assert submit.peer is not None, "a decode node is told who hands over"
+        record.source_id = submit.peer.node_id
+        if request.use_prefix_cache:
+            last_full = (request.num_prompt_tokens - 1) // self._block_size
+            record.hits = self._pool.match_prefix(request.block_hashes[:last_full])
+            self._pool.touch(record.hits)
+        num_cached = len(record.hits) * self._block_size
+        self._run(record, record.machine.on_submit(submit.peer.epoch))
+        if record.machine.state in _OVER:
+            self._unpin(record)
+        elif record.num_blocks + 1 > self._pool.num_blocks:
+            record.reason = outcomes.TOO_LARGE
+            self._run(record, record.machine.on(E.DEADLINE))
+        elif (record.source_id, submit.peer.epoch) in self._lost:
+            record.reason = outcomes.SOURCE_LOST
+            self._run(record, record.machine.on_source_lost(submit.peer.epoch))
+        self._settle(record)
+        return num_cached
+
+    def cancel(self, request_id: str, attempt: int, now: float) -> None:
+        self._now = now
+        record = self._records.get((request_id, attempt))
+        if record is not None:
+            record.reason = outcomes.CANCELLED
+            self._run(record, record.machine.on(E.CANCEL))
+            self._settle(record)
+
+    # --- what happens elsewhere -----------------------------------------------------------------------------
+
+    def on_message(self, peer_id: str, message: Message, now: float) -> None:
+        """From a source; one that speaks for another node or epoch than its connection is not heard."""
+        self._now = now
+        if not isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
+            self.counters.foreign_messages += 1
+            return
+        key = (message.request_id, message.attempt)
+        record = self._record(key)
+        source_id, _, epoch = peer_id.rpartition("@")
+        record.source_id = record.source_id or source_id
+        if source_id != record.source_id or int(epoch, 16) != message.source_epoch:
+            self.counters.foreign_messages += 1
+            return
+        machine = record.machine
+        if isinstance(message, KVClaim):
+            self._run(record, machine.on_claim(message.source_epoch, message.sink_epoch))
+        elif isinstance(message, KVReady):
+            self._on_ready(record, message)
+        elif isinstance(message, KVRelease):
+            record.reason = message.reason
+            self._run(record, machine.on_release(message.source_epoch))
+        else:
+            self._run(record, machine.on_drained(message.source_epoch, message.grant_id))
+        self._settle(record)
+
+    def on_transfer_event(self, event: object, now: float) -> None:
+        self._now = now
+        if isinstance(event, Fenced):
+            self.fenced(event.node_id, event.epoch)
+        elif isinstance(event, Verified):
+            record = self._records.get(event.key)
+            if record is not None:
+                self._on_verified(record, event)
+
+    def peer_connected(self, info: NodeInfo) -> None:
+        self._effects.append(AdmitSource(info))
+
+    def peer_lost(self, node_id: str, epoch: int) -> None:
+        """The source is silent or gone: what it may still write stays in quarantine until it is fenced."""
+        self._lost[node_id, epoch] = None
+        if len(self._lost) > MAX_LOST:
+            self._lost.popitem(last=False)
+        self._effects.append(FenceSource(node_id, epoch))
+        for record in self._of_source(node_id):
+            record.reason = outcomes.SOURCE_LOST
+            self._run(record, record.machine.on_source_lost(epoch))
+            self._settle(record)
+
+    def fenced(self, node_id: str, epoch: int) -> None:
+        for record in self._of_source(node_id):
+            record.reason = record.reason or outcomes.SOURCE_LOST
+            self._run(record, record.machine.on_fenced(epoch))
+            self._settle(record)
+
+    def on_tick(self, now: float) -> None:
+        self._now = now
+        for record in list(self._records.values()):
+            if record.machine.state in _OVER:
+                if record.closed_at and now - record.closed_at > TOMBSTONE_S:
+                    del self._records[record.key]
+                continue
+            self._tick(record)
+        self._grant_in_order()
+
+    def _tick(self, record: SinkRecord) -> None:
+        if self._now >= record.deadline and record.machine.state is not S.QUARANTINED:
+            record.reason = outcomes.DEADLINE if record.request is not None else outcomes.EARLY
+            self._run(record, record.machine.on(E.DEADLINE))
+        if record.lease_until and self._now >= record.lease_until and record.machine.state in (S.GRANTED, S.RESENDING):
+            record.reason = outcomes.LEASE
+            self._run(record, record.machine.on(E.LEASE))
+        if record.machine.state in (S.RESENDING, S.QUARANTINED) and self._now >= record.resend_at:
+            every = max(2 * record.resend_every_s, self._options.timeouts.resend_s)
+            record.resend_every_s = min(every, MAX_RESEND_S)
+            record.resend_at = self._now + record.resend_every_s
+            self._run(record, record.machine.on(E.TIMER))
+        self._settle(record)
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    def drain_outbox(self) -> list[tuple[str, Message]]:
+        out, self._outbox = self._outbox, []
+        return out
+
+    def drain_jobs(self) -> list[TransferJob]:
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def drain_transport_commands(self) -> list[TransportCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def drain_peer_effects(self) -> list[PeerEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def drain_events(self) -> list[SinkOutcome]:
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    @property
+    def is_idle(self) -> bool:
+        """No hand-off is under way; quarantined blocks die with this process."""
+        return all(r.machine.state in (*_OVER, S.QUARANTINED) for r in self._records.values())
+
+    @property
+    def num_quarantined(self) -> int:
+        return sum(len(r.granted) for r in self._records.values() if r.machine.state is S.QUARANTINED)
+
+    def check_integrity(self) -> None:
+        for record in self._records.values():
+            state = record.machine.state
+            assert state not in _OVER or not (record.hits or record.granted), f"{record.key} is over and holds blocks"
+            assert state is not S.QUARANTINED or not record.hits, f"{record.key} is over and pins hits"
+            for block_id in (*record.hits, *record.granted):
+                assert self._pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _record(self, key: HandoffKey) -> SinkRecord:
+        record = self._records.get(key)
+        if record is None:
+            early = self._now + self._options.timeouts.connect_s
+            record = self._records[key] = SinkRecord(key, SinkMachine(self.info.epoch), deadline=early)
+        return record
+
+    def _of_source(self, node_id: str) -> list[SinkRecord]:
+        return [record for record in self._records.values() if record.source_id == node_id]
+
+    def _on_ready(self, record: SinkRecord, ready: KVReady) -> None:
+        if record.grant is not None and ready.grant_signature != record.grant.signature:
+            self.counters.foreign_messages += 1
+            return
+        if record.grant is not None and record.ready is None:
+            named = {token.sample_index for token in ready.first_tokens}
+            if record.request is not None and not named <= set(record.request.sample_indices):
+                self.counters.foreign_messages += 1
+                return
+        before = record.machine.state
+        actions = record.machine.on_ready(ready.grant_id, ready.source_epoch, ready.sink_epoch, ready.round)
+        if record.machine.state is S.VERIFYING and before is not S.VERIFYING:
+            record.ready = ready
+        self._run(record, actions)
+
+    def _on_verified(self, record: SinkRecord, event: Verified) -> None:
+        record.bad_indices = event.bad_indices
+        if event.bad_indices:
+            self.counters.digest_mismatches += 1
+            record.reason = outcomes.RECOMPUTING
+        self._run(record, record.machine.on_verified(event.grant_id, event.round, not event.bad_indices))
+        self._settle(record)
+
+    def _settle(self, record: SinkRecord) -> None:
+        """After any event: queue a new claim, note an end, grant what can be granted now."""
+        if record.machine.state is S.QUEUED and record not in self._queue:
+            self._queue.append(record)
+        if record.machine.state in _OVER and record.machine.state is not S.UNKNOWN and not record.closed_at:
+            record.closed_at = self._now
+        self._grant_in_order()
+
+    def _grant_in_order(self) -> None:
+        while self._queue:
+            record = self._queue[0]
+            if record.machine.state is not S.QUEUED:
+                self._queue.popleft()
+                continue
+            needed = record.num_blocks - len(record.hits)
+            idle = self._pool.num_free + len(record.hits) == self._pool.num_blocks
+            if needed > self._pool.num_grantable - (0 if idle else self._headroom):
+                return
+            blocks = self._pool.allocate_grantable(needed)
+            assert blocks is not None, "room was checked"
+            self._queue.popleft()
+            self._grant(record, blocks)
+
+    def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
+        assert record.request is not None
+        lease_s = self._options.timeouts.grant_lease_s
+        record.granted = blocks
+        record.lease_until = self._now + lease_s
+        record.grant = self._keys.sign_grant(
+            KVGrant(
+                request_id=record.key[0],
+                attempt=record.key[1],
+                grant_id=secrets.randbits(63) + 1,
+                source_id=record.source_id,
+                source_epoch=record.machine.source_epoch,
+                sink_id=self.info.node_id,
+                sink_epoch=self.info.epoch,
+                first_block=len(record.hits),
+                block_ids=tuple(blocks),
+                num_prompt_tokens=record.request.num_prompt_tokens,
+                lease_s=lease_s,
+            )
+        )
+        self._run(record, record.machine.on_can_grant(record.grant.grant_id))
+
+    def _send(self, record: SinkRecord, message: Message) -> None:
+        self._outbox.append((peer_id_of(record.source_id, record.machine.source_epoch), message))
+
+    def _run(self, record: SinkRecord, actions: Sequence[A]) -> None:
+        for action in actions:
+            if action.value.startswith("send_"):
+                self._send(record, self._message(record, action))
+            else:
+                self._act(record, action)
+
+    def _message(self, record: SinkRecord, action: A) -> Message:
+        request_id, attempt = record.key
+        grant_id = record.machine.grant_id
+        if action is A.SEND_WAIT:
+            return KVWait(request_id=request_id, attempt=attempt, queue_position=len(self._queue))
+        if action is A.SEND_GRANT:
+            assert record.grant is not None
+            return record.grant
+        if action is A.SEND_COMMITTED:
+            return KVCommitted(request_id=request_id, attempt=attempt, grant_id=grant_id)
+        if action is A.SEND_RESEND:
+            indices, round = record.bad_indices, record.machine.round
+            return KVResend(request_id=request_id, attempt=attempt, grant_id=grant_id, indices=indices, round=round)
+        if action is A.SEND_REFUSED:
+            return KVRefused(request_id=request_id, attempt=attempt, reason=record.reason or outcomes.UNKNOWN)
+        assert action is A.SEND_ACK
+        return KVDrainedAck(request_id=request_id, attempt=attempt, grant_id=grant_id)
+
+    def _act(self, record: SinkRecord, action: A) -> None:
+        if action is A.OPEN_GRANT:
+            assert record.grant is not None
+            self._commands.append(OpenGrant(record.grant))
+        elif action is A.CLOSE_GRANT:
+            assert record.grant is not None
+            self._commands.append(CloseGrant(record.grant.grant_id))
+            self.counters.blocks_quarantined += len(record.granted) if record.machine.state is S.QUARANTINED else 0
+        elif action is A.VERIFY:
+            self._verify(record)
+        elif action is A.UNPIN:
+            self._unpin(record)
+        elif action is A.FREE:
+            self._pool.free(record.granted, None)
+            record.granted = []
+        else:
+            self._end(record, action)
+
+    def _unpin(self, record: SinkRecord) -> None:
+        self._pool.free(record.hits, None)
+        record.hits = []
+
+    def _verify(self, record: SinkRecord) -> None:
+        assert record.grant is not None
+        assert record.ready is not None
+        assert record.request is not None
+        if not self._options.digests and not record.ready.digests:
+            self._run(record, record.machine.on_verified(record.grant.grant_id, record.machine.round, True))
+            return
+        valid_last = (record.request.num_prompt_tokens - 1) % self._block_size + 1
+        key = digest_key(*record.key, record.grant.grant_id)
+        blocks, digests = record.grant.block_ids, record.ready.digests
+        job = Verify(record.key, record.grant.grant_id, record.machine.round, blocks, digests, key, valid_last)
+        self._jobs.append(job)
+
+    def _end(self, record: SinkRecord, action: A) -> None:
+        request = record.request
+        if request is None or action is A.END_CANCELLED:
+            return
+        if action is A.COMMIT:
+            assert record.ready is not None
+            self.counters.commits += 1
+            blocks, num_cached = (*record.hits, *record.granted), len(record.hits) * self._block_size
+            record.hits, record.granted = [], []
+            self._outcomes.append(Commit(request, blocks, record.ready.first_tokens, num_cached))
+        elif action is A.RECOMPUTE:
+            assert record.ready is not None
+            self.counters.recomputes += 1
+            self._outcomes.append(Recompute(request, record.ready.first_tokens))
+        elif action is A.END_RELEASED:
+            self._outcomes.append(Released(request))
+        else:
+            self.counters.failures += 1
+            self._outcomes.append(Failed(request, record.reason, outcomes.is_retryable(record.reason)))

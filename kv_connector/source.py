@@ -1,0 +1,402 @@
+"""The source's hand-offs: one SourceMachine each, fed by the scheduler, the sinks' messages and the transfer thread.
+
+Implements engine.interfaces.KVConnectorScheduler for prefill nodes. Pure: messages, jobs and effects are queued and
+drained by the node's main; time comes in by `on_tick` and friends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import NodeOptions
+from tandem.engine.errors import GrantError
+from tandem.engine.messages import (
+    FirstToken,
+    KVClaim,
+    KVCommitted,
+    KVDrained,
+    KVDrainedAck,
+    KVGrant,
+    KVRefused,
+    KVRelease,
+    KVResend,
+    KVWait,
+    Message,
+    NodeInfo,
+    PeerRef,
+    peer_id_of,
+)
+from tandem.engine.request import Request
+from tandem.engine.security import ClusterKeys
+from tandem.engine.step import SchedulerOutput
+from tandem.kv_connector import outcomes
+from tandem.kv_connector.handoff.source import SourceAction as A
+from tandem.kv_connector.handoff.source import SourceEvent as E
+from tandem.kv_connector.handoff.source import SourceMachine
+from tandem.kv_connector.handoff.source import SourceState as S
+from tandem.kv_connector.meta import (
+    HandoffKey,
+    PushFailed,
+    ReadySent,
+    Retire,
+    Retired,
+    SourceStepMeta,
+    TransferJob,
+    TransportCommand,
+)
+from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed, SourceOutcome
+from tandem.kv_connector.peer_effects import CloseChannel, OpenChannel, PeerEffect, PeerFailed
+from tandem.kv_connector.source_record import NO_STEP, SourceRecord
+
+TOMBSTONE_S = 120.0
+MAX_RESEND_S = 5.0
+MAX_USED_GRANTS = 65536
+_PARKED = (S.PARKED, S.PARKED_DONE)
+_OVER = (S.DRAINED, S.CLOSED)
+
+
+@dataclass
+class SourceCounters:
+    handoffs_completed: int = 0
+    handoffs_failed: int = 0
+    grants_refused: int = 0
+    messages_dropped: int = 0
+    verbs_resent: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return {f"source_{name}": float(value) for name, value in vars(self).items()}
+
+
+class SourceManager:
+    """`pool` is shared with the scheduler; blocks that `request_finished` took over are freed here."""
+
+    def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
+        self.info = info
+        self.counters = SourceCounters()
+        self._keys = keys
+        self._pool = pool
+        self._options = options
+        self._block_size = options.cache.block_size
+        self._max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
+        self._records: dict[HandoffKey, SourceRecord] = {}
+        self._peers: dict[tuple[str, int], NodeInfo] = {}
+        self._broken: set[tuple[str, int]] = set()
+        self._used_grants: OrderedDict[int, None] = OrderedDict()
+        self._outbox: list[tuple[str, Message]] = []
+        self._jobs: list[TransferJob] = []
+        self._effects: list[PeerEffect] = []
+        self._outcomes: list[SourceOutcome] = []
+        self._now = 0.0
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def expect(self, request_id: str, attempt: int, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
+        """A prompt that will be handed to `peer`; before the scheduler gets it."""
+        key = (request_id, attempt)
+        assert key not in self._records, "the book lets each attempt in once"
+        self._records[key] = SourceRecord(
+            key=key,
+            peer=peer,
+            num_prompt_tokens=num_prompt_tokens,
+            num_blocks=-(-num_prompt_tokens // self._block_size),
+            block_size=self._block_size,
+            deadline=deadline,
+            machine=SourceMachine(self.info.epoch, peer.epoch),
+        )
+        where = (peer.node_id, peer.epoch)
+        if where in self._broken:
+            self._broken.discard(where)
+            self._effects.append(OpenChannel(self._peers[where]))
+
+    def cancel(self, request_id: str, attempt: int, now: float) -> None:
+        self._now = now
+        record = self._records.get((request_id, attempt))
+        if record is not None:
+            record.reason = outcomes.CANCELLED
+            self._run(record, record.machine.on(E.CANCEL))
+
+    # --- scheduler half of the connector --------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        record = self._records.get(request.key)
+        if record is None or (record.peer.node_id, record.peer.epoch) not in self._peers:
+            return None
+        record.request = request
+        if record.machine.state is S.IDLE:
+            self._run(record, record.machine.on(E.CLAIM))
+        state = record.machine.state
+        if state is S.CLAIMING:
+            return 0 if self._num_parked_blocks() + record.num_blocks <= self._max_parked else None
+        return 0 if state in (S.PARKED, S.PUSHING) else None
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        record = self._records[request.key]
+        first = not record.block_ids
+        record.blocks_allocated(block_ids, request.num_computed_tokens)
+        if first:
+            self._run(record, record.machine.on(E.START))
+
+    def build_connector_meta(self, output: SchedulerOutput) -> SourceStepMeta | None:
+        by_slot = {
+            record.request.slot: record
+            for record in self._records.values()
+            if record.request is not None and record.request.slot >= 0 and record.block_ids
+        }
+        pushes, whole = [], []
+        for row in output.rows:
+            record = by_slot.get(row.slot)
+            if record is None:
+                continue
+            pushing = record.machine.state is S.PUSHING
+            before = record.take_whole_push(row.start, record.last_step) if pushing else None
+            record.step_built(output.step_id, row.start + row.num_tokens)
+            now = record.take_layer_push() if pushing else None
+            whole += [before] if before is not None else []
+            pushes += [now] if now is not None else []
+        if not pushes and not whole:
+            return None
+        return SourceStepMeta(output.step_id, tuple(pushes), tuple(whole))
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+        record = self._records.get(request.key)
+        if record is None or record.machine.state in _OVER:
+            return False
+        record.request = None
+        record.block_ids, record.owns_blocks = list(block_ids), True
+        if len(request.first_tokens) < len(request.sample_indices):  # aborted or failed
+            record.reason = record.reason or outcomes.CANCELLED
+            self._run(record, record.machine.on(E.CANCEL))
+        else:
+            record.first_tokens = tuple(FirstToken(*token) for token in request.first_tokens)
+            ended = all(token.finished for token in record.first_tokens)
+            record.reason = outcomes.FINISHED if ended else ""
+            self._run(record, record.machine.on(E.ALL_FINISHED if ended else E.COMPUTED))
+        return True
+
+    # --- what happens elsewhere -----------------------------------------------------------------------------
+
+    def on_message(self, peer_id: str, message: Message, now: float) -> None:
+        """From a sink. Messages that fit no live hand-off are dropped and counted, but a refusal is answered."""
+        self._now = now
+        key = (getattr(message, "request_id", ""), getattr(message, "attempt", 0))
+        record = self._records.get(key)
+        if record is None or peer_id_of(record.peer.node_id, record.peer.epoch) != peer_id:
+            self._answer_stranger(peer_id, message)
+            return
+        machine = record.machine
+        if isinstance(message, KVGrant):
+            self._on_grant(record, message)
+        elif isinstance(message, KVWait):
+            self._run(record, machine.on(E.WAIT))
+        elif isinstance(message, KVCommitted):
+            self._run(record, machine.on_committed(message.grant_id))
+        elif isinstance(message, KVResend):
+            record.resend_indices = message.indices
+            self._run(record, machine.on_resend(message.grant_id, message.round))
+        elif isinstance(message, KVRefused):
+            record.reason = message.reason
+            self._run(record, machine.on(E.REFUSED))
+        elif isinstance(message, KVDrainedAck):
+            self._run(record, machine.on(E.DRAINED_ACK))
+
+    def on_transfer_event(self, event: object, now: float) -> None:
+        self._now = now
+        if isinstance(event, PeerFailed):
+            if (event.node_id, event.epoch) in self._peers:
+                self._broken.add((event.node_id, event.epoch))
+            return
+        assert isinstance(event, ReadySent | PushFailed | Retired), f"no event of a source: {event}"
+        record = self._records.get(event.key)
+        if record is None:
+            self.counters.messages_dropped += 1
+        elif isinstance(event, ReadySent):
+            record.ready = event.ready
+            self._run(record, record.machine.on_sent(event.grant_id, event.ready.round))
+        elif isinstance(event, PushFailed):
+            record.reason = event.reason
+            self._run(record, record.machine.on_push_failed(event.grant_id))
+        else:
+            self._run(record, record.machine.on_retired(event.grant_id))
+
+    def peer_connected(self, info: NodeInfo) -> None:
+        """A sink was greeted (again)."""
+        where = (info.node_id, info.epoch)
+        if where not in self._peers:
+            self._peers[where] = info
+            self._effects.append(OpenChannel(info))
+
+    def peer_lost(self, node_id: str, epoch: int) -> None:
+        """A sink is gone, or refuses this node."""
+        if self._peers.pop((node_id, epoch), None) is not None:
+            self._effects.append(CloseChannel(node_id, epoch))
+        self._broken.discard((node_id, epoch))
+        for record in list(self._records.values()):
+            if (record.peer.node_id, record.peer.epoch) == (node_id, epoch):
+                record.reason = outcomes.SINK_LOST
+                self._run(record, record.machine.on_sink_lost(epoch))
+
+    def on_tick(self, now: float) -> None:
+        self._now = now
+        for record in list(self._records.values()):
+            if record.machine.state is S.CLOSED:
+                if now - record.closed_at > TOMBSTONE_S and not record.owns_blocks:
+                    del self._records[record.key]
+                continue
+            if now >= record.deadline:
+                record.reason = outcomes.DEADLINE
+                self._run(record, record.machine.on(E.DEADLINE))
+            if now >= record.resend_at > 0:
+                self._wait_longer(record)
+                self.counters.verbs_resent += 1
+                self._run(record, record.machine.on(E.TIMER))
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    def drain_outbox(self) -> list[tuple[str, Message]]:
+        out, self._outbox = self._outbox, []
+        return out
+
+    def drain_jobs(self) -> list[TransferJob]:
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def drain_peer_effects(self) -> list[PeerEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def drain_transport_commands(self) -> list[TransportCommand]:
+        return []
+
+    def drain_events(self) -> list[SourceOutcome]:
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    @property
+    def is_idle(self) -> bool:
+        return all(record.machine.state in _OVER for record in self._records.values())
+
+    def check_integrity(self) -> None:
+        for record in self._records.values():
+            state = record.machine.state
+            if record.owns_blocks:
+                assert state not in _OVER, f"{record.key} is over and holds blocks"
+                for block_id in record.block_ids:
+                    assert self._pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _num_parked_blocks(self) -> int:
+        return sum(record.num_blocks for record in self._records.values() if record.machine.state in _PARKED)
+
+    def _on_grant(self, record: SourceRecord, grant: KVGrant) -> None:
+        """Checked before the first write; a grant that is not meant for this hand-off is refused and counted."""
+        try:
+            self._check_grant(record, grant)
+        except GrantError:
+            self.counters.grants_refused += 1
+            return
+        before = record.machine.grant_id
+        actions = record.machine.on_grant(grant.grant_id, grant.source_epoch, grant.sink_epoch)
+        if record.machine.grant_id != before:
+            self._used_grants[grant.grant_id] = None
+            if len(self._used_grants) > MAX_USED_GRANTS:
+                self._used_grants.popitem(last=False)
+            record.adopt(grant)
+            record.resend_at = 0.0
+        self._run(record, actions)
+
+    def _check_grant(self, record: SourceRecord, grant: KVGrant) -> None:
+        self._keys.check_grant(grant)
+        if grant.source_id != self.info.node_id or grant.sink_id != record.peer.node_id:
+            raise GrantError(f"grant {grant.grant_id:#x} is for another pair of nodes", request_id=grant.request_id)
+        if grant.grant_id in self._used_grants and grant.grant_id != record.machine.grant_id:
+            raise GrantError(f"grant {grant.grant_id:#x} was used before", request_id=grant.request_id)
+        sizes = (grant.first_block + len(grant.block_ids), grant.num_prompt_tokens)
+        if sizes != (record.num_blocks, record.num_prompt_tokens) or not grant.block_ids:
+            raise GrantError(f"grant {grant.grant_id:#x} does not fit the prompt", request_id=grant.request_id)
+
+    def _answer_stranger(self, peer_id: str, message: Message) -> None:
+        """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""
+        self.counters.messages_dropped += 1
+        if isinstance(message, KVRefused):
+            drained = KVDrained(
+                request_id=message.request_id, attempt=message.attempt, source_epoch=self.info.epoch, grant_id=0
+            )
+            self._outbox.append((peer_id, drained))
+
+    def _wait_longer(self, record: SourceRecord) -> None:
+        record.resend_every_s = min(2 * record.resend_every_s, MAX_RESEND_S)
+        record.resend_at = self._now + record.resend_every_s
+
+    def _send(self, record: SourceRecord, message: Message) -> None:
+        if record.resend_at <= self._now:
+            record.resend_every_s = max(record.resend_every_s, self._options.timeouts.resend_s)
+            record.resend_at = self._now + record.resend_every_s
+        self._outbox.append((peer_id_of(record.peer.node_id, record.peer.epoch), message))
+
+    def _run(self, record: SourceRecord, actions: Sequence[A]) -> None:
+        for action in actions:
+            self._act(record, action)
+        if record.machine.state is S.CLOSED and not record.closed_at:
+            record.closed_at = self._now
+
+    def _act(self, record: SourceRecord, action: A) -> None:
+        request_id, attempt = record.key
+        if action is A.SEND_CLAIM:
+            claim = KVClaim(
+                request_id=request_id,
+                attempt=attempt,
+                source_id=self.info.node_id,
+                source_epoch=self.info.epoch,
+                sink_epoch=record.peer.epoch,
+                num_prompt_tokens=record.num_prompt_tokens,
+            )
+            self._send(record, claim)
+        elif action is A.SEND_READY:
+            if record.ready is not None:
+                self._send(record, record.ready)
+        elif action is A.SEND_RELEASE:
+            reason, epoch = record.reason, self.info.epoch
+            self._send(record, KVRelease(request_id=request_id, attempt=attempt, source_epoch=epoch, reason=reason))
+        elif action is A.SEND_DRAINED:
+            grant_id, epoch = record.machine.grant_id, self.info.epoch
+            self._send(record, KVDrained(request_id=request_id, attempt=attempt, source_epoch=epoch, grant_id=grant_id))
+        elif action in (A.PUSH_COMPUTED, A.PUSH_AGAIN, A.FINALIZE, A.RETIRE):
+            self._queue_job(record, action)
+        elif action is A.FREE:
+            self._free(record)
+        else:
+            self._end(record, action)
+
+    def _queue_job(self, record: SourceRecord, action: A) -> None:
+        if action is A.PUSH_COMPUTED:
+            push = record.take_whole_push(record.num_computed_tokens, record.last_step)
+            self._jobs += [push] if push is not None else []
+        elif action is A.PUSH_AGAIN:
+            self._jobs.append(record.push_again())
+        elif action is A.FINALIZE:
+            record.resend_every_s = 0.0
+            record.resend_at = self._now + self._options.timeouts.resend_s
+            self._jobs.append(record.finalize(record.machine.round, self._options.digests))
+        else:
+            assert record.grant is not None
+            self._jobs.append(Retire(record.key, record.grant))
+
+    def _free(self, record: SourceRecord) -> None:
+        if record.owns_blocks:
+            self._pool.free(record.block_ids, record.last_step if record.last_step != NO_STEP else None)
+            record.block_ids, record.owns_blocks = [], False
+
+    def _end(self, record: SourceRecord, action: A) -> None:
+        if action in (A.END_COMMITTED, A.END_RELEASED):
+            self.counters.handoffs_completed += 1
+            reason = "" if action is A.END_COMMITTED else outcomes.FINISHED
+            self._outcomes.append(HandoffCompleted(record.key, reason))
+        elif action is A.END_REFUSED and record.reason == outcomes.RECOMPUTING:
+            self._outcomes.append(HandoffCompleted(record.key, outcomes.RECOMPUTING))
+        elif action in (A.END_REFUSED, A.END_FAILED):
+            self.counters.handoffs_failed += 1
+            self._outcomes.append(HandoffFailed(record.key, record.reason, outcomes.is_retryable(record.reason)))
