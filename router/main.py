@@ -23,6 +23,7 @@ def run_router(options: RouterOptions) -> int:
     When connections are accepted, `ready_fd` gets one line of JSON, `{"port": …}`, and is closed.
     """
     if options.workers > 1:
+        Worker(options)  # what can't be used is said here, once
         return WorkerGroup(options, run_worker, lambda port: _say_ready(options.ready_fd, port)).run()
     sock = bind(options.host, options.port, share_port=False)
     worker = Worker(options)

@@ -1,0 +1,133 @@
+"""The router as a process: ready line, launcher heartbeats, signals, several workers, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import zmq
+from router_in_thread import VOCAB_SIZE, make_tokenizer_folder, wait_until
+
+from stand_in_node import StandInNode
+
+MAIN = """
+import json, sys
+from tandem.engine.config import ModelOptions, RouterOptions, Timeouts
+from tandem.router.main import run_router
+sys.modules["torch"] = sys.modules["transformers"] = None
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    timeouts = Timeouts(heartbeat_s=0.1, peer_lost_s=1.0, connect_s=1.0, drain_s=5.0)
+    model = ModelOptions(model=given.pop("model"))
+    sys.exit(run_router(RouterOptions(model=model, timeouts=timeouts, port=0, **given)))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def node() -> Iterator[StandInNode]:
+    node = StandInNode(vocab_size=VOCAB_SIZE).start()
+    yield node
+    node.stop()
+
+
+class RouterProcess:
+    def __init__(self, folder: Path, **options: Any) -> None:
+        read_end, write_end = os.pipe()
+        given = {"model": str(folder), "ready_fd": write_end, **options}
+        script = folder / "main.py"
+        script.write_text(MAIN)
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), json.dumps(given)], pass_fds=[write_end], stderr=subprocess.PIPE, text=True
+        )
+        os.close(write_end)
+        self._ready = os.fdopen(read_end)
+
+    def url(self) -> str:
+        return f"http://127.0.0.1:{json.loads(self._ready.readline())['port']}"
+
+    def __enter__(self) -> RouterProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._ready.close()
+
+
+def ready(url: str) -> bool:
+    return httpx.get(f"{url}/ready").status_code == 200
+
+
+def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode) -> None:
+    context = zmq.Context()
+    launcher = context.socket(zmq.PULL)
+    port = launcher.bind_to_random_port("tcp://127.0.0.1")
+    with RouterProcess(folder, nodes=[node.address], launcher_address=f"tcp://127.0.0.1:{port}") as router:
+        url = router.url()
+        wait_until(lambda: ready(url), "the router to be ready")
+        assert launcher.poll(2000)
+        beat = msgspec.msgpack.decode(launcher.recv())
+        assert (beat["pid"], beat["kind"]) == (router.process.pid, "router")
+        node.step_s = 0.01
+        body = {"prompt": "the fox", "max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            router.process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]", "a running stream is finished"
+        assert router.process.wait(5) == 0
+    launcher.close()
+    context.term()
+
+
+def test_a_folder_without_tokenizer_ends_it_at_once(tmp_path: Path) -> None:
+    with RouterProcess(tmp_path, workers=2) as router:
+        _, errors = router.process.communicate(timeout=10)
+        assert router.process.returncode != 0
+        assert "has no tokenizer.json" in errors
+
+
+def workers_of(pid: int) -> set[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()}
+
+
+def test_two_workers_share_the_port_and_are_replaced(folder: Path, node: StandInNode) -> None:
+    with RouterProcess(folder, nodes=[node.address], workers=2) as router:
+        url = router.url()
+        first = workers_of(router.process.pid)
+        assert len(first) == 2
+        wait_until(lambda: len({hello.info.node_id for hello in node.hellos}) == 2, "both workers at the node")
+        body = {"prompt": "the fox", "max_tokens": 2}
+
+        def completes() -> bool:
+            return httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+
+        wait_until(lambda: all(completes() for _ in range(8)), "both workers to be ready")
+        total = 'tandem_router_prompts_ended_total{outcome="finished"}'
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        counted = float(next(line for line in lines if line.startswith(total)).split()[1])
+        assert counted >= 8, "figures are the sum over the workers"
+        victim = min(first)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(workers_of(router.process.pid) - first) == 1, "a new worker")
+        wait_until(lambda: len({hello.info.node_id for hello in node.hellos}) == 3, "its connection")
+        time.sleep(0.2)
+        assert all(completes() for _ in range(8))
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(8) == 0
