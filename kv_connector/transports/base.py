@@ -78,7 +78,7 @@ class Transport(Protocol):
         """Source: a channel to `peer`; one to an older epoch of the same node is closed. Raises TransportError."""
 
     def admit(self, peer: NodeInfo) -> None:
-        """Sink: `peer` was greeted and may (again) become a source. Raises TransportError if no fence of it would end."""
+        """Sink: `peer` was greeted and may (again) be a source. Raises TransportError if no fence of it would end."""
 
     def open_grant(self, grant: KVGrant) -> None:
         """Sink: writes under this grant may land from here on. Idempotent. Raises GrantError for a fenced source."""
