@@ -19,7 +19,7 @@ import msgspec
 
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.model_config import ModelConfig
-from tandem.engine.weights import DUMMY_DIGEST, weight_files
+from tandem.engine.weights import DUMMY_DIGEST, stored_tensors, weight_files
 
 CACHE_NAME = ".tandem-digests.json"
 CACHE_FROM_BYTES = 64 << 20  # smaller files are hashed sooner than a cache file is worth
@@ -45,6 +45,7 @@ def _short(data: bytes) -> str:
 
 
 def _weights_digest(folder: Path) -> str:
+    stored_tensors(folder)  # a torn shard is named at once, not after gigabytes were hashed
     caches = (folder / CACHE_NAME, _user_cache(folder))
     known = _read_cache(caches)
     keys = {_key(path): path for path in weight_files(folder)}

@@ -119,6 +119,14 @@ def test_a_damaged_cache_is_made_again(folder: Path) -> None:
         assert identify(folder) == first
 
 
+def test_a_torn_shard_is_named_before_anything_is_hashed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "_digest", lambda path: pytest.fail(f"hashed {path}"))
+    last = max(folder.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=f"{last.name} is truncated"):
+        identify(folder)
+
+
 def test_small_models_leave_no_cache_behind(folder: Path) -> None:
     before = sorted(folder.iterdir())
     identify(folder)
