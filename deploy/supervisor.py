@@ -1,0 +1,226 @@
+"""What the launcher decides about its children: whom to start, restart, kill and stop, and when. Pure.
+
+    WAITING ──start──> STARTING ──ready──> READY
+       ^                  │ exit, silence    │ exit, silence
+       └── backoff ───────┴──────────────────┘        stop: TERM stage by stage, the routers first
+
+Children belong to stages. A stage starts when every child of the stages before it has been ready once; at the end the
+last stage stops first. Events come in with the time; what is to be done comes out.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+EXIT_BAD_CONFIG = 2
+FIRST_BACKOFF_S = 0.5
+MAX_BACKOFF_S = 10.0
+QUICK_FAILURE_S = 10.0  # a child that served for less counts as failed quickly
+MAX_QUICK_FAILURES = 5  # in a row
+START_TIMEOUT_S = 1200.0  # loading a large model from cold storage takes minutes
+STOP_MARGIN_S = 10.0  # beyond drain_s, for children to come down
+
+
+class ChildState(enum.Enum):
+    WAITING = "waiting"
+    STARTING = "starting"
+    READY = "ready"
+    STOPPING = "stopping"  # SIGTERM sent
+    KILLED = "killed"  # SIGKILL sent
+    ENDED = "ended"  # will not start again
+
+
+class Phase(enum.Enum):
+    RUNNING = "running"
+    STOPPING = "stopping"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Every child has been ready: the whole is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A line for people."""
+
+    text: str
+
+
+Action = Start | Terminate | Kill | Serving | Report
+
+
+@dataclass(slots=True)
+class Child:
+    name: str
+    stage: int
+    state: ChildState = ChildState.WAITING
+    was_ready: bool = False
+    start_at: float = 0.0  # WAITING: not before
+    started_at: float = 0.0
+    ready_at: float | None = None
+    last_beat: float = 0.0  # or when it became ready
+    num_quick_failures: int = 0
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in (ChildState.WAITING, ChildState.ENDED)
+
+
+@dataclass
+class Supervisor:
+    """`peer_lost_s`: silence of a ready child that gets it killed. `exit_code` holds once `phase` is ENDED."""
+
+    peer_lost_s: float
+    drain_s: float
+    children: dict[str, Child] = field(default_factory=dict)
+    phase: Phase = Phase.RUNNING
+    exit_code: int = 0
+    _serving: bool = False
+    _stop_deadline: float = 0.0
+    _killed: bool = False
+    _last_tick: float | None = None
+
+    def add(self, name: str, stage: int) -> None:
+        assert name not in self.children
+        self.children[name] = Child(name, stage)
+
+    # --- events ---------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Action]:
+        """To be called several times a second."""
+        self._forgive_own_pause(now)
+        if self.phase is Phase.STOPPING:
+            return self._stop_tick(now)
+        actions: list[Action] = []
+        for child in self.children.values():
+            if child.state is ChildState.WAITING and now >= child.start_at and self._stage_open(child.stage):
+                child.state, child.started_at, child.ready_at = ChildState.STARTING, now, None
+                actions.append(Start(child.name))
+            elif child.state is ChildState.STARTING and now - child.started_at > START_TIMEOUT_S:
+                actions.append(self._kill(child, f"not ready within {START_TIMEOUT_S:g} s"))
+            elif child.state is ChildState.READY and now - child.last_beat > self.peer_lost_s:
+                actions.append(self._kill(child, f"silent for {self.peer_lost_s:g} s"))
+        return actions
+
+    def ready(self, name: str, now: float) -> list[Action]:
+        child = self.children[name]
+        if child.state is not ChildState.STARTING:
+            return []
+        child.state, child.ready_at, child.last_beat, child.was_ready = ChildState.READY, now, now, True
+        if self._serving or not all(other.was_ready for other in self.children.values()):
+            return []
+        self._serving = True
+        return [Serving()]
+
+    def beat(self, name: str, now: float) -> None:
+        self.children[name].last_beat = now
+
+    def exited(self, name: str, code: int, now: float, last_words: str = "") -> list[Action]:
+        """The child's process is gone. `code` is negative for a signal, as in subprocess."""
+        child = self.children[name]
+        assert child.alive, "only started children exit"
+        quick = child.ready_at is None or now - child.ready_at < QUICK_FAILURE_S
+        if self.phase is Phase.STOPPING:
+            child.state = ChildState.ENDED
+            return self._stop_tick(now)
+        child.num_quick_failures = child.num_quick_failures + 1 if quick else 1
+        what = f"{name} ended ({_describe(code)})"
+        if code == EXIT_BAD_CONFIG:
+            return self._give_up(child, f"{what}: {last_words or 'its configuration is wrong'}", EXIT_BAD_CONFIG, now)
+        if child.num_quick_failures >= MAX_QUICK_FAILURES:
+            text = f"{what}, {MAX_QUICK_FAILURES} times in a row; giving up. Its last words:\n{last_words}"
+            return self._give_up(child, text, 1, now)
+        backoff_s = min(FIRST_BACKOFF_S * 2 ** (child.num_quick_failures - 1), MAX_BACKOFF_S)
+        child.state, child.start_at = ChildState.WAITING, now + backoff_s
+        return [Report(f"{what}; starting it again in {backoff_s:g} s")]
+
+    def stop(self, now: float) -> list[Action]:
+        """First call: drain, the last stage first. Second call: kill."""
+        if self.phase is Phase.RUNNING:
+            return self._begin_stop(now)
+        return self._kill_all("stopped twice", now)
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _stage_open(self, stage: int) -> bool:
+        return all(child.was_ready for child in self.children.values() if child.stage < stage)
+
+    def _give_up(self, child: Child, text: str, exit_code: int, now: float) -> list[Action]:
+        child.state = ChildState.ENDED
+        self.exit_code = exit_code
+        return [Report(text), *self._begin_stop(now)]
+
+    def _begin_stop(self, now: float) -> list[Action]:
+        self.phase = Phase.STOPPING
+        self._stop_deadline = now + self.drain_s + STOP_MARGIN_S
+        for child in self.children.values():
+            if not child.alive:
+                child.state = ChildState.ENDED
+        return self._stop_tick(now)
+
+    def _stop_tick(self, now: float) -> list[Action]:
+        alive = [child for child in self.children.values() if child.alive]
+        if not alive:
+            self.phase = Phase.ENDED
+            return []
+        if now > self._stop_deadline and not self._killed:
+            return self._kill_all(f"not drained within {self.drain_s + STOP_MARGIN_S:g} s", now)
+        last_stage = max(child.stage for child in alive)
+        actions: list[Action] = []
+        for child in alive:
+            if child.stage == last_stage and child.state in (ChildState.STARTING, ChildState.READY):
+                child.state = ChildState.STOPPING
+                actions.append(Terminate(child.name))
+        return actions
+
+    def _kill_all(self, reason: str, now: float) -> list[Action]:
+        self._killed = True
+        self.exit_code = self.exit_code or 1
+        return [self._kill(child, reason) for child in self.children.values() if child.alive]
+
+    def _kill(self, child: Child, reason: str) -> Kill:
+        child.state = ChildState.KILLED
+        return Kill(child.name, reason)
+
+    def _forgive_own_pause(self, now: float) -> None:
+        """A launcher that was stopped itself heard nobody; that is not their silence."""
+        pause_s = now - self._last_tick if self._last_tick is not None else 0.0
+        self._last_tick = now
+        if pause_s > 1.0:
+            for child in self.children.values():
+                child.started_at += pause_s
+                child.last_beat += pause_s
+
+    def check_integrity(self) -> None:
+        alive = [child for child in self.children.values() if child.alive]
+        assert not (alive and self.phase is Phase.ENDED), "ended, and nobody is left behind"
+        for child in self.children.values():
+            assert (child.ready_at is not None) or child.state is not ChildState.READY
+            if self.phase is Phase.RUNNING:
+                assert child.state not in (ChildState.STOPPING, ChildState.ENDED), "nobody stops before the end begins"
+                assert not child.alive or self._stage_open(child.stage), "stages start in order"
+            else:
+                assert child.state is not ChildState.WAITING, "nobody starts after the end began"
+
+
+def _describe(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
