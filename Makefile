@@ -7,7 +7,7 @@
 # A stamp in .venv/.stamps marks each finished step, so the second run starts at once.
 #
 # TORCH_INDEX   package index for torch, e.g. one that carries CPU builds (without a GPU, PyPI's Linux build is gigabytes):
-#               make test TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#               make test TORCH_INDEX=<address of such an index>
 # TORCH_VERSION exact version to install       PYTHON  interpreter for .venv       TEST_WORKERS  parallel test processes
 
 PYTHON ?=

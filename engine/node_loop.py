@@ -85,6 +85,7 @@ class NodeLoop:
             self._read_inbox(launched)
             now = time.monotonic()
             self._logic.on_tick(now)
+            self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
             launched = self._step(now)
             self._write_outbox()
             if self._drain_deadline is not None and (self._logic.is_empty or now > self._drain_deadline):

@@ -60,12 +60,12 @@ def load(options: NodeOptions) -> LoadedModel:
     device = choose_device(options)
     if options.num_threads:
         torch.set_num_threads(options.num_threads)
-    name = options.model.dtype
+    name: str = options.model.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.dtype
     dtype: torch.dtype = getattr(torch, name)
-    identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     model = load_model(folder, config, options.model, device, dtype, options.attention_backend)
+    identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     layout = make_layout(config, cache.block_size, dtype)
     served = options.model.served_name or folder.resolve().name
     return LoadedModel(folder, config, model, device, dtype, layout, identity, max_model_len, served)

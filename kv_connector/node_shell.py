@@ -123,16 +123,25 @@ class NodeProcess:
         self.loop = NodeLoop(self.logic, core, self.control, options.timeouts.drain_s, self._after_turn)
 
     def serve(self) -> int:
+        """For a process of its own: signals, garbage collector, ready line, then `run`."""
         self.runner.warmup()
-        self.control.info, self.control.status = self.info, self.logic.status()
-        self.transfer.start()
-        self.control.start()
+        self.start()
         signal.signal(signal.SIGTERM, lambda *_: self.loop.begin_drain())
         signal.signal(signal.SIGINT, lambda *_: self.loop.begin_drain())
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(0.001)
         self._announce()
+        return self.run()
+
+    def start(self) -> None:
+        """Starts the other threads; from here on peers may connect."""
+        self.control.info, self.control.status = self.info, self.logic.status()
+        self.transfer.start()
+        self.control.start()
+
+    def run(self) -> int:
+        """The step loop, on the caller's thread, until drained; then everything is closed."""
         try:
             self.loop.run()
         except Exception:

@@ -1,0 +1,98 @@
+"""Greedy tokens equal transformers' generate: single node and split over each transport, in one process.
+
+A pairwise cover of model × way × caching × chunk × pool: every pair of values meets in at least one run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+
+import pytest
+from in_process_cluster import Client, Node, node_options
+
+import tandem.deploy
+from tandem.engine.sampling_params import SamplingParams
+from tiny_models import Greedy, random_prompt, reference_greedy, tiny_model
+
+DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
+LENGTHS = (1, 15, 16, 17, 100, 333, 700)
+NUM_TOKENS = 64
+FACTORS = {
+    "model": ("demo", "llama", "mistral", "qwen2", "qwen3"),
+    "way": ("single", "local", "shm", "tcp"),
+    "chunk": (16, 64, 0),
+    "caching": (True, False),
+    "num_blocks": (256, 56),  # 56: less than the prompts together, so running requests are preempted
+}
+
+
+def pairwise() -> list[tuple]:
+    """Greedy cover: each next run is the one with the most pairs not seen yet. Deterministic."""
+    names = list(FACTORS)
+    runs = list(itertools.product(*FACTORS.values()))
+
+    def pairs(run: tuple) -> set:
+        return {(i, run[i], j, run[j]) for i, j in itertools.combinations(range(len(names)), 2)}
+
+    missing = set().union(*map(pairs, runs))
+    chosen = []
+    while missing:
+        best = max(runs, key=lambda run: len(pairs(run) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def folder_of(model: str) -> Path:
+    return DEMO if model == "demo" else tiny_model(model)
+
+
+@cache
+def references(model: str) -> dict[int, tuple[list[int], Greedy]]:
+    vocab = 2048 if model == "demo" else 512
+    prompts = {length: random_prompt(length, seed=length, vocab_size=vocab) for length in LENGTHS}
+    made = {n: (p, reference_greedy(folder_of(model), p, NUM_TOKENS)) for n, p in prompts.items()}
+    assert min(greedy.min_gap for _, greedy in made.values()) >= 1e-3, "the reference itself is not clear"
+    if model != "demo":
+        assert max(greedy.num_distinct for _, greedy in made.values()) >= 20, "the test would not bite"
+    return made
+
+
+def test_the_cover_is_small_and_whole() -> None:
+    assert len(pairwise()) <= 40
+
+
+@pytest.mark.parametrize(("model", "way", "chunk", "caching", "num_blocks"), pairwise())
+def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: bool, num_blocks: int) -> None:
+    common = {"num_blocks": num_blocks, "caching": caching, "chunk": chunk}
+    if way == "single":
+        nodes = [Node(node_options("unified", folder_of(model), **common))]
+    else:
+        kinds = ("decode", "prefill")
+        nodes = [Node(node_options(role, folder_of(model), transport=way, **common)) for role in kinds]
+    client = Client(*(node.info for node in nodes))
+    prefill = nodes[1].info if len(nodes) > 1 else None
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    try:
+        for turn in range(2 if caching else 1):
+            results = {
+                length: client.submit(f"{turn}-{length}", prompt, sampling, decode=nodes[0].info, prefill=prefill)
+                for length, (prompt, _) in references(model).items()
+            }
+            client.wait()
+            for length, (_, greedy) in references(model).items():
+                assert results[length].failed is None, results[length].failed
+                assert results[length].output() == greedy.token_ids, f"prompt of {length} tokens"
+        if way == "single" and num_blocks == 56:
+            assert nodes[0].process.logic.scheduler.num_preemptions > 0, "the small pool forced no preemption"
+        if way != "single":
+            commits = nodes[0].process.logic.sink.counters.commits
+            assert commits >= len(LENGTHS), "the KV was not handed over"
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        client.close()
+        for node in reversed(nodes):
+            node.stop()

@@ -1,0 +1,223 @@
+"""Real nodes in one process (threads instead of processes), and a client that talks to them as a router does."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import zmq
+
+from tandem.decode_node.main import make_logic as make_decode
+from tandem.engine import messages as wire
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions, Timeouts
+from tandem.engine.messages import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Hello,
+    NodeInfo,
+    PeerRef,
+    Ping,
+    PromptLogprobs,
+    RequestFailed,
+    Status,
+    Submit,
+    Tokens,
+    Welcome,
+)
+from tandem.engine.sampling_params import SamplingParams
+from tandem.kv_connector.node_shell import NodeProcess
+from tandem.prefill_node.main import make_logic as make_prefill
+
+BLOCK = 16
+FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=20.0, resend_s=0.2, drain_s=10.0)
+
+
+def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
+    """A small CPU node; `num_blocks`, `caching`, `chunk`, `max_num_seqs` beside the fields of NodeOptions."""
+    cache = CacheOptions(
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        num_blocks=int(changes.pop("num_blocks", 256)),  # type: ignore[call-overload]
+        enable_prefix_caching=bool(changes.pop("caching", True)),
+    )
+    scheduler = SchedulerOptions(
+        max_num_seqs=int(changes.pop("max_num_seqs", 16)),  # type: ignore[call-overload]
+        max_num_batched_tokens=1024,
+        max_prefill_chunk=int(changes.pop("chunk", 0)),  # type: ignore[call-overload]
+    )
+    options = {"timeouts": FAST, "num_threads": 1, **changes}
+    return NodeOptions(role=role, model=ModelOptions(str(model)), cache=cache, scheduler=scheduler, **options)  # type: ignore[arg-type]
+
+
+class Node:
+    """One node on threads. `process` gives access to pool, scheduler and managers."""
+
+    def __init__(self, options: NodeOptions) -> None:
+        self.process = NodeProcess(options, make_prefill if options.role == "prefill" else make_decode)
+        self.process.start()
+        self._thread = threading.Thread(target=self.process.run, daemon=True)
+        self._thread.start()
+
+    @property
+    def info(self) -> NodeInfo:
+        return self.process.info
+
+    def stop(self) -> None:
+        """Drains and ends the node; asserts that it came to an end and holds nothing."""
+        self.process.loop.begin_drain()
+        self._thread.join(15)
+        assert not self._thread.is_alive(), "the node did not drain"
+        self.process.logic.check_integrity()
+
+    def wait_until_whole(self, timeout_s: float = 10.0) -> None:
+        """Every block is free again."""
+        pool, deadline = self.process.pool, time.monotonic() + timeout_s
+        while pool.num_free < pool.num_blocks:
+            assert time.monotonic() < deadline, f"{pool.num_blocks - pool.num_free} blocks leaked"
+            time.sleep(0.01)
+
+
+@dataclass
+class Result:
+    tokens: dict[int, dict[int, int]] = field(default_factory=dict)  # sample -> output_index -> token
+    finished: dict[int, str] = field(default_factory=dict)
+    failed: RequestFailed | None = None
+    cancelled: bool = False
+    accepted: int = 0
+    num_cached_tokens: int = 0
+    prompt_logprobs: tuple = ()
+    logprobs: dict[int, list] = field(default_factory=dict)
+    num_samples: int = 1
+
+    @property
+    def done(self) -> bool:
+        return self.failed is not None or self.cancelled or len(self.finished) == self.num_samples
+
+    def output(self, sample: int = 0) -> list[int]:
+        """Tokens in order; asserts that none is missing."""
+        tokens = self.tokens.get(sample, {})
+        first = min(tokens, default=0)
+        assert sorted(tokens) == list(range(first, first + len(tokens))), f"a token is missing: {sorted(tokens)}"
+        return [tokens[index] for index in sorted(tokens)]
+
+
+class Client:
+    """What a router says to nodes, without HTTP."""
+
+    def __init__(self, *nodes: NodeInfo) -> None:
+        self._context = zmq.Context()
+        self._sockets: dict[str, zmq.Socket] = {}
+        self.results: dict[tuple[str, int], Result] = {}
+        self.statuses: dict[str, Status] = {}
+        info = NodeInfo(node_id=f"router-{secrets.token_hex(3)}", epoch=secrets.randbits(64), role="router")
+        for node in nodes:
+            socket = self._context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.IDENTITY, info.node_id.encode())
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(node.control_address)
+            self._sockets[node.node_id] = socket
+            self.send(node, Hello(wire_version=wire.WIRE_VERSION, info=info))
+            assert isinstance(self._receive(socket, 10.0), Welcome)
+
+    def send(self, node: NodeInfo, message: wire.Message) -> None:
+        self._sockets[node.node_id].send(wire.encode(message))
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        decode: NodeInfo,
+        prefill: NodeInfo | None = None,
+        samples: tuple[int, ...] = (0,),
+        attempt: int = 0,
+        num_prior: int = 0,
+        priority: int = 0,
+        deadline_s: float = 60.0,
+    ) -> Result:
+        """With `prefill` split over two nodes, else on `decode` alone."""
+        result = self.results[request_id, attempt] = Result(num_samples=len(samples))
+
+        def message(mode: str, peer: NodeInfo | None) -> Submit:
+            return Submit(
+                request_id=request_id,
+                attempt=attempt,
+                mode=mode,  # type: ignore[arg-type]
+                prompt_token_ids=np.asarray(prompt, "<i4").tobytes(),
+                num_prior_output_tokens=num_prior,
+                sample_indices=samples,
+                sampling=sampling,
+                priority=priority,
+                deadline_s=deadline_s,
+                peer=None if peer is None else PeerRef(peer.node_id, peer.epoch, peer.control_address),
+            )
+
+        if prefill is None:
+            self.send(decode, message("full", None))
+        else:
+            self.send(decode, message("decode", prefill))
+            self.send(prefill, message("prefill", decode))
+        return result
+
+    def cancel(self, request_id: str, attempt: int, *nodes: NodeInfo) -> None:
+        for node in nodes:
+            self.send(node, Cancel(request_id=request_id, attempt=attempt))
+
+    def wait(self, *results: Result, timeout_s: float = 60.0) -> None:
+        """Reads until each of `results` (default: all) has ended."""
+        deadline = time.monotonic() + timeout_s
+        pending = list(results or self.results.values())
+        while any(not result.done for result in pending):
+            assert time.monotonic() < deadline, "a request did not end"
+            self.poll(0.05)
+
+    def poll(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        for socket in self._sockets.values():
+            poller.register(socket, zmq.POLLIN)
+        for socket, _ in poller.poll(int(timeout_s * 1000)):
+            while socket.poll(0):
+                self._take(wire.decode_from_node(socket.recv()))
+        for socket in self._sockets.values():
+            socket.send(wire.encode(Ping(sequence=1)))
+
+    def close(self) -> None:
+        for socket in self._sockets.values():
+            socket.close()
+        self._context.term()
+
+    def _receive(self, socket: zmq.Socket, timeout_s: float) -> wire.Message:
+        assert socket.poll(int(timeout_s * 1000)), "the node does not answer"
+        return wire.decode_from_node(socket.recv())
+
+    def _take(self, message: wire.Message) -> None:
+        if isinstance(message, Tokens):
+            for delta in message.deltas:
+                result = self.results[delta.request_id, delta.attempt]
+                tokens = result.tokens.setdefault(delta.sample_index, {})
+                for offset, token in enumerate(delta.token_ids):
+                    assert delta.output_index + offset not in tokens, "a token came twice"
+                    tokens[delta.output_index + offset] = token
+                if delta.finish_reason is not None:
+                    result.finished[delta.sample_index] = delta.finish_reason
+                if delta.logprobs is not None:
+                    result.logprobs.setdefault(delta.sample_index, []).extend(delta.logprobs)
+        elif isinstance(message, RequestFailed):
+            self.results[message.request_id, message.attempt].failed = message
+        elif isinstance(message, Accepted):
+            result = self.results[message.request_id, message.attempt]
+            result.accepted += 1
+            result.num_cached_tokens = max(result.num_cached_tokens, message.num_cached_tokens)
+        elif isinstance(message, PromptLogprobs):
+            self.results[message.request_id, message.attempt].prompt_logprobs = message.entries
+        elif isinstance(message, Cancelled):
+            self.results[message.request_id, message.attempt].cancelled = True
+        elif isinstance(message, Status):
+            self.statuses[message.node_id] = message
