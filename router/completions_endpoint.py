@@ -8,7 +8,7 @@ import uuid
 
 from starlette.types import Receive, Scope, Send
 
-from tandem.engine.errors import ClientGoneError, DeadlineError, TandemError
+from tandem.engine.errors import ClientGoneError, TandemError
 from tandem.router.completion import PromptPlan
 from tandem.router.http_io import (
     ApiKeys,
@@ -103,9 +103,6 @@ class CompletionsEndpoint:
                 await send({"type": "http.response.body", "body": batch, "more_body": True})
                 batch = await stream.next_batch()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except asyncio.CancelledError:
-            service.abort(generations, DeadlineError("the router is shutting down"))
-            raise
         finally:
             service.abort(generations, _client_gone())
             watcher.cancel()

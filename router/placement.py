@@ -31,8 +31,8 @@ class NodeView:
 
     info: NodeInfo
     status: Status
-    # (ping sequence that was current when placed, prompt tokens to compute there, sequences)
-    unseen: list[tuple[int, int, int]] = field(default_factory=list)
+    # ping sequence that was current when placed -> (prompt tokens to compute there, sequences)
+    unseen: dict[int, tuple[int, int]] = field(default_factory=dict)
     lost: bool = False
 
     @property
@@ -49,20 +49,25 @@ class NodeView:
 
     @property
     def queued_tokens(self) -> int:
-        return self.status.num_waiting_tokens + sum(tokens for _, tokens, _ in self.unseen)
+        return self.status.num_waiting_tokens + sum(tokens for tokens, _ in self.unseen.values())
 
     @property
     def num_sequences(self) -> int:
-        return self.status.num_running + self.status.num_waiting + sum(count for *_, count in self.unseen)
+        return self.status.num_running + self.status.num_waiting + self.num_unseen
+
+    @property
+    def num_unseen(self) -> int:
+        return sum(count for _, count in self.unseen.values())
 
     def note_placement(self, ping_sequence: int, num_tokens: int, num_sequences: int) -> None:
-        self.unseen.append((ping_sequence, num_tokens, num_sequences))
+        tokens, sequences = self.unseen.get(ping_sequence, (0, 0))
+        self.unseen[ping_sequence] = tokens + num_tokens, sequences + num_sequences
 
     def note_status(self, status: Status) -> None:
         """A node's step loop publishes its load a moment after its I/O thread took a message, so a placement counts
         as shown only by the answer to the second ping after it."""
         self.status = status
-        self.unseen = [entry for entry in self.unseen if entry[0] + 2 > status.sequence]
+        self.unseen = {sent: load for sent, load in self.unseen.items() if sent + 2 > status.sequence}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +129,7 @@ def _place(
 
 
 def _cheapest(nodes: Iterable[NodeView], cost: Callable[[NodeView], float]) -> NodeView:
-    return min(nodes, key=lambda node: (cost(node), len(node.unseen), node.info.node_id))
+    return min(nodes, key=lambda node: (cost(node), node.num_unseen, node.info.node_id))
 
 
 def _tail(node: NodeView, request: PlacementRequest, cached: Mapping[NodeKey, int]) -> int:

@@ -142,8 +142,10 @@ def _cut(delta: TokenDelta, start: int, end: int) -> TokenDelta:
 _ERRORS_BY_CODE: dict[str, type[TandemError]] = {
     "overloaded": OverloadedError,
     "unavailable": UnavailableError,
+    "draining": UnavailableError,
     "deadline_exceeded": DeadlineError,
     "invalid_request": InvalidRequestError,
+    "too_large_for_pool": InvalidRequestError,  # more KV than the node has in all: no retry can help
 }
 
 

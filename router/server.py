@@ -4,6 +4,7 @@ aborted, and a signal drains without ending the process by that signal."""
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 from collections.abc import Generator
 
@@ -48,9 +49,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """Set `should_exit` to stop accepting, finish what runs within `drain_s`, and return from `serve`."""
+    """Set `should_exit` to stop accepting, finish what runs within `patience_s`, and return from `serve`."""
 
-    def __init__(self, app: ASGIApp, drain_s: float) -> None:
+    def __init__(self, app: ASGIApp, patience_s: float) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -62,7 +63,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=max(1, round(drain_s)),
+                timeout_graceful_shutdown=math.ceil(patience_s),
             )
         )
 

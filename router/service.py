@@ -34,6 +34,7 @@ from tandem.router.request_machine import RequestMachine
 from tandem.router.sample_output import SampleOutput
 from tandem.router.tokenizer import Tokenizer
 
+MAX_LOST_NODES = 64  # whose unfinished work is remembered, in case they return
 THREAD_TEXT_BYTES = 8192  # longer prompts are tokenized off the event loop
 
 
@@ -203,10 +204,15 @@ class CompletionService:
     def _on_lost(self, node: NodeKey, reason: str) -> None:
         self.metrics.nodes_lost.inc()
         now = self._clock()
-        orphans = self._orphans[node] = set()
+        orphans: set[tuple[str, int]] = set()
         for generation in list(self._active):
             orphans |= generation.machine.work_on(node)
             self._carry_out(generation, generation.machine.node_lost(node, reason, now))
+
+        if orphans:
+            self._orphans[node] = orphans
+        if len(self._orphans) > MAX_LOST_NODES:
+            del self._orphans[next(iter(self._orphans))]
 
     def _on_room(self) -> None:
         for request_id, generation in list(self._waiting.items()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -77,10 +78,12 @@ class Worker:
         cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory)
         metrics = RouterMetrics(lambda: cluster.views, sources.counters)
         self.service = service = CompletionService(self._options, cluster, self._tokenizer, metrics)
-        self._server = server = Server(make_app(service, self._api_keys), self._options.timeouts.drain_s)
+        # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
+        last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
+        self._server = server = Server(make_app(service, self._api_keys), last_resort_s)
         for address in self._options.nodes:
             cluster.add(address)
-        tasks = [asyncio.ensure_future(self._tick(on_beat))]
+        tasks = [asyncio.ensure_future(self._tick(server, on_beat))]
         if sources.discovery is not None:
             tasks.append(asyncio.ensure_future(cluster.follow(sources.discovery)))
         tasks.append(asyncio.ensure_future(_announce(server, sock.getsockname()[1], on_serving)))
@@ -93,18 +96,21 @@ class Worker:
             await asyncio.gather(*tasks, return_exceptions=True)
             cluster.close()
 
-    async def _tick(self, on_beat: Callable[[], None]) -> None:
-        heartbeat_s = self._options.timeouts.heartbeat_s
-        next_beat = 0.0
+    async def _tick(self, server: Server, on_beat: Callable[[], None]) -> None:
+        timeouts, next_beat, stopping_since = self._options.timeouts, 0.0, math.inf
         while True:
+            now = time.monotonic()
             try:
                 self.service.tick()
             except Exception:
                 logger.exception("a tick failed")  # one request's fault must not stop the heartbeats of all
-            if time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + heartbeat_s
+            if now >= next_beat:
+                next_beat = now + timeouts.heartbeat_s
                 on_beat()
-            await asyncio.sleep(min(TICK_S, heartbeat_s / 2))
+            stopping_since = min(stopping_since, now) if server.should_exit else math.inf
+            if now - stopping_since >= timeouts.drain_s:
+                self.service.abort_all(UnavailableError("the router is shutting down"))
+            await asyncio.sleep(min(TICK_S, timeouts.heartbeat_s / 2))
 
     async def _finish(self) -> None:
         """After the last connection: what was not finished is cancelled, and nodes get a moment to hear it."""

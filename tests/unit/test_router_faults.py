@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from router_in_thread import FAST, VOCAB_SIZE, RouterInThread, make_tokenizer_folder, wait_until
 
-from stand_in_node import StandInNode, stand_in_output
+from stand_in_node import IDENTITY, StandInNode, stand_in_output
 from tandem.engine.config import Timeouts
+from tandem.engine.hashing import hash_blocks, root_hash
+from tandem.engine.interfaces import BlockEvent
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.messages import RequestFailed
 from tandem.engine.security import load_cluster_keys
+from tandem.kv_connector.directory.in_process import InProcessDirectory
+from tandem.router.worker import Sources
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 5
 LONG = PROMPT * 8  # more than local_tail_tokens
@@ -208,9 +215,7 @@ def test_repeated_and_late_deltas_are_dropped(folder: Path, nodes: Nodes) -> Non
         router.wait_ready()
         assert stream_events(router.client, max_tokens=10) == (output(10), None)
         router.wait_idle()
-        metrics = router.client.get("/metrics").text
-        dropped = next(line for line in metrics.splitlines() if line.startswith("tandem_router_dropped_deltas_total"))
-        assert float(dropped.split()[1]) >= 19
+        wait_until(lambda: "dropped_deltas_total 20.0" in router.client.get("/metrics").text, "the last repetitions")
 
 
 def test_an_unanswered_submit_is_sent_again(folder: Path, nodes: Nodes) -> None:
@@ -408,6 +413,38 @@ def test_an_unlisted_node_is_kept_while_it_can_be_reached(folder: Path, nodes: N
         wait_until(lambda: not cluster._links, "the node to be forgotten")
 
 
+@dataclass(frozen=True)
+class Change:
+    address: str
+    present: bool
+
+
+class Found:
+    """Discovery by hand: `changes` in order, then silence."""
+
+    def __init__(self, *changes: Change) -> None:
+        self._changes = changes
+
+    async def watch(self) -> AsyncIterator[Change]:
+        for change in self._changes:
+            yield change
+        await asyncio.Event().wait()
+
+
+def test_discovered_nodes_and_the_directory_of_prefixes(folder: Path, nodes: Nodes) -> None:
+    first, second, dead = nodes.start(), nodes.start(), "tcp://127.0.0.1:1"
+    found = Found(Change(dead, True), Change(first.address, True), Change(dead, False), Change(second.address, True))
+    directory = InProcessDirectory(second.node_id, second.epoch)
+    hashes = hash_blocks(np.array(LONG, dtype=np.int32), 16, root_hash(IDENTITY.key(), b""))
+    directory.publish([BlockEvent(block_hash, stored=True) for block_hash in hashes])
+    with RouterInThread(folder, (), Sources(found, directory)) as router:
+        wait_until(lambda: len(router.worker.service.cluster.views) == 2, "both nodes")
+        assert set(router.worker.service.cluster._links) == {first.address, second.address}
+        for _ in range(3):
+            assert status_of(router, prompt=LONG)[0] == 200
+        assert [len(second.submits), len(first.submits)] == [3, 0], "the node that holds the prefix is cheapest"
+
+
 def test_encrypted_control_connections(folder: Path, nodes: Nodes, tmp_path: Path) -> None:
     secret, other = tmp_path / "secret", tmp_path / "other"
     secret.write_text("0123456789abcdef0123456789abcdef")
@@ -438,3 +475,17 @@ def test_stopping_finishes_streams_and_takes_no_new_ones(folder: Path, nodes: No
                 httpx.post(f"{router.url}/v1/completions", json={"prompt": PROMPT})
             assert result.result(10) == (output(40), None)
         stopper.join()
+
+
+def test_streams_that_outlive_the_drain_end_with_an_error(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start(step_s=0.01)
+    timeouts = Timeouts(heartbeat_s=0.05, peer_lost_s=0.5, connect_s=1.0, resend_s=0.1, drain_s=0.3)
+    with RouterInThread(folder, addresses(node), timeouts=timeouts) as router, ThreadPoolExecutor(1) as pool:
+        router.wait_ready()
+        result = pool.submit(stream_events, httpx.Client(base_url=router.url), max_tokens=400)
+        wait_until(lambda: node.num_tokens > 3, "some tokens")
+        router.worker.stop()
+        ids, error = result.result(10)
+        assert error is not None
+        assert (error["code"], ids) == ("unavailable", output(400)[: len(ids)])
+        wait_until(lambda: bool(node.cancels), "the cancel")
