@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
+import torch
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
@@ -142,6 +143,8 @@ class NodeProcess:
 
     def run(self) -> int:
         """The step loop, on the caller's thread, until drained; then everything is closed."""
+        if self.loaded.device.type == "cuda":
+            torch.cuda.set_device(self.loaded.device)  # the current device belongs to a thread
         try:
             self.loop.run()
         except Exception:
