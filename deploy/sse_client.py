@@ -90,8 +90,15 @@ async def _body(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
+    while size := int(await _size_line(reader), 16):
         yield (await reader.readexactly(size + 2))[:-2]
+
+
+async def _size_line(reader: asyncio.StreamReader) -> bytes:
+    line = await reader.readline()
+    if not line.strip():
+        raise EOFError("the connection closed in the middle of the answer")
+    return line.split(b";")[0]
 
 
 async def _plain(reader: asyncio.StreamReader, num_bytes: int) -> AsyncIterator[bytes]:

@@ -1,6 +1,6 @@
 """A router's bounded copy of the directory. Pure: batches and snapshots in, longest prefixes out.
 
-An entry (one hash of one owner) takes about 120 bytes: the 16-byte hash object, and its place in a dict that maps it
+An entry (one hash of one owner) takes about 100 bytes: the 16-byte hash object, and its place in a dict that maps it
 to a mask of tiers. When `max_entries` is reached, the owner that helped no lookup for longest is forgotten.
 """
 

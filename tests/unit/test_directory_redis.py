@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
-from redis_process import RedisProcess, running_redis
 
+from redis_process import RedisProcess, running_redis
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
@@ -121,7 +121,7 @@ async def test_everything_that_is_written_expires_with_its_node(server: RedisPro
         publisher.publish(stored(1) + stored(2, tier="cpu"))
         client, keys = server.client(), KeySpace("t")
         await soon(lambda: client.dbsize() == 5)
-        for key in client.keys():
+        for key in client.scan_iter():
             if key.decode() != keys.nodes:
                 assert 0 < client.pttl(key) <= 3000, key
         assert client.config_get("lazyfree-lazy-expire") == {"lazyfree-lazy-expire": "yes"}

@@ -1,0 +1,57 @@
+"""What importing costs: routers and pure modules live without torch, package inits import nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked}:
+            raise ImportError(f"blocked: {{name}}")
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run_blocked(blocked: set[str], code: str) -> None:
+    program = BLOCK.format(blocked=blocked) + code
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def modules_of(folder: str) -> list[str]:
+    return [
+        ".".join(("tandem", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+def test_the_router_imports_without_torch() -> None:
+    names = modules_of("router")
+    assert "tandem.router.main" in names
+    run_blocked({"torch", "triton", "transformers"}, "\n".join(f"import {name}" for name in names))
+
+
+def test_the_directory_imports_without_torch() -> None:
+    names = modules_of("kv_connector/directory")
+    assert len(names) > 4
+    run_blocked({"torch", "zmq"}, "\n".join(f"import {name}" for name in names))
+
+
+def test_contracts_import_without_torch_and_sockets() -> None:
+    names = ["messages", "config", "errors", "kv_layout", "sampling_params", "step", "interfaces", "request", "hashing"]
+    blocked = {"torch", "zmq", "redis", "fastapi"}
+    run_blocked(blocked, "\n".join(f"import tandem.engine.{name}" for name in names))
+
+
+def test_package_inits_are_docstrings() -> None:
+    for path in ROOT.glob("[a-z]*/**/__init__.py"):
+        body = ast.parse(path.read_text()).body
+        assert all(isinstance(node, ast.Expr) for node in body), (
+            f"{path.relative_to(ROOT)} does more than say what it is"
+        )

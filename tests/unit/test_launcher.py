@@ -1,0 +1,222 @@
+"""The launcher as a process, with dummy children: start order, restarts, kills, draining, nobody left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import dummy_child
+import psutil
+import pytest
+
+from tandem.deploy.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
+from tandem.deploy.redis_server import RedisServer, answers
+
+SCRIPT = """
+import json, sys
+from tandem.deploy.cluster_plan import ChildPlan
+from tandem.deploy.launcher import Launcher
+from tandem.deploy.redis_server import RedisServer
+plans, values, with_redis = json.loads(sys.argv[1])
+redis = RedisServer() if with_redis else None
+if redis:
+    redis.start()
+    print(redis.pid, redis.port, flush=True)
+plans = [ChildPlan(p[0], p[1], tuple(p[2]), (), connects_to=tuple(p[3])) for p in plans]
+sys.exit(Launcher(plans, {"model": "m", **values}, redis).run())
+"""
+
+
+class LauncherProcess:
+    """A launcher over dummy children: `modes` by name; the router comes last and connects to `node`."""
+
+    def __init__(self, folder: Path, modes: dict[str, str], with_redis: bool = False, **values: float) -> None:
+        self.folder = folder
+        plans = []
+        for name, mode in modes.items():
+            command = [sys.executable, str(Path(dummy_child.__file__)), name, mode, str(folder)]
+            plans.append((name, int(name == "router"), command, ["node"] if name == "router" else []))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, json.dumps([plans, values, with_redis])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def lives(self, name: str) -> list[list[str]]:
+        """One entry a life of the child: [pid, port flag, node flag]."""
+        return [line.split()[1:] for line in self._log(name) if line.startswith("start")]
+
+    def terminated_at(self, name: str) -> float:
+        return next(float(line.split()[1]) for line in self._log(name) if line.startswith("term"))
+
+    def _log(self, name: str) -> list[str]:
+        path = self.folder / f"{name}.log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def first_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def stop(self) -> tuple[int, str]:
+        """SIGTERM; the exit code and what was written to stderr."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=20)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., LauncherProcess]]:
+    started: list[LauncherProcess] = []
+
+    def start(modes: dict[str, str], **values: float) -> LauncherProcess:
+        started.append(LauncherProcess(tmp_path, modes, **values))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.process.kill()
+        launcher.process.communicate()
+
+
+def soon(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_children_start_in_order_are_announced_and_drain_router_first(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    assert re.fullmatch(r"serving m on http://127\.0\.0\.1:\d+", launcher.first_line())
+    assert launcher.lives("router")[0][2].startswith("tcp://127.0.0.1:")
+    code, errors = launcher.stop()
+    assert code == 0
+    assert "[node] node speaks" in errors
+    assert launcher.terminated_at("router") < launcher.terminated_at("node")
+
+
+def test_a_killed_child_comes_back_at_its_address(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    os.kill(int(launcher.lives("node")[0][0]), signal.SIGKILL)
+    soon(lambda: len(launcher.lives("node")) == 2)
+    assert launcher.lives("node")[1][1] == launcher.lives("router")[0][2].rpartition(":")[2]
+    assert len(launcher.lives("router")) == 1
+    code, errors = launcher.stop()
+    assert code == 0
+    assert "node ended (signal 9); starting it again" in errors
+
+
+def test_a_stopped_child_is_killed_and_comes_back(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"}, peer_lost_s=1.0)
+    launcher.first_line()
+    pid = int(launcher.lives("node")[0][0])
+    os.kill(pid, signal.SIGSTOP)
+    soon(lambda: len(launcher.lives("node")) == 2)
+    assert gone(pid)
+    assert "killing node: silent for 1 s" in launcher.stop()[1]
+
+
+def test_a_child_without_heartbeats_is_killed(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "mute", "router": "serve"}, peer_lost_s=0.5)
+    soon(lambda: len(launcher.lives("node")) == 2)
+    launcher.stop()
+
+
+def test_a_bad_configuration_ends_it_all_with_the_childs_words(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"other": "serve", "node": "bad-config", "router": "serve"})
+    code, errors = launcher.end()
+    assert code == 2
+    assert "tandem: bad folder" in errors
+    assert len(launcher.lives("node")) == 1
+    assert launcher.lives("router") == []
+
+
+def test_who_ignores_the_drain_is_killed_by_a_second_signal(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "stubborn", "router": "serve"})
+    launcher.first_line()
+    launcher.process.send_signal(signal.SIGTERM)
+    soon(lambda: "term" in "".join(launcher._log("node")))
+    code, _ = launcher.stop()
+    assert code == 1
+    assert gone(int(launcher.lives("node")[0][0]))
+
+
+def test_children_and_redis_die_with_a_killed_launcher(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"}, with_redis=True)
+    redis_pid, port = map(int, launcher.first_line().split())
+    launcher.first_line()
+    os.kill(redis_pid, signal.SIGKILL)
+    soon(lambda: answers(port))
+    pids = [int(launcher.lives(name)[0][0]) for name in ("node", "router")]
+    launcher.process.kill()
+    soon(lambda: all(map(gone, pids)) and not answers(port), within_s=5)
+
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+
+def test_single_node_plan_has_one_node_and_a_router_that_connects_to_it() -> None:
+    node, router = plan_single_node(
+        {"model": "m", "port": 9000, "host": "0.0.0.0", "block_size": 128, "redis_url": "x"}
+    )
+    assert node.command[-1] == "unified"
+    assert {"m", "--block-size=128"} <= set(node.arguments)
+    assert not any(argument.startswith(("--port", "--host", "--redis")) for argument in node.arguments)
+    assert router.connects_to == (node.name,)
+    assert {"m", "--port=9000", "--host=0.0.0.0"} <= set(router.arguments)
+    assert router.stage > node.stage
+
+
+def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
+    plans = plan_cluster({"model": "m", "prefill": 2, "decode": 1, "device": "cpu"}, "redis://r/0")
+    assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
+    assert all("--redis-url=redis://r/0" in plan.arguments for plan in plans)
+
+
+def test_nodes_share_gpus_memory_and_cores() -> None:
+    assert share_of_machine(0, 1, 0, 8, {}) == {}
+    assert share_of_machine(2, 3, 0, 8, {}) == {"num_threads": 2}
+    assert share_of_machine(2, 3, 0, 8, {"num_threads": 5}) == {}
+    assert share_of_machine(1, 2, 4, 8, {}) == {"device_index": 1}
+    assert share_of_machine(2, 3, 2, 8, {}) == {"device_index": 0, "gpu_memory_utilization": 0.45}
+    assert share_of_machine(1, 3, 2, 8, {}) == {"device_index": 1}
+
+
+def test_children_do_not_see_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("raise SystemExit('shadowed')")
+    code = PROGRAM.replace(
+        "from tandem", "import importlib.util as u; assert u.find_spec('kernels') is None; from tandem"
+    )
+    result = subprocess.run([sys.executable, "-c", code, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_redis_starts_again_on_its_port_after_a_crash() -> None:
+    server = RedisServer()
+    server.start()
+    try:
+        port = server.port
+        os.kill(server.pid, signal.SIGKILL)
+        soon(lambda: not server.is_running())
+        server.start()
+        assert server.port == port
+        assert answers(port)
+    finally:
+        server.stop()
+    assert not answers(port)
