@@ -1,4 +1,4 @@
-"""The scheduler's books: queues, slots, blocks of each request, and how requests enter, fork, lose blocks and leave.
+"""The scheduler's books: queues, slots, and how requests enter, fork, lose their blocks and leave.
 
 Invariants: a RUNNING request has a slot; a request has blocks only while RUNNING, or WAITING with committed KV; every
 block reference of a request is in its `block_ids`, and the source of each pending copy has one reference of its own.
@@ -7,36 +7,25 @@ block reference of a request is in its `block_ids`, and the source of each pendi
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
+from tandem.engine import stop
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.hashing import BlockHasher
 from tandem.engine.interfaces import KVConnectorScheduler
+from tandem.engine.kv_allocator import KVAllocator
 from tandem.engine.request import EngineEvent, FailedEvent, Request, RequestState
-from tandem.engine.step import BlockCopy
 
 Key = tuple[str, int]
 
 
-def queue_order(request: Request) -> tuple[int, int, int]:
-    """Who goes first: lower priority number, then earlier arrival, then lower sample."""
-    return request.priority, request.arrival, request.sample_indices[0]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingCopy:
-    """A fork's tail: copied at the start of the next step, before anything can overwrite the source."""
-
-    child: Request
-    copy: BlockCopy
+def _sort_key(request: Request) -> tuple[int, int, int]:
+    return request.sort_key
 
 
 class SchedulerState:
-    """See module docstring. `block_size` and lengths in tokens."""
+    """See module docstring. `waiting` and `running` are in the order of `Request.sort_key`. Lengths are in tokens."""
 
     def __init__(
         self,
@@ -51,8 +40,11 @@ class SchedulerState:
         limits_prompt_work: bool = False,
         connector: KVConnectorScheduler | None = None,
     ) -> None:
+        """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
+        `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only."""
         self.options = options
         self.pool = pool
+        self.kv = KVAllocator(pool, BlockHasher(block_size, hash_block_size or block_size, root_for_salt))
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -60,125 +52,57 @@ class SchedulerState:
         self.connector = connector
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
-        self._hasher = BlockHasher(block_size, hash_block_size or block_size, root_for_salt)
+        self.events: list[EngineEvent] = []
         self._requests: dict[Key, list[Request]] = {}
-        self._free_slots = list(range(options.max_num_seqs - 1, -1, -1))
-        self._pending_copies: list[PendingCopy] = []
-        self._events: list[EngineEvent] = []
-        self._next_step = 0
+        self._num_adopted = 0
 
     # --- entering -------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request whose KV is to be computed here."""
-        if self.blocks_for(request.num_tokens + 1) > self.pool.num_blocks:
-            needed = self.blocks_for(request.num_tokens + 1)
-            text = f"the prompt needs {needed} KV blocks and the pool has {self.pool.num_blocks}"
-            self._events.append(FailedEvent(request, "too_large_for_pool", text, False))
-            return
-        self._extend_hashes(request)
-        self._requests.setdefault(request.key, []).append(request)
-        self._enqueue(request)
+        """Queues a request whose KV is to be computed here. What can never run here fails with the next events."""
+        self._adopt(request)
+        self._admit_or_fail(request)
 
     def add_committed(
-        self, request: Request, block_ids: list[int], first_tokens: Sequence[tuple[int, int, bool]]
+        self, request: Request, block_ids: Sequence[int], first_tokens: Sequence[tuple[int, int, bool]]
     ) -> None:
-        """Take over a prompt whose KV is complete in `block_ids` (one reference each passes to the scheduler).
+        """Takes over a prompt whose KV is complete in `block_ids`, one reference to each included.
 
-        `first_tokens`: (sample_index, token_id, finished); the client has these tokens. Unfinished samples go on.
+        `first_tokens`: (sample_index, token_id, finished); the client has these tokens. Unfinished samples go on:
+        their full blocks are shared, the last partial one is copied. A sample for which there is no block or, until
+        then, no slot left waits; if its blocks are needed by others it computes its prompt again.
         """
-        alive = [(sample, token) for sample, token, finished in first_tokens if not finished]
+        assert len(block_ids) == self.kv.num_blocks_for(request.num_prompt_tokens), "committed KV has a hole"
+        self._adopt(request)
         request.block_ids = list(block_ids)
         request.num_computed_tokens = request.num_prompt_tokens
-        self._extend_hashes(request)
-        self._register_blocks(request, None)
+        request.was_started = request.prompt_logprobs_sent = True
+        self.kv.register_full_blocks(request, None)
+        alive = [(sample, token) for sample, token, finished in first_tokens if not finished]
         if not alive:
-            self._release_blocks(request)
+            self.kv.release(request)
+            request.state = RequestState.FINISHED
             return
-        request.sample_indices = tuple(sample for sample, _ in alive)
-        self._requests.setdefault(request.key, []).append(request)
-        self._enqueue(request)
-        for sample, token in alive[1:]:
-            child = self._make_child(request, sample)
-            child.output_token_ids.append(token)
-            if self._share_blocks(request, child, request.num_prompt_tokens):
+        sequences = [request] + [self.make_child(request, (sample,)) for sample, _ in alive[1:]]
+        for child in sequences[1:]:
+            if self.kv.fork(request, child, request.num_prompt_tokens):
                 child.num_computed_tokens = request.num_prompt_tokens
-            self._enqueue(child)
-        request.sample_indices = (alive[0][0],)
-        request.output_token_ids.append(alive[0][1])
+        for sequence, (sample, token) in zip(sequences, alive, strict=True):
+            sequence.sample_indices = (sample,)
+            sequence.output_token_ids.append(token)
+        for sequence in sequences:
+            self._admit_or_fail(sequence)
 
-    # --- leaving --------------------------------------------------------------------------------------------
-
-    def abort(self, request_id: str, attempt: int, sample_indices: tuple[int, ...] = ()) -> None:
-        """Ends these samples (all when empty) in whatever state they are. Idempotent; makes no event."""
-        for request in list(self._requests.get((request_id, attempt), ())):
-            kept = tuple(s for s in request.sample_indices if sample_indices and s not in sample_indices)
-            if kept:
-                request.sample_indices = kept
-            else:
-                self._finish(request)
-
-    def _finish(self, request: Request) -> None:
-        """The request leaves for good; tokens still in flight will be dropped."""
-        siblings = self._requests[request.key]
-        siblings.remove(request)
-        if not siblings:
-            del self._requests[request.key]
-        self._leave_queues(request)
-        request.state = RequestState.FINISHED
-        handed_over = (
-            request.mode == "prefill"
-            and self.connector is not None
-            and self.connector.request_finished(request, request.block_ids)
-        )
-        if handed_over:
-            request.block_ids = []
-        else:
-            self._release_blocks(request)
-
-    def _fail(self, request: Request, code: str, text: str, retryable: bool) -> None:
-        self._events.append(FailedEvent(request, code, text, retryable))
-        for sibling in list(self._requests.get(request.key, ())):
-            self._finish(sibling)
-
-    def _preempt(self, request: Request) -> None:
-        """Blocks go at once, tokens in flight still land; it starts over from what is cached then."""
-        self._leave_queues(request)
-        self._release_blocks(request)
-        request.num_computed_tokens = 0
-        request.num_registered_blocks = 0
-        request.state = RequestState.PREEMPTED
-        request.prompt_logprobs.clear()
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        bisect.insort(self.waiting, request, key=queue_order)
-
-    def _leave_queues(self, request: Request) -> None:
-        if request.state is RequestState.RUNNING:
-            self.running.remove(request)
-            self._free_slots.append(request.slot)
-            request.slot = -1
-        elif request in self.waiting:
-            self.waiting.remove(request)
-
-    def _release_blocks(self, request: Request) -> None:
-        self.pool.free(request.block_ids, request.last_step if request.last_step >= 0 else None)
-        request.block_ids = []
-
-    def _enqueue(self, request: Request) -> None:
-        request.state = RequestState.WAITING
-        bisect.insort(self.waiting, request, key=queue_order)
-
-    # --- forks ----------------------------------------------------------------------------------------------
-
-    def _make_child(self, parent: Request, sample_index: int) -> Request:
+    def make_child(self, parent: Request, sample_indices: tuple[int, ...]) -> Request:
+        """A request for some of the parent's samples; it has no blocks and is in no queue yet."""
         child = Request(
             request_id=parent.request_id,
             attempt=parent.attempt,
             prompt_token_ids=parent.prompt_token_ids,
             sampling=parent.sampling,
-            sample_indices=(sample_index,),
+            sample_indices=sample_indices,
             num_prior_output_tokens=parent.num_prior_output_tokens,
             priority=parent.priority,
             arrival=parent.arrival,
@@ -187,70 +111,107 @@ class SchedulerState:
             salt=parent.salt,
             owner=parent.owner,
             block_hashes=list(parent.block_hashes),
+            num_cached_tokens=parent.num_cached_tokens,
+            was_started=True,
+            prompt_logprobs_sent=True,  # the parent sends them, once
         )
-        child.num_cached_tokens = parent.num_cached_tokens
-        child.prompt_logprobs_sent = True
-        self._requests[parent.key].append(child)
+        self._adopt(child)
         return child
 
-    def _share_blocks(self, parent: Request, child: Request, num_tokens: int) -> bool:
-        """Gives `child` the KV of the parent's first `num_tokens` tokens: full blocks shared, the tail copied by the
-        next step. False (and nothing changed) when no block is free for the tail."""
-        num_full, num_tail = divmod(num_tokens, self.block_size)
-        tail: list[int] = []
-        if num_tail:
-            allocated = self.pool.allocate(1)
-            if allocated is None:
-                return False
-            tail = allocated
-            source = parent.block_ids[num_full]
-            self.pool.touch([source])  # the source must keep its content until the copy is launched
-            self._pending_copies.append(PendingCopy(child, BlockCopy(source, tail[0], num_tail)))
-        shared = parent.block_ids[:num_full]
-        self.pool.touch(shared)
-        child.block_ids = shared + tail
-        child.last_step = parent.last_step
-        return True
+    def _adopt(self, request: Request) -> None:
+        self._num_adopted += 1
+        request.order = self._num_adopted
+        request.max_num_tokens = stop.max_num_tokens(request, self.max_model_len)
+        del request.block_hashes[request.num_tokens // self.block_size :]
 
-    def _take_copies(self, step_id: int) -> tuple[BlockCopy, ...]:
-        """Copies of children that still hold their tail; the sources are let go of after this step."""
-        copies = []
-        for pending in self._pending_copies:
-            if pending.copy.destination in pending.child.block_ids:
-                copies.append(pending.copy)
-                pending.child.last_step = max(pending.child.last_step, step_id)
-            self.pool.free([pending.copy.source], step_id)
-        self._pending_copies.clear()
-        return tuple(copies)
+    def _admit_or_fail(self, request: Request) -> None:
+        num_blocks = self.kv.num_blocks_for(request.num_tokens)
+        if num_blocks > self.pool.num_blocks:
+            text = f"the prompt needs {num_blocks} KV blocks and the pool has {self.pool.num_blocks}"
+            self._refuse(request, "too_large_for_pool", text)
+        elif not request.can_advance:
+            text = f"{request.num_tokens} tokens are known and {request.max_num_tokens} are all that it may have"
+            self._refuse(request, "too_long", text)
+        else:
+            self.enqueue(request)
 
-    # --- blocks and hashes ----------------------------------------------------------------------------------
+    def _refuse(self, request: Request, code: str, text: str) -> None:
+        self.events.append(FailedEvent(request, code, text, retryable=False))
+        self._end(request)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def enqueue(self, request: Request) -> None:
+        self._requests.setdefault(request.key, []).append(request)
+        request.state = RequestState.WAITING
+        bisect.insort(self.waiting, request, key=_sort_key)
 
-    def _grow(self, request: Request, num_tokens: int) -> list[int] | None:
-        """New blocks so that `request` can hold `num_tokens` tokens; None when the pool has too few."""
-        missing = self.blocks_for(num_tokens) - len(request.block_ids)
-        if missing <= 0:
-            return []
-        return self.pool.allocate(missing)
+    # --- moving ---------------------------------------------------------------------------------------------
 
-    def _extend_hashes(self, request: Request) -> None:
-        if self.pool.enable_caching:
-            num_hashed = len(request.block_hashes) * self.block_size
-            self._hasher.extend(request.block_hashes, known_tokens(request)[num_hashed:], request.salt)
+    def enter_batch(self, request: Request) -> None:
+        """From the waiting queue into a slot."""
+        self.waiting.remove(request)
+        self._run(request)
 
-    def _register_blocks(self, request: Request, step: int | None) -> None:
-        """Makes every block findable whose tokens are known and whose KV is computed (by launched steps)."""
-        if not self.pool.enable_caching:
-            return
-        num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        if len(request.block_hashes) < num_full:
-            self._extend_hashes(request)
-        for index in range(request.num_registered_blocks, num_full):
-            parent = request.block_hashes[index - 1] if index else None
-            self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step)
-        request.num_registered_blocks = max(request.num_registered_blocks, num_full)
+    def fork_into_batch(self, child: Request) -> None:
+        """A new child starts beside its parent."""
+        self._requests[child.key].append(child)
+        self._run(child)
+
+    def _run(self, request: Request) -> None:
+        request.state = RequestState.RUNNING
+        request.slot = self.free_slots.pop()
+        bisect.insort(self.running, request, key=_sort_key)
+
+    def preempt(self, request: Request) -> None:
+        """Its blocks go at once, its tokens in flight still land; then it starts over from what is cached."""
+        self._leave_queues(request)
+        self.kv.release(request)
+        request.state = RequestState.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, request, key=_sort_key)
+
+    # --- leaving --------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str, attempt: int, sample_indices: Sequence[int] = ()) -> None:
+        """Ends these samples (all when empty) in whatever state they are. Idempotent; makes no event."""
+        for request in list(self._requests.get((request_id, attempt), ())):
+            kept = tuple(s for s in request.sample_indices if sample_indices and s not in sample_indices)
+            if kept:
+                request.sample_indices = kept
+            else:
+                self.finish(request)
+
+    def finish(self, request: Request) -> None:
+        """The request leaves for good; tokens still in flight will be dropped."""
+        siblings = self._requests[request.key]
+        siblings.remove(request)
+        if not siblings:
+            del self._requests[request.key]
+        self._leave_queues(request)
+        self._end(request)
+
+    def fail(self, request: Request, code: str, text: str) -> list[Request]:
+        """Gives up the whole request with one FailedEvent; returns all of its sequences."""
+        self.events.append(FailedEvent(request, code, text, retryable=False))
+        sequences = list(self._requests[request.key])
+        for sequence in sequences:
+            self.finish(sequence)
+        return sequences
+
+    def _end(self, request: Request) -> None:
+        request.state = RequestState.FINISHED
+        block_ids = self.kv.detach(request)
+        connector = self.connector if request.mode == "prefill" else None
+        if connector is None or not connector.request_finished(request, block_ids):
+            self.pool.free(block_ids, request.last_step)
+
+    def _leave_queues(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self.free_slots.append(request.slot)
+            request.slot = -1
+        else:
+            self.waiting.remove(request)
 
     # --- counts and checks ----------------------------------------------------------------------------------
 
@@ -264,38 +225,48 @@ class SchedulerState:
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Prompt tokens accepted and not yet computed."""
+        """Tokens accepted whose KV is not computed by any launched step."""
         return sum(max(0, r.num_tokens - r.num_computed_tokens) for r in (*self.waiting, *self.running))
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self._pending_copies or self._events)
+        return bool(self.waiting or self.running or self.events)
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, external_references: Mapping[int, int] | None = None) -> None:
+        """AssertionError when an invariant does not hold. `external_references` (block_id -> references held by
+        others): with it every reference must be accounted for, {} meaning that only requests hold blocks."""
         self.pool.check_integrity()
         slots = [request.slot for request in self.running]
-        assert sorted(slots + self._free_slots) == list(range(self.options.max_num_seqs)), "a slot is lost or shared"
-        known = [request for siblings in self._requests.values() for request in siblings]
-        assert {id(r) for r in known} == {id(r) for r in (*self.running, *self.waiting)}, "a request is in no queue"
-        references: dict[int, int] = {}
-        for request in known:
-            assert request.num_in_flight >= 0
-            for block_id in request.block_ids:
-                references[block_id] = references.get(block_id, 0) + 1
-        for pending in self._pending_copies:
-            references[pending.copy.source] = references.get(pending.copy.source, 0) + 1
-        for block_id, count in references.items():
-            assert self.pool.ref_count(block_id) >= count, f"block {block_id} is used by {count} requests"
+        assert sorted(slots + self.free_slots) == list(range(self.options.max_num_seqs)), "a slot is lost or shared"
+        requests = [request for siblings in self._requests.values() for request in siblings]
+        queued = [*self.running, *self.waiting]
+        assert len(requests) == len(queued), "a request is in no queue, or in two"
+        assert {id(request) for request in requests} == {id(request) for request in queued}
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_sort_key), "a queue is out of order"
+        for request in requests:
+            self._check_request(request)
+        references = self.kv.references(requests)
+        for block_id in range(self.pool.num_blocks):
+            held = references[block_id] + (external_references or {}).get(block_id, 0)
+            count = self.pool.ref_count(block_id)
+            assert count >= held, f"block {block_id} has {count} references, requests hold {held}"
+            assert count == held or external_references is None, f"block {block_id}: nobody holds one of {count}"
+
+    def _check_request(self, request: Request) -> None:
+        running = request.state is RequestState.RUNNING
+        assert running == (request in self.running) == (request.slot >= 0)
+        assert request.state is not RequestState.FINISHED, "a finished request is queued"
+        assert request.sample_indices
+        assert request.num_in_flight >= 0
+        assert running or request.num_computed_tokens == 0 or request.block_ids, "computed tokens without blocks"
+        assert request.state is not RequestState.PREEMPTED or not request.block_ids, "a preempted request has blocks"
+        assert request.num_computed_tokens <= request.num_launched_tokens
+        assert len(request.block_ids) >= self.kv.num_blocks_for(request.num_computed_tokens), "KV without a block"
 
     def assert_empty(self) -> None:
         """For tests: every request has left and nothing of it is held."""
-        self.check_integrity()
-        assert not self._requests
-        assert not self.has_work()
+        self.check_integrity({})
+        assert not self._requests, "a request is left"
+        assert not self.has_work(), "an event was not taken"
         assert self.pool.num_free == self.pool.num_blocks, "a block leaked"
-
-
-def known_tokens(request: Request) -> np.ndarray:
-    """int32 [num_tokens]: prompt, then output."""
-    if not request.output_token_ids:
-        return request.prompt_token_ids
-    return np.concatenate((request.prompt_token_ids, np.asarray(request.output_token_ids, np.int32)))
+        assert len(self.free_slots) == self.options.max_num_seqs, "a slot leaked"

@@ -1,23 +1,38 @@
-"""A device that executes each step one step late on a shadow of the pool's memory, and finds what must never happen.
+"""A device that executes each step as late as the step loop allows, on a shadow of the pool's memory.
 
-A KV slot holds (block of tokens so far): the hash of the whole token prefix that ends in it. A row checks that every
-slot it reads holds exactly its own sequence's prefix; so a wrong fork, a wrong cache hit, a block reused too early or
-a lost token is an AssertionError. The next token is a function of the prefix and the sample index alone, so that
-preemption, forks and caching must not change any output.
+A KV slot of the shadow holds the whole token prefix that ends in it. Before a step writes anything, each row checks
+that every slot it reads holds exactly its own sequence's prefix; so a wrong fork, a wrong cache hit, a block reused
+too early, a lost token or a read of what only this step writes is an AssertionError. So is a write into a block that
+was granted to a peer meanwhile. The next token is a function of prefix and sample index alone: preemption, forks,
+caching and batching must not change any output.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+
 import numpy as np
 
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.hashing import hash_blocks
 from tandem.engine.messages import TokenLogprobs
-from tandem.engine.step import RunnerOutput, SchedulerOutput
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import NewSlot, RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
 
-VOCAB = 50
+VOCAB = 13
+Prefix = tuple[int, ...]
 
 
-def next_token(prefix: tuple[int, ...], sample_index: int) -> int:
-    return hash((prefix, sample_index, "next")) % VOCAB
+def next_token(prefix: Sequence[int], sample_index: int, banned: Collection[int] = ()) -> int:
+    """The model and sampler of the fake: hashes of int tuples are the same in every process."""
+    token = hash((*prefix, -1 - sample_index)) % VOCAB
+    while token in banned:
+        token = (token + 1) % VOCAB
+    return token
+
+
+def stop_ids(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
+    return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)}
 
 
 class FakeHandle:
@@ -29,23 +44,28 @@ class FakeHandle:
         return False
 
     def result(self) -> RunnerOutput:
-        """Only now does the step run: everything the scheduler did meanwhile came before it."""
+        """Only now does the step run: everything the host did meanwhile came before it."""
         return self._runner.run_until(self.step_id)
 
 
 class FakeRunner:
-    """`memory[block, slot]` is the prefix whose last token's KV is there."""
+    """`memory[block_id][offset]` is the prefix whose last token's KV is there."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, eos_token_ids: Sequence[int] = ()) -> None:
         self.block_size = block_size
-        self.memory: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self.blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self.memory: list[dict[int, Prefix]] = [{} for _ in range(num_blocks)]
+        self.peer_blocks: set[int] = set()  # granted: only the peer may write them
+        self.num_rows = 0
+        self.num_computed_tokens = 0
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
+        self._settings: list[NewSlot | None] = [None] * max_num_seqs
         self._queue: list[SchedulerOutput] = []
         self._results: dict[int, RunnerOutput] = {}
-        self.num_rows = 0
 
     def execute(self, output: SchedulerOutput) -> FakeHandle:
+        assert output.rows, "a step without a row"
         self._queue.append(output)
         return FakeHandle(self, output.step_id)
 
@@ -55,49 +75,118 @@ class FakeRunner:
             self._results[output.step_id] = self._run(output)
         return self._results.pop(step_id)
 
-    def _run(self, output: SchedulerOutput) -> RunnerOutput:
-        for new in output.new_slots:
-            self.tables[new.slot] = [int(t) for t in new.token_ids]
-            self.blocks[new.slot] = list(new.block_ids)
-        for append in output.block_appends:
-            blocks = self.blocks[append.slot]
-            assert append.index in (len(blocks), len(blocks) - 1), "a block table has a hole"
-            if append.index == len(blocks):
-                blocks.append(append.block_id)
-            assert blocks[append.index] == append.block_id
-        for copy in output.copies:
-            for slot in range(copy.num_tokens):
-                self.memory[copy.destination, slot] = self.memory[copy.source, slot]
-        prefixes = [self._row(row.slot, row.start, row.num_tokens) for row in output.rows]
-        for fork in output.forks:
-            self.tables[fork.slot] = self.tables[fork.parent_slot][: fork.num_tokens]
-            self.blocks[fork.slot] = list(fork.block_ids)
-        tokens = []
-        for sample in output.samples:
-            token = next_token(prefixes[sample.row], sample.sample_index)
-            tokens.append(token)
-            table = self.tables[sample.slot]
-            del table[sample.position :]
-            assert len(table) == sample.position, "a token is written behind a hole"
-            table.append(token)
-        logprobs = {
-            index: [
-                TokenLogprobs((position,), (0.0,), 1)
-                for position in range(row.start + 1, row.start + row.num_tokens + 1)
-            ]
-            for index, row in enumerate(output.rows)
-            if row.prompt_logprobs
-        }
-        return RunnerOutput(output.step_id, np.array(tokens, np.int32), [], logprobs)
+    # --- a peer that writes without the stream --------------------------------------------------------------
 
-    def _row(self, slot: int, start: int, num_tokens: int) -> tuple[int, ...]:
-        table, blocks = self.tables[slot], self.blocks[slot]
-        assert start + num_tokens <= len(table), "a row computes a token that nobody made"
-        for position in range(start):
-            where = (blocks[position // self.block_size], position % self.block_size)
-            assert self.memory.get(where) == tuple(table[: position + 1]), f"slot {slot} reads foreign KV at {position}"
-        for position in range(start, start + num_tokens):
-            where = (blocks[position // self.block_size], position % self.block_size)
-            self.memory[where] = tuple(table[: position + 1])
+    def peer_writes(self, block_ids: Sequence[int], tokens: Sequence[int]) -> None:
+        """KV of `tokens`, as another node would push it."""
+        for position in range(len(tokens)):
+            block_id = block_ids[position // self.block_size]
+            self.memory[block_id][position % self.block_size] = tuple(tokens[: position + 1])
+
+    # --- one step -------------------------------------------------------------------------------------------
+
+    def _run(self, output: SchedulerOutput) -> RunnerOutput:
+        self._patch(output)
+        self._copy(output)
+        slots = [row.slot for row in output.rows]
+        assert len(set(slots)) == len(slots), "a slot has two rows"
+        for row in output.rows:
+            self._check_reads(row)
+        written: set[tuple[int, int]] = set()
+        for row in output.rows:
+            self._write(row, written)
+        for fork in output.forks:
+            assert fork.slot not in slots, "a fork goes into a slot that is in use"
+            self._tables[fork.slot] = self._tables[fork.parent_slot][: fork.num_tokens]
+            self._block_tables[fork.slot] = list(fork.block_ids)
+            self._settings[fork.slot] = self._settings[fork.parent_slot]
+        prefixes = [tuple(self._tables[row.slot][: row.start + row.num_tokens]) for row in output.rows]
+        tokens = [self._sample(sample, prefixes[sample.row]) for sample in output.samples]
+        logprobs = [TokenLogprobs((token,), (0.0,), 1) for token in tokens]
+        return RunnerOutput(output.step_id, np.array(tokens, np.int32), list(logprobs), self._prompt_logprobs(output))
+
+    def _patch(self, output: SchedulerOutput) -> None:
+        for new in output.new_slots:
+            self._tables[new.slot] = new.token_ids.tolist()
+            self._block_tables[new.slot] = list(new.block_ids)
+            self._settings[new.slot] = new
+        for append in output.block_appends:
+            table = self._block_tables[append.slot]
+            assert append.index == len(table), "a block table has a hole or is written twice"
+            table.append(append.block_id)
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        """All sources are read before anything is written: copies of one step may run in any order."""
+        sources = {copy.source for copy in output.copies}
+        read = [dict(self.memory[copy.source]) for copy in output.copies]
+        for copy, cells in zip(output.copies, read, strict=True):
+            assert copy.destination not in sources, "copies of one step depend on their order"
+            assert copy.destination not in self.peer_blocks, "a copy writes into a block granted to a peer"
+            assert all(offset in cells for offset in range(copy.num_tokens)), "a copy of what was never written"
+            self.memory[copy.destination].update({offset: cells[offset] for offset in range(copy.num_tokens)})
+
+    def _where(self, slot: int, position: int) -> tuple[int, int]:
+        return self._block_tables[slot][position // self.block_size], position % self.block_size
+
+    def _check_reads(self, row: ScheduledRow) -> None:
+        table = self._tables[row.slot]
+        assert row.start + row.num_tokens <= len(table), "a row computes a token that nobody made"
+        for position in range(row.start):
+            block_id, offset = self._where(row.slot, position)
+            held = self.memory[block_id].get(offset)
+            assert held == tuple(table[: position + 1]), (
+                f"slot {row.slot} reads foreign KV at {position} in block {block_id}"
+            )
+
+    def _write(self, row: ScheduledRow, written: set[tuple[int, int]]) -> None:
+        table = self._tables[row.slot]
+        for position in range(row.start, row.start + row.num_tokens):
+            block_id, offset = self._where(row.slot, position)
+            assert block_id not in self.peer_blocks, f"a step writes into block {block_id}, which is granted to a peer"
+            assert (block_id, offset) not in written, f"two rows write slot {offset} of block {block_id}"
+            written.add((block_id, offset))
+            self.memory[block_id][offset] = tuple(table[: position + 1])
         self.num_rows += 1
-        return tuple(table[: start + num_tokens])
+        self.num_computed_tokens += row.num_tokens
+
+    def _sample(self, sample: SampleRow, prefix: Prefix) -> int:
+        new = self._settings[sample.slot]
+        assert new is not None
+        assert sample.position == len(prefix), "a sample that does not follow its row"
+        assert sample.output_index == sample.position - new.num_prompt_tokens
+        banned = stop_ids(new.sampling, self._eos_token_ids) if sample.output_index < new.sampling.min_tokens else set()
+        token = next_token(prefix, sample.sample_index, banned)
+        table = self._tables[sample.slot]
+        del table[sample.position :]
+        assert len(table) == sample.position, "a token is written behind a hole"
+        table.append(token)
+        return token
+
+    def _prompt_logprobs(self, output: SchedulerOutput) -> dict[int, list[TokenLogprobs]]:
+        """Each entry's rank is its position, so that tests see which one they got."""
+        entries = {}
+        for index, row in enumerate(output.rows):
+            new = self._settings[row.slot]
+            if row.prompt_logprobs and new is not None:
+                last = min(row.start + row.num_tokens, new.num_prompt_tokens - 1)
+                entries[index] = [
+                    TokenLogprobs((self._tables[row.slot][position],), (0.0,), position)
+                    for position in range(row.start + 1, last + 1)
+                ]
+        return entries
+
+    # --- what the cache promises ----------------------------------------------------------------------------
+
+    def check_cached(self, pool: BlockPool, roots: Collection[bytes]) -> None:
+        """Every published block holds the tokens that its hash names."""
+        published = set(pool.cached_hashes())
+        for block_id in range(pool.num_blocks):
+            block_hash = pool.block_hash(block_id)
+            if block_hash in published:
+                prefix = self.memory[block_id][self.block_size - 1]
+                cells = [self.memory[block_id][offset] for offset in range(self.block_size)]
+                start = len(prefix) - self.block_size
+                assert cells == [prefix[: start + i + 1] for i in range(self.block_size)], "a cached block is torn"
+                tokens = np.array(prefix, np.int32)
+                found = {hash_blocks(tokens, self.block_size, root)[-1] for root in roots}
+                assert block_hash in found, f"cached block {block_id} holds other tokens than its hash says"

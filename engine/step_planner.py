@@ -1,0 +1,194 @@
+"""Who computes how many tokens in the next step: budgets, order, preemption, admission.
+
+A plan is provisional until it is built (`engine/step_builder.py`): whoever is preempted while others are planned loses
+its row too. What is sure at once is block ownership: rows are planned only for requests that hold their blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.engine.request import Request, RequestState
+from tandem.engine.scheduler_state import SchedulerState
+
+# Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
+MAX_PASSED_BY = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    num_tokens: int
+    is_prompt: bool
+    is_new: bool  # enters its slot with this row
+    num_external_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """`budget` and `prompt_budget` are what is left of them, in tokens."""
+
+    budget: int
+    prompt_budget: int
+    rows: dict[Request, PlannedRow] = field(default_factory=dict)
+    preempted: bool = False
+
+    def put(self, request: Request, row: PlannedRow) -> None:
+        self._charge(row, row.num_tokens)
+        self.rows[request] = row
+
+    def drop(self, request: Request) -> None:
+        row = self.rows.pop(request, None)
+        if row is not None:
+            self._charge(row, -row.num_tokens)
+
+    def _charge(self, row: PlannedRow, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        if row.is_prompt:
+            self.prompt_budget -= num_tokens
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        return max(0, min(self.budget, self.prompt_budget))
+
+
+def is_decoding(request: Request) -> bool:
+    """Only its newest token is left to compute. A sequence that recomputes its output is prompt work."""
+    return request.num_computed_tokens >= request.num_prompt_tokens and request.num_uncomputed_tokens <= 1
+
+
+class StepPlanner:
+    """Changes queues, slots and block lists through `state`; progress and in-flight counts are the builder's."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._options = state.options
+        self._kv = state.kv
+
+    def plan(self, nothing_in_flight: bool) -> StepPlan:
+        """`nothing_in_flight`: no launched step is unread, so nothing but this plan can change what is stuck."""
+        plan = StepPlan(self._options.max_num_batched_tokens, self._options.max_num_batched_tokens)
+        for request in [r for r in self._state.running if is_decoding(r)]:
+            if request.state is RequestState.RUNNING:
+                self._plan_decode(plan, request)
+        self._resume_committed(plan)
+        if plan.rows and self._state.limits_prompt_work and self._options.decode_prompt_budget:
+            plan.prompt_budget = self._options.decode_prompt_budget
+        for request in [r for r in self._state.running if r not in plan.rows and not is_decoding(r)]:
+            if request.state is RequestState.RUNNING:
+                self._plan_chunk(plan, request)
+        if not plan.preempted:
+            self._admit(plan)
+        if not plan.rows and nothing_in_flight:
+            self._unlock()
+        return plan
+
+    # --- requests in the batch ------------------------------------------------------------------------------
+
+    def _plan_decode(self, plan: StepPlan, request: Request) -> None:
+        if plan.budget < 1 or not request.can_advance:
+            return
+        if self._make_room(plan, request, request.num_launched_tokens):
+            plan.put(request, PlannedRow(1, is_prompt=False, is_new=False))
+
+    def _plan_chunk(self, plan: StepPlan, request: Request) -> None:
+        num_tokens = self._chunk(plan, request)
+        if num_tokens and self._make_room(plan, request, request.num_computed_tokens + num_tokens):
+            plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=False))
+
+    def _chunk(self, plan: StepPlan, request: Request) -> int:
+        """Tokens of the next chunk: within budget and chunk limit. It ends on a block boundary, unless it is the
+        last or the limit is too small for that."""
+        todo = request.num_uncomputed_tokens
+        limit = min(plan.num_prompt_tokens_left, self._options.max_prefill_chunk or todo)
+        if todo <= limit:
+            return todo
+        end = (request.num_computed_tokens + limit) // self._state.block_size * self._state.block_size
+        return end - request.num_computed_tokens if end > request.num_computed_tokens else limit
+
+    def _make_room(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens, by preempting the less important. False: not in this step; what it has it
+        keeps, and if that hinders someone more important it will be preempted in turn."""
+        if self._kv.num_blocks_for(num_tokens) > self._state.pool.num_blocks:
+            text = f"the sequence outgrew the pool of {self._state.pool.num_blocks} KV blocks"
+            for sequence in self._state.fail(request, "too_large_for_pool", text):
+                plan.drop(sequence)
+            return False
+        while not self._kv.grow(request, num_tokens):
+            victim = max(self._preemptable(), key=lambda r: r.sort_key, default=request)
+            if victim.sort_key <= request.sort_key:
+                return False
+            plan.drop(victim)
+            plan.preempted = True
+            self._state.preempt(victim)
+        return True
+
+    def _preemptable(self) -> list[Request]:
+        """Holders of blocks, but not prompts to be handed off: transfers may be reading those, and they need no more
+        blocks than they have."""
+        return [r for r in (*self._state.running, *self._state.waiting) if r.block_ids and r.mode != "prefill"]
+
+    # --- requests that wait ---------------------------------------------------------------------------------
+
+    def _resume_committed(self, plan: StepPlan) -> None:
+        """Whoever holds its KV already goes first: it needs a slot and at most one block."""
+        for request in [r for r in self._state.waiting if r.block_ids]:
+            if not self._state.free_slots or plan.budget < 1:
+                return
+            if self._kv.grow(request, request.num_tokens):
+                self._state.enter_batch(request)
+                plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Starts waiting requests while budget, slots and blocks last. One that waits for its connector or for its
+        own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start."""
+        num_reserved = sum(self._kv.num_missing_blocks(request) for request in self._state.running)
+        num_passed_by = 0
+        for request in list(self._state.waiting):
+            if not self._state.free_slots or not plan.num_prompt_tokens_left or num_passed_by >= MAX_PASSED_BY:
+                return
+            if request.block_ids:
+                continue
+            if request.num_in_flight:
+                num_passed_by += 1
+                continue
+            hits = self._kv.cached_prefix(request)
+            num_new = self._kv.num_missing_blocks(request) - len(hits)
+            if num_new > self._state.pool.num_free - self._state.pool.num_unused(hits) - num_reserved:
+                return
+            if self._start(plan, request, hits):
+                num_reserved += self._kv.num_missing_blocks(request)
+            else:
+                num_passed_by += 1
+
+    def _start(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
+        """False: it must wait for its connector."""
+        num_external = self._ask_connector(request, len(hits) * self._state.block_size)
+        if num_external is None or not self._kv.start(request, hits, num_external):
+            return False
+        if not request.was_started:
+            request.was_started = True
+            request.num_cached_tokens = min(len(hits) * self._state.block_size, request.num_prompt_tokens)
+        num_tokens = self._chunk(plan, request)
+        # A prompt to be handed off never waits for a block half way, see _preemptable.
+        needed = request.num_tokens if request.mode == "prefill" else request.num_computed_tokens + num_tokens
+        grown = self._kv.grow(request, needed)
+        assert grown, "room was checked"
+        self._state.enter_batch(request)
+        plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=True, num_external_tokens=num_external))
+        return True
+
+    def _ask_connector(self, request: Request, num_computed_tokens: int) -> int | None:
+        if self._state.connector is None or request.mode != "prefill":
+            return 0
+        num_external = self._state.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        assert num_external is None or num_computed_tokens + num_external < request.num_tokens, (
+            "nothing left to compute"
+        )
+        return num_external
+
+    def _unlock(self) -> None:
+        """Holders of blocks wait for each other (for a slot that one has, a block that another has): the least
+        important starts over."""
+        stuck = self._preemptable()
+        if len(stuck) > 1:
+            self._state.preempt(max(stuck, key=lambda r: r.sort_key))

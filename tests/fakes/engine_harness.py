@@ -1,0 +1,168 @@
+"""Scheduler, step loop, late device and what a client would have received, checked after every step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from fake_connector import FakeConnector
+
+from fake_runner import FakeRunner, next_token, stop_ids
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import SchedulerOptions
+from tandem.engine.core import EngineCore
+from tandem.engine.hashing import root_hash
+from tandem.engine.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.scheduler import Scheduler
+
+BLOCK = 4
+EOS = 7
+MAX_MODEL_LEN = 64
+SALTS = (b"", b"tenant")
+
+
+def root_for_salt(salt: bytes) -> bytes:
+    return root_hash(b"model", salt)
+
+
+def expected(
+    prompt: Sequence[int], sample_index: int, sampling: SamplingParams, num_prior: int = 0
+) -> tuple[list[int], str]:
+    """Output and finish reason, straight from the definition: one sequence, no cache, no batch."""
+    tokens: list[int] = []
+    while True:
+        banned = stop_ids(sampling, [EOS]) if num_prior + len(tokens) < sampling.min_tokens else set()
+        tokens.append(next_token((*prompt, *tokens), sample_index, banned))
+        if tokens[-1] in stop_ids(sampling, [EOS]):
+            return tokens, "stop"
+        if num_prior + len(tokens) >= sampling.max_tokens or len(prompt) + len(tokens) >= MAX_MODEL_LEN:
+            return tokens, "length"
+
+
+class Harness:
+    """`external` counts block references that a test holds outside of the scheduler."""
+
+    def __init__(
+        self,
+        num_blocks: int = 32,
+        pipelined: bool = True,
+        caching: bool = True,
+        keeps_finished: bool = True,
+        limits_prompt_work: bool = False,
+        pool: BlockPool | None = None,
+        **options: int,
+    ) -> None:
+        self.options = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options})  # type: ignore[arg-type]
+        self.pool = pool or BlockPool(num_blocks, caching)
+        self.connector = FakeConnector(self.pool, keeps_finished)
+        self.scheduler = Scheduler(
+            self.options,
+            self.pool,
+            block_size=BLOCK,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=[EOS],
+            root_for_salt=root_for_salt,
+            limits_prompt_work=limits_prompt_work,
+            connector=self.connector,
+        )
+        self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
+        self.core = EngineCore(self.scheduler, self.runner, pipelined)
+        self.external: Counter[int] = Counter()
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.finished: dict[tuple[str, int], str] = {}
+        self.failed: dict[str, str] = {}
+        self.prompt_logprobs: dict[str, list[int]] = {}  # positions
+        self._arrivals = 0
+
+    # --- in -------------------------------------------------------------------------------------------------
+
+    def request(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:
+        """`settings`: fields of Request by name, everything else goes to SamplingParams (EOS is ignored)."""
+        self._arrivals += 1
+        fields = ("priority", "mode", "num_prior_output_tokens", "use_prefix_cache", "salt")
+        own = {key: settings.pop(key) for key in fields if key in settings}
+        sampling = SamplingParams(**{"ignore_eos": True, **settings})
+        tokens = np.array(prompt, np.int32)
+        request = Request(name, 0, tokens, sampling, tuple(samples), arrival=self._arrivals, **own)
+        self.requests[name] = request
+        return request
+
+    def add(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:
+        request = self.request(name, prompt, samples, **settings)
+        self.scheduler.add(request)
+        return request
+
+    def commit(self, request: Request, block_ids: list[int]) -> None:
+        """As a decode node does when a peer has written the prompt's KV into `block_ids`."""
+        prompt = request.prompt_token_ids.tolist()
+        first_tokens = []
+        for sample in request.sample_indices:
+            token = expected(prompt, sample, request.sampling)[0][0]
+            ended = token in stop_ids(request.sampling, [EOS]) or request.sampling.max_tokens == 1
+            self.tokens[request.request_id, sample] = [token]
+            if ended:
+                self.finished[request.request_id, sample] = "first"
+            first_tokens.append((sample, token, ended))
+        self.scheduler.add_committed(request, block_ids, first_tokens)
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[EngineEvent]:
+        events = self.core.step()
+        for event in events:
+            self._take(event)
+        self.check()
+        return events
+
+    def run(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            if not self.core.has_work():
+                return
+            self.step()
+        raise AssertionError("the scheduler makes no progress")
+
+    def check(self) -> None:
+        self.scheduler.check_integrity(self.external + self.connector.references)
+        self.runner.check_cached(self.pool, [root_for_salt(salt) for salt in SALTS])
+
+    def _take(self, event: EngineEvent) -> None:
+        name = event.request.request_id
+        if isinstance(event, TokenEvent):
+            key = (name, event.sample_index)
+            assert key not in self.finished, "a token came after the end"
+            assert name not in self.failed, "a token came after the failure"
+            tokens = self.tokens.setdefault(key, [])
+            num_prior = event.request.num_prior_output_tokens
+            assert event.output_index == num_prior + len(tokens), "a token is missing or doubled"
+            assert event.logprobs is not None
+            assert event.logprobs.token_ids == (event.token_id,)
+            tokens.append(event.token_id)
+            if event.finish_reason:
+                self.finished[key] = event.finish_reason
+            assert event.stop_token_id == (event.token_id if event.finish_reason == "stop" else None)
+        elif isinstance(event, FailedEvent):
+            assert name not in self.failed, "a request failed twice"
+            self.failed[name] = event.code
+        else:
+            assert isinstance(event, PromptLogprobsEvent)
+            assert name not in self.prompt_logprobs, "prompt logprobs came twice"
+            assert not any(key[0] == name for key in self.tokens), "prompt logprobs came after a token"
+            self.prompt_logprobs[name] = [entry.rank for entry in event.entries]
+
+    # --- verdicts -------------------------------------------------------------------------------------------
+
+    def assert_output(self, name: str, sample: int = 0) -> None:
+        """The sample ran to its end and got exactly what the definition says."""
+        request = self.requests[name]
+        prior = request.num_prior_output_tokens
+        tokens, reason = expected(request.prompt_token_ids.tolist(), sample, request.sampling, prior)
+        assert self.tokens.get((name, sample)) == tokens
+        assert self.finished[name, sample] in (reason, "first")
+
+    def assert_empty(self) -> None:
+        assert not +self.external, "the test holds blocks"
+        self.scheduler.assert_empty()
