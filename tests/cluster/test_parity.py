@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from in_process_cluster import Client, Node, node_options
 
 import tandem.deploy
+from in_process_cluster import Client, Node, node_options
 from tandem.engine.sampling_params import SamplingParams
 from tiny_models import Greedy, random_prompt, reference_greedy, tiny_model
 

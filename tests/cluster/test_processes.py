@@ -1,0 +1,193 @@
+"""Scenarios with real processes, Redis and HTTP: what a person does to a cluster, and what may happen to it."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from real_cluster import RealCluster
+from tiny_models import random_prompt, reference_greedy, tiny_model
+
+HONEST = {429, 499, 500, 502, 503, 504}
+PROMPTS = [random_prompt(length, seed=length) for length in (5, 33, 64, 150, 333)]
+
+
+def expected(prompt: list[int], num_tokens: int = 32) -> list[int]:
+    return reference_greedy(tiny_model("llama"), prompt, num_tokens).token_ids
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RealCluster]:
+    with RealCluster(tiny_model("llama"), "--prefill", "1", "--decode", "1") as running:
+        running.wait_until_ready(2)
+        yield running
+
+
+class Load:
+    """Requests under way in threads; each ends in its tokens or an honest error."""
+
+    def __init__(self, cluster: RealCluster, number: int, num_tokens: int = 100) -> None:
+        self._cluster = cluster
+        self._num_tokens = num_tokens
+        self._pool = ThreadPoolExecutor(number)
+        self._prompts = [random_prompt(40 + 7 * index, seed=900 + index) for index in range(number)]
+        self._answers: list[Future[httpx.Response]] = [self._pool.submit(self._one, p) for p in self._prompts]
+
+    def _one(self, prompt: list[int]) -> httpx.Response:
+        body = {
+            "model": self._cluster.model,
+            "prompt": prompt,
+            "max_tokens": self._num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        return httpx.post(self._cluster.url + "/v1/completions", json=body, timeout=60)
+
+    def check(self, may_break: bool = False) -> tuple[int, int]:
+        """(results, errors). `may_break`: the router itself was hurt, so connections may end without an answer."""
+        results = errors = 0
+        for prompt, answer in zip(self._prompts, self._answers, strict=True):
+            try:
+                response = answer.result(60)
+            except httpx.TransportError:
+                assert may_break, "a connection ended without an answer"
+                errors += 1
+                continue
+            if response.status_code == 200:
+                assert response.json()["choices"][0]["token_ids"] == expected(prompt, self._num_tokens)
+                results += 1
+            else:
+                assert response.status_code in HONEST, response.text
+                assert response.json()["error"]["message"]
+                errors += 1
+        self._pool.shutdown()
+        return results, errors
+
+
+def test_one_plus_one_hands_over(cluster: RealCluster) -> None:
+    before = cluster.counter("sink_commits")
+    for prompt in PROMPTS:
+        assert cluster.tokens(prompt, 32) == [expected(prompt)]
+    time.sleep(0.5)
+    assert cluster.counter("sink_commits") > before
+    cluster.wait_until_whole()
+
+
+def test_four_samples_of_one_prompt(cluster: RealCluster) -> None:
+    prompt = random_prompt(100, seed=41)
+    assert cluster.tokens(prompt, 32, n=4) == [expected(prompt)] * 4
+    seeded = {"temperature": 0.8, "seed": 11, "n": 4}
+    first = cluster.tokens(prompt, 24, **seeded)
+    assert cluster.tokens(prompt, 24, **seeded) == first
+    assert len({tuple(tokens) for tokens in first}) > 1
+    cluster.wait_until_whole()
+
+
+def test_a_prefix_is_found_on_the_decode_node(cluster: RealCluster) -> None:
+    prompt = random_prompt(200, seed=42)
+    assert cluster.tokens(prompt, 16) == [expected(prompt, 16)]
+    answer = cluster.complete(prompt, max_tokens=16).json()
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 176
+    assert answer["choices"][0]["token_ids"] == expected(prompt, 16)
+
+
+def test_the_openai_client_works(cluster: RealCluster) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0)
+    whole = client.completions.create(model=cluster.model, prompt="def f(x):", max_tokens=20, temperature=0)
+    parts = client.completions.create(
+        model=cluster.model,
+        prompt="def f(x):",
+        max_tokens=20,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    events = list(parts)
+    assert "".join(event.choices[0].text for event in events if event.choices) == whole.choices[0].text
+    assert events[-1].usage is not None
+    assert events[-1].usage.completion_tokens == 20
+    assert [model.id for model in client.models.list()] == [cluster.model]
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model="other", prompt="x")
+
+
+def test_bad_requests_leave_nothing_behind(cluster: RealCluster) -> None:
+    cluster.wait_until_whole()
+    for field, value in (("temperature", -1), ("n", 0), ("max_tokens", 1 << 20), ("prompt", [99999]), ("prompt", [])):
+        answer = cluster.complete(**{"prompt": [5], field: value})  # type: ignore[arg-type]
+        assert answer.status_code == 400, answer.text
+        assert field in (answer.json()["error"]["param"] or ""), answer.text
+    time.sleep(0.5)  # node reports are that old at most
+    assert cluster.used_blocks() == 0
+
+
+def test_a_client_that_leaves_frees_its_blocks(cluster: RealCluster) -> None:
+    body = {"model": cluster.model, "prompt": random_prompt(120, seed=3), "max_tokens": 1500, "stream": True}
+    with httpx.stream("POST", cluster.url + "/v1/completions", json={**body, "ignore_eos": True}) as stream:
+        for _ in zip(range(3), stream.iter_lines(), strict=False):
+            pass
+    cluster.wait_until_whole()
+
+
+@pytest.mark.parametrize("way", ["stop", "kill"])
+def test_redis_may_go_and_come(cluster: RealCluster, way: str) -> None:
+    redis = [c for c in psutil.Process(cluster.process.pid).children(recursive=True) if "redis" in c.name()]
+    assert redis, "the cluster runs without Redis"
+    load = Load(cluster, 6, num_tokens=60)
+    if way == "stop":
+        redis[0].suspend()
+        time.sleep(2)
+        assert load.check() == (6, 0)
+        redis[0].resume()
+    else:
+        redis[0].kill()
+        assert load.check() == (6, 0)
+    assert Load(cluster, 4, num_tokens=20).check() == (4, 0)
+    cluster.wait_until_whole()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("victim", ["decode", "prefill", "router"])
+def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: int) -> None:
+    load = Load(cluster, 20)
+    time.sleep(0.4)
+    cluster.kill(victim, number)
+    results, errors = load.check(may_break=victim == "router")
+    assert results + errors == 20
+    cluster.wait_until_ready(2)
+    assert cluster.tokens(PROMPTS[3], 32) == [expected(PROMPTS[3])]
+    cluster.wait_until_whole()
+
+
+def test_two_plus_two_and_a_drain() -> None:
+    with RealCluster(tiny_model("llama"), "--prefill", "2", "--decode", "2", "--transport", "tcp") as cluster:
+        cluster.wait_until_ready(4)
+        assert Load(cluster, 8, num_tokens=40).check() == (8, 0)
+        load = Load(cluster, 8, num_tokens=150)
+        time.sleep(0.3)
+        cluster.kill("decode", signal.SIGTERM)
+        cluster.kill("prefill", signal.SIGTERM)
+        assert load.check() == (8, 0), "a drained node's requests go on"
+        assert Load(cluster, 6, num_tokens=30).check() == (6, 0)
+        cluster.process.terminate()
+        assert cluster.process.wait(30) == 0, cluster.log()
+
+
+def test_a_bad_folder_ends_quickly_with_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    started = time.monotonic()
+    cluster = RealCluster(tmp_path)
+    assert cluster.process.wait(10) != 0
+    assert time.monotonic() - started < 5
+    assert "GPT2LMHeadModel" in cluster.log()
+    assert "config.json" in cluster.log()

@@ -1,0 +1,111 @@
+"""`tandem serve` as a person runs it, in processes of its own, with handles to hurt them."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+
+TINY = ("--block-size", "16", "--hash-block-size", "16", "--num-blocks", "256", "--num-threads", "1")
+EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "3")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RealCluster:
+    """Context manager around one `tandem serve`. Prompts longer than a block are handed over, never computed twice."""
+
+    def __init__(self, model: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.model = model.name
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        command = [sys.executable, "-m", "tandem.deploy.cli", "serve", str(model), "--port", str(self.port)]
+        self.process = subprocess.Popen([*command, *TINY, *EAGER, *arguments], stdout=self._log, stderr=self._log)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
+
+    def __enter__(self) -> RealCluster:
+        self.wait_until_ready()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._log.close()
+
+    def log(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def wait_until_ready(self, num_nodes: int = 0, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, f"tandem serve ended: {self.log()}"
+            try:
+                answer = self.client.get("/ready")
+                if answer.status_code == 200 and len(answer.json()["nodes"]) >= num_nodes:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"not ready: {self.log()}")
+
+    def complete(self, prompt: list[int], **fields: object) -> httpx.Response:
+        body = {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        return self.client.post("/v1/completions", json={**body, **fields})
+
+    def tokens(self, prompt: list[int], num_tokens: int, **fields: object) -> list[list[int]]:
+        answer = self.complete(prompt, max_tokens=num_tokens, **fields)
+        assert answer.status_code == 200, answer.text
+        return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+    def pid_of(self, kind: str, index: int = 0) -> int:
+        """Process of the index-th child that runs `tandem <kind>`."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        pids = [child.pid for child in children if kind in child.cmdline()]
+        return sorted(pids)[index]
+
+    def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
+        psutil.Process(self.pid_of(kind)).send_signal(number)
+
+    def counter(self, name: str) -> float:
+        """Sum of a counter over all nodes."""
+        lines = re.findall(rf'^tandem_node_counter{{counter="{name}".*}} (.+)$', self.metrics(), re.MULTILINE)
+        return sum(float(value) for value in lines)
+
+    def metrics(self) -> str:
+        return self.client.get("/metrics").text
+
+    def used_blocks(self) -> float:
+        """Blocks that are not free, over all nodes that the router knows."""
+
+        def total(name: str) -> float:
+            values = re.findall(rf"^tandem_node_{name}{{.*}} (.+)$", self.metrics(), re.MULTILINE)
+            assert values, f"no metric tandem_node_{name}"
+            return sum(map(float, values))
+
+        return total("num_blocks") - total("num_free_blocks")
+
+    def wait_until_whole(self, timeout_s: float = 30.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.used_blocks() > 0:
+            assert time.monotonic() < deadline, f"{self.used_blocks()} blocks leaked"
+            time.sleep(0.1)
