@@ -10,6 +10,7 @@ from tandem.engine.step import RunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
     import torch
+
     from tandem.engine.request import Request
 
 

@@ -118,7 +118,7 @@ def test_own_placements_count_before_the_status_shows_them() -> None:
         assert placement.prefill is not None
         by_key[(placement.primary.node_id, 1)].note_placement(5, 0, 1)
         by_key[(placement.prefill.node_id, 1)].note_placement(5, LONG.num_prompt_tokens, 1)
-    assert [len(view.unseen) for view in nodes] == [4, 4, 4, 4, 8, 8]
+    assert [view.num_unseen for view in nodes] == [4, 4, 4, 4, 8, 8]
 
 
 def test_placements_are_forgotten_once_the_status_must_show_them() -> None:
