@@ -24,7 +24,7 @@ FACTORS = {
     "way": ("single", "local", "shm", "tcp"),
     "chunk": (16, 64, 0),
     "caching": (True, False),
-    "num_blocks": (256, 56),  # 56: less than the prompts together, so running requests are preempted
+    "num_blocks": (256, 50),  # 50: the small prompts fit together but not with their output, so some are preempted
 }
 
 
@@ -85,7 +85,7 @@ def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: b
             for length, (_, greedy) in references(model).items():
                 assert results[length].failed is None, results[length].failed
                 assert results[length].output() == greedy.token_ids, f"prompt of {length} tokens"
-        if way == "single" and num_blocks == 56:
+        if way == "single" and num_blocks == 50:
             assert nodes[0].process.logic.scheduler.num_preemptions > 0, "the small pool forced no preemption"
         if way != "single":
             commits = nodes[0].process.logic.sink.counters.commits
