@@ -67,13 +67,13 @@ class StepPlanner:
     def plan(self, nothing_in_flight: bool) -> StepPlan:
         """`nothing_in_flight`: no launched step is unread, so nothing but this plan can change what is stuck."""
         plan = StepPlan(self._options.max_num_batched_tokens, self._options.max_num_batched_tokens)
-        for request in [r for r in self._state.running if is_decoding(r)]:
+        for request in [r for r in self._state.running if r.can_advance and is_decoding(r)]:
             if request.state is RequestState.RUNNING:
                 self._plan_decode(plan, request)
         self._resume_committed(plan)
         if plan.rows and self._state.limits_prompt_work and self._options.decode_prompt_budget:
             plan.prompt_budget = self._options.decode_prompt_budget
-        for request in [r for r in self._state.running if r not in plan.rows and not is_decoding(r)]:
+        for request in [r for r in self._state.running if r.can_advance and not is_decoding(r)]:
             if request.state is RequestState.RUNNING:
                 self._plan_chunk(plan, request)
         if not plan.preempted:
@@ -85,9 +85,7 @@ class StepPlanner:
     # --- requests in the batch ------------------------------------------------------------------------------
 
     def _plan_decode(self, plan: StepPlan, request: Request) -> None:
-        if plan.budget < 1 or not request.can_advance:
-            return
-        if self._make_room(plan, request, request.num_launched_tokens):
+        if plan.budget and self._make_room(plan, request, request.num_launched_tokens):
             plan.put(request, PlannedRow(1, is_prompt=False, is_new=False))
 
     def _plan_chunk(self, plan: StepPlan, request: Request) -> None:

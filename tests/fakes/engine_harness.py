@@ -72,6 +72,7 @@ class Harness:
         self.core = EngineCore(self.scheduler, self.runner, pipelined)
         self.external: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
+        self.samples: dict[str, tuple[int, ...]] = {}  # as submitted: forks take theirs along
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], str] = {}
         self.failed: dict[str, str] = {}
@@ -89,6 +90,7 @@ class Harness:
         tokens = np.array(prompt, np.int32)
         request = Request(name, 0, tokens, sampling, tuple(samples), arrival=self._arrivals, **own)
         self.requests[name] = request
+        self.samples[name] = tuple(samples)
         return request
 
     def add(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:

@@ -25,7 +25,7 @@ Prefix = tuple[int, ...]
 
 def next_token(prefix: Sequence[int], sample_index: int, banned: Collection[int] = ()) -> int:
     """The model and sampler of the fake: hashes of int tuples are the same in every process."""
-    token = hash((*prefix, -1 - sample_index)) % VOCAB
+    token = hash((sample_index, *prefix, len(prefix))) % VOCAB
     while token in banned:
         token = (token + 1) % VOCAB
     return token

@@ -352,11 +352,10 @@ def test_the_least_important_is_preempted() -> None:
 
 def test_a_more_important_prompt_takes_the_blocks_of_decodes() -> None:
     """Decodes are planned first; a decode that loses its blocks to a prompt of the same step loses its row too."""
-    harness = Harness(num_blocks=11, max_num_batched_tokens=8)
-    prompt = harness.add("prompt", range(30), max_tokens=2, priority=0)
+    harness = Harness(num_blocks=9, max_num_batched_tokens=5)
     low = harness.add("low", [1] * 3, max_tokens=30, priority=5)
     harness.step()
-    harness.scheduler.kv.grow(low, 4 * BLOCK)  # as if it had room for a long answer
+    prompt = harness.add("prompt", range(30), max_tokens=2, priority=0)
     harness.run()
     assert (prompt.num_preemptions, low.num_preemptions) == (0, 1)
     for name in ("prompt", "low"):

@@ -1,0 +1,99 @@
+"""The step loop: what is launched when, what is read when, and when the pool hears of it."""
+
+from __future__ import annotations
+
+import pytest
+from engine_harness import Harness
+
+
+class Recorder:
+    """Wraps the runner and the pool of a harness; `log` is what happened, in order."""
+
+    def __init__(self, harness: Harness) -> None:
+        self.log: list[str] = []
+        runner, pool = harness.runner, harness.pool
+        execute, run_until = runner.execute, runner.run_until
+        launched, completed = pool.step_launched, pool.step_completed
+
+        def spy(name, method, step_of):  # type: ignore[no-untyped-def]
+            def call(argument):  # type: ignore[no-untyped-def]
+                self.log.append(f"{name} {step_of(argument)}")
+                return method(argument)
+
+            return call
+
+        runner.execute = spy("execute", execute, lambda output: output.step_id)  # type: ignore[method-assign]
+        runner.run_until = spy("read", run_until, lambda step: step)  # type: ignore[method-assign]
+        pool.step_launched = spy("launched", launched, lambda step: step)  # type: ignore[method-assign]
+        pool.step_completed = spy("completed", completed, lambda step: step)  # type: ignore[method-assign]
+
+
+def test_the_next_step_is_launched_before_the_last_is_read() -> None:
+    harness = Harness()
+    recorder = Recorder(harness)
+    harness.add("a", [1, 2], max_tokens=3)
+    harness.run()
+    assert recorder.log == [
+        *("launched 0", "execute 0"),
+        *("launched 1", "execute 1", "read 0", "completed 0"),
+        *("launched 2", "execute 2", "read 1", "completed 1"),
+        *("read 2", "completed 2"),
+    ]
+
+
+def test_without_pipelining_each_step_is_read_at_once() -> None:
+    harness = Harness(pipelined=False)
+    recorder = Recorder(harness)
+    harness.add("a", [1, 2], max_tokens=2)
+    harness.run()
+    assert recorder.log == [
+        *("launched 0", "execute 0", "read 0", "completed 0"),
+        *("launched 1", "execute 1", "read 1", "completed 1"),
+    ]
+
+
+def test_a_token_comes_one_step_after_its_launch() -> None:
+    harness = Harness()
+    harness.add("a", [1, 2], max_tokens=3)
+    assert [len(harness.step()) for _ in range(4)] == [0, 1, 1, 1]
+
+
+def test_idle_steps_do_nothing() -> None:
+    harness = Harness()
+    assert not harness.core.has_work()
+    assert harness.core.step() == []
+    assert not harness.core.inflight
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_the_last_step_is_read_when_everything_was_aborted(pipelined: bool) -> None:
+    harness = Harness(pipelined=pipelined)
+    harness.add("a", [1, 2], max_tokens=9)
+    harness.step()
+    assert harness.core.inflight == pipelined
+    harness.scheduler.abort("a", 0)
+    assert harness.core.has_work() == pipelined
+    harness.run()
+    assert not harness.core.inflight
+    assert harness.pool.num_grantable == harness.pool.num_blocks, "no block is left cooling"
+
+
+def test_failures_come_without_a_step() -> None:
+    harness = Harness(num_blocks=2)
+    harness.add("a", range(30), max_tokens=9)
+    assert harness.core.has_work()
+    assert [type(event).__name__ for event in harness.step()] == ["FailedEvent"]
+    assert not harness.core.has_work()
+
+
+def test_a_failing_device_ends_the_loop() -> None:
+    harness = Harness()
+    harness.add("a", [1, 2], max_tokens=9)
+    harness.step()
+
+    def fail(step_id: int) -> None:
+        raise RuntimeError(f"device lost in step {step_id}")
+
+    harness.runner.run_until = fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError, match="device lost in step 0"):
+        harness.step()
