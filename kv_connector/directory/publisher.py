@@ -89,8 +89,10 @@ class RedisPublisher:
         while not self._closing:
             try:
                 self._serve()
-            except REDIS_ERRORS as error:
-                if self._connected:
+            except Exception as error:  # whatever it is, a node without a directory still serves
+                if not isinstance(error, REDIS_ERRORS):
+                    log.exception("directory: an unexpected error; starting over")
+                elif self._connected:
                     log.warning("directory: lost Redis (%s); this node goes on and publishes again later", error)
                 self._connected = False
                 self._client.connection_pool.disconnect()

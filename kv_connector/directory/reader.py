@@ -8,7 +8,6 @@ without Redis the mirror serves what it last knew.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -68,16 +67,18 @@ class RedisDirectory:
             retry=Retry(NoBackoff(), 0),
         )
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
 
     def start(self) -> None:
         assert self._task is None, "started already"
         self._task = asyncio.create_task(self._run(), name="tandem-directory")
 
     async def close(self) -> None:
-        if self._task is not None:
+        self._closing = True
+        # The Redis client may turn a cancellation that meets it while connecting into a ConnectionError.
+        while self._task is not None and not self._task.done():
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=0.1)
         await self._client.aclose()
 
     async def watch(self) -> AsyncIterator[NodeChange]:
@@ -105,7 +106,7 @@ class RedisDirectory:
 
     async def _run(self) -> None:
         backoff_s = 0.1
-        while True:
+        while not self._closing:
             try:
                 async with self._client.pubsub() as stream:
                     await stream.subscribe(self._keys.events)
@@ -113,8 +114,10 @@ class RedisDirectory:
                     self.connected = True
                     backoff_s = 0.1
                     await self._follow(stream)
-            except REDIS_ERRORS as error:
-                if self.connected:
+            except Exception as error:  # whatever it is, a router without a directory still serves
+                if not isinstance(error, REDIS_ERRORS):
+                    log.exception("directory: an unexpected error; starting over")
+                elif self.connected:
                     log.warning("directory: lost Redis (%s); placement goes on with what is known", error)
                 self.connected = False
                 self._discovery.unreachable(time.monotonic())
