@@ -177,7 +177,7 @@ def train(model: LlamaForCausalLM, ids: torch.Tensor, held_out: torch.Tensor, ar
 
 def sample(model: LlamaForCausalLM, tokenizer: Tokenizer, prompt: str, device: str) -> str:
     ids = torch.tensor([tokenizer.encode(prompt).ids], device=device)
-    out = model.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=1)
+    out = model.generate(ids, max_new_tokens=64, do_sample=False, pad_token_id=1)  # type: ignore[misc]
     return str(tokenizer.decode(out[0, ids.shape[1] :].tolist()))
 
 
@@ -197,7 +197,7 @@ def write_card(out: Path, facts: dict[str, str], samples: dict[str, str]) -> Non
 
 def save(out: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.to(torch.bfloat16).save_pretrained(out)  # type: ignore[arg-type]
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

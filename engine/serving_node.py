@@ -6,7 +6,7 @@ deadlines, lost routers, draining and load reports is here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.control_plane import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
@@ -30,7 +30,7 @@ class ServingNode:
         self.pool = pool
         self.max_queue = max_queue
         self.draining = False
-        self.num_preemptions = 0
+        self.extra_counters: Callable[[], dict[str, float]] = dict  # of the process around this logic
         self._connects: list[PeerRef] = []
 
     # --- for the roles --------------------------------------------------------------------------------------
@@ -154,7 +154,9 @@ class ServingNode:
             "requests_accepted": float(self.book.num_accepted),
             "requests_ended": float(self.book.num_ended),
             "blocks_cached": float(self.pool.num_cached),
+            "preemptions": float(self.scheduler.num_preemptions),
             **self.handoff_counters(),
+            **self.extra_counters(),
         }
         return Status(
             node_id=self.info.node_id,

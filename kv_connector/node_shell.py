@@ -35,6 +35,9 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys, load_cluster_keys
 from tandem.engine.serving_node import ServingNode
+from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
+from tandem.kernels.quantization import overflow_counts
+from tandem.kernels.selection import fallback_counts
 from tandem.kv_connector.directory.records import NodeRecord
 from tandem.kv_connector.effects import Effects
 from tandem.kv_connector.fence import host_id
@@ -64,8 +67,9 @@ def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNo
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         process = NodeProcess(options, make_logic)
-    except ConfigError as error:
-        print(f"tandem: {error.message}", file=sys.stderr)
+        process.runner.warmup()
+    except (ConfigError, BackendUnavailableError, UnsupportedOptionError) as error:
+        print(f"tandem: {error}", file=sys.stderr)
         return 2
     return process.serve()
 
@@ -118,6 +122,7 @@ class NodeProcess:
             self.worker,
         )
         self.logic = make_logic(self._context())
+        self.logic.extra_counters = self._counters
         self.publisher = self._make_publisher()
         self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
         core = EngineCore(self.logic.scheduler, self.runner)
@@ -125,7 +130,6 @@ class NodeProcess:
 
     def serve(self) -> int:
         """For a process of its own: signals, garbage collector, ready line, then `run`."""
-        self.runner.warmup()
         self.start()
         signal.signal(signal.SIGTERM, lambda *_: self.loop.begin_drain())
         signal.signal(signal.SIGINT, lambda *_: self.loop.begin_drain())
@@ -240,16 +244,29 @@ class NodeProcess:
         if events and self.publisher is not None:
             self.publisher.publish(events)
 
+    def _counters(self) -> dict[str, float]:
+        return {
+            **self.transfer.counters,
+            **self.control.counters.as_dict(),
+            "attention_fallbacks": float(sum(fallback_counts().values())),
+            "kv_overflows": float(sum(overflow_counts().values())),
+        }
+
+    def _attention_backend(self) -> str:
+        layer = next(iter(self.loaded.model.attention_layers.values()))
+        return layer.backends(self.loaded.device, self.loaded.dtype, layer.spec.attn_type)[0].get_name()
+
     def _announce(self) -> None:
         line = {"node_id": self.info.node_id, "address": self.info.control_address, "pid": os.getpid()}
         logger.info(
-            "%s serves %s at %s: %d KV blocks of %d tokens on %s",
+            "%s serves %s at %s: %d KV blocks of %d tokens on %s, attention by %s",
             self.info.node_id,
             self.info.model_name,
             self.info.control_address,
             self.pool.num_blocks,
             self.options.cache.block_size,
             self.loaded.device,
+            self._attention_backend(),
         )
         if self.options.ready_fd >= 0:
             with os.fdopen(self.options.ready_fd, "w") as ready:
