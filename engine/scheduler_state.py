@@ -257,7 +257,7 @@ class SchedulerState:
         assert running == (request in self.running) == (request.slot >= 0)
         assert request.state is not RequestState.FINISHED, "a finished request is queued"
         assert request.sample_indices
-        assert request.num_in_flight >= 0
+        assert request.num_in_flight >= 0, "num_in_flight is negative"
         assert running or request.num_computed_tokens == 0 or request.block_ids, "computed tokens without blocks"
         assert request.state is not RequestState.PREEMPTED or not request.block_ids, "a preempted request has blocks"
         assert request.num_computed_tokens <= request.num_launched_tokens

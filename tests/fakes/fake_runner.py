@@ -130,6 +130,7 @@ class FakeRunner:
 
     def _check_reads(self, row: ScheduledRow) -> None:
         table = self._tables[row.slot]
+        assert row.num_tokens > 0, "a row without a token has no logits"
         assert row.start + row.num_tokens <= len(table), "a row computes a token that nobody made"
         for position in range(row.start):
             block_id, offset = self._where(row.slot, position)
@@ -183,6 +184,7 @@ class FakeRunner:
         for block_id in range(pool.num_blocks):
             block_hash = pool.block_hash(block_id)
             if block_hash in published:
+                assert len(self.memory[block_id]) == self.block_size, f"cached block {block_id} is not full"
                 prefix = self.memory[block_id][self.block_size - 1]
                 cells = [self.memory[block_id][offset] for offset in range(self.block_size)]
                 start = len(prefix) - self.block_size

@@ -138,6 +138,25 @@ def test_committed_kv_serves_as_prefix() -> None:
     harness.assert_empty()
 
 
+def test_a_committed_tail_outlives_its_owner_until_it_is_copied() -> None:
+    """Nothing cools it: without a reference of the copy's own, a peer could be granted it at once."""
+    harness = Harness(num_blocks=6)
+    receive(harness, "a", list(range(6)), (0, 1), max_tokens=6)
+    harness.scheduler.abort("a", 0, (0,))
+    harness.check()
+    granted = harness.pool.allocate_grantable(harness.pool.num_grantable)
+    assert granted is not None
+    assert len(granted) == 3, "prompt, copy and copied block are held"
+    harness.runner.peer_writes(granted, [99] * 4 * len(granted))
+    harness.external.update(granted)
+    harness.step()
+    harness.pool.free(granted, None)
+    harness.external.clear()
+    harness.run()
+    harness.assert_output("a", 1)
+    harness.assert_empty()
+
+
 def test_only_unfinished_samples_go_on() -> None:
     harness = Harness()
     prompt = next(
