@@ -76,7 +76,7 @@ class StepPlanner:
         for request in [r for r in self._state.running if r.can_advance and not is_decoding(r)]:
             if request.state is RequestState.RUNNING:
                 self._plan_chunk(plan, request)
-        if not plan.preempted:
+        if self._state.waiting and not plan.preempted:
             self._admit(plan)
         if not plan.rows and nothing_in_flight:
             self._unlock()
