@@ -64,6 +64,7 @@ class SinkRecord:
     request: Request | None = None
     num_blocks: int = 0
     hits: list[int] = field(default_factory=list)
+    lost_pins: bool = False  # gave its hits up for one that came before
     granted: list[int] = field(default_factory=list)
     grant: KVGrant | None = None
     lease_until: float = 0.0
@@ -120,10 +121,7 @@ class SinkManager:
         record.num_blocks = -(-request.num_prompt_tokens // self._block_size)
         assert submit.peer is not None, "a decode node is told who hands over"
         record.source_id = submit.peer.node_id
-        if request.use_prefix_cache:
-            last_full = (request.num_prompt_tokens - 1) // self._block_size
-            record.hits = self._pool.match_prefix(request.block_hashes[:last_full])
-            self._pool.touch(record.hits)
+        self._pin(record)
         num_cached = len(record.hits) * self._block_size
         self._run(record, record.machine.on_submit(submit.peer.epoch))
         if record.machine.state in _OVER:
@@ -313,14 +311,43 @@ class SinkManager:
             if record.machine.state is not S.QUEUED:
                 self._queue.popleft()
                 continue
+            if record.lost_pins:
+                self._pin(record)
             needed = record.num_blocks - len(record.hits)
-            idle = self._pool.num_free + len(record.hits) == self._pool.num_blocks
-            if needed > self._pool.num_grantable - (0 if idle else self._headroom):
-                return
+            if needed > self._pool.num_grantable - self._headroom:
+                if self._others_will_free_blocks():
+                    return
+                self._unpin_behind(record, needed)
             blocks = self._pool.allocate_grantable(needed)
-            assert blocks is not None, "room was checked"
+            if blocks is None:  # free, but a launched step may still write them
+                return
             self._queue.popleft()
             self._grant(record, blocks)
+
+    def _others_will_free_blocks(self) -> bool:
+        """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
+        for growth is kept only while somebody can grow."""
+        pinned = {block_id for record in self._records.values() for block_id in record.hits}
+        return self._pool.num_blocks - self._pool.num_free > len(pinned)
+
+    def _unpin_behind(self, head: SinkRecord, needed: int) -> None:
+        """Tickets that wait behind `head` let their hits go, newest first, until it fits; they pin again in time."""
+        for record in reversed(list(self._records.values())):
+            if self._pool.num_grantable >= needed:
+                return
+            if record is not head and record.hits and record.machine.state in (S.EXPECTING, S.QUEUED):
+                self._unpin(record)
+                record.lost_pins = True
+
+    def _pin(self, record: SinkRecord) -> None:
+        """This node's own prefix of the prompt, ending below its last token."""
+        request = record.request
+        assert request is not None
+        record.lost_pins = False
+        if request.use_prefix_cache:
+            last_full = (request.num_prompt_tokens - 1) // self._block_size
+            record.hits = self._pool.match_prefix(request.block_hashes[:last_full])
+            self._pool.touch(record.hits)
 
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
         assert record.request is not None

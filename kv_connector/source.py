@@ -129,7 +129,7 @@ class SourceManager:
             self._run(record, record.machine.on(E.CLAIM))
         state = record.machine.state
         if state is S.CLAIMING:
-            return 0 if self._num_parked_blocks() + record.num_blocks <= self._max_parked else None
+            return 0 if self._may_park(record) else None
         return 0 if state in (S.PARKED, S.PUSHING) else None
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
@@ -228,14 +228,14 @@ class SourceManager:
             self._peers[where] = info
             self._effects.append(OpenChannel(info))
 
-    def peer_lost(self, node_id: str, epoch: int) -> None:
-        """A sink is gone, or refuses this node."""
+    def peer_lost(self, node_id: str, epoch: int, reason: str = outcomes.SINK_LOST) -> None:
+        """A sink is gone, or the two nodes refuse each other; `reason` is told to the router."""
         if self._peers.pop((node_id, epoch), None) is not None:
             self._effects.append(CloseChannel(node_id, epoch))
         self._broken.discard((node_id, epoch))
         for record in list(self._records.values()):
             if (record.peer.node_id, record.peer.epoch) == (node_id, epoch):
-                record.reason = outcomes.SINK_LOST
+                record.reason = reason
                 self._run(record, record.machine.on_sink_lost(epoch))
 
     def on_tick(self, now: float) -> None:
@@ -288,8 +288,14 @@ class SourceManager:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _num_parked_blocks(self) -> int:
-        return sum(record.num_blocks for record in self._records.values() if record.machine.state in _PARKED)
+    def _may_park(self, record: SourceRecord) -> bool:
+        """Whether `record` may start without a grant: parked KV keeps to its share of the pool, and leaves room for the
+        largest prompt that claimed before, since its grant comes first and the parked ones wait behind it."""
+        records = self._records.values()
+        parked = sum(other.num_blocks for other in records if other.machine.state in _PARKED)
+        unfinished = [o.num_blocks for o in records if o is not record and o.machine.state in (S.CLAIMING, S.PUSHING)]
+        room = self._pool.num_blocks - max(unfinished, default=0)
+        return parked + record.num_blocks <= min(self._max_parked, room)
 
     def _on_grant(self, record: SourceRecord, grant: KVGrant) -> None:
         """Checked before the first write; a grant that is not meant for this hand-off is refused and counted."""

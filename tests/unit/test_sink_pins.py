@@ -1,0 +1,77 @@
+"""Pinned hits of tickets must not starve the claim that comes first."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
+from tandem.engine.messages import KVClaim, KVGrant, NodeInfo, PeerRef, Submit, peer_id_of
+from tandem.engine.request import Request
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.sink import SinkManager
+
+SOURCE = peer_id_of("p", 7)
+
+
+def sink_of(pool: BlockPool) -> SinkManager:
+    options = NodeOptions("decode", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4))
+    return SinkManager(NodeInfo(node_id="d", epoch=9, role="decode"), ClusterKeys(b"k" * 16, False), pool, options)
+
+
+def expect(sink: SinkManager, name: str, num_tokens: int, hashes: list[bytes]) -> int:
+    prompt = np.zeros(num_tokens, np.int32)
+    submit = Submit(
+        request_id=name,
+        attempt=0,
+        mode="decode",
+        prompt_token_ids=prompt.tobytes(),
+        sampling=SamplingParams(),
+        peer=PeerRef("p", 7, ""),
+    )
+    return sink.expect(submit, Request(name, 0, prompt, SamplingParams(), block_hashes=hashes), 0.0)
+
+
+def claim(sink: SinkManager, name: str, num_tokens: int) -> list[KVGrant]:
+    message = KVClaim(
+        request_id=name, attempt=0, source_id="p", source_epoch=7, sink_epoch=9, num_prompt_tokens=num_tokens
+    )
+    sink.on_message(SOURCE, message, 1.0)
+    return [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+
+
+def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
+    pool = BlockPool(10, enable_caching=True)
+    sink = sink_of(pool)
+    cached = pool.allocate(8)
+    assert cached is not None
+    hashes = [bytes([i]) * 16 for i in range(8)]
+    for index, block in enumerate(cached):
+        pool.register(block, hashes[index], hashes[index - 1] if index else None)
+    pool.free(cached, None)
+    assert expect(sink, "small", 20, []) == 0
+    assert expect(sink, "cached", 33, hashes) == 32
+    (grant,) = claim(sink, "small", 20)
+    assert len(grant.block_ids) == 5, "the first claim is served although the pins left only two blocks"
+    assert claim(sink, "cached", 33) == []
+    sink.check_integrity()
+    sink.cancel("small", 0, 2.0)
+    sink.fenced("p", 6)
+    sink.check_integrity()
+    sink.fenced("p", 7)
+    sink.check_integrity()
+    sink.cancel("cached", 0, 3.0)
+    assert pool.num_free == 10
+
+
+def test_headroom_is_kept_only_while_somebody_can_grow() -> None:
+    pool = BlockPool(10, enable_caching=True)
+    sink = sink_of(pool)
+    expect(sink, "a", 36, [])
+    running = pool.allocate(1)
+    assert running is not None
+    assert claim(sink, "a", 36) == [], "nine blocks would leave no room for the running sequence"
+    pool.free(running, None)
+    sink.on_tick(2.0)
+    assert [type(m) for _, m in sink.drain_outbox()] == [KVGrant]
