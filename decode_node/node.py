@@ -14,7 +14,7 @@ from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
 from tandem.kv_connector.meta import TransferJob, TransportCommand
-from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released
+from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, failure_code
 from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.sink import SinkManager
 
@@ -38,6 +38,7 @@ class DecodeNode(ServingNode):
 
     def start(self, entry: Entry, now: float) -> None:
         if entry.submit.mode == "decode":
+            self.scheduler.kv.extend_hashes(entry.request)  # a router may leave hashing to the node
             self.book.accept(entry, self.sink.expect(entry.submit, entry.request, now))
             self._take_outcomes(now)
         else:
@@ -65,9 +66,9 @@ class DecodeNode(ServingNode):
         self._take_outcomes(now)
 
     def on_tick(self, now: float) -> None:
-        super().on_tick(now)
-        self.sink.on_tick(now)
+        self.sink.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
         self._take_outcomes(now)
+        super().on_tick(now)
 
     def drain_jobs(self) -> list[TransferJob]:
         return self.sink.drain_jobs()
@@ -100,7 +101,7 @@ class DecodeNode(ServingNode):
                 self._recompute(outcome)
             elif isinstance(outcome, Failed):
                 text = f"the hand-off failed: {outcome.reason}"
-                self.book.fail(outcome.request.key, "handoff_failed", text, outcome.retryable)
+                self.book.fail(outcome.request.key, failure_code(outcome.reason), text, outcome.retryable)
             else:
                 assert isinstance(outcome, Released)
                 self.book.handed_off(outcome.request.key)

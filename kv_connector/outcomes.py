@@ -30,6 +30,11 @@ def is_retryable(reason: str) -> bool:
     return reason not in _FINAL
 
 
+def failure_code(reason: str) -> str:
+    """Code of the RequestFailed that reports this end."""
+    return "deadline_exceeded" if reason == DEADLINE else "handoff_failed"
+
+
 # --- source --------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
 from tandem.kv_connector.meta import TransferJob, TransportCommand
-from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed
+from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed, failure_code
 from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.source import SourceManager
 
@@ -65,7 +65,7 @@ class PrefillNode(ServingNode):
         self._take_outcomes(now)
 
     def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None:
-        self.source.peer_lost(ref.node_id, ref.epoch)
+        self.source.peer_lost(ref.node_id, ref.epoch, f"the sink is refused: {reason}")
         self._take_outcomes(now)
 
     def on_transfer(self, event: object, now: float) -> None:
@@ -73,9 +73,9 @@ class PrefillNode(ServingNode):
         self._take_outcomes(now)
 
     def on_tick(self, now: float) -> None:
-        super().on_tick(now)
-        self.source.on_tick(now)
+        self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
         self._take_outcomes(now)
+        super().on_tick(now)
 
     def drain_jobs(self) -> list[TransferJob]:
         return self.source.drain_jobs()
@@ -106,6 +106,6 @@ class PrefillNode(ServingNode):
                 self.book.handed_off(outcome.key)
             elif isinstance(outcome, HandoffFailed):
                 text = f"the hand-off failed: {outcome.reason}"
-                entry = self.book.fail(outcome.key, "handoff_failed", text, outcome.retryable)
+                entry = self.book.fail(outcome.key, failure_code(outcome.reason), text, outcome.retryable)
                 if entry is not None:
                     self.stop(entry, now)
