@@ -5,16 +5,37 @@ Every test ends with both pools whole. Nodes are shared by way; tests that need 
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import msgspec
+import numpy as np
 import pytest
+import torch
+import zmq
 
-from in_process_cluster import Client, Node, Result, node_options
+from in_process_cluster import BLOCK, Client, Node, Result, node_options
+from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
+from tandem.engine.messages import (
+    Cancel,
+    Hello,
+    KVClaim,
+    KVCommitted,
+    KVDrained,
+    KVDrainedAck,
+    KVGrant,
+    KVReady,
+    KVRefused,
+    PeerRef,
+    Submit,
+    Welcome,
+)
 from tandem.engine.sampling_params import SamplingParams
 from tiny_models import random_prompt, tiny_model
 
@@ -49,7 +70,12 @@ class Pair:
     def submit(self, prompt: list[int], sampling: SamplingParams, name: str = "", **options: object) -> Result:
         name = name or next(self._names)
         return self.client.submit(
-            name, prompt, sampling, decode=self.decode.info, prefill=self.prefill.info, **options  # type: ignore[arg-type]
+            name,
+            prompt,
+            sampling,
+            decode=self.decode.info,
+            prefill=self.prefill.info,
+            **options,  # type: ignore[arg-type]
         )
 
     def key_of(self, result: Result) -> tuple[str, int]:
@@ -84,8 +110,9 @@ class Pair:
     def check_whole(self) -> None:
         """Nothing is held, nobody waits, on either side."""
         for node in (self.decode, self.prefill):
-            node.wait_until_whole()
-            self.until(lambda node=node: node.process.logic.is_empty)  # type: ignore[misc]
+            pool, logic = node.process.pool, node.process.logic
+            self.until(lambda pool=pool: pool.num_free == pool.num_blocks)  # type: ignore[misc]
+            self.until(lambda logic=logic: logic.is_empty)  # type: ignore[misc]
 
 
 @contextmanager
@@ -173,7 +200,10 @@ def test_four_samples_are_one_prefill_and_one_handoff(pair: Pair, alone: Alone) 
     assert len({tuple(output) for output in outputs}) == 4
     assert outputs == alone.run(prompt, SAMPLED, samples)
     assert outputs == [alone.run(prompt, SAMPLED, (sample,))[0] for sample in samples]
-    assert [pair.run(prompt, SAMPLED, samples=(sample,)).output(sample) for sample in (1, 3)] == [outputs[1], outputs[3]]
+    assert [pair.run(prompt, SAMPLED, samples=(sample,)).output(sample) for sample in (1, 3)] == [
+        outputs[1],
+        outputs[3],
+    ]
 
 
 # --- ends at the first token --------------------------------------------------------------------------------
@@ -191,7 +221,7 @@ def test_one_token_ends_on_the_prefill_node(pair: Pair, alone: Alone) -> None:
 
 def test_eos_at_the_first_token(shm: Pair, alone: Alone) -> None:
     prompt = random_prompt(40, seed=8)
-    (first, *_), = alone.run(prompt, GREEDY)
+    ((first, *_),) = alone.run(prompt, GREEDY)
     result = shm.run(prompt, changed(GREEDY, stop_token_ids=(first,)))
     assert result.failed is None, result.failed
     assert (result.output(), result.finished) == ([first], {0: "stop"})
@@ -282,7 +312,8 @@ def test_cancel_at_any_moment(way: str, alone: Alone) -> None:
         for result in results:
             pair.cancel(result)
         pair.client.wait()
-        assert all(result.failed is None for result in results), [result.failed for result in results if result.failed]
+        failures = [result.failed for result in results if result.failed is not None]
+        assert all("cancelled" in failure.message for failure in failures), failures
         pair.check_whole()
         prompt = random_prompt(90, seed=1)
         assert [pair.run(prompt, GREEDY).output()] == alone.run(prompt, GREEDY), "the nodes do not work any more"
@@ -330,8 +361,6 @@ def test_cancel_of_one_sample(pair: Pair, alone: Alone) -> None:
     sampling = changed(SAMPLED, max_tokens=60)
     result = pair.submit(prompt, sampling, samples=samples)
     pair.until(lambda: len(result.tokens.get(1, ())) >= 3)
-    from tandem.engine.messages import Cancel
-
     request_id, attempt = pair.key_of(result)
     for node in (pair.decode, pair.prefill):
         pair.client.send(node.info, Cancel(request_id=request_id, attempt=attempt, sample_indices=(1,)))
@@ -447,8 +476,6 @@ def test_logprobs_and_prompt_logprobs(shm: Pair) -> None:
 
 
 def check_entry(entry, num_top: int) -> None:  # type: ignore[no-untyped-def]
-    import math
-
     assert len(entry.token_ids) == len(entry.logprobs) == num_top + 1
     top = entry.logprobs[1:]
     assert list(top) == sorted(top, reverse=True)
@@ -474,3 +501,181 @@ def run_full(pair: Pair, prompt: list[int]) -> Result:
     result = pair.client.submit(f"full-{len(pair.client.results)}", prompt, GREEDY, decode=pair.decode.info)
     pair.client.wait(result)
     return result
+
+
+# --- strangers ----------------------------------------------------------------------------------------------
+
+
+class ImpostorSink:
+    """Poses as the decode node of `pair` towards its prefill node, and answers claims as a test likes."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind("tcp://127.0.0.1:*")
+        self._address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._peer = b""
+
+    def submit(self, name: str, prompt: list[int]) -> Result:
+        """To the prefill node, which will claim from this impostor."""
+        info, client = self.pair.decode.info, self.pair.client
+        client.results[name, 0] = Result()
+        message = Submit(
+            request_id=name,
+            attempt=0,
+            mode="prefill",
+            prompt_token_ids=np.asarray(prompt, "<i4").tobytes(),
+            sampling=GREEDY,
+            peer=PeerRef(info.node_id, info.epoch, self._address),
+        )
+        client.send(self.pair.prefill.info, message)
+        return client.results[name, 0]
+
+    def expect(self, kind: type, name: str):  # type: ignore[no-untyped-def]
+        """The next message of `kind` about `name`; greets, answers KVDrained, drops all else."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            self.pair.client.poll(0.0)
+            if not self._socket.poll(5):
+                continue
+            self._peer, payload = self._socket.recv_multipart()
+            message = wire.decode_to_node(payload)
+            if isinstance(message, Hello):
+                self.send(Welcome(info=self.pair.decode.info))
+            elif isinstance(message, KVDrained):
+                self.send(KVDrainedAck(request_id=message.request_id, attempt=0, grant_id=message.grant_id))
+            if isinstance(message, kind) and message.request_id == name:
+                return message
+        raise AssertionError(f"no {kind.__name__} about {name}")
+
+    def send(self, message: wire.Message) -> None:
+        self._socket.send_multipart([self._peer, wire.encode(message)])
+
+    def grant(self, claim: KVClaim, **changes: object) -> KVGrant:
+        """Signed with the cluster's key, for the first blocks of the decode node's pool."""
+        num_blocks = -(-claim.num_prompt_tokens // BLOCK)
+        fields = {
+            "request_id": claim.request_id,
+            "attempt": claim.attempt,
+            "grant_id": random.getrandbits(63) + 1,
+            "source_id": claim.source_id,
+            "source_epoch": claim.source_epoch,
+            "sink_id": self.pair.decode.info.node_id,
+            "sink_epoch": claim.sink_epoch,
+            "first_block": 0,
+            "block_ids": tuple(range(num_blocks)),
+            "num_prompt_tokens": claim.num_prompt_tokens,
+            "lease_s": 60.0,
+        }
+        return self.pair.decode.process.keys.sign_grant(KVGrant(**{**fields, **changes}))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def test_a_grant_that_is_not_for_this_handoff_is_refused() -> None:
+    """Shared memory: the source writes wherever its grant says, so a grant that slips through destroys KV."""
+    with make_pair("shm") as pair:
+        impostor = ImpostorSink(pair)
+        pool = pair.decode.process.transfer.pool
+        try:
+            impostor.submit("good", random_prompt(40, seed=1))
+            used = impostor.grant(impostor.expect(KVClaim, "good"))
+            impostor.send(used)
+            impostor.expect(KVReady, "good")
+            impostor.send(KVCommitted(request_id="good", attempt=0, grant_id=used.grant_id))
+            pair.until(lambda: pair.source.handoffs_completed == 1)
+            before, pushed = pool.clone(), pair.pushed_bytes
+            assert pushed > 0, "the impostor's grant is honest and was not used: this test would show nothing"
+
+            result = impostor.submit("bad", random_prompt(40, seed=2))
+            claim = impostor.expect(KVClaim, "bad")
+            good = impostor.grant(claim)
+            keys = pair.decode.process.keys
+            forged = [
+                msgspec.structs.replace(good, signature=bytes(16)),
+                msgspec.structs.replace(good, block_ids=(7, 8, 9)),
+                msgspec.structs.replace(used, request_id="bad"),
+                keys.sign_grant(msgspec.structs.replace(used, request_id="bad")),
+                impostor.grant(claim, source_id="prefill-other"),
+                impostor.grant(claim, sink_id="decode-other"),
+                impostor.grant(claim, first_block=1),
+                impostor.grant(claim, num_prompt_tokens=39),
+                impostor.grant(claim, block_ids=()),
+            ]
+            for number, grant in enumerate(forged, 1):
+                impostor.send(grant)
+                pair.until(lambda number=number: pair.source.grants_refused == number)  # type: ignore[misc]
+            dropped = [
+                used,
+                impostor.grant(claim, request_id="never"),
+                impostor.grant(claim, attempt=1),
+                impostor.grant(claim, source_epoch=claim.source_epoch + 1),
+                impostor.grant(claim, sink_epoch=claim.sink_epoch + 1),
+            ]
+            for grant in dropped:
+                impostor.send(grant)
+            impostor.send(KVRefused(request_id="bad", attempt=0, reason="no"))
+            impostor.expect(KVDrained, "bad")
+            pair.client.wait(result)
+            assert result.failed is not None
+            assert pair.pushed_bytes == pushed
+            assert torch.equal(pool, before), "something was written under a forged grant"
+            pair.check_whole()
+        finally:
+            impostor.close()
+
+
+def test_a_grant_from_a_connection_that_nobody_asked_for_is_not_heard(shm: Pair) -> None:
+    context, control = zmq.Context(), shm.prefill.process.control
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.connect(shm.prefill.info.control_address)
+        info = msgspec.structs.replace(shm.decode.info, node_id="decode-stranger", pid=0)
+        socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
+        assert socket.poll(5000)
+        assert isinstance(wire.decode_from_node(socket.recv()), Welcome)
+        undecodable, pushed = control.counters.undecodable, shm.pushed_bytes
+        claim = KVClaim(request_id="x", attempt=0, source_id="s", source_epoch=1, sink_epoch=2, num_prompt_tokens=BLOCK)
+        socket.send(wire.encode(ImpostorSink.grant(_Of(shm), claim)))  # type: ignore[arg-type]
+        shm.until(lambda: control.counters.undecodable == undecodable + 1)
+        assert shm.pushed_bytes == pushed
+    finally:
+        socket.close()
+        context.term()
+
+
+@dataclass
+class _Of:
+    pair: Pair
+
+
+@pytest.mark.parametrize(
+    ("model", "block_size", "hash_block_size", "field_name"),
+    [("qwen3", 16, 16, "identity.config"), ("llama", 32, 32, "identity.hash_block_size"), ("llama", 32, 16, "layout")],
+)
+def test_nodes_that_differ_refuse_each_other(
+    shm: Pair, model: str, block_size: int, hash_block_size: int, field_name: str
+) -> None:
+    options = node_options("prefill", tiny_model(model), transport="shm")
+    cache = dataclasses.replace(options.cache, block_size=block_size, hash_block_size=hash_block_size)
+    stranger = Node(dataclasses.replace(options, cache=cache))
+    client = Client(shm.decode.info, stranger.info)
+    try:
+        result = client.submit(
+            f"differs-{model}-{hash_block_size}", [5] * 40, GREEDY, decode=shm.decode.info, prefill=stranger.info
+        )
+        client.wait(result)
+        assert result.failed is not None
+        assert field_name in result.failed.message
+        key = next(iter(client.results))
+        client.cancel(*key, shm.decode.info)
+        stranger.wait_until_whole()
+    finally:
+        shm.check_whole()
+        client.close()
+        stranger.stop()
