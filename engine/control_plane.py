@@ -150,7 +150,7 @@ class ControlPlane:
 
     def _command(self, command: Callable[[], None]) -> None:
         self._commands.append(command)
-        with contextlib.suppress(BlockingIOError):  # a full pipe already wakes the thread
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is woken already, or has stopped
             os.write(self._wake_write, b"\0")
 
     # --- the thread ---------------------------------------------------------------------------------------
