@@ -1,0 +1,265 @@
+"""Two control planes, and raw sockets, over real ZMQ on loopback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tandem.engine import messages as wire
+from tandem.engine.config import Timeouts
+from tandem.engine.control_plane import ControlPlane, PeerLost, PeerRefused, PeerUp, Received
+from tandem.engine.errors import ConfigError, HandshakeError
+from tandem.engine.messages import (
+    Cancel,
+    Hello,
+    KVWait,
+    NodeInfo,
+    PeerRef,
+    Ping,
+    Refused,
+    Status,
+    Welcome,
+    peer_id_of,
+)
+from tandem.engine.security import ClusterKeys, load_cluster_keys
+
+QUICK = Timeouts(heartbeat_s=0.04, peer_lost_s=0.4, connect_s=0.5)
+PLAIN = ClusterKeys(b"loopback only", curve=False)
+
+
+class Plane:
+    """One control plane; `events` is what the step loop would get."""
+
+    def __init__(
+        self,
+        node_id: str,
+        epoch: int = 1,
+        model: str = "m",
+        keys: ClusterKeys = PLAIN,
+        host_id: str = "",
+        port: int = 0,
+    ) -> None:
+        self.events: list = []
+        self.control = ControlPlane(keys, QUICK, self.events.append, self._check)
+        address = self.control.bind("127.0.0.1", port)
+        self.info = NodeInfo(
+            node_id=node_id, epoch=epoch, role="decode", control_address=address, model_name=model, host_id=host_id
+        )
+        self.control.info = self.info
+        self.control.status = Status(node_id=node_id, epoch=epoch, num_free_blocks=5)
+        self.peer_id = peer_id_of(node_id, epoch)
+        self.ref = PeerRef(node_id, epoch, address)
+        self.control.start()
+
+    def _check(self, theirs: NodeInfo) -> None:
+        if theirs.model_name != self.info.model_name:
+            raise HandshakeError("identity.config", self.info.model_name, theirs.model_name)
+
+    def of(self, kind: type) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def stop(self) -> None:
+        self.control.stop()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Plane]]:
+    planes: list[Plane] = []
+
+    def build(*args: object, **kwargs: object) -> Plane:
+        planes.append(Plane(*args, **kwargs))  # type: ignore[arg-type]
+        return planes[-1]
+
+    yield build
+    for plane in planes:
+        plane.stop()
+
+
+@pytest.fixture
+def dial() -> Iterator[Callable[[Plane], zmq.Socket]]:
+    """A plain DEALER to a plane."""
+    context = zmq.Context()
+    sockets: list[zmq.Socket] = []
+
+    def connect(plane: Plane) -> zmq.Socket:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(plane.info.control_address)
+        sockets.append(socket)
+        return socket
+
+    yield connect
+    for socket in sockets:
+        socket.close()
+    context.term()
+
+
+def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def ask(socket: zmq.Socket, message: wire.Message | bytes, timeout_s: float = 5.0) -> wire.Message:
+    socket.send(message if isinstance(message, bytes) else wire.encode(message))
+    assert socket.poll(int(timeout_s * 1000)), "no answer"
+    return wire.decode_from_node(socket.recv())
+
+
+def hello(node_id: str = "router", epoch: int = 1, version: int = wire.WIRE_VERSION) -> Hello:
+    return Hello(wire_version=version, info=NodeInfo(node_id=node_id, epoch=epoch, role="router"))
+
+
+def connected(make: Callable[..., Plane]) -> tuple[Plane, Plane]:
+    sink, source = make("sink"), make("source", 2)
+    source.control.connect(sink.ref)
+    until(lambda: source.of(PeerUp) and sink.of(PeerUp))
+    return sink, source
+
+
+def test_two_nodes_greet_and_talk_both_ways(make: Callable[..., Plane]) -> None:
+    sink, source = connected(make)
+    assert source.of(PeerUp) == [PeerUp(sink.peer_id, sink.info)]
+    assert sink.of(PeerUp) == [PeerUp(source.peer_id, source.info)]
+    source.control.send(sink.peer_id, Cancel(request_id="r", attempt=0))
+    wait = KVWait(request_id="r", attempt=0, queue_position=3)
+    sink.control.send(source.peer_id, wait)
+    until(lambda: sink.of(Received) and source.of(Received))
+    assert sink.of(Received) == [Received(source.peer_id, Cancel(request_id="r", attempt=0))]
+    assert source.of(Received) == [Received(sink.peer_id, wait)]
+    time.sleep(2 * QUICK.peer_lost_s)
+    assert not sink.of(PeerLost), "heartbeats did not keep the connection"
+    assert not source.of(PeerLost)
+
+
+def test_connecting_again_is_answered_again(make: Callable[..., Plane]) -> None:
+    sink, source = connected(make)
+    source.control.connect(sink.ref)
+    until(lambda: len(source.of(PeerUp)) == 2)
+    assert len(sink.of(PeerUp)) == 1
+
+
+def test_another_model_is_refused_by_name(make: Callable[..., Plane]) -> None:
+    sink, source = make("sink"), make("source", 2, model="other")
+    source.control.connect(sink.ref)
+    until(lambda: source.of(PeerRefused))
+    (refused,) = source.of(PeerRefused)
+    assert refused.ref == sink.ref
+    assert "identity.config" in refused.reason
+    assert sink.control.counters.refused == 1
+    assert not sink.events
+
+
+def test_a_sink_of_another_life_is_refused(make: Callable[..., Plane]) -> None:
+    sink, source = make("sink", 5), make("source", 2)
+    source.control.connect(PeerRef("sink", 4, sink.info.control_address))
+    until(lambda: source.of(PeerRefused))
+    assert "epoch" in source.of(PeerRefused)[0].reason
+
+
+def test_nobody_there_is_refused_in_time(make: Callable[..., Plane]) -> None:
+    source = make("source")
+    source.control.connect(PeerRef("nobody", 1, "tcp://127.0.0.1:1"))
+    until(lambda: source.of(PeerRefused), timeout_s=3.0)
+    assert "no answer" in source.of(PeerRefused)[0].reason
+
+
+def test_a_wrong_wire_version_is_refused(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
+    node = make("node")
+    answer = ask(dial(node), hello(version=wire.WIRE_VERSION + 1))
+    assert isinstance(answer, Refused)
+    assert (answer.field, answer.ours, answer.theirs) == ("wire_version", "1", "2")
+    assert not node.events
+
+
+def test_bytes_that_are_no_message(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
+    node = make("node")
+    socket = dial(node)
+    for number, payload in enumerate((b"", b"\xff" * 100, b"\x81\xa4type\xa4Nope"), 1):
+        assert isinstance(ask(socket, payload), Refused)
+        assert node.control.counters.undecodable == number
+    socket.send_multipart([b"two", b"parts"])
+    assert isinstance(ask(socket, hello()), Welcome), "the node survives, and the sender may still say Hello"
+    assert node.control.counters.undecodable == 4
+
+
+def test_hello_comes_first(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
+    node = make("node")
+    socket = dial(node)
+    for message in (Ping(sequence=1), Cancel(request_id="r", attempt=0)):
+        answer = ask(socket, message)
+        assert isinstance(answer, Refused)
+        assert answer.field == "handshake"
+    assert node.control.counters.unknown_peer == 2
+    assert not node.events
+    assert isinstance(ask(socket, hello()), Welcome)
+    answer = ask(socket, Ping(sequence=9))
+    assert isinstance(answer, Status)
+    assert (answer.sequence, answer.num_free_blocks) == (9, 5)
+
+
+def test_silence_is_loss(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
+    node = make("node")
+    socket = dial(node)
+    ask(socket, hello())
+    until(lambda: node.of(PeerLost))
+    assert "silent" in node.of(PeerLost)[0].reason
+    socket.send(wire.encode(Cancel(request_id="r", attempt=0)))
+    assert socket.poll(5000)
+    assert isinstance(wire.decode_from_node(socket.recv()), Refused), "a lost peer must greet again"
+    assert not node.of(Received), "a message of a lost peer was delivered"
+
+
+def test_a_stopped_node_is_lost_to_its_source(make: Callable[..., Plane]) -> None:
+    sink, source = connected(make)
+    sink.stop()
+    until(lambda: source.of(PeerLost))
+    assert source.of(PeerLost)[0].peer_id == sink.peer_id
+
+
+def test_a_new_life_ends_the_old_one(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
+    node = make("node")
+    old, new = dial(node), dial(node)
+    ask(old, hello(epoch=1))
+    ask(new, hello(epoch=2))
+    until(lambda: len(node.of(PeerUp)) == 2)
+    kinds = [(type(event), event.peer_id) for event in node.events[:3]]
+    first, second = peer_id_of("router", 1), peer_id_of("router", 2)
+    assert kinds == [(PeerUp, first), (PeerLost, first), (PeerUp, second)]
+    assert "epoch" in node.of(PeerLost)[0].reason
+    assert isinstance(ask(old, Cancel(request_id="r", attempt=0)), Refused)
+
+
+def test_a_message_to_nobody_is_counted(make: Callable[..., Plane]) -> None:
+    node = make("node")
+    node.control.send("nobody@0000000000000001", Cancel(request_id="r", attempt=0))
+    until(lambda: node.control.counters.unroutable == 1)
+
+
+def test_a_taken_port_is_a_configuration_error(make: Callable[..., Plane]) -> None:
+    port = int(make("node").info.control_address.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="--port"):
+        ControlPlane(PLAIN, QUICK, print, print).bind("127.0.0.1", port)
+
+
+def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
+    make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket], tmp_path: Path
+) -> None:
+    for name in ("ours", "theirs"):
+        (tmp_path / name).write_text(f"a secret of {name} that is long enough")
+    ours = load_cluster_keys(str(tmp_path / "ours"), "127.0.0.1")
+    theirs = load_cluster_keys(str(tmp_path / "theirs"), "127.0.0.1")
+    sink, friend, stranger = make("sink", keys=ours), make("friend", 2, keys=ours), make("stranger", 3, keys=theirs)
+    plain = dial(sink)
+    plain.send(wire.encode(hello()))
+    friend.control.connect(sink.ref)
+    stranger.control.connect(sink.ref)
+    until(lambda: friend.of(PeerUp) and stranger.of(PeerRefused))
+    assert [event.peer_id for event in sink.of(PeerUp)] == [friend.peer_id]
+    assert not plain.poll(100), "a client without keys was answered"
+    assert (sink.control.counters.undecodable, sink.control.counters.unknown_peer) == (0, 0)
