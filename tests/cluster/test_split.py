@@ -107,6 +107,11 @@ class Pair:
     def pushed_bytes(self) -> float:
         return self.prefill.process.transfer.counters["kv_pushed_bytes"]
 
+    def renew_client(self) -> None:
+        """A client that said nothing while other tests ran counts as lost."""
+        self.client.close()
+        self.client = Client(self.decode.info, self.prefill.info)
+
     def check_whole(self) -> None:
         """Nothing is held, nobody waits, on either side."""
         for node in (self.decode, self.prefill):
@@ -122,11 +127,11 @@ def make_pair(way: str, *, decode: dict | None = None, prefill: dict | None = No
     nodes = []
     for role, options in (("decode", decode or {}), ("prefill", prefill or {})):
         nodes.append(Node(node_options(role, model, transport=way, **options)))
-    client = Client(*(node.info for node in nodes))
+    pair = Pair(nodes[0], nodes[1], Client(*(node.info for node in nodes)))
     try:
-        yield Pair(nodes[0], nodes[1], client)
+        yield pair
     finally:
-        client.close()
+        pair.client.close()
         for node in reversed(nodes):
             node.stop()
 
@@ -139,12 +144,14 @@ def pairs() -> Iterator[dict[str, Pair]]:
 
 @pytest.fixture(params=WAYS)
 def pair(request: pytest.FixtureRequest, pairs: dict[str, Pair]) -> Iterator[Pair]:
+    pairs[request.param].renew_client()
     yield pairs[request.param]
     pairs[request.param].check_whole()
 
 
 @pytest.fixture
 def shm(pairs: dict[str, Pair]) -> Iterator[Pair]:
+    pairs["shm"].renew_client()
     yield pairs["shm"]
     pairs["shm"].check_whole()
 
@@ -154,13 +161,16 @@ class Alone:
     """What one node makes of a request: the expectation that split serving must meet."""
 
     node: Node
-    client: Client
     _count: int = 0
 
     def run(self, prompt: list[int], sampling: SamplingParams, samples: tuple[int, ...] = (0,)) -> list[list[int]]:
         self._count += 1
-        result = self.client.submit(f"alone{self._count}", prompt, sampling, decode=self.node.info, samples=samples)
-        self.client.wait(result)
+        client = Client(self.node.info)
+        try:
+            result = client.submit(f"alone{self._count}", prompt, sampling, decode=self.node.info, samples=samples)
+            client.wait(result)
+        finally:
+            client.close()
         assert result.failed is None, result.failed
         return [result.output(sample) for sample in samples]
 
@@ -168,12 +178,8 @@ class Alone:
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Alone]:
     node = Node(node_options("unified", tiny_model("llama")))
-    client = Client(node.info)
-    try:
-        yield Alone(node, client)
-    finally:
-        client.close()
-        node.stop()
+    yield Alone(node)
+    node.stop()
 
 
 # --- sampling -----------------------------------------------------------------------------------------------
