@@ -37,13 +37,13 @@ class KVConnectorScheduler(Protocol):
     """
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Called each time `request` heads the waiting queue. How many tokens beyond `num_computed_tokens` will come
-        from outside (0: none, start now), or None: not yet, leave it waiting and ask again at the next step. A source
-        sends its KVClaim on the first call. No side effect on blocks."""
+        """Called at each step that has a slot and blocks for `request`. How many tokens beyond `num_computed_tokens`
+        will come from outside (0: none, start now), or None: not yet, leave it waiting, let others pass and ask again
+        at the next step. A source sends its KVClaim on the first call. No side effect on blocks."""
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Called once when blocks were allocated to start (or restart) `request`, and again whenever its block list
-        has grown; `block_ids` is the whole list."""
+        """Called when `request` starts, with all blocks that its prompt needs; it is never preempted. Blocks for
+        external tokens were grantable: the connector may write them at once."""
 
     def build_connector_meta(self, output: SchedulerOutput) -> object | None:
         """Called once a step after scheduling, before launch. The result travels as `output.connector_meta`."""
