@@ -22,7 +22,7 @@ OPTION_HELP: dict[str, str] = {
     "max_num_batched_tokens": "tokens of one step, decodes and prompt chunks together",
     "max_prefill_chunk": "longest prompt chunk of one step; 0: bounded by --max-num-batched-tokens alone",
     "max_queue": "requests that wait (on a node, or at the router) before more are refused",
-    "decode_prompt_budget": "decode nodes: prompt tokens mixed into a step while others decode; 0: unbounded",
+    "decode_prompt_budget": "prompt tokens mixed into a step while others decode; 0: 256 on a decode node, else 2048",
     "parked_kv_fraction": "prefill nodes: share of the pool for finished KV that has no destination yet",
     "growth_headroom": "decode nodes: share of the pool kept free for the growth of running requests",
     # Timeouts
@@ -49,6 +49,7 @@ OPTION_HELP: dict[str, str] = {
     "launcher_address": "ZMQ address that gets this process's heartbeats",
     "num_threads": "CPU threads of torch in one node; 0: torch's default, shared out among local nodes",
     "fault_injection": "tests only: faults to inject into KV transfers",
+    "cuda_graphs": "replay captured graphs for decode steps",
     "digests": "check KV digests before a hand-off is committed",
     # RouterOptions
     "workers": "router processes that share the port",

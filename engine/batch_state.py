@@ -37,6 +37,7 @@ SETTINGS = np.dtype(
         ("num_prompt_logprobs", np.int64),  # -1: off
         ("penalised", np.bool_),
         ("edited", np.bool_),  # has logit_bias or min_tokens
+        ("plain", np.bool_),  # greedy and asks for nothing that the sampler would have to do
     ]
 )
 
@@ -155,12 +156,19 @@ class BatchState:
 
     # --- what the sampler gets ------------------------------------------------------------------------------
 
+    def are_plain(self, samples: Sequence[SampleRow]) -> bool:
+        """Whether every sample is the most likely token and nothing else."""
+        return bool(self.settings["plain"][[sample.slot for sample in samples]].all())
+
     def sampling_batch(self, samples: Sequence[SampleRow]) -> tuple[SamplingBatch, torch.Tensor, torch.Tensor]:
         """(settings of the rows, slot_N, position_N), sent in one copy."""
         columns = np.array([(s.slot, s.position, s.sample_index, s.output_index) for s in samples], np.int64).T
         slots, positions, sample_indices, output_indices = columns
         assert positions.max() < self.token_ids_SC.shape[1], "a token beyond max_model_len"
         rows = self.settings[slots]
+        if rows["plain"].all():
+            slot_N, position_N = upload([slots, positions], self.device)
+            return SamplingBatch(), slot_N, position_N
         random = np.flatnonzero(rows["temperature"] > 0)
         penalised = np.flatnonzero(rows["penalised"])
         with_logprobs = np.flatnonzero(rows["num_logprobs"] >= 0)
@@ -217,6 +225,7 @@ _EMPTY_BIAS = (_EMPTY_IDS, np.empty(0, np.float64))
 def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) -> tuple:
     """One record of SETTINGS."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    penalised = penalties != (1.0, 0.0, 0.0)
     return (
         0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE),
         params.top_p,
@@ -228,8 +237,9 @@ def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) 
         num_prompt_tokens,
         -1 if params.num_logprobs is None else params.num_logprobs,
         -1 if params.num_prompt_logprobs is None else params.num_prompt_logprobs,
-        penalties != (1.0, 0.0, 0.0),
+        penalised,
         edited,
+        params.greedy and not penalised and not edited and params.num_logprobs is None,
     )
 
 

@@ -37,12 +37,12 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048  # tokens a step, decodes and prompt chunks together
+    max_num_seqs: int = 0  # 0: 256 on a GPU, 64 on a CPU
+    max_num_batched_tokens: int = 0  # tokens a step, decodes and prompt chunks together; 0: 8192 or 2048
     max_prefill_chunk: int = 0  # 0: only bounded by the budget
     max_queue: int = 4096  # requests waiting on a node before it refuses more
-    # Decode nodes: prompt tokens (short tails, recompute) mixed into one step while others decode; 0: unbounded.
-    decode_prompt_budget: int = 256
+    # Prompt tokens mixed into a step while others decode; 0: 256 on a decode node (short tails, recompute), else 2048.
+    decode_prompt_budget: int = 0
     # Prefill nodes: share of the pool that finished KV without a grant may fill before prompts wait for a grant.
     parked_kv_fraction: float = 0.25
     # Decode nodes: share of the pool kept free for growth of running requests when granting.
@@ -78,6 +78,7 @@ class NodeOptions:
     device: Device = "auto"
     device_index: int = 0
     attention_backend: str = "auto"
+    cuda_graphs: bool = True  # decode steps replay captured graphs; off: every step runs kernel by kernel
     transport: str = "auto"  # or local, shm, tcp
     redis_url: str = ""  # "": no Redis (single node, or routers given --node)
     namespace: str = "tandem"

@@ -17,6 +17,7 @@ from tandem.engine.messages import Message, PeerRef, Status
 from tandem.engine.request import EngineEvent
 
 IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
+STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each step would cost more than scheduling does
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
 
 
@@ -70,6 +71,7 @@ class NodeLoop:
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
         self._stopping = False
+        self._next_status = 0.0
 
     def post(self, event: object) -> None:
         self._inbox.put(event)
@@ -131,4 +133,7 @@ class NodeLoop:
             self._control.connect(ref)
         for peer_id, message in self._logic.drain_outbox():
             self._control.send(peer_id, message)
-        self._control.status = self._logic.status()
+        now = time.monotonic()
+        if now >= self._next_status:
+            self._next_status = now + STATUS_EVERY_S
+            self._control.status = self._logic.status()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -46,6 +46,18 @@ def choose_device(options: NodeOptions) -> torch.device:
     return device
 
 
+def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOptions:
+    """The same options with the step's budgets chosen where they were left to us (0)."""
+    given, on_gpu = options.scheduler, device.type == "cuda"
+    scheduler = replace(
+        given,
+        max_num_seqs=given.max_num_seqs or (256 if on_gpu else 64),
+        max_num_batched_tokens=given.max_num_batched_tokens or (8192 if on_gpu else 2048),
+        decode_prompt_budget=given.decode_prompt_budget or (256 if options.role == "decode" else 2048),
+    )
+    return replace(options, scheduler=scheduler)
+
+
 def load(options: NodeOptions) -> LoadedModel:
     """Checks the folder first, so that a bad one fails before anything slow happens. Raises ConfigError."""
     folder = resolve_model(options.model.model, options.model.revision)
@@ -83,6 +95,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
             loaded.max_model_len,
             loaded.device,
             options.cache.gpu_memory_utilization,
+            options.cuda_graphs,
         )
     else:
         free = free_host_bytes(most=1 << 30)

@@ -16,18 +16,20 @@ import torch
 
 from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
+from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.device_upload import upload
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.kv_pool import allocate_pool
 from tandem.engine.sampler import RandomRows, SamplingBatch, logprobs_of, sample
-from tandem.engine.step import ScheduledRow, SchedulerOutput
+from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
 from tandem.kernels.attention import Attention
 from tandem.kernels.cache_ops import copy_blocks
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
 
+DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels
 PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
 
 
@@ -42,7 +44,11 @@ class Model(Protocol):
 
     def bind_kv_cache(self, pool: torch.Tensor) -> None: ...
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor: ...
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -69,12 +75,13 @@ class ModelRunner:
         self._connector = worker_connector
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._max_chunk = options.max_prefill_chunk or options.max_num_batched_tokens
         self.state = BatchState(
             options.max_num_seqs, max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
         )
         self._inputs = StepInputs(self.state, options.max_num_batched_tokens)
+        self._graphs: DecodeGraphs | None = None
         model.bind_kv_cache(pool)
         if worker_connector is not None:
             worker_connector.register_kv_cache(pool)
@@ -91,43 +98,61 @@ class ModelRunner:
                 [copy.destination for copy in copies],
                 [copy.num_tokens for copy in copies],
             )
-        if self._connector is not None:
-            self._connector.start_load_kv(output.connector_meta)
-        inputs, hidden_TH = None, None
-        if output.rows:
-            inputs = self._inputs.build(output.rows)
-            hidden_TH = self._forward(inputs, with_hooks=output.connector_meta is not None)
-        if self._connector is not None:
-            self._connector.wait_for_save()
-        self.state.fork(output.forks)
         step = LaunchedStep(output.step_id)
-        if inputs is not None and hidden_TH is not None:
-            step.prompt_logprobs = self._prompt_logprobs(output.rows, inputs, hidden_TH)
-            if output.samples:
-                self._sample(output, inputs, hidden_TH, step)
+        if self._graphs is not None and output.is_decode:
+            self._decode(self._graphs, output, step)
+        else:
+            self._compute(output, step)
         if self.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
         return step
 
-    def _forward(self, inputs: ForwardInputs, with_hooks: bool) -> torch.Tensor:
+    def _decode(self, graphs: DecodeGraphs, output: SchedulerOutput, step: LaunchedStep) -> None:
+        """One token for each row, by replaying a graph."""
+        logits_RV = graphs.run(output.rows)
+        if self.state.are_plain(output.samples):
+            token_R, _ = sample(logits_RV, SamplingBatch())
+            graphs.batch.store(token_R)
+            step.token_ids = to_host(token_R)
+        else:
+            self._sample(output.samples, logits_RV, step)
+
+    def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
+        """Any mix of rows, layer by layer."""
+        inputs = self._inputs.build(output.rows)
+        every = any(row.prompt_logprobs for row in output.rows)
+        wanted_N = None if every else self._last_tokens(output, inputs)
+        if self._connector is not None:
+            self._connector.start_load_kv(output.connector_meta)
+        hidden_TH = self._forward(inputs, wanted_N, with_hooks=output.connector_meta is not None)
+        if self._connector is not None:
+            self._connector.wait_for_save()
+        self.state.fork(output.forks)
+        if every:
+            step.prompt_logprobs = self._prompt_logprobs(output.rows, inputs, hidden_TH)
+            hidden_TH = hidden_TH[self._last_tokens(output, inputs)]
+        if output.samples:
+            self._sample(output.samples, self.model.project(hidden_TH), step)
+
+    def _last_tokens(self, output: SchedulerOutput, inputs: ForwardInputs) -> torch.Tensor:
+        """int64 [N]: where each sample's row has its last token among the T tokens."""
+        rows = [sample.row for sample in output.samples]
+        ends = np.array([output.rows[row].num_tokens for row in rows], np.int64)
+        return upload([inputs.first_token_R[rows] + ends - 1], self.device)[0]
+
+    def _forward(self, inputs: ForwardInputs, wanted_N: torch.Tensor | None, with_hooks: bool) -> torch.Tensor:
         context = ForwardContext(
             attn_metadata=inputs.metadata,
             no_compile_layers=self.model.attention_layers,
             hooks=self._connector if with_hooks else None,
         )
         with set_forward_context(context):
-            return self.model(inputs.input_ids_T, inputs.positions_T)
+            return self.model(inputs.input_ids_T, inputs.positions_T, wanted_N)
 
-    def _sample(
-        self, output: SchedulerOutput, inputs: ForwardInputs, hidden_TH: torch.Tensor, step: LaunchedStep
-    ) -> None:
+    def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
         """Samples, writes the tokens into the slots' tables and starts their way to the host."""
-        samples = output.samples
-        rows = [output.rows[sample.row] for sample in samples]
-        last_N = inputs.first_token_R[[s.row for s in samples]] + np.array([r.num_tokens - 1 for r in rows])
         batch, slot_N, position_N = self.state.sampling_batch(samples)
-        logits_NV = self.model.compute_logits(hidden_TH[upload([last_N], self.device)[0]])
         token_N, logprobs = sample(logits_NV, batch)
         self.state.write_tokens(slot_N, position_N, token_N)
         self.state.count_outputs(samples, slot_N, token_N)
@@ -163,17 +188,30 @@ class ModelRunner:
 
         Writes no KV and leaves the batch state as it is.
         """
-        for rows in (_longest_prompts(self._max_num_tokens, self._max_chunk, self._max_model_len), self._decodes()):
+        for rows in (_longest_prompts(self._max_num_tokens, self._max_chunk, self.max_model_len), self._decodes()):
             inputs = self._inputs.build_dummy(rows)
-            hidden_TH = self._forward(inputs, with_hooks=False)
-            num_samples = min(self._max_num_seqs, hidden_TH.shape[0])
-            logits_NV = self.model.compute_logits(hidden_TH[:num_samples])
+            num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
+            wanted_N = torch.arange(num_samples, device=self.device)
+            logits_NV = self.model.project(self._forward(inputs, wanted_N, with_hooks=False))
+            sample(logits_NV, SamplingBatch())
             sample(logits_NV, _dummy_sampling(num_samples, self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def capture_decode_steps(self) -> None:
+        """CUDA: from here on decode steps replay graphs. Once, after `warmup`."""
+        assert self._graphs is None, "captured once"
+        assert self.device.type == "cuda"
+        graphs = DecodeGraphs(self.model, self.state, self.max_decode_rows, self.max_model_len)
+        graphs.capture()
+        self._graphs = graphs
+
+    @property
+    def max_decode_rows(self) -> int:
+        return min(self._max_num_seqs, self._max_num_tokens)
+
     def _decodes(self) -> list[ScheduledRow]:
-        return [ScheduledRow(0, 0, 1)] * min(self._max_num_seqs, self._max_num_tokens)
+        return [ScheduledRow(0, 0, 1)] * self.max_decode_rows
 
 
 def _longest_prompts(num_tokens: int, max_chunk: int, max_model_len: int) -> list[ScheduledRow]:
@@ -198,17 +236,34 @@ def profile_free_bytes(
     max_model_len: int,
     device: torch.device,
     gpu_memory_utilization: float,
+    cuda_graphs: bool,
 ) -> int:
     """CUDA bytes left for the pool: the share of the device's memory we may use, less what the worst step needs.
 
     Runs that step on a pool of one block, which is dropped again. Memory that other processes hold counts as used.
+    `cuda_graphs`: the node will capture decode steps, whose memory stays taken beside that of other steps.
     """
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     pool = allocate_pool(layout, 1, device)
-    ModelRunner(model, pool, options, layout.block_size, max_model_len, eos_token_ids=()).warmup()
+    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, eos_token_ids=())
+    runner.warmup()
     peak = torch.cuda.max_memory_reserved(device)
+    if cuda_graphs:
+        peak += _graph_bytes(runner, device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
     return int(total * gpu_memory_utilization) - peak - others
+
+
+def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
+    """What captured decode steps will hold: one largest step (they share its memory) and the driver's own part."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    graphs = DecodeGraphs(runner.model, runner.state, runner.max_decode_rows, runner.max_model_len)
+    with torch.inference_mode():
+        graphs.batch.fill((), runner.max_decode_rows)
+        graphs.batch.forward(runner.max_decode_rows)
+    step = torch.cuda.max_memory_allocated(device) - before
+    return int(1.25 * step) + len(graphs.sizes) * DRIVER_BYTES_PER_GRAPH

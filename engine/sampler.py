@@ -70,6 +70,11 @@ class SamplingBatch:
     logprob_row_L: torch.Tensor | None = None  # int64
     max_num_logprobs: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        """Every row takes the most likely token, and nothing else is asked."""
+        return self.edits is None and self.penalties is None and self.random is None and self.logprob_row_L is None
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -82,7 +87,10 @@ class Logprobs:
 
 @torch.inference_mode()
 def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
-    """Tokens int64 [N] and the log-probabilities of the rows that ask. `logits_NV` float32, overwritten."""
+    """Tokens int64 [N] and the log-probabilities of the rows that ask. `logits_NV` of any float dtype, read only."""
+    if batch.is_greedy:
+        return logits_NV.argmax(dim=-1), None
+    logits_NV = logits_NV.to(torch.float32, copy=True)
     raw_LV = None if batch.logprob_row_L is None else logits_NV.index_select(0, batch.logprob_row_L)
     if batch.edits is not None:
         logits_NV.index_put_((batch.edits.row_E, batch.edits.token_E), batch.edits.value_E, accumulate=True)

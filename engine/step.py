@@ -99,6 +99,17 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row brings one token and samples one, and nothing else happens to the KV."""
+        return (
+            self.connector_meta is None
+            and not self.forks
+            and len(self.samples) == len(self.rows)
+            and all(row.num_tokens == 1 and not row.prompt_logprobs for row in self.rows)
+            and all(sample.row == index for index, sample in enumerate(self.samples))
+        )
+
 
 @dataclass(slots=True)
 class RunnerOutput:

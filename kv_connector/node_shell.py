@@ -29,7 +29,7 @@ from tandem.engine.interfaces import DirectoryPublisher, KVConnectorScheduler
 from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
-from tandem.engine.node_setup import LoadedModel, load, size_pool
+from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.request_book import RequestBook
 from tandem.engine.runner import ModelRunner
 from tandem.engine.scheduler import Scheduler
@@ -67,7 +67,7 @@ def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNo
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         process = NodeProcess(options, make_logic)
-        process.runner.warmup()
+        process.warm_up()
     except (ConfigError, BackendUnavailableError, UnsupportedOptionError) as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 2
@@ -78,9 +78,9 @@ class NodeProcess:
     """Everything of one node. The constructor loads and binds, `serve` blocks."""
 
     def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
-        self.options = options
         self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
         self.loaded = load(options)
+        self.options = options = with_device_defaults(options, self.loaded.device)
         node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
         epoch = secrets.randbits(64)
         num_blocks = size_pool(self.loaded, options)
@@ -127,6 +127,12 @@ class NodeProcess:
         self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
         core = EngineCore(self.logic.scheduler, self.runner)
         self.loop = NodeLoop(self.logic, core, self.control, options.timeouts.drain_s, self._after_turn)
+
+    def warm_up(self) -> None:
+        """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""
+        self.runner.warmup()
+        if self.options.cuda_graphs and self.loaded.device.type == "cuda":
+            self.runner.capture_decode_steps()
 
     def serve(self) -> int:
         """For a process of its own: signals, garbage collector, ready line, then `run`."""
@@ -197,7 +203,7 @@ class NodeProcess:
                 eos_token_ids=loaded.config.eos_token_ids,
                 root_for_salt=lambda salt: root_hash(identity_key, salt),
                 hash_block_size=cache.hash_block_size,
-                limits_prompt_work=self.options.role == "decode",
+                limits_prompt_work=self.options.role != "prefill",
                 connector=connector,
             )
 
@@ -249,8 +255,12 @@ class NodeProcess:
             **self.transfer.counters,
             **self.control.counters.as_dict(),
             "attention_fallbacks": float(sum(fallback_counts().values())),
-            "kv_overflows": float(sum(overflow_counts().values())),
+            "kv_overflows": float(self._kv_overflows()),
         }
+
+    def _kv_overflows(self) -> int:
+        """Only an fp8 cache can overflow; asking waits for the device, so nobody else does."""
+        return sum(overflow_counts().values()) if self.loaded.layout.group.dtype.startswith("float8") else 0
 
     def _attention_backend(self) -> str:
         layer = next(iter(self.loaded.model.attention_layers.values()))

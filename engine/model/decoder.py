@@ -123,16 +123,25 @@ class DecoderModel(nn.Module):
         for index, attention in enumerate(self.attention_layers.values()):
             attention.kv_cache = [pool[:, :, index]]
 
-    def forward(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """int64 [T], int64 [T] -> normalised hidden states [T, E]. Attention metadata comes by the forward context."""
+    def forward(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted_N: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """int [T], int64 [T] -> normalised hidden states of the tokens `wanted_N` (int64 indices; None: of all T).
+
+        Attention metadata comes by the forward context.
+        """
         x_TE = self.embed_tokens(input_ids_T)
         cos, sin = self.rotary(positions_T, x_TE.dtype)
         for layer in self.layers:
             x_TE = layer(x_TE, cos, sin)
-        hidden: torch.Tensor = self.norm(x_TE)
+        hidden: torch.Tensor = self.norm(x_TE if wanted_N is None else x_TE[wanted_N])
         return hidden
+
+    def project(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> logits [N, V] in the model's dtype."""
+        logits: torch.Tensor = self.lm_head(hidden_NE)
+        return logits
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, E] -> fp32 [N, V]."""
-        logits: torch.Tensor = self.lm_head(hidden_NE).float()
-        return logits
+        return self.project(hidden_NE).float()

@@ -1,0 +1,126 @@
+"""Decode steps as CUDA graphs: one replay runs the whole forward pass, from slots to logits.
+
+Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
+read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
+lengths: they are read on the device.
+
+Shape legend: R rows, G rows of a graph, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tandem.engine.batch_state import BatchState
+from tandem.engine.step import ScheduledRow
+from tandem.kernels.attention import Attention
+from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
+from tandem.kernels.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.metadata import AttentionMetadata
+
+ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it
+
+
+class DecoderLike(Protocol):
+    @property
+    def attention_layers(self) -> Mapping[str, Attention]: ...
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Rows of the captured graphs: dense where a padded row costs most of a step, coarser above."""
+    ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, max_rows, 64)]
+    return [*(size for size in ladder if size < max_rows), max_rows]
+
+
+class DecodeBatch:
+    """The input buffers of decode steps, and the forward pass over them."""
+
+    def __init__(self, model: DecoderLike, state: BatchState, max_rows: int, max_model_len: int) -> None:
+        self._model = model
+        self._state = state
+        self._max_model_len = max_model_len
+        rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self._words = torch.zeros((2, rows), dtype=torch.int64, device=state.device)
+        self._words[0] = -1
+        self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
+        self._pinned = state.device.type == "cuda"
+
+    def fill(self, rows: Sequence[ScheduledRow], size: int) -> None:
+        """Which slots are in the step, and the position of each one's newest token; the copy doesn't wait."""
+        host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._pinned)
+        words = host.numpy()
+        words[:, : len(rows)] = np.array([(row.slot, row.start) for row in rows], np.int64).T
+        words[0, len(rows) :], words[1, len(rows) :] = -1, 0
+        self._words[:, :size].copy_(host, non_blocking=True)
+
+    def forward(self, size: int) -> torch.Tensor:
+        """Logits [size, V] in the model's dtype, for what `fill` put there."""
+        slot_G, position_G = self._words[0, :size], self._words[1, :size]
+        state, inputs = self._state, self._inputs.first(size)
+        gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
+        metadata = AttentionMetadata(
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=inputs.seq_lens_R,
+            block_tables=inputs.block_tables_RB,
+            slot_mapping=inputs.slot_mapping_R,
+            num_decode_rows=size,
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+            query_lens_cpu=(1,) * size,
+            seq_lens_cpu=(self._max_model_len,) * size,
+        )
+        with set_forward_context(ForwardContext(metadata, self._model.attention_layers)):
+            hidden_GH = self._model(inputs.input_ids_R, position_G)
+        return self._model.project(hidden_GH)
+
+    def store(self, token_R: torch.Tensor) -> None:
+        """The sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
+        num_rows = len(token_R)
+        store_tokens(self._words[0, :num_rows], self._words[1, :num_rows], token_R, self._state.token_ids_SC)
+
+
+class DecodeGraphs:
+    """`run` replays the graph that fits; `capture` must come first, once the KV pool is bound."""
+
+    def __init__(self, model: DecoderLike, state: BatchState, max_rows: int, max_model_len: int) -> None:
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len)
+        self.sizes = graph_sizes(max_rows)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._logits_GV: torch.Tensor | None = None
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures largest first, so that the smaller find their memory in the shared pool. Rows are padding: no KV
+        is written."""
+        pool = None
+        for size in reversed(self.sizes):
+            self.batch.fill((), size)
+            logits = self.batch.forward(size)  # compiles kernels, makes cached constants: not under capture
+            if self._logits_GV is None:
+                self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._logits_GV[:size].copy_(self.batch.forward(size))
+            pool = graph.pool()
+            self._graphs[size] = graph
+
+    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
+        assert self._logits_GV is not None, "capture comes first"
+        size = self.sizes[bisect.bisect_left(self.sizes, len(rows))]
+        self.batch.fill(rows, size)
+        self._graphs[size].replay()
+        return self._logits_GV[: len(rows)]
