@@ -52,7 +52,7 @@ OPTION_HELP: dict[str, str] = {
     "cuda_graphs": "replay captured graphs for decode steps",
     "digests": "check KV digests before a hand-off is committed",
     # RouterOptions
-    "workers": "router processes that share the port",
+    "workers": "router processes that share the port; 0: one for four cores, at most 8",
     "nodes": "control address of a node, repeatable; default: discovered through Redis",
     "max_attempts": "attempts for a request whose nodes fail",
     "max_body_bytes": "largest request body",

@@ -97,7 +97,7 @@ class RouterOptions:
     model: ModelOptions  # for the tokenizer only
     host: str = "127.0.0.1"
     port: int = 8000
-    workers: int = 1
+    workers: int = 0  # 0: one for four cores, at most 8
     nodes: tuple[str, ...] = ()  # control addresses; empty: discover through Redis
     redis_url: str = ""
     namespace: str = "tandem"

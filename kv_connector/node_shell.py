@@ -35,6 +35,7 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys, load_cluster_keys
 from tandem.engine.serving_node import ServingNode
+from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kernels.quantization import overflow_counts
 from tandem.kernels.selection import fallback_counts
@@ -78,6 +79,7 @@ class NodeProcess:
     """Everything of one node. The constructor loads and binds, `serve` blocks."""
 
     def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
+        self._compilations = CompilationCounter()
         self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
         self.loaded = load(options)
         self.options = options = with_device_defaults(options, self.loaded.device)
@@ -133,6 +135,7 @@ class NodeProcess:
         self.runner.warmup()
         if self.options.cuda_graphs and self.loaded.device.type == "cuda":
             self.runner.capture_decode_steps()
+        self._compilations.warn_from_now()
 
     def serve(self) -> int:
         """For a process of its own: signals, garbage collector, ready line, then `run`."""
@@ -255,6 +258,7 @@ class NodeProcess:
             **self.transfer.counters,
             **self.control.counters.as_dict(),
             "attention_fallbacks": float(sum(fallback_counts().values())),
+            "kernels_compiled_late": float(self._compilations.num_late),
             "kv_overflows": float(self._kv_overflows()),
         }
 

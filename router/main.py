@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 
 import uvloop
 
@@ -22,6 +23,7 @@ def run_router(options: RouterOptions) -> int:
 
     When connections are accepted, `ready_fd` gets one line of JSON, `{"port": …}`, and is closed.
     """
+    options = replace(options, workers=options.workers or default_workers(os.cpu_count() or 1))
     if options.workers > 1:
         Worker(options)  # what can't be used is said here, once
         return WorkerGroup(options, run_worker, lambda port: _say_ready(options.ready_fd, port)).run()
@@ -34,6 +36,11 @@ def run_router(options: RouterOptions) -> int:
         if beat is not None:
             beat.close()
     return 0
+
+
+def default_workers(num_cores: int) -> int:
+    """One process streams some 10,000 tokens a second; nodes on the same host need most of the cores."""
+    return max(1, min(8, num_cores // 4))
 
 
 def run_worker(

@@ -19,6 +19,7 @@ import zmq
 from router_in_thread import VOCAB_SIZE, make_tokenizer_folder, wait_until
 
 from stand_in_node import StandInNode
+from tandem.router.main import default_workers
 
 MAIN = """
 import json, sys
@@ -131,3 +132,8 @@ def test_two_workers_share_the_port_and_are_replaced(folder: Path, node: StandIn
         assert all(completes() for _ in range(8))
         router.process.send_signal(signal.SIGTERM)
         assert router.process.wait(8) == 0
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (8, 2), (16, 4), (128, 8)])
+def test_workers_follow_the_cores_unless_given(cores: int, workers: int) -> None:
+    assert default_workers(cores) == workers
