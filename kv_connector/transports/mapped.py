@@ -23,7 +23,6 @@ from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kv_connector.fence import ProcessRef, Watch, host_id, process_watcher
 from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
-from tandem.kv_connector.transports.geometry import copy_blocks
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 
@@ -40,27 +39,39 @@ class MappedExport(msgspec.Struct, frozen=True):
         return ProcessRef(self.pid, self.start_time)
 
 
-class Mapping:
-    """Another process's pool in our address space, unmapped when this object drops its only reference to it.
+class Mapping(ABC):
+    """Another process's pool in our address space. `close` waits for the copy that is running."""
 
-    `close` waits for the copy that is running.
-    """
-
-    def __init__(self, pool_NHLPBD: torch.Tensor) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pool: torch.Tensor | None = pool_NHLPBD
+        self._closed = False
 
-    def copy_in(self, source_NHLPBD: torch.Tensor, pair: tuple[int, int], layers: range | None, num_valid: int) -> bool:
-        """Copies one block; False when the mapping is closed."""
+    def copy_in(
+        self, source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]
+    ) -> bool:
+        """Starts (or does) the copy of blocks; False when the mapping is closed."""
         with self._lock:
-            if self._pool is None:
-                return False
-            copy_blocks(source_NHLPBD, self._pool, [pair], layers, [num_valid])
-            return True
+            if not self._closed:
+                self._copy(source_NHLPBD, pairs, layers, num_valid)
+            return not self._closed
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Returns when every copy made so far is in the other pool. Raises TransportError."""
 
     def close(self) -> None:
         with self._lock:
-            self._pool = None
+            if not self._closed:
+                self._closed = True
+                self._unmap()
+
+    @abstractmethod
+    def _copy(
+        self, source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]
+    ) -> None: ...
+
+    @abstractmethod
+    def _unmap(self) -> None: ...
 
 
 class MappedTransport(ABC):
@@ -202,12 +213,12 @@ class MappedChannel(PoolChannel):
         layers: range | None,
         num_valid: Sequence[int],
     ) -> None:
-        for pair, valid in zip(pairs, num_valid, strict=True):
-            if not self._mapping.copy_in(pool_NHLPBD, pair, layers, valid):
-                self._raise_if_ended()
+        if not self._mapping.copy_in(pool_NHLPBD, pairs, layers, num_valid):
+            self._raise_if_ended()
 
     def flush(self, grant: KVGrant) -> None:
-        self._raise_if_ended()  # a store that returned is in the pool
+        self._raise_if_ended()
+        self._mapping.flush()
 
     def _release(self) -> None:
         self._mapping.close()

@@ -18,6 +18,7 @@ from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.transports.base import Channel, OnLost, Transport
+from tandem.kv_connector.transports.cuda_ipc import CudaIpcTransport
 from tandem.kv_connector.transports.local import LocalTransport
 from tandem.kv_connector.transports.selection import ORDER, candidates, choose_transport
 from tandem.kv_connector.transports.shm import ShmTransport
@@ -33,7 +34,7 @@ def make_transports(
     if requested != "auto" and requested not in ORDER:
         raise ConfigError(f"there is no transport {requested!r}: choose auto, {', '.join(ORDER)}")
     made: list[Transport] = []
-    for transport in (LocalTransport(), ShmTransport(), TcpTransport(keys, host, timeout_s)):
+    for transport in (LocalTransport(), ShmTransport(), CudaIpcTransport(), TcpTransport(keys, host, timeout_s)):
         usable, reason = transport.is_usable(device)
         if requested in ("auto", transport.name) and usable:
             made.append(transport)

@@ -11,7 +11,7 @@ import torch
 from tandem.engine.errors import TransportError
 from tandem.engine.messages import NodeInfo
 
-ORDER = ("local", "shm", "tcp")
+ORDER = ("local", "shm", "cuda_ipc", "tcp")
 
 
 def candidates(ours: NodeInfo, theirs: NodeInfo) -> tuple[list[str], dict[str, str]]:
@@ -46,7 +46,7 @@ def _why_not(name: str, ours: NodeInfo, theirs: NodeInfo) -> str:
         if name not in info.transports:
             return f"{info.node_id} does not offer it (its configuration or its device rules it out)"
     same_host = bool(ours.host_id) and ours.host_id == theirs.host_id
-    if name in ("local", "shm") and not same_host:
+    if name in ("local", "shm", "cuda_ipc") and not same_host:
         return "the nodes are not on one host in one pid namespace"
     if name == "local" and ours.pid != theirs.pid:
         return "the nodes are not in one process"

@@ -11,13 +11,15 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 import torch
 
 from tandem.engine.errors import PeerLostError, TransportError
 from tandem.engine.kv_layout import KVLayout
-from tandem.kv_connector.transports.geometry import pool_stride_bytes, shape_pool
+from tandem.kv_connector.transports.base import BlockPairs
+from tandem.kv_connector.transports.geometry import copy_blocks, pool_stride_bytes, shape_pool
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
 
 _MAGIC = b"tandem kv pool 1"
@@ -29,6 +31,26 @@ class ShmHandle(msgspec.Struct, frozen=True):
     fd: int
     nonce: bytes
     stride_bytes: int
+
+
+class ShmMapping(Mapping):
+    """Unmapped when the only reference to its memory is dropped."""
+
+    def __init__(self, pool_NHLPBD: torch.Tensor) -> None:
+        super().__init__()
+        self._pool: torch.Tensor | None = pool_NHLPBD
+
+    def _copy(
+        self, source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]
+    ) -> None:
+        assert self._pool is not None, "an open mapping has its memory"
+        copy_blocks(source_NHLPBD, self._pool, pairs, layers, num_valid)
+
+    def flush(self) -> None:
+        pass  # a store that returned is in the pool
+
+    def _unmap(self) -> None:
+        self._pool = None
 
 
 class ShmTransport(MappedTransport):
@@ -81,7 +103,7 @@ class ShmTransport(MappedTransport):
         if len(memory) < _HEADER_BYTES + pool_bytes:
             raise TransportError(f"process {export.pid} exports fewer bytes than {export.num_blocks} blocks need")
         storage = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER_BYTES, count=pool_bytes)
-        return Mapping(shape_pool(storage, layout, export.num_blocks))
+        return ShmMapping(shape_pool(storage, layout, export.num_blocks))
 
 
 def _open_memfd(export: MappedExport, handle: ShmHandle) -> mmap.mmap:

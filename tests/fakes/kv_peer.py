@@ -30,8 +30,8 @@ def unpack(text: str, kind: type):
 class KVPeer:
     """Handle on the child. `info` waits until it is up."""
 
-    def __init__(self, node_id: str, transport: str, seed: int, num_blocks: int = 16) -> None:
-        command = [sys.executable, __file__, node_id, transport, str(seed), str(num_blocks)]
+    def __init__(self, node_id: str, transport: str, seed: int, num_blocks: int = 16, device: str = "cpu") -> None:
+        command = [sys.executable, __file__, node_id, transport, str(seed), str(num_blocks), device]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -82,8 +82,10 @@ def main() -> None:
     sys.path.insert(0, str(Path(__file__).parent))
     from kv_pools import MEGABYTE_BLOCKS, PoolNode
 
-    node_id, transport, seed, num_blocks = sys.argv[1:]
-    node = PoolNode(node_id, transport, num_blocks=int(num_blocks), layout=MEGABYTE_BLOCKS, seed=int(seed))
+    node_id, transport, seed, num_blocks, device = sys.argv[1:]
+    node = PoolNode(
+        node_id, transport, num_blocks=int(num_blocks), layout=MEGABYTE_BLOCKS, seed=int(seed), device=device
+    )
     channel = None
     answer(pack(node.info))
     for line in sys.stdin:

@@ -510,12 +510,14 @@ def test_selection_follows_place_and_offer(make_node):
         choose_transport(a, elsewhere_host, "shm", cpu)
     with pytest.raises(TransportError, match="shm: b does not offer it"):
         choose_transport(a, tcp_only, "shm", cpu)
-    with pytest.raises(TransportError, match="choose auto, local, shm, tcp"):
+    with pytest.raises(TransportError, match="choose auto, local, shm, cuda_ipc, tcp"):
         choose_transport(a, b, "rdma", cpu)
 
 
 def test_a_forced_transport_that_the_device_rules_out_is_a_config_error():
     with pytest.raises(ConfigError, match="shm moves CPU pools only"):
         PoolNode("x", "shm", device="cuda")
+    with pytest.raises(ConfigError, match="cuda_ipc moves GPU pools only"):
+        PoolNode("x", "cuda_ipc", device="cpu")
     with pytest.raises(ConfigError, match="carrier-pigeon"):
         PoolNode("x", "carrier-pigeon")

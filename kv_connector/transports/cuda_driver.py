@@ -1,0 +1,97 @@
+"""The few calls of the CUDA driver that torch has no equal for: memory that other processes can map.
+
+torch's own sharing keeps imports alive through a cache and counts references in files; a transport must unmap at a
+moment of its choosing. Every call runs in the device's primary context, the one that torch uses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from tandem.engine.errors import TransportError
+
+HANDLE_BYTES = 64
+_LAZY_ENABLE_PEER_ACCESS = 1
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise TransportError(f"no CUDA driver: {error}") from error
+    library.cuIpcOpenMemHandle_v2.argtypes = [ctypes.POINTER(ctypes.c_uint64), _IpcHandle, ctypes.c_uint]
+    library.cuIpcCloseMemHandle.argtypes = [ctypes.c_uint64]
+    library.cuIpcGetMemHandle.argtypes = [ctypes.POINTER(_IpcHandle), ctypes.c_uint64]
+    library.cuMemGetAddressRange_v2.argtypes = [
+        ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.c_uint64,
+    ]
+    _check("cuInit", library.cuInit(0), library)
+    return library
+
+
+def export_memory(device_index: int, address: int) -> tuple[bytes, int]:
+    """(handle, offset of `address` in what the handle stands for). Raises TransportError where sharing is refused."""
+    library = _library()
+    base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _IpcHandle()
+    with _primary_context(device_index):
+        found = library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), address)
+        _check("cuMemGetAddressRange", found, library)
+        _check("cuIpcGetMemHandle", library.cuIpcGetMemHandle(ctypes.byref(handle), base.value), library)
+    return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES), address - base.value
+
+
+def map_memory(device_index: int, handle: bytes) -> int:
+    """Address at which kernels of `device_index` reach the memory; to be given to `unmap_memory`."""
+    library = _library()
+    address = ctypes.c_uint64()
+    raw = _IpcHandle.from_buffer_copy(handle)
+    with _primary_context(device_index):
+        opened = library.cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_ENABLE_PEER_ACCESS)
+        _check("cuIpcOpenMemHandle", opened, library)
+    return address.value
+
+
+def unmap_memory(device_index: int, address: int) -> None:
+    library = _library()
+    with _primary_context(device_index):
+        _check("cuIpcCloseMemHandle", library.cuIpcCloseMemHandle(address), library)
+
+
+@contextmanager
+def _primary_context(device_index: int) -> Iterator[None]:
+    library = _library()
+    context = _retained_context(device_index)
+    _check("cuCtxPushCurrent", library.cuCtxPushCurrent_v2(context), library)
+    try:
+        yield
+    finally:
+        popped = ctypes.c_void_p()
+        _check("cuCtxPopCurrent", library.cuCtxPopCurrent_v2(ctypes.byref(popped)), library)
+
+
+@cache
+def _retained_context(device_index: int) -> ctypes.c_void_p:
+    """Kept for the life of the process, as torch does."""
+    library = _library()
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    _check("cuDeviceGet", library.cuDeviceGet(ctypes.byref(device), device_index), library)
+    _check("cuDevicePrimaryCtxRetain", library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), library)
+    return context
+
+
+def _check(call: str, result: int, library: ctypes.CDLL) -> None:
+    if result == 0:
+        return
+    text = ctypes.c_char_p()
+    library.cuGetErrorName(result, ctypes.byref(text))
+    raise TransportError(f"{call}: {(text.value or b'unknown error').decode()} ({result})")
