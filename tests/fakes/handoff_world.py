@@ -1,0 +1,378 @@
+"""Model of the world around the hand-off's real transition tables: two nodes, a network, two pools, a transport.
+
+A state is a tuple (`START` names its fields); `World` opens one, applies one event, and freezes the result. Sources and
+sinks are the real machines; what their managers add (claim order, pins, parked share, what an action means in blocks,
+messages and jobs) is modelled here after kv_connector/source.py and sink.py. Deliberately harsher than reality:
+
+- the network is a set without order, and a new life of a node still hears what was sent to the old one;
+- deadlines, leases, cancels and wrong suspicions may come at any moment (each costs one fault of the budget);
+- nobody but the two nodes helps: the router cancels only by a fault.
+
+A block has no number here. A write is aimed at (grant, index), and a grant names exactly one ownership of its blocks, so
+"the grant's record does not hold its blocks any more" is "the block may be free or another's".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from handoff_records import SINK_OVER, SinkRecord, SourceRecord
+from tandem.kv_connector.handoff import sink, source
+from tandem.kv_connector.handoff.sink import SinkAction, SinkEvent, SinkMachine, SinkState
+from tandem.kv_connector.handoff.source import SourceAction, SourceEvent, SourceMachine, SourceState
+
+ALL_FAULTS = frozenset(
+    {
+        "lose", "duplicate", "corrupt", "crash_source", "crash_sink", "cancel", "source_deadline", "sink_deadline",
+        "lease", "suspect_source", "suspect_sink", "push_fails", "all_finished", "forget",
+    }
+)  # fmt: skip
+
+
+class ViolationError(AssertionError):
+    """The protocol broke a promise."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is explored. Sizes are in blocks; a prompt has `granted[r] + hits[r]` of them."""
+
+    name: str = ""
+    granted: tuple[int, ...] = (1, 1)
+    hits: tuple[int, ...] = (0, 0)  # of each prompt's own prefix, cached on the sink
+    source_blocks: int = 4
+    max_parked: int = 4
+    sink_blocks: int = 4
+    one_sided: bool = True  # shm: the source stores; False, tcp: the sink receives, close_grant ends all writes
+    max_faults: int = 1
+    faults: frozenset[str] = ALL_FAULTS
+    max_resends: int = 1
+    submitted: bool = False  # start with every request known to both nodes
+    flaws: frozenset[str] = frozenset()  # mutations of the world
+    source_rows: source.SourceRows = field(default_factory=lambda: source._ROWS, repr=False)
+    sink_rows: sink.SinkRows = field(default_factory=lambda: sink._ROWS, repr=False)
+    source_machine: type[SourceMachine] = SourceMachine
+    sink_machine: type[SinkMachine] = SinkMachine
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.granted)
+
+    def start(self) -> tuple:
+        none = (None,) * self.num_requests
+        cached = tuple(hits > 0 for hits in self.hits)
+        no_end = ("",) * self.num_requests
+        empty: frozenset = frozenset()
+        zeros = (0,) * self.num_requests
+        state = (1, 11, none, empty, none, none, empty, empty, (), empty, empty, cached, zeros, no_end, no_end,
+                 self.max_faults)  # fmt: skip
+        if not self.submitted:
+            return state
+        world = World(self, state)
+        for r in range(self.num_requests):
+            world.place(r)
+            world.submit_source(r)
+            world.submit_sink(r)
+        world.pending = set()
+        return world.freeze()
+
+
+class World:
+    """One state, opened. Attributes are the fields of the frozen tuple, in its order."""
+
+    def __init__(self, setting: Setting, state: tuple) -> None:
+        self.setting = setting
+        (self.source_epoch, self.sink_epoch, placed, pending, sources, sinks, network, writes, queue, lost, fenced,
+         cached, held, source_ends, sink_ends, self.faults_left) = state  # fmt: skip
+        self.placed, self.pending = list(placed), set(pending)  # epochs of the two nodes; submits and cancels under way
+        self.sources = [each and SourceRecord.thaw(setting, each) for each in sources]
+        self.sinks = [each and SinkRecord.thaw(setting, each) for each in sinks]
+        self.network, self.writes = set(network), set(writes)  # writes: (grant_id, index, request, source epoch)
+        self.queue, self.lost, self.fenced = list(queue), set(lost), set(fenced)
+        self.cached, self.held = list(cached), list(held)
+        self.source_ends, self.sink_ends = list(source_ends), list(sink_ends)
+
+    def freeze(self) -> tuple:
+        return (
+            self.source_epoch, self.sink_epoch, tuple(self.placed), frozenset(self.pending),
+            tuple([each and each.freeze() for each in self.sources]),
+            tuple([each and each.freeze() for each in self.sinks]),
+            frozenset(self.network), frozenset(self.writes), tuple(self.queue), frozenset(self.lost),
+            frozenset(self.fenced), tuple(self.cached), tuple(self.held), tuple(self.source_ends),
+            tuple(self.sink_ends), self.faults_left,
+        )  # fmt: skip
+
+    # --- router ---------------------------------------------------------------------------------------------
+
+    def place(self, r: int) -> None:
+        self.placed[r] = (self.source_epoch, self.sink_epoch)
+        self.pending |= {("submit_source", r), ("submit_sink", r)}
+
+    def cancel(self, r: int) -> None:
+        self.pending |= {("cancel_source", r), ("cancel_sink", r)}
+
+    def submit_source(self, r: int) -> None:
+        source_epoch, sink_epoch = self.placed[r]
+        machine = self.setting.source_machine(source_epoch, sink_epoch, self.setting.source_rows)
+        self.sources[r] = SourceRecord(machine)
+
+    def submit_sink(self, r: int) -> None:
+        record = self.sink_record(r)
+        self._pin(r, record)
+        epoch = self.placed[r][0]
+        self.run_sink(r, record.machine.on_submit(epoch))
+        if record.machine.state in SINK_OVER:
+            record.pinned = False
+        elif epoch in self.lost:
+            self.run_sink(r, record.machine.on_source_lost(epoch))
+        self.settle(r)
+
+    def cancel_source(self, r: int) -> None:
+        if self.sources[r]:
+            self.run_source(r, self.sources[r].machine.on(SourceEvent.CANCEL))
+
+    def cancel_sink(self, r: int) -> None:
+        if self.sinks[r]:
+            self.run_sink(r, self.sinks[r].machine.on(SinkEvent.CANCEL))
+            self.settle(r)
+
+    # --- source ---------------------------------------------------------------------------------------------
+
+    def on_source(self, r: int, event: SourceEvent) -> None:
+        self.run_source(r, self.sources[r].machine.on(event))
+
+    def start_prompt(self, r: int) -> None:
+        self.sources[r].has_blocks = True
+        self.on_source(r, SourceEvent.START)
+
+    def push_early(self, r: int) -> None:
+        """A layer's push while the prompt is being computed; here, the first block."""
+        self.sources[r].num_pushed = 1
+        self.sources[r].jobs += (("push", (0,)),)
+
+    def compute(self, r: int, ends: bool) -> None:
+        self.sources[r].is_computed = True
+        self.on_source(r, SourceEvent.ALL_FINISHED if ends else SourceEvent.COMPUTED)
+
+    def run_source(self, r: int, actions: tuple[SourceAction, ...]) -> None:
+        record = self.sources[r]
+        machine, epochs = record.machine, (self.source_epoch, record.machine.sink_epoch)
+        for action in actions:
+            match action:
+                case SourceAction.SEND_CLAIM:
+                    self.network.add(("claim", r, *epochs))
+                case SourceAction.SEND_READY:
+                    self.network.add(("ready", r, *epochs, machine.grant_id, machine.round))
+                case SourceAction.SEND_RELEASE:
+                    self.network.add(("release", r, *epochs))
+                case SourceAction.SEND_DRAINED:
+                    self.network.add(("drained", r, *epochs, machine.grant_id))
+                case SourceAction.PUSH_COMPUTED:
+                    if record.is_computed and record.num_pushed < record.num_granted:
+                        record.jobs += (("push", tuple(range(record.num_pushed, record.num_granted))),)
+                        record.num_pushed = record.num_granted
+                case SourceAction.PUSH_AGAIN:
+                    record.jobs += (("push", record.resend_indices),)
+                case SourceAction.FINALIZE:
+                    record.jobs += (("finalize", machine.round),)
+                case SourceAction.RETIRE:
+                    # Queued jobs of the grant are dropped at once; the word that KVReady was sent is on its way.
+                    record.jobs = (*(job for job in record.jobs if job[0] == "sent"), ("retire",))
+                case SourceAction.FREE:
+                    self._free_source(r)
+                case _:
+                    self._end(self.source_ends, r, action.value.removeprefix("end_"), "source")
+
+    def _free_source(self, r: int) -> None:
+        record = self.sources[r]
+        reads = [job for job in record.jobs if job[0] in ("push", "finalize")]
+        stores = [w for w in self.writes if w[2] == r and w[3] == self.source_epoch] if self.setting.one_sided else []
+        if record.has_blocks and (reads or stores):
+            raise ViolationError(f"source blocks of request {r} are freed while a transfer job reads them")
+        record.has_blocks = False
+
+    def run_job(self, r: int) -> None:
+        """The transfer thread takes the next job of this hand-off."""
+        record = self.sources[r]
+        machine = record.machine
+        (kind, *data), record.jobs = record.jobs[0], record.jobs[1:]
+        if kind in ("push", "finalize") and (record.failed or not self._can_write(record)):
+            if not record.failed:
+                self.fail_push(r)
+        elif kind == "push":
+            self.writes |= {(machine.grant_id, index, r, self.source_epoch) for index in data[0]}
+        elif kind == "finalize":
+            self.network.add(("ready", r, self.source_epoch, machine.sink_epoch, machine.grant_id, data[0]))
+            record.jobs = (("sent", data[0]), *record.jobs)
+        elif kind == "sent":
+            self.run_source(r, machine.on_sent(machine.grant_id, data[0]))
+        else:
+            self.run_source(r, machine.on_retired(machine.grant_id))
+
+    def fail_push(self, r: int) -> None:
+        record = self.sources[r]
+        record.failed = True
+        record.jobs = tuple(job for job in record.jobs if job[0] in ("sent", "retire"))
+        self.run_source(r, record.machine.on_push_failed(record.machine.grant_id))
+
+    def _can_write(self, record: SourceRecord) -> bool:
+        fenced = self.source_epoch in self.fenced and not self.setting.one_sided
+        return record.machine.sink_epoch == self.sink_epoch and not fenced and not record.refused
+
+    def source_loses_sink(self, epoch: int) -> None:
+        for r, record in enumerate(self.sources):
+            if record and record.machine.sink_epoch == epoch:
+                if not self.setting.one_sided:
+                    record.failed = True  # its channel is closed under it
+                self.run_source(r, record.machine.on_sink_lost(epoch))
+
+    # --- sink -----------------------------------------------------------------------------------------------
+
+    def sink_record(self, r: int) -> SinkRecord:
+        record = self.sinks[r]
+        if record is None:
+            setting = self.setting
+            record = SinkRecord(setting.sink_machine(self.sink_epoch, setting.max_resends, setting.sink_rows))
+            self.sinks[r] = record
+        return record
+
+    def on_sink(self, r: int, event: SinkEvent) -> None:
+        self.run_sink(r, self.sinks[r].machine.on(event))
+        self.settle(r)
+
+    def run_sink(self, r: int, actions: tuple[SinkAction, ...]) -> None:
+        record = self.sinks[r]
+        machine = record.machine
+        for action in actions:
+            if action.value.startswith("send_"):
+                self._send_to_source(r, record, action)
+                continue
+            match action:
+                case SinkAction.OPEN_GRANT:
+                    record.is_open = True
+                case SinkAction.CLOSE_GRANT:
+                    record.is_open = False
+                case SinkAction.VERIFY:
+                    record.verifying = True
+                case SinkAction.UNPIN:
+                    record.pinned = False
+                case SinkAction.FREE:
+                    record.contents = ()
+                case SinkAction.COMMIT:
+                    if set(record.contents) != {"good"}:
+                        raise ViolationError(f"request {r} is committed with blocks {record.contents}")
+                    if machine.source_epoch != self.placed[r][0] or machine.sink_epoch != self.sink_epoch:
+                        raise ViolationError(f"request {r} is committed by another life of a node")
+                    self.held[r] = self.setting.granted[r] + (self.setting.hits[r] if record.pinned else 0)
+                    record.pinned, record.contents = False, ()
+                    self._end(self.sink_ends, r, "committed", "sink")
+                case _:
+                    self._end(self.sink_ends, r, action.value.removeprefix("end_"), "sink")
+
+    def _send_to_source(self, r: int, record: SinkRecord, action: SinkAction) -> None:
+        machine = record.machine
+        data: tuple = ()
+        if action is SinkAction.SEND_WAIT:
+            return  # news to nobody: a source does nothing on KVWait in any state
+        if action is SinkAction.SEND_GRANT:
+            data = (machine.source_epoch, len(record.contents))
+        elif action is SinkAction.SEND_RESEND:
+            data = (machine.round, record.bad_indices)
+        kind = action.value.removeprefix("send_")
+        self.network.add((kind, r, self.sink_epoch, machine.source_epoch, machine.grant_id, *data))
+
+    def verify(self, r: int) -> None:
+        record = self.sinks[r]
+        record.verifying = False
+        record.bad_indices = tuple(i for i, content in enumerate(record.contents) if content != "good")
+        matches = not record.bad_indices or "no_digest_check" in self.setting.flaws
+        self.run_sink(r, record.machine.on_verified(record.machine.grant_id, record.machine.round, matches))
+        self.settle(r)
+
+    def sink_loses_source(self, epoch: int) -> None:
+        self.lost.add(epoch)
+        for r, record in enumerate(self.sinks):
+            if record:
+                self.run_sink(r, record.machine.on_source_lost(epoch))
+                self.settle(r)
+
+    def fence(self, epoch: int) -> None:
+        """The transport's word that no write of that source epoch can land any more: it makes that true first."""
+        self.fenced.add(epoch)
+        if "fence_lets_writes_through" not in self.setting.flaws:
+            self.writes = {write for write in self.writes if write[3] != epoch}
+        for r, record in enumerate(self.sinks):
+            if record:
+                if record.machine.source_epoch == epoch:
+                    record.is_open = False
+                self.run_sink(r, record.machine.on_fenced(epoch))
+                self.settle(r)
+
+    def settle(self, r: int) -> None:
+        if self.sinks[r].machine.state is SinkState.QUEUED and r not in self.queue:
+            self.queue.append(r)
+        self.grant_in_order()
+
+    def grant_in_order(self) -> None:
+        """SinkManager._grant_in_order, counting blocks."""
+        while self.queue:
+            r = self.queue[-1 if "newest_claim_first" in self.setting.flaws else 0]
+            record = self.sinks[r]
+            if record is None or record.machine.state is not SinkState.QUEUED:
+                self.queue.remove(r)
+                continue
+            if record.lost_pins:
+                self._pin(r, record)
+            needed = self.prompt_blocks(r) - (self.setting.hits[r] if record.pinned else 0)
+            if needed > self.num_free_on_sink():
+                if self._others_will_free_blocks() or "never_unpins" in self.setting.flaws:
+                    return
+                self._unpin_behind(r, needed)
+            if needed > self.num_free_on_sink():
+                return
+            self.queue.remove(r)
+            record.contents = ("unwritten",) * needed
+            self._evict()
+            self.run_sink(r, record.machine.on_can_grant(100 * self.sink_epoch + r + 1))
+
+    def _pin(self, r: int, record: SinkRecord) -> None:
+        record.lost_pins = False
+        record.pinned = self.cached[r]
+
+    def _unpin_behind(self, head: int, needed: int) -> None:
+        for r, record in enumerate(self.sinks):
+            waits = record and record.machine.state in (SinkState.EXPECTING, SinkState.QUEUED)
+            if r != head and waits and record.pinned and self.num_free_on_sink() < needed:
+                record.pinned, record.lost_pins = False, True
+
+    def _others_will_free_blocks(self) -> bool:
+        return any(self.held) or any(record and record.contents for record in self.sinks)
+
+    def _evict(self) -> None:
+        """Cached prefixes that nobody pins go when their room is needed."""
+        for r, record in enumerate(self.sinks):
+            pinned = record and record.pinned
+            unpinned = sum(h for h, c in zip(self.setting.hits, self.cached, strict=True) if c)
+            if self.cached[r] and not pinned and self.num_used_on_sink(with_pins=False) + unpinned > self.capacity():
+                self.cached[r] = False
+
+    def capacity(self) -> int:
+        return self.setting.sink_blocks
+
+    def prompt_blocks(self, r: int) -> int:
+        return self.setting.granted[r] + self.setting.hits[r]
+
+    def num_used_on_sink(self, with_pins: bool = True) -> int:
+        granted = sum(len(record.contents) for record in self.sinks if record)
+        pins = [h for h, record in zip(self.setting.hits, self.sinks, strict=True) if record and record.pinned]
+        return sum(self.held) + granted + (sum(pins) if with_pins else 0)
+
+    def num_free_on_sink(self) -> int:
+        return self.capacity() - self.num_used_on_sink()
+
+    # --- both -----------------------------------------------------------------------------------------------
+
+    def _end(self, ends: list[str], r: int, outcome: str, side: str) -> None:
+        if ends[r]:
+            raise ViolationError(f"request {r} ends twice on its {side}: {ends[r]}, then {outcome}")
+        ends[r] = outcome
