@@ -22,6 +22,7 @@ from tandem.kernels.attention import Attention
 from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.metadata import AttentionMetadata
+from tandem.kernels.rotary_attention import WantedTokens
 
 ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it
 
@@ -31,7 +32,7 @@ class DecoderLike(Protocol):
     def attention_layers(self) -> Mapping[str, Attention]: ...
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: WantedTokens | None = None
     ) -> torch.Tensor: ...
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor: ...

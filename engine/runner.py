@@ -17,7 +17,6 @@ import torch
 from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.decode_graphs import DecodeGraphs
-from tandem.engine.device_upload import upload
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.kv_pool import allocate_pool
@@ -28,6 +27,7 @@ from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
 from tandem.kernels.attention import Attention
 from tandem.kernels.cache_ops import copy_blocks
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.rotary_attention import WantedTokens
 
 DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels
 PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
@@ -45,7 +45,7 @@ class Model(Protocol):
     def bind_kv_cache(self, pool: torch.Tensor) -> None: ...
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: WantedTokens | None = None
     ) -> torch.Tensor: ...
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor: ...
@@ -121,34 +121,28 @@ class ModelRunner:
     def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Any mix of rows, layer by layer."""
         inputs = self._inputs.build(output.rows)
+        last = self._inputs.last_tokens(inputs, [sample.row for sample in output.samples])
         every = any(row.prompt_logprobs for row in output.rows)
-        wanted_N = None if every else self._last_tokens(output, inputs)
         if self._connector is not None:
             self._connector.start_load_kv(output.connector_meta)
-        hidden_TH = self._forward(inputs, wanted_N, with_hooks=output.connector_meta is not None)
+        hidden_TH = self._forward(inputs, None if every else last, with_hooks=output.connector_meta is not None)
         if self._connector is not None:
             self._connector.wait_for_save()
         self.state.fork(output.forks)
         if every:
             step.prompt_logprobs = self._prompt_logprobs(output.rows, inputs, hidden_TH)
-            hidden_TH = hidden_TH[self._last_tokens(output, inputs)]
+            hidden_TH = hidden_TH[last.index]
         if output.samples:
             self._sample(output.samples, self.model.project(hidden_TH), step)
 
-    def _last_tokens(self, output: SchedulerOutput, inputs: ForwardInputs) -> torch.Tensor:
-        """int64 [N]: where each sample's row has its last token among the T tokens."""
-        rows = [sample.row for sample in output.samples]
-        ends = np.array([output.rows[row].num_tokens for row in rows], np.int64)
-        return upload([inputs.first_token_R[rows] + ends - 1], self.device)[0]
-
-    def _forward(self, inputs: ForwardInputs, wanted_N: torch.Tensor | None, with_hooks: bool) -> torch.Tensor:
+    def _forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, with_hooks: bool) -> torch.Tensor:
         context = ForwardContext(
             attn_metadata=inputs.metadata,
             no_compile_layers=self.model.attention_layers,
             hooks=self._connector if with_hooks else None,
         )
         with set_forward_context(context):
-            return self.model(inputs.input_ids_T, inputs.positions_T, wanted_N)
+            return self.model(inputs.input_ids_T, inputs.positions_T, wanted)
 
     def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
         """Samples, writes the tokens into the slots' tables and starts their way to the host."""
@@ -191,8 +185,9 @@ class ModelRunner:
         for rows in (_longest_prompts(self._max_num_tokens, self._max_chunk, self.max_model_len), self._decodes()):
             inputs = self._inputs.build_dummy(rows)
             num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
-            wanted_N = torch.arange(num_samples, device=self.device)
-            logits_NV = self.model.project(self._forward(inputs, wanted_N, with_hooks=False))
+            hidden_TH = self._forward(inputs, None, with_hooks=False)
+            self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))), with_hooks=False)
+            logits_NV = self.model.project(hidden_TH[:num_samples])
             sample(logits_NV, SamplingBatch())
             sample(logits_NV, _dummy_sampling(num_samples, self.device))
         if self.device.type == "cuda":

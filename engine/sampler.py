@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.engine.gumbel import gumbel_noise, row_keys
+from tandem.kernels.fused_ops import argmax_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Logprobs:
 def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
     """Tokens int64 [N] and the log-probabilities of the rows that ask. `logits_NV` of any float dtype, read only."""
     if batch.is_greedy:
-        return logits_NV.argmax(dim=-1), None
+        return argmax_tokens(logits_NV), None
     logits_NV = logits_NV.to(torch.float32, copy=True)
     raw_LV = None if batch.logprob_row_L is None else logits_NV.index_select(0, batch.logprob_row_L)
     if batch.edits is not None:

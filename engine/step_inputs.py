@@ -15,16 +15,19 @@ from tandem.engine.batch_state import BatchState
 from tandem.engine.device_upload import upload
 from tandem.engine.step import ScheduledRow
 from tandem.kernels.metadata import AttentionMetadata, AttentionMetadataBuilder
+from tandem.kernels.rotary_attention import WantedTokens
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """`first_token_R[i]` is where row i (in the scheduler's order) begins among the T tokens of the pass."""
+    """Row i (in the scheduler's order) begins at `first_token_R[i]` of the T tokens and is row `place_R[i]` of the
+    metadata, which has rows of one token first."""
 
     input_ids_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int64
     metadata: AttentionMetadata
     first_token_R: np.ndarray  # int64, host
+    place_R: np.ndarray  # int64, host
 
 
 class StepInputs:
@@ -52,9 +55,21 @@ class StepInputs:
         ends = np.array([row.start for row in rows], np.int64)[order] + lengths
         block_tables = state.block_table_SB[slot_R_dev, : -(-int(ends.max()) // state.block_size)]
         metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, state.device)
-        first_token_R = np.empty(len(rows), np.int64)
-        first_token_R[order] = np.cumsum(lengths) - lengths
-        return ForwardInputs(input_ids, positions, metadata, first_token_R)
+        place_R = np.empty(len(rows), np.int64)
+        place_R[order] = np.arange(len(rows))
+        first_token_R = (np.cumsum(lengths) - lengths)[place_R]
+        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R)
+
+    def last_tokens(self, inputs: ForwardInputs, row_N: Sequence[int]) -> WantedTokens:
+        """The last token of each of these rows (scheduler's order), as decode rows."""
+        metadata, place_N = inputs.metadata, inputs.place_R[list(row_N)]
+        lengths, ends = np.array(metadata.query_lens_cpu)[place_N], np.array(metadata.seq_lens_cpu)[place_N]
+        index_N = inputs.first_token_R[list(row_N)] + lengths - 1
+        place_dev, index_dev = upload([place_N, index_N], self._state.device)
+        tables, slots = metadata.block_tables[place_dev], metadata.slot_mapping[index_dev]
+        return WantedTokens(
+            index_dev, self._builder.build(np.ones(len(ends), np.int64), ends, tables, slots, self._state.device)
+        )
 
     def build_dummy(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
         """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling."""
@@ -67,7 +82,7 @@ class StepInputs:
         num_blocks = -(-int(lengths.max()) // self._state.block_size)
         block_tables = torch.zeros((len(rows), num_blocks), dtype=torch.int32, device=device)
         metadata = self._builder.build(lengths, lengths, block_tables, slot_mapping, device)
-        return ForwardInputs(input_ids, positions, metadata, np.cumsum(lengths) - lengths)
+        return ForwardInputs(input_ids, positions, metadata, np.cumsum(lengths) - lengths, np.arange(len(rows)))
 
     def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"

@@ -99,9 +99,11 @@ class Attention(nn.Module):
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
         attn_type: str = AttentionType.DECODER,
+        kv_is_stored: bool = False,
     ) -> torch.Tensor:
-        """Stores the new KV and attends. query [T, H, D], [T, H * D] or [batch, seq, H * D]; output like query.
+        """Stores the new KV (unless `kv_is_stored`) and attends; output like query.
 
+        query [T, H, D], [T, H * D] or [batch, seq, H * D].
         In the batch form row i's tokens are its first `query_lens[i]`; the rest is padding and comes back as zeros.
         A scale that is not 1.0 replaces the layer's own (given in `k_scale`/`v_scale` or computed on first use).
         """
@@ -118,6 +120,8 @@ class Attention(nn.Module):
 
         def attempt(backend: type[AttentionBackend]) -> torch.Tensor:
             impl = self._impl_of(backend)
+            if kv_is_stored:
+                return impl.attend(q, k, v, kv_cache, attn_metadata, k_scale, v_scale)
             return impl.forward(self, q, k, v, kv_cache, attn_metadata, k_scale, v_scale, attn_type)
 
         output = run_with_fallback(self.backends(query.device, query.dtype, attn_type), attempt)
@@ -126,6 +130,15 @@ class Attention(nn.Module):
         padded = query.new_zeros(query.shape[0] * query.shape[1], query.shape[2])
         padded[picked] = output.reshape(-1, query.shape[2])
         return padded.view(query.shape)
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: AttentionMetadata
+    ) -> None:
+        """Stores key/value [T, K, D] without attending. Raises what the backend raises."""
+        if self.calculate_kv_scales:
+            self.maybe_calc_kv_scales(key, value)
+        first = self.backends(key.device, key.dtype, self.spec.attn_type)[0]
+        self._impl_of(first).store(key, value, kv_cache, attn_metadata, self.k_scale, self.v_scale)
 
     def maybe_calc_kv_scales(self, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
         """Sets the scales from the first KV seen, once: what is in the cache was stored with them."""
@@ -143,37 +156,46 @@ class Attention(nn.Module):
         return f"{self.layer_name!r}, heads={self.spec.num_heads}/{self.spec.num_kv_heads}x{self.spec.head_size}"
 
 
-def unified_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> torch.Tensor:
+def unified_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool = False
+) -> torch.Tensor:
     """Attention of one layer of the current forward pass, as one custom op (`tandem::unified_attention`).
 
     query [T, H, D] (or [T, H * D]), key/value [T, K, D] -> like query. Waits for the layer's KV, attends, saves the
-    layer's KV, the first and last through the forward context's hooks if it has any.
+    layer's KV, the first and last through the forward context's hooks if it has any. `kv_is_stored`: key and value are
+    in the cache already (kernels/rotary_attention.py).
     """
-    output: torch.Tensor = torch.ops.tandem.unified_attention(query, key, value, layer_name)
+    output: torch.Tensor = torch.ops.tandem.unified_attention(query, key, value, layer_name, kv_is_stored)
     return output
 
 
-def _unified_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str) -> torch.Tensor:
+def _unified_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
+) -> torch.Tensor:
     context = get_forward_context()
     layer = context.layer(layer_name)
     metadata = context.metadata_of(layer_name)
     kv_cache = layer.kv_cache[context.virtual_engine]
     if context.hooks is not None:
         context.hooks.wait_for_kv_layer(layer_name)
-    output = layer.forward(query, key, value, kv_cache, metadata, attn_type=layer.spec.attn_type)
+    output = layer.forward(
+        query, key, value, kv_cache, metadata, attn_type=layer.spec.attn_type, kv_is_stored=kv_is_stored
+    )
     if context.hooks is not None:
         context.hooks.save_kv_layer(layer_name, kv_cache, metadata)
     return output
 
 
 def _unified_attention_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
 ) -> torch.Tensor:
     return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 _library = torch.library.Library("tandem", "FRAGMENT")
-_library.define("unified_attention(Tensor query, Tensor key, Tensor value, str layer_name) -> Tensor")
+_library.define(
+    "unified_attention(Tensor query, Tensor key, Tensor value, str layer_name, bool kv_is_stored) -> Tensor"
+)
 _library.impl("unified_attention", _unified_attention, "CompositeExplicitAutograd")
 torch.library.register_fake("tandem::unified_attention", _unified_attention_fake, lib=_library)
 

@@ -95,6 +95,31 @@ class AttentionImpl(ABC):
         An empty `kv_cache` means: nothing is stored and no row has earlier tokens (profiling, encoders).
         """
 
+    @abstractmethod
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> None:
+        """The first half of `forward` of a decoder: writes key/value [T, K, D], nothing to an empty `kv_cache`."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> torch.Tensor:
+        """The second half: the new keys and values are in the cache already. Decode rows don't read key and value."""
+
 
 class AttentionBackend(ABC):
     """Static description of a backend: name, classes, cache shape, and what it can't do."""
@@ -166,9 +191,32 @@ class PagedImpl(AttentionImpl):
     ) -> torch.Tensor:
         if attn_type != AttentionType.DECODER:
             raise UnsupportedOptionError("attn_type", f"{attn_type!r} needs the native backend")
-        kv = None if kv_cache.numel() == 0 else PagedKV.of_layer(kv_cache, k_scale, v_scale)
-        if kv is not None:
-            self.ops.write(key, value, kv, attn_metadata.slot_mapping)
+        self.store(key, value, kv_cache, attn_metadata, k_scale, v_scale)
+        return self.attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> None:
+        if kv_cache.numel():
+            self.ops.write(key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> torch.Tensor:
+        kv = PagedKV.of_layer(kv_cache, k_scale, v_scale) if kv_cache.numel() else None
         return self._attend(query, key, value, kv, attn_metadata)
 
     def _attend(

@@ -10,33 +10,34 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tandem.engine.model.rope import RotaryEmbedding, rotate
+from tandem.engine.model.rope import RotaryEmbedding
 from tandem.engine.model_config import ModelConfig
-from tandem.kernels.attention import Attention, unified_attention
+from tandem.kernels.attention import Attention
+from tandem.kernels.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
+from tandem.kernels.rotary_attention import WantedTokens, rotary_attention, rotary_attention_of_wanted
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation (arXiv 1910.07467): statistics in fp32, the weight in the input's dtype."""
-
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
+    def forward(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalises x, or residual += x (in place) when there is one."""
+        if residual_TE is None:
+            return rms_norm(x_TE, self.weight, self.eps)
+        return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.layer_name = f"model.layers.{layer}.self_attn"
+        self.query_size = config.num_heads * config.head_dim
         width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         self.qkv_proj = nn.Linear(config.hidden_size, width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.o_bias)
+        self.o_proj = nn.Linear(self.query_size, config.hidden_size, bias=config.o_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.attention = Attention(
@@ -49,16 +50,30 @@ class SelfAttention(nn.Module):
             layer_name=self.layer_name,
         )
 
-    def forward(self, x_TE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x_TE).view(-1, heads + 2 * kv_heads, self.head_dim)
-        q_THD, k_TKD, v_TKD = qkv.split((heads, kv_heads, kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THD, k_TKD = self.q_norm(q_THD), self.k_norm(k_TKD)
-        q_THD, k_TKD = rotate(q_THD, cos, sin), rotate(k_TKD, cos, sin)
-        out = unified_attention(q_THD.contiguous(), k_TKD.contiguous(), v_TKD.contiguous(), self.layer_name)
-        projected: torch.Tensor = self.o_proj(out.reshape(-1, heads * self.head_dim))
+    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        qkv_TC = self.qkv_proj(x_TE)
+        out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
+        projected: torch.Tensor = self.o_proj(out)
         return projected
+
+    def forward_wanted(
+        self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens
+    ) -> torch.Tensor:
+        """[N, E], of the wanted tokens only; every token's KV is stored."""
+        weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.query_size
+        q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
+        query_NC = functional.linear(x_TE[wanted.index], weight[:size], q_bias)
+        kv_TC = functional.linear(x_TE, weight[size:], kv_bias)
+        out = rotary_attention_of_wanted(
+            query_NC, kv_TC, positions_T, wanted, cos_sin, self.layer_name, self._head_norms()
+        )
+        projected: torch.Tensor = self.o_proj(out)
+        return projected
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
 
 
 class MLP(nn.Module):
@@ -68,8 +83,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x_TE).chunk(2, dim=-1)
-        out: torch.Tensor = self.down_proj(functional.silu(gate) * up)
+        out: torch.Tensor = self.down_proj(silu_mul(self.gate_up_proj(x_TE)))
         return out
 
 
@@ -81,9 +95,22 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x_TE: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        x_TE = x_TE + self.self_attn(self.input_layernorm(x_TE), cos, sin)
-        return x_TE + self.mlp(self.post_attention_layernorm(x_TE))
+    def forward(
+        self,
+        x_TE: torch.Tensor | None,
+        residual_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin: torch.Tensor,
+        wanted: WantedTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is still to be added to the residual stream, the stream). With `wanted`, both of those tokens only."""
+        normed = self.input_layernorm(residual_TE) if x_TE is None else self.input_layernorm(x_TE, residual_TE)
+        if wanted is None:
+            attended = self.self_attn(normed, positions_T, cos_sin)
+        else:
+            attended = self.self_attn.forward_wanted(normed, positions_T, cos_sin, wanted)
+            residual_TE = residual_TE[wanted.index]
+        return self.mlp(self.post_attention_layernorm(attended, residual_TE)), residual_TE
 
 
 class DecoderModel(nn.Module):
@@ -109,7 +136,7 @@ class DecoderModel(nn.Module):
         self.to_empty(device=device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.rotary = RotaryEmbedding(config.rope, config.head_dim).to(device)
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len + 2).to(device)
         self.requires_grad_(False)
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
@@ -124,17 +151,20 @@ class DecoderModel(nn.Module):
             attention.kv_cache = [pool[:, :, index]]
 
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted_N: torch.Tensor | None = None
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None = None
     ) -> torch.Tensor:
-        """int [T], int64 [T] -> normalised hidden states of the tokens `wanted_N` (int64 indices; None: of all T).
+        """int [T], int64 [T] -> normalised hidden states of the wanted tokens (None: of all T).
 
-        Attention metadata comes by the forward context.
+        Attention metadata comes by the forward context. What only the tokens that are not wanted would need is not
+        computed: of the last layer that is everything but keys and values.
         """
-        x_TE = self.embed_tokens(input_ids_T)
-        cos, sin = self.rotary(positions_T, x_TE.dtype)
-        for layer in self.layers:
-            x_TE = layer(x_TE, cos, sin)
-        hidden: torch.Tensor = self.norm(x_TE if wanted_N is None else x_TE[wanted_N])
+        residual_TE = self.embed_tokens(input_ids_T)
+        cos_sin = self.rotary.table()
+        x_TE = None
+        for layer in self.layers[:-1]:
+            x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
+        x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
+        hidden: torch.Tensor = self.norm(x_TE, residual_TE)
         return hidden
 
     def project(self, hidden_NE: torch.Tensor) -> torch.Tensor:

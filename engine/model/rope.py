@@ -69,23 +69,21 @@ def _yarn(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin are made once a forward pass and shared by the layers."""
+    """cos and sin of every position, in one table that all layers and steps share."""
 
     inverse_F: torch.Tensor
 
-    def __init__(self, config: RopeConfig, head_dim: int) -> None:
+    def __init__(self, config: RopeConfig, head_dim: int, num_positions: int) -> None:
         super().__init__()
         inverse, self.factor = inverse_frequencies(config, head_dim)
         self.register_buffer("inverse_F", inverse, persistent=False)
+        self._num_positions = num_positions
+        self._table_PD: torch.Tensor | None = None
 
-    def forward(self, positions_T: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin, each [T, 1, D] in `dtype`, computed in fp32."""
-        angles_TF = positions_T[:, None].float() * self.inverse_F.float()
-        angles_TD = torch.cat((angles_TF, angles_TF), dim=-1)[:, None]
-        return (angles_TD.cos() * self.factor).to(dtype), (angles_TD.sin() * self.factor).to(dtype)
-
-
-def rotate(x_THD: torch.Tensor, cos_T1D: torch.Tensor, sin_T1D: torch.Tensor) -> torch.Tensor:
-    """NeoX style: the two halves of a head are the real and imaginary parts."""
-    first, second = x_THD.chunk(2, dim=-1)
-    return x_THD * cos_T1D + torch.cat((-second, first), dim=-1) * sin_T1D
+    def table(self) -> torch.Tensor:
+        """fp32 [P, D]: cos, then sin of the D / 2 angles of each position. Made on first use."""
+        if self._table_PD is None:
+            positions_P = torch.arange(self._num_positions, device=self.inverse_F.device)
+            angles_PF = positions_P[:, None].float() * self.inverse_F.float()
+            self._table_PD = torch.cat((angles_PF.cos(), angles_PF.sin()), dim=-1) * self.factor
+        return self._table_PD

@@ -1,4 +1,4 @@
-"""Runs interpreted_triton.py in a process of its own: interpreter mode is read when triton is first imported."""
+"""Runs each interpreted_*.py in a process of its own: interpreter mode is read when triton is first imported."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("interpreted_triton.py")
+CASES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
 
-def test_kernels_agree_with_their_references_under_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", CASES, ids=lambda path: path.stem)
+def test_kernels_agree_with_their_references_under_the_interpreter(cases: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed: no kernel to interpret")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)]
     finished = subprocess.run(
-        command, env=environment, cwd=CASES.parent, capture_output=True, text=True, timeout=110, check=False
+        command, env=environment, cwd=cases.parent, capture_output=True, text=True, timeout=110, check=False
     )
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
     assert re.search(r"\b\d\d passed", finished.stdout), finished.stdout[-2000:]

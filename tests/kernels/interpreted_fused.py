@@ -1,0 +1,109 @@
+"""The fused kernels under Triton's interpreter, against their eager twins. Run by test_triton_interpreter.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.kernels import fused_ops
+from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
+from tandem.kernels.fused_ops import HeadNorms, rotate_heads
+from tandem.kernels.triton_kernels.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
+from tandem.kernels.triton_kernels.fused import (
+    argmax_triton,
+    rms_norm_triton,
+    rope_and_store_triton,
+    silu_mul_triton,
+)
+from tandem.kernels.triton_kernels.push_blocks import push_blocks_kernel
+
+EPS = 1e-5
+
+
+@pytest.mark.parametrize("size", [64, 80, 257])
+def test_norms(size: int) -> None:
+    x, residual, weight = torch.randn(5, size), torch.randn(5, size), torch.randn(size)
+    torch.testing.assert_close(rms_norm_triton(x, None, weight, EPS), fused_ops.rms_norm(x, weight, EPS))
+    stream, twin = residual.clone(), residual.clone()
+    normed = rms_norm_triton(x, stream, weight, EPS)
+    torch.testing.assert_close(normed, fused_ops.add_rms_norm(x, twin, weight, EPS))
+    assert torch.equal(stream, twin)
+
+
+def test_norms_of_strided_rows() -> None:
+    wide = torch.randn(4, 96)
+    x, weight = wide[:, :64], torch.randn(64)
+    torch.testing.assert_close(rms_norm_triton(x, None, weight, EPS), fused_ops.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("size", [32, 100, 2050])
+def test_silu_mul(size: int) -> None:
+    gate_up = torch.randn(3, 2 * size)
+    torch.testing.assert_close(silu_mul_triton(gate_up), fused_ops.silu_mul(gate_up))
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 16), (3, 1, 20), (0, 2, 16), (4, 0, 16)])
+def test_rope_and_store(heads: int, kv_heads: int, size: int, with_norms: bool) -> None:
+    num_tokens, block_size, num_blocks = 6, 8, 4
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * size)
+    positions = torch.tensor([0, 3, 9, 1, 30, 2])
+    angles = torch.rand(32, size // 2) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    norms = HeadNorms(torch.randn(size), torch.randn(size), EPS) if with_norms else None
+    query, key, value = rotate_heads(qkv.clone(), positions, table, heads, kv_heads, norms)
+    pool = torch.full((num_blocks, max(kv_heads, 1), 2, block_size, size), 7.0)
+    slots = torch.tensor([3, -1, 17, 31, 0, -1])
+    caches = (pool[:, :, 0], pool[:, :, 1], slots) if kv_heads else None
+    parts = None if norms is None else (norms.q_weight, norms.k_weight, norms.eps)
+    rope_and_store_triton(qkv, positions, table, heads, kv_heads, parts, caches, None)
+    rotated = qkv.view(num_tokens, -1, size)
+    torch.testing.assert_close(rotated[:, :heads], query)
+    torch.testing.assert_close(rotated[:, heads : heads + kv_heads], key)
+    expected = torch.full_like(pool, 7.0)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0 and kv_heads:
+            expected[slot // block_size, :, 0, slot % block_size] = key[token]
+            expected[slot // block_size, :, 1, slot % block_size] = value[token]
+    torch.testing.assert_close(pool, expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_argmax_takes_the_first_of_equals(num_rows: int) -> None:
+    logits = torch.randn(num_rows, 9001)
+    logits[0, [17, 4000, 8999]] = 50.0
+    assert argmax_triton(logits).tolist() == logits.argmax(-1).tolist()
+    assert argmax_triton(logits)[0] == 17
+    assert argmax_triton(torch.full((1, 300), float("-inf")))[0] == 0
+
+
+def test_decode_inputs_and_stored_tokens() -> None:
+    tokens = torch.randint(0, 99, (5, 70), dtype=torch.int32)
+    tables = torch.randint(0, 9, (5, 9), dtype=torch.int32)
+    slots, positions = torch.tensor([3, -1, 0, 4]), torch.tensor([64, 0, 7, 8])
+    ours, twin = (DecodeInputs.allocate(4, 9, torch.device("cpu")) for _ in range(2))
+    gather_decode_inputs_triton(slots, positions, tokens, tables, 8, ours)
+    gather_decode_inputs(slots, positions, tokens, tables, 8, twin)
+    for name in ("input_ids_R", "seq_lens_R", "slot_mapping_R"):
+        assert torch.equal(getattr(ours, name), getattr(twin, name)), name
+    for row, length in enumerate(ours.seq_lens_R.tolist()):
+        used = -(-length // 8)
+        assert torch.equal(ours.block_tables_RB[row, :used], twin.block_tables_RB[row, :used])
+    made = torch.tensor([11, 12, 13, 14])
+    other = tokens.clone()
+    store_tokens_triton(slots, positions, made, tokens)
+    store_tokens(slots, positions, made, other)
+    assert torch.equal(tokens, other)
+
+
+def test_pushed_blocks_reach_the_named_address() -> None:
+    source, target = torch.randn(4, 2, 3, 2, 8, 4), torch.zeros(4, 2, 3, 2, 8, 4)
+    pairs = torch.tensor([[0, 3], [2, 1], [8, 5]])
+    push_blocks_kernel[(3,)](
+        source.view(torch.int64), target.data_ptr(), pairs, 2, 1, 2, source.stride(0) // 2, target.stride(0) // 2,
+        NUM_HEADS=2, POOL_LAYERS=3, PLANES=2, PLANE_WORDS=16, SLOT_WORDS=2, CHUNK=16,
+    )  # fmt: skip
+    expected = torch.zeros_like(target)
+    expected[2, :, 1:3] = source[0, :, 1:3]
+    expected[1, :, 1:3, :, :5] = source[3, :, 1:3, :, :5]
+    assert torch.equal(target, expected)

@@ -1,0 +1,85 @@
+"""The fused kernels, decode inputs and pushes compile for each GPU generation without a GPU."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing to compile")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from tandem.kernels.triton_kernels import decode_inputs, fused, push_blocks  # noqa: E402
+
+HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS_PAD": 32, "KV_HEADS_PAD": 8, "HEAD_SIZE": 128, "HALF": 64}
+ROPE_TYPES = {
+    "qkv": "*bf16", "positions": "*i64", "cos_sin": "*fp32", "q_weight": "*bf16", "k_weight": "*bf16",
+    "slot_mapping": "*i64", "k_scale": "*fp32", "v_scale": "*fp32", "overflow": "*i64", "eps": "fp32",
+}  # fmt: skip
+ROPE = {**HEADS, "HALF_PAD": 64, "D_PAD": 128, "BLOCK_SIZE": 64, "HAS_CACHE": True}
+CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
+    "add_rms_norm": (
+        fused.rms_norm_kernel,
+        {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"},
+        {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True},
+    ),
+    "silu_mul": (fused.silu_mul_kernel, {"gate_up": "*bf16", "out": "*bf16"}, {"SIZE": 14336, "BLOCK": 2048}),
+    "rope": (
+        fused.rope_and_store_kernel,
+        {**ROPE_TYPES, "key_cache": "*bf16", "value_cache": "*bf16"},
+        {**ROPE, "HAS_NORM": True, "IS_FP8": False},
+    ),
+    "rope-fp8": (
+        fused.rope_and_store_kernel,
+        {**ROPE_TYPES, "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv"},
+        {**ROPE, "HAS_NORM": False, "IS_FP8": True},
+    ),
+    "argmax-parts": (
+        fused.argmax_parts_kernel,
+        {"logits": "*bf16", "peaks": "*fp32", "places": "*i32"},
+        {"MAX_SPLITS": 64, "BLOCK": 2048},
+    ),
+    "argmax-whole": (
+        fused.argmax_whole_kernel,
+        {"peaks": "*fp32", "places": "*i32", "tokens": "*i64"},
+        {"MAX_SPLITS": 64},
+    ),
+    "decode-inputs": (
+        decode_inputs.gather_decode_inputs_kernel,
+        {
+            "slots": "*i64", "positions": "*i64", "token_ids": "*i32", "block_table": "*i32", "input_ids": "*i32",
+            "seq_lens": "*i32", "slot_mapping": "*i64", "block_tables": "*i32",
+        },
+        {"BLOCK_SIZE": 64, "COLUMNS": 256},
+    ),
+    "store-tokens": (
+        decode_inputs.store_tokens_kernel,
+        {"slots": "*i64", "positions": "*i64", "tokens": "*i64", "token_ids": "*i32"},
+        {"ROWS": 128},
+    ),
+    "push-blocks": (
+        push_blocks.push_blocks_kernel,
+        {"pool": "*i64", "target": "i64", "pairs": "*i64"},
+        {"NUM_HEADS": 8, "POOL_LAYERS": 32, "PLANES": 2, "PLANE_WORDS": 2048, "SLOT_WORDS": 32, "CHUNK": 2048},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("name", CASES)
+def test_compiles(name: str, capability: int) -> None:
+    kernel, types, constants = CASES[name]
+    if capability == 80 and name == "rope-fp8":
+        pytest.skip("fp8 caches need compute capability 8.9")
+    signature = {
+        argument: "constexpr" if argument in constants else types.get(argument, "i32") for argument in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, constexprs=constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    assert compiled.metadata.shared <= 48 << 10
