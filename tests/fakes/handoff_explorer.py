@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from handoff_events import events, successor
+from handoff_actions import successor
+from handoff_events import events
 from handoff_records import SINK_OVER, SOURCE_OVER
-from handoff_world import Setting, ViolationError, World
+from handoff_setting import Setting, ViolationError
+from handoff_world import World, start
+
 from tandem.kv_connector.handoff.sink import SinkEvent, SinkState
 from tandem.kv_connector.handoff.source import SourceEvent
 
@@ -23,9 +26,9 @@ class _Search:
     def __init__(self, setting: Setting, max_states: int) -> None:
         self.setting = setting
         self.max_states = max_states
-        start = setting.start()
-        self.numbers = {start: 0}
-        self.states = [start]
+        first = start(setting)
+        self.numbers = {first: 0}
+        self.states = [first]
         self.reached_by: list[tuple[int, tuple]] = [(-1, ())]  # (state before, event)
         self.free_before: list[list[int]] = [[]]  # states from which an event without a fault leads here
         self.final: list[int] = []
@@ -99,7 +102,7 @@ class _Search:
                 raise ViolationError(f"request {r} does not end on its sink by its deadline")
 
     def _check_progress(self) -> None:
-        """From each state a final one is reachable without a further fault: no deadlock, no circle without a way out."""
+        """From each state a final one is reachable without a further fault: no deadlock, no circle without exit."""
         reaches = bytearray(len(self.states))
         stack = list(self.final)
         for at in stack:

@@ -1,6 +1,6 @@
 """Model of the world around the hand-off's real transition tables: two nodes, a network, two pools, a transport.
 
-A state is a tuple (`START` names its fields); `World` opens one, applies one event, and freezes the result. Sources and
+A state is a tuple; `World` opens one, applies one event, and freezes the result. Sources and
 sinks are the real machines; what their managers add (claim order, pins, parked share, what an action means in blocks,
 messages and jobs) is modelled here after kv_connector/source.py and sink.py. Deliberately harsher than reality:
 
@@ -8,76 +8,21 @@ messages and jobs) is modelled here after kv_connector/source.py and sink.py. De
 - deadlines, leases, cancels and wrong suspicions may come at any moment (each costs one fault of the budget);
 - nobody but the two nodes helps: the router cancels only by a fault.
 
-A block has no number here. A write is aimed at (grant, index), and a grant names exactly one ownership of its blocks, so
+A block has no number here. A write is aimed at (grant, index), and a grant names exactly one ownership of its blocks:
 "the grant's record does not hold its blocks any more" is "the block may be free or another's".
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from handoff_records import SINK_OVER, SinkRecord, SourceRecord
-from tandem.kv_connector.handoff import sink, source
-from tandem.kv_connector.handoff.sink import SinkAction, SinkEvent, SinkMachine, SinkState
-from tandem.kv_connector.handoff.source import SourceAction, SourceEvent, SourceMachine, SourceState
+from handoff_setting import Setting, ViolationError
+from handoff_sink_pool import SinkPool
 
-ALL_FAULTS = frozenset(
-    {
-        "lose", "duplicate", "corrupt", "crash_source", "crash_sink", "cancel", "source_deadline", "sink_deadline",
-        "lease", "suspect_source", "suspect_sink", "push_fails", "all_finished", "forget",
-    }
-)  # fmt: skip
+from tandem.kv_connector.handoff.sink import SinkAction, SinkEvent
+from tandem.kv_connector.handoff.source import SourceAction, SourceEvent
 
 
-class ViolationError(AssertionError):
-    """The protocol broke a promise."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is explored. Sizes are in blocks; a prompt has `granted[r] + hits[r]` of them."""
-
-    name: str = ""
-    granted: tuple[int, ...] = (1, 1)
-    hits: tuple[int, ...] = (0, 0)  # of each prompt's own prefix, cached on the sink
-    source_blocks: int = 4
-    max_parked: int = 4
-    sink_blocks: int = 4
-    one_sided: bool = True  # shm: the source stores; False, tcp: the sink receives, close_grant ends all writes
-    max_faults: int = 1
-    faults: frozenset[str] = ALL_FAULTS
-    max_resends: int = 1
-    submitted: bool = False  # start with every request known to both nodes
-    flaws: frozenset[str] = frozenset()  # mutations of the world
-    source_rows: source.SourceRows = field(default_factory=lambda: source._ROWS, repr=False)
-    sink_rows: sink.SinkRows = field(default_factory=lambda: sink._ROWS, repr=False)
-    source_machine: type[SourceMachine] = SourceMachine
-    sink_machine: type[SinkMachine] = SinkMachine
-
-    @property
-    def num_requests(self) -> int:
-        return len(self.granted)
-
-    def start(self) -> tuple:
-        none = (None,) * self.num_requests
-        cached = tuple(hits > 0 for hits in self.hits)
-        no_end = ("",) * self.num_requests
-        empty: frozenset = frozenset()
-        zeros = (0,) * self.num_requests
-        state = (1, 11, none, empty, none, none, empty, empty, (), empty, empty, cached, zeros, no_end, no_end,
-                 self.max_faults)  # fmt: skip
-        if not self.submitted:
-            return state
-        world = World(self, state)
-        for r in range(self.num_requests):
-            world.place(r)
-            world.submit_source(r)
-            world.submit_sink(r)
-        world.pending = set()
-        return world.freeze()
-
-
-class World:
+class World(SinkPool):
     """One state, opened. Attributes are the fields of the frozen tuple, in its order."""
 
     def __init__(self, setting: Setting, state: tuple) -> None:
@@ -308,71 +253,29 @@ class World:
                 self.run_sink(r, record.machine.on_fenced(epoch))
                 self.settle(r)
 
-    def settle(self, r: int) -> None:
-        if self.sinks[r].machine.state is SinkState.QUEUED and r not in self.queue:
-            self.queue.append(r)
-        self.grant_in_order()
-
-    def grant_in_order(self) -> None:
-        """SinkManager._grant_in_order, counting blocks."""
-        while self.queue:
-            r = self.queue[-1 if "newest_claim_first" in self.setting.flaws else 0]
-            record = self.sinks[r]
-            if record is None or record.machine.state is not SinkState.QUEUED:
-                self.queue.remove(r)
-                continue
-            if record.lost_pins:
-                self._pin(r, record)
-            needed = self.prompt_blocks(r) - (self.setting.hits[r] if record.pinned else 0)
-            if needed > self.num_free_on_sink():
-                if self._others_will_free_blocks() or "never_unpins" in self.setting.flaws:
-                    return
-                self._unpin_behind(r, needed)
-            if needed > self.num_free_on_sink():
-                return
-            self.queue.remove(r)
-            record.contents = ("unwritten",) * needed
-            self._evict()
-            self.run_sink(r, record.machine.on_can_grant(100 * self.sink_epoch + r + 1))
-
-    def _pin(self, r: int, record: SinkRecord) -> None:
-        record.lost_pins = False
-        record.pinned = self.cached[r]
-
-    def _unpin_behind(self, head: int, needed: int) -> None:
-        for r, record in enumerate(self.sinks):
-            waits = record and record.machine.state in (SinkState.EXPECTING, SinkState.QUEUED)
-            if r != head and waits and record.pinned and self.num_free_on_sink() < needed:
-                record.pinned, record.lost_pins = False, True
-
-    def _others_will_free_blocks(self) -> bool:
-        return any(self.held) or any(record and record.contents for record in self.sinks)
-
-    def _evict(self) -> None:
-        """Cached prefixes that nobody pins go when their room is needed."""
-        for r, record in enumerate(self.sinks):
-            pinned = record and record.pinned
-            unpinned = sum(h for h, c in zip(self.setting.hits, self.cached, strict=True) if c)
-            if self.cached[r] and not pinned and self.num_used_on_sink(with_pins=False) + unpinned > self.capacity():
-                self.cached[r] = False
-
-    def capacity(self) -> int:
-        return self.setting.sink_blocks
-
-    def prompt_blocks(self, r: int) -> int:
-        return self.setting.granted[r] + self.setting.hits[r]
-
-    def num_used_on_sink(self, with_pins: bool = True) -> int:
-        granted = sum(len(record.contents) for record in self.sinks if record)
-        pins = [h for h, record in zip(self.setting.hits, self.sinks, strict=True) if record and record.pinned]
-        return sum(self.held) + granted + (sum(pins) if with_pins else 0)
-
-    def num_free_on_sink(self) -> int:
-        return self.capacity() - self.num_used_on_sink()
-
     # --- both -----------------------------------------------------------------------------------------------
 
     def _end(self, ends: list[str], r: int, outcome: str, side: str) -> None:
         if ends[r]:
             raise ViolationError(f"request {r} ends twice on its {side}: {ends[r]}, then {outcome}")
         ends[r] = outcome
+
+
+def start(setting: Setting) -> tuple:
+    """The frozen state in which everything begins."""
+    none = (None,) * setting.num_requests
+    cached = tuple(hits > 0 for hits in setting.hits)
+    no_end = ("",) * setting.num_requests
+    empty: frozenset = frozenset()
+    zeros = (0,) * setting.num_requests
+    state = (1, 11, none, empty, none, none, empty, empty, (), empty, empty, cached, zeros, no_end, no_end,
+             setting.max_faults)  # fmt: skip
+    if not setting.submitted:
+        return state
+    world = World(setting, state)
+    for r in range(setting.num_requests):
+        world.place(r)
+        world.submit_source(r)
+        world.submit_sink(r)
+    world.pending = set()
+    return world.freeze()

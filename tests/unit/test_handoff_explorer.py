@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from handoff_explorer import explore
-from handoff_world import ALL_FAULTS, Setting
+from handoff_setting import ALL_FAULTS, Setting
 
 from tandem.kv_connector.handoff import source
 from tandem.kv_connector.handoff.source import SourceEvent, SourceState
