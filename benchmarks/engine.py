@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import ModelOptions, NodeOptions
+from tandem.engine.config import ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.core import EngineCore
 from tandem.engine.hashing import root_hash
 from tandem.engine.kv_pool import allocate_pool
@@ -69,10 +69,13 @@ class Result:
 class Engine:
     """One engine on one device, driven by `run`."""
 
-    def __init__(self, model: str, load_format: str, cuda_graphs: bool, max_model_len: int) -> None:
+    def __init__(
+        self, model: str, load_format: str, cuda_graphs: bool, max_model_len: int, prompt_budget: int = 0
+    ) -> None:
         options = NodeOptions(
             "unified",
             ModelOptions(model, load_format=load_format, max_model_len=max_model_len),  # type: ignore[arg-type]
+            scheduler=SchedulerOptions(decode_prompt_budget=prompt_budget),
             cuda_graphs=cuda_graphs,
         )
         started = time.monotonic()
@@ -154,36 +157,41 @@ def make_request(name: str, prompt: np.ndarray, sampling: SamplingParams) -> Req
 
 
 class IdleMeter:
-    """Events between decode steps: when the graph of the next could start, and when the one before had ended."""
+    """How long the GPU waited between two decode steps: from the end of one to where the next one's graph may start."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._begin: torch.cuda.Event | None = None
+        self._last_end: torch.cuda.Event | None = None
+        self._gaps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         graphs = runner._graphs
         assert graphs is not None
-        run = graphs.run
-        fill = graphs.batch.fill
+        fill, execute = graphs.batch.fill, runner.execute
 
         def timed_fill(rows, size):  # type: ignore[no-untyped-def]
             fill(rows, size)
-            begin = torch.cuda.Event(enable_timing=True)
-            begin.record()
-            self._begin = begin
+            self._begin = _record()
 
-        def timed_run(rows):  # type: ignore[no-untyped-def]
-            logits = run(rows)
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            self._events.append((self._begin, end))
-            return logits
+        def timed_execute(output):  # type: ignore[no-untyped-def]
+            self._begin = None
+            step = execute(output)
+            if self._begin is not None and self._last_end is not None:
+                self._gaps.append((self._last_end, self._begin))
+            self._last_end = _record() if self._begin is not None else None
+            return step
 
-        graphs.batch.fill, graphs.run = timed_fill, timed_run  # type: ignore[method-assign]
+        graphs.batch.fill, runner.execute = timed_fill, timed_execute  # type: ignore[method-assign]
 
     def take_us(self) -> float:
         torch.cuda.synchronize()
-        pairs = zip(self._events, self._events[1:], strict=False)
-        gaps = [1e3 * before[1].elapsed_time(after[0]) for before, after in pairs]
-        self._events.clear()
+        gaps = [1e3 * end.elapsed_time(begin) for end, begin in self._gaps]
+        self._gaps.clear()
         return statistics.median(gaps) if gaps else float("nan")
+
+
+def _record() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 @dataclass(frozen=True)
@@ -238,9 +246,10 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--prompt-budget", type=int, default=0, help="prompt tokens in a step beside decodes")
     parser.add_argument("--json")
     args = parser.parse_args()
-    engine = Engine(args.model, args.load_format, not args.eager, args.max_model_len)
+    engine = Engine(args.model, args.load_format, not args.eager, args.max_model_len, args.prompt_budget)
     limits = Limits.measure(engine.loaded.dtype)
     print(f"copy {limits.bytes_per_s / 1e12:.2f} TB/s, product {limits.flops / 1e12:.0f} TFLOP/s", flush=True)
     meter = None if args.eager else IdleMeter(engine.runner)
