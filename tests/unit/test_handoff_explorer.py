@@ -18,6 +18,14 @@ TRANSPORT_FAULTS = frozenset(
 POOL_FAULTS = frozenset({"lose", "lease", "crash_sink"})
 ALONE = {"granted": (1,), "hits": (0,)}
 FULL_POOLS = {"submitted": True, "source_blocks": 2, "max_parked": 1, "sink_blocks": 1}
+LARGE_BESIDE_PARKED = {
+    "granted": (1, 2),
+    "submitted": True,
+    "source_blocks": 2,
+    "max_parked": 2,
+    "sink_blocks": 2,
+    "claims_what_fits": True,
+}
 PINS = {"granted": (3, 1), "hits": (0, 2), "submitted": True, "source_blocks": 6, "sink_blocks": 4}
 
 QUICK = [
@@ -30,15 +38,16 @@ QUICK = [
         5_000,
     ),
     (Setting("full pools, one fault", **FULL_POOLS, max_faults=1, faults=POOL_FAULTS), 10_000),
+    (Setting("large prompt beside a parked one", **LARGE_BESIDE_PARKED, max_faults=1, faults=POOL_FAULTS), 8_000),
     (Setting("pinned prefix in the way", **PINS, max_faults=0), 500),
 ]
 SLOW = [
     (Setting("full pools, one fault of any kind", **FULL_POOLS, max_faults=1), 100_000),
     (Setting("one request, two faults, receiver writes", **ALONE, max_faults=2, one_sided=False), 100_000),
-    (Setting("one request of two blocks, two faults", granted=(2,), hits=(0,), max_faults=2), 100_000),
+    (Setting("one request of two blocks, two faults", granted=(2,), hits=(0,), max_faults=2), 80_000),
     (Setting("two requests, one fault, one-sided", submitted=True, max_faults=1), 80_000),
     (Setting("two requests, one fault, receiver writes", submitted=True, max_faults=1, one_sided=False), 100_000),
-    (Setting("pinned prefix in the way, one fault", **PINS, max_faults=1), 10_000),
+    (Setting("pinned prefix in the way, one fault", **PINS, max_faults=1), 200_000),
 ]
 
 
