@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
 from tandem.engine.errors import GrantError
 from tandem.engine.messages import (
     FirstToken,
-    KVClaim,
     KVCommitted,
     KVDrained,
     KVDrainedAck,
     KVGrant,
     KVRefused,
-    KVRelease,
     KVResend,
     KVWait,
     Message,
@@ -33,7 +30,6 @@ from tandem.engine.request import Request
 from tandem.engine.security import ClusterKeys
 from tandem.engine.step import SchedulerOutput
 from tandem.kv_connector import outcomes
-from tandem.kv_connector.handoff.source import SourceAction as A
 from tandem.kv_connector.handoff.source import SourceEvent as E
 from tandem.kv_connector.handoff.source import SourceMachine
 from tandem.kv_connector.handoff.source import SourceState as S
@@ -41,55 +37,31 @@ from tandem.kv_connector.meta import (
     HandoffKey,
     PushFailed,
     ReadySent,
-    Retire,
     Retired,
     SourceStepMeta,
-    TransferJob,
-    TransportCommand,
 )
-from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed, SourceOutcome
-from tandem.kv_connector.peer_effects import CloseChannel, OpenChannel, PeerEffect, PeerFailed
-from tandem.kv_connector.source_record import NO_STEP, SourceRecord
+from tandem.kv_connector.peer_effects import CloseChannel, OpenChannel, PeerFailed
+from tandem.kv_connector.source_actions import SourceActionRunner
+from tandem.kv_connector.source_record import SourceRecord
 
 TOMBSTONE_S = 120.0
-MAX_RESEND_S = 5.0
 MAX_USED_GRANTS = 65536
 _PARKED = (S.PARKED, S.PARKED_DONE)
 _OVER = (S.DRAINED, S.CLOSED)
 
 
-@dataclass
-class SourceCounters:
-    handoffs_completed: int = 0
-    handoffs_failed: int = 0
-    grants_refused: int = 0
-    messages_dropped: int = 0
-    verbs_resent: int = 0
-
-    def as_dict(self) -> dict[str, float]:
-        return {f"source_{name}": float(value) for name, value in vars(self).items()}
-
-
-class SourceManager:
+class SourceManager(SourceActionRunner):
     """`pool` is shared with the scheduler; blocks that `request_finished` took over are freed here."""
 
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
-        self.info = info
-        self.counters = SourceCounters()
+        super().__init__(info, pool, options)
         self._keys = keys
-        self._pool = pool
-        self._options = options
         self._block_size = options.cache.block_size
         self._max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
         self._records: dict[HandoffKey, SourceRecord] = {}
         self._peers: dict[tuple[str, int], NodeInfo] = {}
         self._broken: set[tuple[str, int]] = set()
         self._used_grants: OrderedDict[int, None] = OrderedDict()
-        self._outbox: list[tuple[str, Message]] = []
-        self._jobs: list[TransferJob] = []
-        self._effects: list[PeerEffect] = []
-        self._outcomes: list[SourceOutcome] = []
-        self._now = 0.0
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -255,25 +227,6 @@ class SourceManager:
 
     # --- out ------------------------------------------------------------------------------------------------
 
-    def drain_outbox(self) -> list[tuple[str, Message]]:
-        out, self._outbox = self._outbox, []
-        return out
-
-    def drain_jobs(self) -> list[TransferJob]:
-        jobs, self._jobs = self._jobs, []
-        return jobs
-
-    def drain_peer_effects(self) -> list[PeerEffect]:
-        effects, self._effects = self._effects, []
-        return effects
-
-    def drain_transport_commands(self) -> list[TransportCommand]:
-        return []
-
-    def drain_events(self) -> list[SourceOutcome]:
-        ended, self._outcomes = self._outcomes, []
-        return ended
-
     @property
     def is_idle(self) -> bool:
         return all(record.machine.state in _OVER for record in self._records.values())
@@ -332,77 +285,3 @@ class SourceManager:
                 request_id=message.request_id, attempt=message.attempt, source_epoch=self.info.epoch, grant_id=0
             )
             self._outbox.append((peer_id, drained))
-
-    def _wait_longer(self, record: SourceRecord) -> None:
-        record.resend_every_s = min(2 * record.resend_every_s, MAX_RESEND_S)
-        record.resend_at = self._now + record.resend_every_s
-
-    def _send(self, record: SourceRecord, message: Message) -> None:
-        if record.resend_at <= self._now:
-            record.resend_every_s = max(record.resend_every_s, self._options.timeouts.resend_s)
-            record.resend_at = self._now + record.resend_every_s
-        self._outbox.append((peer_id_of(record.peer.node_id, record.peer.epoch), message))
-
-    def _run(self, record: SourceRecord, actions: Sequence[A]) -> None:
-        for action in actions:
-            self._act(record, action)
-        if record.machine.state is S.CLOSED and not record.closed_at:
-            record.closed_at = self._now
-
-    def _act(self, record: SourceRecord, action: A) -> None:
-        request_id, attempt = record.key
-        if action is A.SEND_CLAIM:
-            claim = KVClaim(
-                request_id=request_id,
-                attempt=attempt,
-                source_id=self.info.node_id,
-                source_epoch=self.info.epoch,
-                sink_epoch=record.peer.epoch,
-                num_prompt_tokens=record.num_prompt_tokens,
-            )
-            self._send(record, claim)
-        elif action is A.SEND_READY:
-            if record.ready is not None:
-                self._send(record, record.ready)
-        elif action is A.SEND_RELEASE:
-            reason, epoch = record.reason, self.info.epoch
-            self._send(record, KVRelease(request_id=request_id, attempt=attempt, source_epoch=epoch, reason=reason))
-        elif action is A.SEND_DRAINED:
-            grant_id, epoch = record.machine.grant_id, self.info.epoch
-            self._send(record, KVDrained(request_id=request_id, attempt=attempt, source_epoch=epoch, grant_id=grant_id))
-        elif action in (A.PUSH_COMPUTED, A.PUSH_AGAIN, A.FINALIZE, A.RETIRE):
-            self._queue_job(record, action)
-        elif action is A.FREE:
-            self._free(record)
-        else:
-            self._end(record, action)
-
-    def _queue_job(self, record: SourceRecord, action: A) -> None:
-        if action is A.PUSH_COMPUTED:
-            push = record.take_whole_push(record.num_computed_tokens, record.last_step)
-            self._jobs += [push] if push is not None else []
-        elif action is A.PUSH_AGAIN:
-            self._jobs.append(record.push_again())
-        elif action is A.FINALIZE:
-            record.resend_every_s = 0.0
-            record.resend_at = self._now + self._options.timeouts.resend_s
-            self._jobs.append(record.finalize(record.machine.round, self._options.digests))
-        else:
-            assert record.grant is not None
-            self._jobs.append(Retire(record.key, record.grant))
-
-    def _free(self, record: SourceRecord) -> None:
-        if record.owns_blocks:
-            self._pool.free(record.block_ids, record.last_step if record.last_step != NO_STEP else None)
-            record.block_ids, record.owns_blocks = [], False
-
-    def _end(self, record: SourceRecord, action: A) -> None:
-        if action in (A.END_COMMITTED, A.END_RELEASED):
-            self.counters.handoffs_completed += 1
-            reason = "" if action is A.END_COMMITTED else outcomes.FINISHED
-            self._outcomes.append(HandoffCompleted(record.key, reason))
-        elif action is A.END_REFUSED and record.reason == outcomes.RECOMPUTING:
-            self._outcomes.append(HandoffCompleted(record.key, outcomes.RECOMPUTING))
-        elif action in (A.END_REFUSED, A.END_FAILED):
-            self.counters.handoffs_failed += 1
-            self._outcomes.append(HandoffFailed(record.key, record.reason, outcomes.is_retryable(record.reason)))

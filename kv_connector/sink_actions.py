@@ -1,0 +1,172 @@
+"""What the actions of a sink's machines mean: messages to sources, jobs, blocks, outcomes. See source_actions.py."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import NodeOptions
+from tandem.engine.messages import (
+    KVCommitted,
+    KVDrainedAck,
+    KVRefused,
+    KVResend,
+    KVWait,
+    Message,
+    NodeInfo,
+    peer_id_of,
+)
+from tandem.kv_connector import outcomes
+from tandem.kv_connector.handoff.sink import SinkAction as A
+from tandem.kv_connector.handoff.sink import SinkState as S
+from tandem.kv_connector.meta import (
+    CloseGrant,
+    OpenGrant,
+    TransferJob,
+    TransportCommand,
+    Verify,
+    digest_key,
+)
+from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome
+from tandem.kv_connector.peer_effects import PeerEffect
+from tandem.kv_connector.sink_record import SinkRecord
+
+
+@dataclass
+class SinkCounters:
+    commits: int = 0
+    recomputes: int = 0
+    failures: int = 0
+    digest_mismatches: int = 0
+    foreign_messages: int = 0
+    blocks_quarantined: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return {f"sink_{name}": float(value) for name, value in vars(self).items()}
+
+
+class SinkActionRunner:
+    """Runs actions on records. `_now` (monotonic seconds) is set by whoever brings an event."""
+
+    def __init__(self, info: NodeInfo, pool: BlockPool, options: NodeOptions) -> None:
+        self.info = info
+        self.counters = SinkCounters()
+        self._pool = pool
+        self._options = options
+        self._block_size = options.cache.block_size
+        self._queue: deque[SinkRecord] = deque()
+        self._outbox: list[tuple[str, Message]] = []
+        self._jobs: list[TransferJob] = []
+        self._commands: list[TransportCommand] = []
+        self._effects: list[PeerEffect] = []
+        self._outcomes: list[SinkOutcome] = []
+        self._now = 0.0
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    def drain_outbox(self) -> list[tuple[str, Message]]:
+        out, self._outbox = self._outbox, []
+        return out
+
+    def drain_jobs(self) -> list[TransferJob]:
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    def drain_peer_effects(self) -> list[PeerEffect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def drain_transport_commands(self) -> list[TransportCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def drain_events(self) -> list[SinkOutcome]:
+        ended, self._outcomes = self._outcomes, []
+        return ended
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _send(self, record: SinkRecord, message: Message) -> None:
+        self._outbox.append((peer_id_of(record.source_id, record.machine.source_epoch), message))
+
+    def _run(self, record: SinkRecord, actions: Sequence[A]) -> None:
+        for action in actions:
+            if action.value.startswith("send_"):
+                self._send(record, self._message(record, action))
+            else:
+                self._act(record, action)
+
+    def _message(self, record: SinkRecord, action: A) -> Message:
+        request_id, attempt = record.key
+        grant_id = record.machine.grant_id
+        if action is A.SEND_WAIT:
+            return KVWait(request_id=request_id, attempt=attempt, queue_position=len(self._queue))
+        if action is A.SEND_GRANT:
+            assert record.grant is not None
+            return record.grant
+        if action is A.SEND_COMMITTED:
+            return KVCommitted(request_id=request_id, attempt=attempt, grant_id=grant_id)
+        if action is A.SEND_RESEND:
+            indices, round = record.bad_indices, record.machine.round
+            return KVResend(request_id=request_id, attempt=attempt, grant_id=grant_id, indices=indices, round=round)
+        if action is A.SEND_REFUSED:
+            return KVRefused(request_id=request_id, attempt=attempt, reason=record.reason or outcomes.UNKNOWN)
+        assert action is A.SEND_ACK
+        return KVDrainedAck(request_id=request_id, attempt=attempt, grant_id=grant_id)
+
+    def _act(self, record: SinkRecord, action: A) -> None:
+        if action is A.OPEN_GRANT:
+            assert record.grant is not None
+            self._commands.append(OpenGrant(record.grant))
+        elif action is A.CLOSE_GRANT:
+            assert record.grant is not None
+            self._commands.append(CloseGrant(record.grant.grant_id))
+            self.counters.blocks_quarantined += len(record.granted) if record.machine.state is S.QUARANTINED else 0
+        elif action is A.VERIFY:
+            self._verify(record)
+        elif action is A.UNPIN:
+            self._unpin(record)
+        elif action is A.FREE:
+            self._pool.free(record.granted, None)
+            record.granted = []
+        else:
+            self._end(record, action)
+
+    def _unpin(self, record: SinkRecord) -> None:
+        self._pool.free(record.hits, None)
+        record.hits = []
+
+    def _verify(self, record: SinkRecord) -> None:
+        assert record.grant is not None
+        assert record.ready is not None
+        assert record.request is not None
+        if not self._options.digests and not record.ready.digests:
+            self._run(record, record.machine.on_verified(record.grant.grant_id, record.machine.round, True))
+            return
+        valid_last = (record.request.num_prompt_tokens - 1) % self._block_size + 1
+        key = digest_key(*record.key, record.grant.grant_id)
+        blocks, digests = record.grant.block_ids, record.ready.digests
+        job = Verify(record.key, record.grant.grant_id, record.machine.round, blocks, digests, key, valid_last)
+        self._jobs.append(job)
+
+    def _end(self, record: SinkRecord, action: A) -> None:
+        request = record.request
+        if request is None or action is A.END_CANCELLED:
+            return
+        if action is A.COMMIT:
+            assert record.ready is not None
+            self.counters.commits += 1
+            blocks, num_cached = (*record.hits, *record.granted), len(record.hits) * self._block_size
+            record.hits, record.granted = [], []
+            self._outcomes.append(Commit(request, blocks, record.ready.first_tokens, num_cached))
+        elif action is A.RECOMPUTE:
+            assert record.ready is not None
+            self.counters.recomputes += 1
+            self._outcomes.append(Recompute(request, record.ready.first_tokens))
+        elif action is A.END_RELEASED:
+            self._outcomes.append(Released(request))
+        else:
+            self.counters.failures += 1
+            self._outcomes.append(Failed(request, record.reason, outcomes.is_retryable(record.reason)))

@@ -1,0 +1,31 @@
+"""What a sink knows about one hand-off besides its protocol state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.engine.messages import KVGrant, KVReady
+from tandem.engine.request import Request
+from tandem.kv_connector.handoff.sink import SinkMachine
+from tandem.kv_connector.meta import HandoffKey
+
+
+@dataclass(eq=False, slots=True)
+class SinkRecord:
+    key: HandoffKey
+    machine: SinkMachine
+    deadline: float
+    source_id: str = ""
+    request: Request | None = None
+    num_blocks: int = 0
+    hits: list[int] = field(default_factory=list)
+    lost_pins: bool = False  # gave its hits up for one that came before
+    granted: list[int] = field(default_factory=list)
+    grant: KVGrant | None = None
+    lease_until: float = 0.0
+    ready: KVReady | None = None
+    bad_indices: tuple[int, ...] = ()
+    reason: str = ""
+    resend_at: float = 0.0
+    resend_every_s: float = 0.0
+    closed_at: float = 0.0
