@@ -92,13 +92,14 @@ class SinkManager(SinkActionRunner):
         if not isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.counters.foreign_messages += 1
             return
-        key = (message.request_id, message.attempt)
-        record = self._record(key)
         source_id, _, epoch = peer_id.rpartition("@")
-        record.source_id = record.source_id or source_id
-        if source_id != record.source_id or int(epoch, 16) != message.source_epoch:
+        known = self._records.get((message.request_id, message.attempt))
+        expected = known.source_id if known is not None and known.source_id else source_id
+        if source_id != expected or int(epoch, 16) != message.source_epoch:
             self.counters.foreign_messages += 1
             return
+        record = self._record((message.request_id, message.attempt))
+        record.source_id = source_id
         machine = record.machine
         if isinstance(message, KVClaim):
             self._run(record, machine.on_claim(message.source_epoch, message.sink_epoch))
@@ -144,7 +145,8 @@ class SinkManager(SinkActionRunner):
         self._now = now
         for record in list(self._records.values()):
             if record.machine.state in _OVER:
-                if record.closed_at and now - record.closed_at > TOMBSTONE_S:
+                was_only_asked = record.machine.state is S.UNKNOWN and now >= record.deadline
+                if was_only_asked or (record.closed_at and now - record.closed_at > TOMBSTONE_S):
                     del self._records[record.key]
                 continue
             self._tick(record)
