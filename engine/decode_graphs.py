@@ -21,6 +21,7 @@ from tandem.engine.step import ScheduledRow
 from tandem.kernels.attention import Attention
 from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.fused_ops import argmax_tokens
 from tandem.kernels.metadata import AttentionMetadata
 from tandem.kernels.rotary_attention import WantedTokens
 
@@ -111,6 +112,7 @@ class DecodeGraphs:
             logits = self.batch.forward(size)  # compiles kernels, makes cached constants: not under capture
             if self._logits_GV is None:
                 self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
+            self.batch.store(argmax_tokens(logits))
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):

@@ -182,7 +182,7 @@ class ModelRunner:
 
         Writes no KV and leaves the batch state as it is.
         """
-        for rows in (_longest_prompts(self._max_num_tokens, self._max_chunk, self.max_model_len), self._decodes()):
+        for rows in (self._longest_prompts(), self._decodes(), self._mixture()):
             inputs = self._inputs.build_dummy(rows)
             num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
             hidden_TH = self._forward(inputs, None, with_hooks=False)
@@ -205,15 +205,20 @@ class ModelRunner:
     def max_decode_rows(self) -> int:
         return min(self._max_num_seqs, self._max_num_tokens)
 
+    def _longest_prompts(self) -> list[ScheduledRow]:
+        """The token budget in as few rows as a step could have."""
+        longest = min(self._max_chunk, self.max_model_len)
+        full, rest = divmod(self._max_num_tokens, longest)
+        # A single token would count as a decode row, and those come first.
+        return [ScheduledRow(0, 0, length) for length in (*[longest] * full, rest) if length > 1]
+
+    def _mixture(self) -> list[ScheduledRow]:
+        """A decode beside a prompt that goes on where it had stopped."""
+        length = min(self._max_num_tokens - 1, self._max_chunk, self.max_model_len - 1)
+        return [ScheduledRow(0, 0, 1), ScheduledRow(0, 1, length)] if length > 1 else self._decodes()
+
     def _decodes(self) -> list[ScheduledRow]:
         return [ScheduledRow(0, 0, 1)] * self.max_decode_rows
-
-
-def _longest_prompts(num_tokens: int, max_chunk: int, max_model_len: int) -> list[ScheduledRow]:
-    """`num_tokens` in as few rows as a step could have."""
-    longest = min(max_chunk, max_model_len)
-    full, rest = divmod(num_tokens, longest)
-    return [ScheduledRow(0, 0, length) for length in (*[longest] * full, rest) if length]
 
 
 def _dummy_sampling(num_rows: int, device: torch.device) -> SamplingBatch:

@@ -53,7 +53,7 @@ class StepInputs:
         block_T = state.block_table_SB[slot_T, positions // state.block_size].to(torch.int64)
         torch.add(block_T * state.block_size, positions % state.block_size, out=slot_mapping)
         ends = np.array([row.start for row in rows], np.int64)[order] + lengths
-        block_tables = state.block_table_SB[slot_R_dev, : -(-int(ends.max()) // state.block_size)]
+        block_tables = state.block_table_SB[slot_R_dev]  # whole rows: kernels are compiled for their stride
         metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, state.device)
         place_R = np.empty(len(rows), np.int64)
         place_R[order] = np.arange(len(rows))
@@ -72,16 +72,20 @@ class StepInputs:
         )
 
     def build_dummy(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
-        """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling."""
+        """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling.
+
+        Rows of one token come first.
+        """
         device = self._state.device
-        _, lengths, position_T = _flatten(rows)
+        order, lengths, position_T = _flatten(rows)
+        assert order.tolist() == list(range(len(rows))), "rows of one token come first"
+        ends = np.array([row.start for row in rows], np.int64) + lengths
         input_ids, positions, slot_mapping = self._views(len(position_T))
         input_ids.zero_()
         positions.copy_(upload([position_T], device)[0])
         slot_mapping.fill_(-1)
-        num_blocks = -(-int(lengths.max()) // self._state.block_size)
-        block_tables = torch.zeros((len(rows), num_blocks), dtype=torch.int32, device=device)
-        metadata = self._builder.build(lengths, lengths, block_tables, slot_mapping, device)
+        block_tables = torch.zeros((len(rows), self._state.max_blocks), dtype=torch.int32, device=device)
+        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, device)
         return ForwardInputs(input_ids, positions, metadata, np.cumsum(lengths) - lengths, np.arange(len(rows)))
 
     def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

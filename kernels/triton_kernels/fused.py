@@ -207,15 +207,16 @@ def rope_and_store_triton(
     if not num_tokens:
         return
     q_weight, k_weight, eps = norms or (qkv_TC, qkv_TC, 0.0)
-    key_cache, value_cache, slots = caches or (qkv_TC.view(1, 1, *qkv_TC.shape), qkv_TC, position_T)
+    key_cache, value_cache, slots = caches or (qkv_TC, qkv_TC, position_T)
+    strides, block_size = (key_cache.stride()[:3], key_cache.shape[2]) if caches else ((0, 0, 0), 1)
     k_scale, v_scale, overflow = scales or (cos_sin_PD, cos_sin_PD, position_T)
     rope_and_store_kernel[(num_tokens, 2)](
         qkv_TC, position_T, cos_sin_PD, q_weight, k_weight, key_cache, value_cache, slots, k_scale, v_scale, overflow,
-        qkv_TC.stride(0), *key_cache.stride()[:3], eps,
+        qkv_TC.stride(0), *strides, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads,
         HEADS_PAD=_padded(num_heads), KV_HEADS_PAD=_padded(num_kv_heads),
         HEAD_SIZE=head_size, HALF=head_size // 2, HALF_PAD=_padded(head_size // 2), D_PAD=_padded(head_size),
-        BLOCK_SIZE=key_cache.shape[2], HAS_NORM=norms is not None, HAS_CACHE=caches is not None,
+        BLOCK_SIZE=block_size, HAS_NORM=norms is not None, HAS_CACHE=caches is not None,
         IS_FP8=scales is not None, num_warps=4,
     )  # fmt: skip
 
