@@ -16,7 +16,6 @@ import torch
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 SEGMENT_WORDS = 1 << 13  # words that share one table of multipliers; each segment mixes in its own key
-GROUP_BYTES = 32 << 20  # block bytes that a GPU gathers at once
 
 _multipliers: dict[torch.device, torch.Tensor] = {}
 
@@ -46,7 +45,7 @@ def block_digests(
     if len(ids) == 0:
         return torch.empty(0, dtype=torch.int64, device=pool.device)
     num_whole = len(ids) if num_valid_last == block_size else len(ids) - 1
-    sum_blocks = _sums_in_place if pool.device.type == "cpu" else _sums_gathered
+    sum_blocks = _sums_in_place if pool.device.type == "cpu" else _sums_on_gpu
     sums = [sum_blocks(pool, ids[:num_whole], key)] if num_whole else []
     if num_whole < len(ids):
         sums.append(sum_blocks(pool[..., :num_valid_last, :], ids[num_whole:], key))
@@ -69,19 +68,23 @@ def _sums_in_place(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Ten
     return torch.stack(parts).view(-1, len(blocks)).sum(0)
 
 
-def _sums_gathered(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
-    """int64 [n] multilinear sums on any device: groups of blocks copied together, all of a segment's words at once."""
+def _sums_on_gpu(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
+    """int64 [n] multilinear sums, in place where blocks are whole runs of words, else of a packed copy."""
+    from tandem.kernels.triton_kernels.digest import block_sums
+
     block_bytes = pool[0].numel() * pool.element_size()
-    raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
-    sums = []
-    for group in ids.split(max(1, GROUP_BYTES // block_bytes)):
-        words = _as_words(raw.index_select(0, group).reshape(len(group), -1))
-        total = torch.zeros(len(group), dtype=torch.int64, device=pool.device)
-        for segment, part in enumerate(words.split(SEGMENT_WORDS, dim=1)):
-            first, second = _multipliers_of(pool.device, key, segment, part.shape[1])
-            total += (part * first + (part >> 32) * second).sum(-1)
-        sums.append(total)
-    return torch.cat(sums)
+    stride_bytes = pool.stride(0) * pool.element_size()
+    if pool[0].is_contiguous() and block_bytes % 8 == 0 and stride_bytes % 8 == 0:
+        raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+        words = raw.flatten(1).view(torch.int64)
+    else:
+        raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+        words = _as_words(raw.index_select(0, ids).reshape(len(ids), -1))
+        ids = torch.arange(len(ids), device=pool.device)
+    num_segments = -(-words.shape[1] // SEGMENT_WORDS)
+    keys = [[_signed(_mix(key, 2 * segment + i)) for i in (0, 1)] for segment in range(num_segments)]
+    keys_S2 = torch.tensor(keys, dtype=torch.int64).to(pool.device, non_blocking=True)
+    return block_sums(words, ids, keys_S2, _multiplier_table(pool.device), words.shape[1])
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:

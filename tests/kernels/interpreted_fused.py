@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import fused_ops
+from tandem.kernels import digest, fused_ops
 from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
 from tandem.kernels.fused_ops import HeadNorms, rotate_heads
 from tandem.kernels.triton_kernels.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
+from tandem.kernels.triton_kernels.digest import block_sums
 from tandem.kernels.triton_kernels.fused import (
     argmax_triton,
     rms_norm_triton,
@@ -107,3 +108,32 @@ def test_pushed_blocks_reach_the_named_address() -> None:
     expected[2, :, 1:3] = source[0, :, 1:3]
     expected[1, :, 1:3, :, :5] = source[3, :, 1:3, :, :5]
     assert torch.equal(target, expected)
+
+
+@pytest.mark.parametrize("words", [100, 8192, 20000])
+def test_block_sums_equal_the_eager_ones(words: int) -> None:
+    pool = torch.randn(3, 1, 1, 2, 1, words)  # a block of `words` 64-bit words
+    ids = torch.tensor([2, 0])
+    segments = -(-words // digest.SEGMENT_WORDS)
+    keys = [[digest._signed(digest._mix(77, 2 * s + i)) for i in (0, 1)] for s in range(segments)]
+    sums = block_sums(
+        pool.flatten(1).view(torch.int64), ids, torch.tensor(keys), digest._multiplier_table(pool.device), words
+    )
+    assert torch.equal(sums, digest._sums_in_place(pool, ids, 77))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [
+        (torch.float32, (6, 2, 3, 2, 8, 16)),
+        (torch.bfloat16, (6, 1, 3, 2, 7, 5)),
+        (torch.float8_e4m3fn, (6, 1, 1, 2, 3, 5)),
+    ],
+)
+def test_digests_of_whole_and_partial_blocks(
+    dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, block_size = torch.randn(shape).to(dtype), shape[-2]
+    expected = digest.block_digests(pool, [5, 0, 2], 99, block_size - 1, block_size)
+    monkeypatch.setattr(digest, "_sums_in_place", digest._sums_on_gpu)
+    assert torch.equal(digest.block_digests(pool, [5, 0, 2], 99, block_size - 1, block_size), expected)

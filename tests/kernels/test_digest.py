@@ -90,15 +90,6 @@ def test_the_place_in_the_list_counts_and_parts_can_be_checked_alone() -> None:
     assert torch.equal(block_digests(pool, [1, 2], KEY, 8, 8, positions=[1, 2]), whole[1:])
 
 
-@pytest.mark.parametrize("dtype", SHAPES)
-def test_the_gathering_form_agrees(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, block_size = pool_of(dtype), SHAPES[dtype][-2]
-    expected = block_digests(pool, [5, 0, 2], KEY, block_size - 1, block_size)
-    monkeypatch.setattr(digest, "_sums_in_place", digest._sums_gathered)
-    monkeypatch.setattr(digest, "GROUP_BYTES", 2 * pool[0].numel() * pool.element_size())
-    assert torch.equal(block_digests(pool, [5, 0, 2], KEY, block_size - 1, block_size), expected)
-
-
 def test_long_blocks_use_other_multipliers_in_each_segment() -> None:
     pool = torch.zeros(1, 1, 3, 2, 64, 128)  # 3 segments of words
     assert pool.numel() // 2 == 3 * digest.SEGMENT_WORDS

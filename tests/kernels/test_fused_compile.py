@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels import decode_inputs, fused, push_blocks  # noqa: E402
+from tandem.kernels.triton_kernels import decode_inputs, digest, fused, push_blocks  # noqa: E402
 
 HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS_PAD": 32, "KV_HEADS_PAD": 8, "HEAD_SIZE": 128, "HALF": 64}
 ROPE_TYPES = {
@@ -62,6 +62,11 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         decode_inputs.store_tokens_kernel,
         {"slots": "*i64", "positions": "*i64", "tokens": "*i64", "token_ids": "*i32"},
         {"ROWS": 128},
+    ),
+    "block-sums": (
+        digest.block_sums_kernel,
+        {"words": "*i64", "block_ids": "*i64", "keys": "*i64", "table": "*i64", "sums": "*i64"},
+        {"SEGMENT": 8192, "SLICE": 2048},
     ),
     "push-blocks": (
         push_blocks.push_blocks_kernel,
