@@ -24,6 +24,7 @@ from tandem.engine.sampler import RandomRows, SamplingBatch, logprobs_of, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
+from tandem.kernels import matmul
 from tandem.kernels.attention import Attention
 from tandem.kernels.cache_ops import copy_blocks
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
@@ -182,6 +183,7 @@ class ModelRunner:
 
         Writes no KV and leaves the batch state as it is.
         """
+        matmul.prepare(self.device)
         for rows in (self._longest_prompts(), self._decodes(), self._mixture()):
             inputs = self._inputs.build_dummy(rows)
             num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
