@@ -3,9 +3,12 @@
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.errors import UnsupportedOptionError
 
@@ -13,6 +16,26 @@ INTERPRET = bool(triton.knobs.runtime.interpret)
 INTERPRETED: tl.constexpr = tl.constexpr(INTERPRET)
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 MIN_TILE = 16  # tl.dot's smallest inner dimension
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """First line of a kernel launched with `overlap`: lets the next one start, waits for the one before to end.
+
+    Every kernel of such a chain waits, so all that came earlier on the stream is complete and visible after it.
+    """
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+@cache
+def overlap(device: torch.device) -> dict[str, bool]:
+    """Launch options of kernels that call `begin`: with programmatic dependent launch where the GPU has it, a kernel's
+    start-up hides behind the end of its predecessor (CUDA programming guide, "Programmatic Dependent Launch")."""
+    if INTERPRET or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @triton.jit

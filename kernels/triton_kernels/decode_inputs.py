@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.decode_inputs import DecodeInputs
+from tandem.kernels.triton_kernels.common import begin, overlap
 
 COLUMNS_AT_ONCE = 256
 
@@ -27,8 +28,10 @@ def gather_decode_inputs_kernel(
     out_columns,
     BLOCK_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R,): one row."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -64,6 +67,7 @@ def gather_decode_inputs_triton(
         slot_R, position_R, token_ids_SC, block_table_SB, inputs.input_ids_R, inputs.seq_lens_R,
         inputs.slot_mapping_R, inputs.block_tables_RB, token_ids_SC.shape[1], block_table_SB.shape[1],
         inputs.block_tables_RB.stride(0), BLOCK_SIZE=block_size, COLUMNS=COLUMNS_AT_ONCE, num_warps=2,
+        **overlap(slot_R.device),
     )  # fmt: skip
 
 
@@ -76,8 +80,10 @@ def store_tokens_kernel(
     num_rows,
     token_columns,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R / ROWS,)."""
+    begin(PDL)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = row < num_rows
     slot = tl.load(slots + row, mask=mask, other=-1)
@@ -94,5 +100,6 @@ def store_tokens_triton(
     assert token_ids_SC.is_contiguous()
     num_rows = len(slot_R)
     store_tokens_kernel[(triton.cdiv(num_rows, 128),)](
-        slot_R, position_R, token_R, token_ids_SC, num_rows, token_ids_SC.shape[1], ROWS=128, num_warps=4
-    )
+        slot_R, position_R, token_R, token_ids_SC, num_rows, token_ids_SC.shape[1], ROWS=128, num_warps=4,
+        **overlap(slot_R.device),
+    )  # fmt: skip

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.common import begin, overlap
+
 FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
 MAX_SPLITS = 64
 
@@ -26,8 +28,10 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (T,): statistics in fp32 of the sum as it is stored."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     mask = columns < SIZE
@@ -53,7 +57,7 @@ def rms_norm_triton(
         rms_norm_kernel[(num_tokens,)](
             x_TE, residual, weight_E, out, x_TE.stride(0), residual.stride(0), eps, SIZE=size,
             PADDED=triton.next_power_of_2(size), HAS_RESIDUAL=residual_TE is not None,
-            num_warps=min(16, max(1, triton.next_power_of_2(size) // 512)),
+            num_warps=min(16, max(1, triton.next_power_of_2(size) // 512)), **overlap(x_TE.device),
         )  # fmt: skip
     return out
 
@@ -65,8 +69,10 @@ def silu_mul_kernel(
     row_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (T, ceil(F / BLOCK))."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -81,8 +87,9 @@ def silu_mul_triton(gate_up_TG: torch.Tensor) -> torch.Tensor:
     if num_tokens:
         block = min(2048, triton.next_power_of_2(size))
         silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-            gate_up_TG, out, gate_up_TG.stride(0), SIZE=size, BLOCK=block, num_warps=max(1, min(8, block // 256))
-        )
+            gate_up_TG, out, gate_up_TG.stride(0), SIZE=size, BLOCK=block, num_warps=max(1, min(8, block // 256)),
+            **overlap(gate_up_TG.device),
+        )  # fmt: skip
     return out
 
 
@@ -143,8 +150,10 @@ def rope_and_store_kernel(
     HAS_NORM: tl.constexpr,
     HAS_CACHE: tl.constexpr,
     IS_FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (T, 2): program (t, 0) does the queries of token t, program (t, 1) its keys and values."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     dtype: tl.constexpr = qkv.dtype.element_ty
     columns = tl.arange(0, HALF_PAD)
@@ -217,7 +226,7 @@ def rope_and_store_triton(
         HEADS_PAD=_padded(num_heads), KV_HEADS_PAD=_padded(num_kv_heads),
         HEAD_SIZE=head_size, HALF=head_size // 2, HALF_PAD=_padded(head_size // 2), D_PAD=_padded(head_size),
         BLOCK_SIZE=block_size, HAS_NORM=norms is not None, HAS_CACHE=caches is not None,
-        IS_FP8=scales is not None, num_warps=4,
+        IS_FP8=scales is not None, num_warps=4, **overlap(qkv_TC.device),
     )  # fmt: skip
 
 
@@ -235,8 +244,10 @@ def argmax_parts_kernel(
     num_splits,
     MAX_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R, num_splits): the largest logit of one part of a row, the first of equals."""
+    begin(PDL)
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_blocks = tl.cdiv(size, BLOCK)
     per_split = tl.cdiv(num_blocks, num_splits)
@@ -261,8 +272,10 @@ def argmax_whole_kernel(
     size,
     num_splits,
     MAX_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R,)."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, MAX_SPLITS)
     mask = splits < num_splits
@@ -282,7 +295,10 @@ def argmax_triton(logits_RV: torch.Tensor) -> torch.Tensor:
     peaks = torch.empty((num_rows, MAX_SPLITS), dtype=torch.float32, device=device)
     places = torch.empty((num_rows, MAX_SPLITS), dtype=torch.int32, device=device)
     argmax_parts_kernel[(num_rows, num_splits)](
-        logits_RV, peaks, places, logits_RV.stride(0), size, num_splits, MAX_SPLITS=MAX_SPLITS, BLOCK=2048, num_warps=4
+        logits_RV, peaks, places, logits_RV.stride(0), size, num_splits, MAX_SPLITS=MAX_SPLITS, BLOCK=2048,
+        num_warps=4, **overlap(device),
+    )  # fmt: skip
+    argmax_whole_kernel[(num_rows,)](
+        peaks, places, tokens, size, num_splits, MAX_SPLITS=MAX_SPLITS, num_warps=2, **overlap(device)
     )
-    argmax_whole_kernel[(num_rows,)](peaks, places, tokens, size, num_splits, MAX_SPLITS=MAX_SPLITS, num_warps=2)
     return tokens

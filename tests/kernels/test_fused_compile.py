@@ -82,6 +82,8 @@ def test_compiles(name: str, capability: int) -> None:
     kernel, types, constants = CASES[name]
     if capability == 80 and name == "rope-fp8":
         pytest.skip("fp8 caches need compute capability 8.9")
+    if "PDL" in kernel.arg_names:
+        constants = {**constants, "PDL": capability >= 90}
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "i32") for argument in kernel.arg_names
     }
