@@ -60,6 +60,8 @@ class Node:
 
     def __init__(self, options: NodeOptions) -> None:
         self.process = NodeProcess(options, make_prefill if options.role == "prefill" else make_decode)
+        if self.process.loaded.device.type == "cuda":
+            self.process.warm_up()
         self.process.start()
         self._thread = threading.Thread(target=self.process.run, daemon=True)
         self._thread.start()

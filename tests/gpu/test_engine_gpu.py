@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import tandem.deploy
 from in_process_cluster import Client, Node, node_options
+from tandem.engine.config import ModelOptions, SchedulerOptions
+from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.loader import load_model
+from tandem.engine.model_config import load_model_config
+from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tiny_models import random_prompt, reference_greedy, reference_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -39,16 +46,15 @@ def check_against_reference(prompt: list[int], tokens: list[int], dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", ["single", "local", "tcp"])
+@pytest.mark.parametrize("way", ["single", "eager", "local", "tcp"])
 def test_greedy_against_fp32(way: str, dtype: str) -> None:
-    from tandem.engine.config import ModelOptions
-
-    common = {"device": "cuda", "num_blocks": 256}
-    roles = ["unified"] if way == "single" else ["decode", "prefill"]
+    """With captured decode steps, and step by step ("eager")."""
+    common = {"device": "cuda", "num_blocks": 256, "cuda_graphs": way != "eager"}
+    roles = ["unified"] if way in ("single", "eager") else ["decode", "prefill"]
     nodes = []
     for index, role in enumerate(roles):
         options = node_options(role, DEMO, **common, device_index=index % torch.cuda.device_count())
-        transport = {} if way == "single" else {"transport": way}
+        transport = {} if len(roles) == 1 else {"transport": way}
         fields = {**vars(options), "model": ModelOptions(str(DEMO), dtype=dtype), **transport}  # type: ignore[arg-type]
         nodes.append(Node(type(options)(**fields)))
     client = Client(*(node.info for node in nodes))
@@ -71,3 +77,37 @@ def test_greedy_against_fp32(way: str, dtype: str) -> None:
         client.close()
         for node in reversed(nodes):
             node.stop()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 13])
+def test_a_replayed_graph_gives_the_logits_of_its_kernels_run_one_by_one(num_rows: int) -> None:
+    """Over rows of different lengths, twice, the second time one token further."""
+    config = load_model_config(DEMO)
+    device = torch.device("cuda", 0)
+    model = load_model(DEMO, config, ModelOptions(str(DEMO)), device, torch.bfloat16)
+    pool = torch.zeros(64, config.num_kv_heads, config.num_layers, 2, 16, config.head_dim, device=device).bfloat16()
+    runner = ModelRunner(model, pool, SchedulerOptions(16, 2048), 16, 256, ())
+    prompts = [random_prompt(3 + 5 * row, seed=row, vocab_size=2048) for row in range(num_rows)]
+    tables = [tuple(range(row * 4, row * 4 + 4 + (row > 10))) for row in range(num_rows)]
+    sampling = SamplingParams(temperature=0.0)
+    runner.execute(
+        SchedulerOutput(
+            0,
+            tuple(ScheduledRow(row, 0, len(prompt)) for row, prompt in enumerate(prompts)),
+            tuple(SampleRow(row, row, len(prompt), 0, 0) for row, prompt in enumerate(prompts)),
+            tuple(
+                NewSlot(row, np.array(prompt, np.int32), len(prompt), tables[row], sampling, 0)
+                for row, prompt in enumerate(prompts)
+            ),
+        )
+    ).result()
+    graphs = DecodeGraphs(model, runner.state, 16, 256)
+    graphs.capture()
+    for further in range(2):
+        rows = [ScheduledRow(row, len(prompt) + further, 1) for row, prompt in enumerate(prompts)]
+        replayed = graphs.run(rows).clone()
+        size = next(size for size in graphs.sizes if size >= num_rows)
+        with torch.inference_mode():
+            eager = graphs.batch.forward(size)[:num_rows]
+        assert torch.equal(replayed, eager)
+        graphs.batch.store(replayed.argmax(-1))
