@@ -9,7 +9,6 @@ import torch
 
 from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
 from tandem.kernels.metadata import RowBatch
-from tandem.kernels.partitions import choose_paged_attention_version, num_partitions
 from tandem.kernels.quantization import overflow_counter, scale_tensor
 from tandem.kernels.spec import AttentionSpec, AttentionType
 
@@ -33,16 +32,10 @@ class TritonOps(PagedOps):
 
     @staticmethod
     def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
-        from tandem.kernels.triton_kernels.paged_decode import paged_decode
+        from tandem.kernels.backends.triton_decode import decode
 
-        parts = num_partitions(rows.max_seq_len)
         with torch.cuda.device_of(query):
-            return paged_decode(
-                query, kv.key_cache, kv.value_cache, rows.block_tables, rows.seq_lens, rows.max_seq_len, spec.scale,
-                version=choose_paged_attention_version(rows.max_seq_len, query.shape[0], spec.num_heads, parts),
-                k_scale=scale_tensor(kv.k_scale, query.device), v_scale=scale_tensor(kv.v_scale, query.device),
-                alibi_slopes=spec.slopes_on(query.device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
-            )  # fmt: skip
+            return decode(query, kv, rows, spec)
 
     @staticmethod
     def prefill(
@@ -103,7 +96,6 @@ class TritonBackend(AttentionBackend):
                 options.is_fp8 and capability < (8, 9),
                 f"kv_cache_dtype fp8 needs compute capability 8.9, not {capability}",
             ),
-            (options.blocksparse is not None, "blocksparse_params"),
             (options.attn_type != AttentionType.DECODER, f"attn_type {options.attn_type}"),
         )
 

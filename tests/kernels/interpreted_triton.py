@@ -14,14 +14,11 @@ import torch
 from tandem.kernels import reference
 from tandem.kernels.attention import Attention
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.errors import UnsupportedOptionError
 from tandem.kernels.quantization import FP8_DTYPE, overflow_counts
 from tandem.kernels.sample_batches import random_batch
 from tandem.kernels.spec import AttentionSpec
-from tandem.kernels.triton_kernels import paged_decode as decode_module
 from tandem.kernels.triton_kernels.cache_write import cache_write
 from tandem.kernels.triton_kernels.copy_blocks import copy_blocks
-from tandem.kernels.triton_kernels.paged_decode import paged_decode
 
 ONE = torch.ones(1)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -46,27 +43,6 @@ def test_mixed_batch_through_the_layer(options: str) -> None:
     spec = AttentionSpec(4, 16, 0.3, 2, **OPTIONS[options])
     output = layer_for(spec)(batch.query, batch.key, batch.value, batch.kv_layer, batch.metadata)
     torch.testing.assert_close(output.double(), batch.expected(spec), rtol=3e-6, atol=3e-6)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("version", ["V1", "V2"])
-def test_decode_versions(version: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_module, "PARTITION_SIZE", 16)
-    monkeypatch.setattr(decode_module, "num_partitions", lambda length: -(-length // 16))
-    monkeypatch.setattr(decode_module, "REDUCE_CHUNK", 2)
-    batch = random_batch((1, 1, 1), (49, 1, 16))
-    spec = AttentionSpec(4, 16, 0.3, 2, **OPTIONS[options])
-    TritonOps.write(batch.key, batch.value, batch.kv(), batch.metadata.slot_mapping)
-    meta, kv = batch.metadata, batch.kv()
-    lengths = meta.seq_lens.clone()
-    lengths[2] = 0  # an empty row gives zeros
-    output = paged_decode(
-        batch.query, kv.key_cache, kv.value_cache, meta.block_tables, lengths, 49, 0.3, version=version,
-        k_scale=ONE, v_scale=ONE, alibi_slopes=spec.alibi_slopes, window=spec.sliding_window,
-        soft_cap=spec.logits_soft_cap,
-    )  # fmt: skip
-    torch.testing.assert_close(output[:2].double(), batch.expected(spec)[:2], rtol=3e-6, atol=3e-6)
-    assert torch.equal(output[2], torch.zeros(4, 16))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [(3, 1, 80, 16), (2, 2, 96, 48), (18, 1, 32, 64)])
@@ -128,10 +104,7 @@ def test_copy_blocks(dtype: torch.dtype) -> None:
 
 
 def test_wrong_arguments_are_refused_before_the_launch() -> None:
-    batch = random_batch((1,), (5,), block_size=8)
-    spec = AttentionSpec(4, 16, 0.3, 2)
-    with pytest.raises(UnsupportedOptionError, match="multiple of 16"):
-        TritonOps.decode(batch.query, batch.kv(), batch.metadata.decode_rows(), spec)
+    batch = random_batch((1,), (5,))
     kv = batch.kv()
     with pytest.raises(ValueError, match="contiguous"):
         cache_write(

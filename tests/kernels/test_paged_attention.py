@@ -12,6 +12,7 @@ from tandem.kernels.paged_attention import (
     calculate_cache_memory_usage,
     choose_paged_attention_version,
 )
+from tandem.kernels.partitions import num_partitions
 from tandem.kernels.sample_batches import random_batch
 
 
@@ -96,10 +97,18 @@ def test_fp8_by_name_only_on_an_fp8_cache() -> None:
 
 @pytest.mark.parametrize(
     ("max_seq_len", "batch", "version"),
-    [(2048, 8, "V2"), (2048, 17, "V1"), (512, 1, "V1"), (16384, 4, "V2"), (4096, 17, "V1"), (32768, 64, "V2")],
+    [
+        (2048, 8, "V2"),
+        (2048, 64, "V2"),
+        (64, 1, "V1"),
+        (512, 1, "V2"),
+        (1024, 64, "V1"),
+        (1024, 63, "V2"),
+        (256, 256, "V1"),
+    ],
 )
 def test_version_choice(max_seq_len: int, batch: int, version: str) -> None:
-    assert choose_paged_attention_version(max_seq_len, batch, 32, -(-max_seq_len // 512)) == version
+    assert choose_paged_attention_version(max_seq_len, batch, 32, num_partitions(max_seq_len)) == version
 
 
 def test_cache_shapes() -> None:

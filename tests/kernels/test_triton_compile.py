@@ -15,7 +15,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch  # noqa: E402
 
-from tandem.kernels.triton_kernels.paged_decode import decode_constants  # noqa: E402
 from tandem.kernels.triton_kernels.paged_prefill import prefill_constants  # noqa: E402
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block's limit, from the CUDA programming guide
@@ -60,13 +59,6 @@ def kernel_of(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"tandem.kernels.triton_kernels.{module}"), name)
 
 
-def decode(
-    dtype: torch.dtype, group: int, head_size: int, **options: Any
-) -> tuple[str, str, torch.dtype, dict[str, Any]]:
-    constants = decode_constants(dtype, group, head_size, 64) | {"SPLIT": False} | PLAIN | options
-    return "paged_decode", "paged_decode_kernel", dtype, constants
-
-
 def prefill(
     dtype: torch.dtype, group: int, head_size: int, **options: Any
 ) -> tuple[str, str, torch.dtype, dict[str, Any]]:
@@ -74,13 +66,8 @@ def prefill(
     return "paged_prefill", "paged_prefill_kernel", dtype, constants
 
 
-REDUCE = ("paged_decode", "reduce_partitions_kernel", torch.bfloat16, {"HEAD_SIZE": 80, "D_PAD": 128, "CHUNK": 16})
 WRITE = {"BLOCK_SIZE": 64, "HEAD_SIZE": 128, "D_PAD": 128, "num_warps": 1}
 CASES = {
-    "decode-bf16": (90, decode(torch.bfloat16, 4, 128)),
-    "decode-split-fp8": (90, decode(torch.bfloat16, 4, 128, SPLIT=True, IS_FP8=True)),
-    "decode-fp32-256-all": (80, decode(torch.float32, 1, 256, **EVERY)),
-    "reduce": (90, REDUCE),
     "prefill-bf16": (90, prefill(torch.bfloat16, 4, 128)),
     "prefill-fp16-256-all": (80, prefill(torch.float16, 8, 256, **EVERY)),
     "prefill-fp32-128": (80, prefill(torch.float32, 1, 128)),

@@ -1,0 +1,205 @@
+"""What the decode kernels share: attention of a few query rows over tiles of one sequence, and merging of parts.
+
+M query rows that read the same keys (heads of a group, times new tokens or sequences), D head size, TILE tokens.
+A part is (peak [M]: largest score in log2 units, total [M]: sum of exp2(score - peak), accumulator [M, D]: sum of
+exp2(score - peak) * value), as in flash decoding; parts over disjoint keys merge exactly.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tandem.kernels.triton_kernels.common import LOG2_E, dot
+
+
+@triton.jit
+def first_tile_of(seq_len, num_new, window, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """The first tile that any of the row's `num_new` newest tokens sees."""
+    if HAS_WINDOW:
+        return tl.maximum(seq_len - num_new + 1 - window, 0) // TILE
+    else:
+        return seq_len * 0
+
+
+@triton.jit
+def prepare_query(query, scale, IS_FP8: tl.constexpr):
+    """-> (query in the type of the products, scale of each row's scores [M]).
+
+    fp8 keys become fp16 exactly and cheaply, bf16 not: bf16 queries over fp8 caches are multiplied as fp16, each row
+    brought to a largest magnitude of 1 first, so that nothing overflows.
+    """
+    row_scale = tl.zeros([query.shape[0]], tl.float32) + scale
+    if IS_FP8 and query.dtype == tl.bfloat16:
+        largest = tl.max(tl.abs(query.to(tl.float32)), 1)
+        largest = tl.where(largest > 0.0, largest, 1.0)
+        query = (query.to(tl.float32) / largest[:, None]).to(tl.float16)
+        row_scale *= largest
+    return query, row_scale
+
+
+@triton.jit
+def load_tile(tiles, index, last, LISTED: tl.constexpr):
+    """The index-th tile to read; any tile past the last."""
+    if LISTED:
+        return tl.load(tiles + index, mask=index < last, other=0)
+    else:
+        return index
+
+
+@triton.jit
+def load_block(table, tile, seq_len, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """The block that a tile lies in; 0 past the sequence's end."""
+    if BLOCK_SIZE % TILE == 0:
+        return tl.load(table + tile * TILE // BLOCK_SIZE, mask=tile * TILE < seq_len, other=0)
+    else:
+        return 0
+
+
+@triton.jit
+def attend_tiles(
+    query,  # [M, D_PAD]
+    row_scale,  # fp32 [M]
+    query_positions,  # int32 [M]; -1: padding
+    slopes,  # fp32 [M]
+    sparse_shifts,  # int32 [M], SPARSE_STRIDE only
+    key_cache,  # of the KV head
+    value_cache,
+    table,  # the sequence's block table
+    tiles,  # SPARSE_STRIDE: the tiles to read
+    first,  # tiles [first, last) of the sequence, or of the list
+    last,
+    seq_len,
+    soft_cap,
+    window,
+    cache_block,
+    cache_slot,
+    sparse_local,
+    HEAD_SIZE: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFT_CAP: tl.constexpr,
+    SPARSE_STRIDE: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,
+):
+    """-> (peak, total, accumulator). Keys past `seq_len` are never loaded."""
+    slots = tl.arange(0, TILE)
+    columns = tl.arange(0, D_PAD)
+    inside = slots[:, None] * cache_slot + columns[None, :]
+    peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([query.shape[0]], tl.float32)
+    accumulator = tl.zeros([query.shape[0], D_PAD], tl.float32)
+    # One tile ahead by hand: a load of addresses inside the loop would be pipelined itself, at the cost of the keys.
+    next_tile = load_tile(tiles, first, last, SPARSE_STRIDE > 0)
+    next_block = load_block(table, next_tile, seq_len, BLOCK_SIZE, TILE)
+    for index in range(first, last):
+        start = next_tile * TILE
+        block = next_block
+        next_tile = load_tile(tiles, index + 1, last, SPARSE_STRIDE > 0)
+        next_block = load_block(table, next_tile, seq_len, BLOCK_SIZE, TILE)
+        positions = start + slots
+        stored = positions < seq_len
+        if BLOCK_SIZE % TILE == 0:  # a tile lies in one block
+            base = block.to(tl.int64) * cache_block + (start % BLOCK_SIZE) * cache_slot
+            key_pointers = key_cache + base + inside
+            value_pointers = value_cache + base + inside
+        else:
+            blocks = tl.load(table + positions // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+            rows = blocks * cache_block + (positions % BLOCK_SIZE) * cache_slot
+            key_pointers = key_cache + rows[:, None] + columns[None, :]
+            value_pointers = value_cache + rows[:, None] + columns[None, :]
+        mask = stored[:, None]
+        if HEAD_SIZE != D_PAD:
+            mask = mask & (columns < HEAD_SIZE)[None, :]
+        key = tl.load(key_pointers, mask=mask, other=0.0).to(query.dtype)
+        value = tl.load(value_pointers, mask=mask, other=0.0).to(query.dtype)
+        scores = dot(query, tl.trans(key)) * row_scale[:, None]
+        if HAS_SOFT_CAP:
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))  # soft_cap * tanh
+        if HAS_ALIBI:
+            scores += slopes[:, None] * (positions[None, :] - query_positions[:, None]).to(tl.float32)
+        allowed = positions[None, :] <= query_positions[:, None]
+        if HAS_WINDOW:
+            allowed = allowed & (positions[None, :] > query_positions[:, None] - window)
+        if SPARSE_STRIDE > 0:
+            blocks = positions // SPARSE_BLOCK
+            vertical = (blocks[None, :] + sparse_shifts[:, None]) % SPARSE_STRIDE == 0
+            allowed = allowed & (
+                vertical | (blocks[None, :] > (query_positions // SPARSE_BLOCK)[:, None] - sparse_local)
+            )
+        scores = tl.where(allowed, scores * LOG2_E, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        base_M = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
+        weights = tl.exp2(scores - base_M[:, None])
+        decay = tl.exp2(peak - base_M)
+        total = total * decay + tl.sum(weights, 1)
+        accumulator = accumulator * decay[:, None] + dot(weights.to(value.dtype), value)
+        peak = new_peak
+    return peak, total, accumulator
+
+
+@triton.jit
+def store_part(
+    slot,
+    peak,
+    total,
+    accumulator,
+    peaks,  # fp32 [slots, rows]
+    totals,  # fp32 [slots, rows]
+    partial,  # fp32 [slots, rows, HEAD_SIZE]
+    num_rows,  # of a slot
+    HEAD_SIZE: tl.constexpr,
+    D_PAD: tl.constexpr,
+):
+    members = tl.arange(0, peak.shape[0])
+    columns = tl.arange(0, D_PAD)
+    entries = slot.to(tl.int64) * num_rows + members
+    used = members < num_rows
+    tl.store(peaks + entries, peak, mask=used)
+    tl.store(totals + entries, total, mask=used)
+    mask = used[:, None] & (columns < HEAD_SIZE)[None, :]
+    tl.store(partial + entries[:, None] * HEAD_SIZE + columns[None, :], accumulator, mask=mask)
+
+
+@triton.jit
+def merge_parts(
+    peak,  # [ROWS]
+    total,
+    accumulator,  # [ROWS, D_PAD]
+    first_slot,
+    num_parts,
+    peaks,
+    totals,
+    partial,
+    slot_rows,  # rows of a slot
+    first_row,  # of these rows in each slot
+    num_rows,
+    HEAD_SIZE: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Adds the parts of slots first_slot … to a part. Reads past L1: other programs have just written them."""
+    members = tl.arange(0, ROWS)
+    columns = tl.arange(0, D_PAD)
+    for first in range(0, num_parts, CHUNK):
+        parts = first + tl.arange(0, CHUNK)
+        entries = (first_slot + parts).to(tl.int64)[:, None] * slot_rows + first_row + members[None, :]
+        used = (parts < num_parts)[:, None] & (members < num_rows)[None, :]
+        some_peaks = tl.load(peaks + entries, mask=used, other=float("-inf"), cache_modifier=".cg")
+        some_totals = tl.load(totals + entries, mask=used, other=0.0, cache_modifier=".cg")
+        mask = used[:, :, None] & (columns < HEAD_SIZE)[None, None, :]
+        pointers = partial + entries[:, :, None] * HEAD_SIZE + columns[None, None, :]
+        some = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
+        new_peak = tl.maximum(peak, tl.max(some_peaks, 0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(some_peaks - base[None, :])
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(weights * some_totals, 0)
+        accumulator = accumulator * decay[:, None] + tl.sum(weights[:, :, None] * some, 0)
+        peak = new_peak
+    return peak, total, accumulator

@@ -1,0 +1,106 @@
+"""The decode kernels compile for sm_80, sm_90 and sm_100 without a GPU, fit shared memory and spill nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing to compile")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+import torch  # noqa: E402
+
+from tandem.kernels.triton_kernels.block_sparse import list_tiles_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.decode_plan import plan_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.paged_decode import decode_constants, paged_decode_kernel  # noqa: E402
+
+SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, CUDA programming guide
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FP32 = {"k_scale", "v_scale", "alibi_slopes", "peaks", "totals", "partial"} | {
+    f"prefix_{name}" for name in ("peaks", "totals", "partial")
+}
+INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts"} | {
+    f"prefix_{name}" for name in ("lens", "places", "plan")
+}
+PLAIN: dict[str, Any] = {
+    "NUM_KV_HEADS": 8, "SPLIT": True, "IS_FP8": False, "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False,
+    "HAS_PREFIX": False, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0,
+}  # fmt: skip
+EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
+BF16, FP16, FP32_TYPE = torch.bfloat16, torch.float16, torch.float32
+
+
+def compile_kernel(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any]) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    options = {name: constants[name] for name in ("num_warps", "num_stages") if name in constants}
+    constants = {name: value for name, value in constants.items() if name not in options}
+    cache = "fp8e4nv" if constants.get("IS_FP8") else NAMES[dtype]
+    signature = {name: _type_of(name, NAMES[dtype], cache, constants) for name in kernel.arg_names}
+    vectors = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if name in ("output", "query", "key_cache", "value_cache", "partial") or name.startswith(("cache_", "query_"))
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=vectors)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _type_of(name: str, dtype: str, cache: str, constants: dict[str, Any]) -> str:
+    if name in constants:
+        return "constexpr"
+    if name in FP32:
+        return "*fp32"
+    if name in INT32:
+        return "*i32"
+    if name in ("output", "query"):
+        return f"*{dtype}"
+    if name in ("key_cache", "value_cache"):
+        return f"*{cache}"
+    return "fp32" if name in ("scale", "soft_cap") else "i32"
+
+
+def decode(dtype: torch.dtype, group: int, head_size: int, num_new: int = 1, **options: Any) -> Any:
+    itemsize = 1 if options.get("IS_FP8") else dtype.itemsize
+    sparse_block = options.get("SPARSE_BLOCK", 0)
+    constants = decode_constants(dtype, itemsize, group, num_new, head_size, 64, sparse_block)
+    return paged_decode_kernel, dtype, constants | PLAIN | options
+
+
+PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8}
+LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256}
+CASES = {
+    "one-pass-bf16": (90, decode(BF16, 4, 128, SPLIT=False)),
+    "split-bf16": (90, decode(BF16, 4, 128)),
+    "split-bf16-sm80": (80, decode(BF16, 4, 128)),
+    "split-bf16-sm100": (100, decode(BF16, 4, 128)),
+    "split-fp8": (90, decode(BF16, 4, 128, IS_FP8=True)),
+    "split-fp8-sm100": (100, decode(FP16, 8, 64, IS_FP8=True)),
+    "8-new-tokens": (90, decode(BF16, 4, 128, 8)),
+    "8-new-tokens-256-sm80": (80, decode(FP16, 4, 256, 8)),
+    "fp32-256-all": (80, decode(FP32_TYPE, 1, 256, SPLIT=False, **EVERY)),
+    "fp32-80-all-split": (80, decode(FP32_TYPE, 4, 80, **EVERY)),
+    "sparse": (90, decode(BF16, 4, 128, SPARSE_STRIDE=8, SPARSE_BLOCK=64)),
+    "prefix": (90, decode(BF16, 4, 128, HAS_PREFIX=True)),
+    "plan": (90, (plan_kernel, BF16, PLAN | {"HAS_WINDOW": True, "HAS_PREFIX": True, "HAS_COUNTS": False})),
+    "lists": (80, (list_tiles_kernel, BF16, LISTS)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernel_compiles_and_fits_shared_memory(case: str) -> None:
+    from triton.backends import backends
+
+    if "nvidia" not in backends:
+        pytest.skip("this triton build has no NVIDIA backend")
+    capability, (kernel, dtype, constants) = CASES[case]
+    compiled = compile_kernel(kernel, capability, dtype, constants)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES[capability]
+    if kernel is paged_decode_kernel and constants["num_stages"] > 1:
+        assert "cp.async" in compiled.asm["ptx"], "keys and values are no longer loaded ahead"
