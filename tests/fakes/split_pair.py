@@ -1,0 +1,127 @@
+"""A prefill and a decode node in one process with a client of both, and the single node that they must equal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from in_process_cluster import Client, Node, Result, node_options
+from tandem.engine.sampling_params import SamplingParams
+from tiny_models import tiny_model
+
+WAYS = ("shm", "tcp", "local")
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SAMPLED = SamplingParams(
+    max_tokens=24,
+    temperature=0.9,
+    top_p=0.95,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    seed=20_240,
+    ignore_eos=True,
+)
+
+
+def changed(sampling: SamplingParams, **fields: object) -> SamplingParams:
+    return SamplingParams(**{**{name: getattr(sampling, name) for name in sampling.__struct_fields__}, **fields})
+
+
+@dataclass
+class Pair:
+    """A decode node, a prefill node, and a client of both."""
+
+    decode: Node
+    prefill: Node
+    client: Client
+    _names: Iterator[str] = field(default_factory=lambda: (f"r{i}" for i in range(10**6)))
+
+    def submit(self, prompt: list[int], sampling: SamplingParams, name: str = "", **options: object) -> Result:
+        name = name or next(self._names)
+        return self.client.submit(
+            name,
+            prompt,
+            sampling,
+            decode=self.decode.info,
+            prefill=self.prefill.info,
+            **options,  # type: ignore[arg-type]
+        )
+
+    def key_of(self, result: Result) -> tuple[str, int]:
+        return next(key for key, known in self.client.results.items() if known is result)
+
+    def cancel(self, result: Result) -> None:
+        self.client.cancel(*self.key_of(result), self.decode.info, self.prefill.info)
+
+    def run(self, prompt: list[int], sampling: SamplingParams, **options: object) -> Result:
+        result = self.submit(prompt, sampling, **options)
+        self.client.wait(result)
+        return result
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            self.client.poll(0.005)
+
+    @property
+    def sink(self):  # type: ignore[no-untyped-def]
+        return self.decode.process.logic.sink.counters  # type: ignore[attr-defined]
+
+    @property
+    def source(self):  # type: ignore[no-untyped-def]
+        return self.prefill.process.logic.source.counters  # type: ignore[attr-defined]
+
+    @property
+    def pushed_bytes(self) -> float:
+        return self.prefill.process.transfer.counters["kv_pushed_bytes"]
+
+    def renew_client(self) -> None:
+        """A client that said nothing while other tests ran counts as lost."""
+        self.client.close()
+        self.client = Client(self.decode.info, self.prefill.info)
+
+    def check_whole(self) -> None:
+        """Nothing is held, nobody waits, on either side."""
+        for node in (self.decode, self.prefill):
+            pool, logic = node.process.pool, node.process.logic
+            self.until(lambda pool=pool: pool.num_free == pool.num_blocks)  # type: ignore[misc]
+            self.until(lambda logic=logic: logic.is_empty)  # type: ignore[misc]
+
+
+@contextmanager
+def make_pair(way: str, *, decode: dict | None = None, prefill: dict | None = None) -> Iterator[Pair]:
+    """Both nodes with the tiny llama; `decode` and `prefill` are options of in_process_cluster.node_options."""
+    model = tiny_model("llama")
+    nodes = []
+    for role, options in (("decode", decode or {}), ("prefill", prefill or {})):
+        nodes.append(Node(node_options(role, model, transport=way, **options)))
+    pair = Pair(nodes[0], nodes[1], Client(*(node.info for node in nodes)))
+    try:
+        yield pair
+    finally:
+        pair.client.close()
+        for node in reversed(nodes):
+            node.stop()
+
+
+@dataclass
+class Alone:
+    """What one node makes of a request: the expectation that split serving must meet."""
+
+    node: Node
+    _count: int = 0
+
+    def run(self, prompt: list[int], sampling: SamplingParams, samples: tuple[int, ...] = (0,)) -> list[list[int]]:
+        self._count += 1
+        client = Client(self.node.info)
+        try:
+            result = client.submit(f"alone{self._count}", prompt, sampling, decode=self.node.info, samples=samples)
+            client.wait(result)
+        finally:
+            client.close()
+        assert result.failed is None, result.failed
+        return [result.output(sample) for sample in samples]
