@@ -33,6 +33,7 @@ def load_model(
     if options.load_format == "dummy":
         model = DecoderModel(config, dtype, device, attention_backend)
         fill_with_noise(model)
+        model.finish_loading()
         return model.eval()
     needed = {name: tuple(part.shape) for name, part in _targets(DecoderModel(config, dtype, "meta"), config).items()}
     stored = check_weights(folder, needed, config.tie_word_embeddings)
@@ -45,6 +46,7 @@ def load_model(
         for name, tensor in _tensors({name: stored[name] for name in targets}):
             targets[name].copy_(tensor)
             progress.update()
+    model.finish_loading()
     return model.eval()
 
 

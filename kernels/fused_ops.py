@@ -49,14 +49,17 @@ def add_rms_norm(x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.
     return rms_norm(residual_TE, weight_E, eps)
 
 
-def silu_mul(gate_up_TG: torch.Tensor) -> torch.Tensor:
-    """silu of the first half of the columns, times the second half."""
+def silu_mul(gate_up_TG: torch.Tensor, group: int = 0) -> torch.Tensor:
+    """silu of the first half of the columns, times the second half; `group` > 0: the halves come by turns, `group`
+    columns of each (kernels/matmul.py, group_gate_up)."""
     if is_fused(gate_up_TG):
         from tandem.kernels.triton_kernels.fused import silu_mul_triton
 
-        return silu_mul_triton(gate_up_TG)
-    gate, up = gate_up_TG.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+        return silu_mul_triton(gate_up_TG, group)
+    group = group or gate_up_TG.shape[1] // 2
+    turns = gate_up_TG.view(gate_up_TG.shape[0], gate_up_TG.shape[1] // (2 * group), 2, group)
+    gate, up = turns.unbind(2)
+    return (functional.silu(gate) * up).flatten(1)
 
 
 # --- rotary embedding and cache write ---------------------------------------------------------------------------

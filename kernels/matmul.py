@@ -14,11 +14,13 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+
+from tandem.kernels.fused_ops import silu_mul
 
 GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernel's epilogue depends on it
 LONGEST_TUNED = 320  # rows
@@ -69,7 +71,7 @@ class MatmulWorkspace:
 
 
 def parse_table(text: str) -> Table:
-    """From JSON: {"products": {"N,K": [[rows, plan or null], ...]}}, rows rising; a plan is the list of Plan's fields."""
+    """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising, a plan is the list of Plan's fields."""
     products = json.loads(text)["products"]
     table: dict[tuple[int, int], tuple[tuple[int, Plan | None], ...]] = {}
     for sizes, steps in products.items():
@@ -118,9 +120,7 @@ def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.
     """silu(x @ gate^T) * (x @ up^T) -> [M, G / 2], for weights laid out by `group_gate_up`."""
     plan = _plan(x_MK, grouped_GK)
     if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
-        gate_up = functional.linear(x_MK, grouped_GK).view(x_MK.shape[0], -1, 2, GATE_UP_GROUP)
-        gate, up = gate_up.unbind(2)
-        return _into(out_MI, (functional.silu(gate) * up).reshape(x_MK.shape[0], -1))
+        return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
     return _stream(plan, x_MK, grouped_GK, None, None, out_MI, silu=True)
 
 
@@ -154,7 +154,7 @@ def table_of(device: torch.device) -> Table:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or not _can_stream():
         return {}
     properties = torch.cuda.get_device_properties(device)
-    file = resources.files("tandem.kernels") / "tuned" / f"matmul_{properties.name.replace(' ', '_')}.json"
+    file = Path(__file__).parent / "tuned" / f"matmul_{properties.name.replace(' ', '_')}.json"
     if properties.multi_processor_count != 132 or not file.is_file():
         return {}
     return parse_table(file.read_text())

@@ -13,7 +13,7 @@ from tandem.engine.model.rope import RotaryEmbedding
 from tandem.engine.model_config import ModelConfig
 from tandem.kernels.attention import Attention
 from tandem.kernels.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
-from tandem.kernels.matmul import linear
+from tandem.kernels.matmul import GATE_UP_GROUP, group_gate_up, linear, linear_silu_mul
 from tandem.kernels.rotary_attention import WantedTokens, rotary_attention, rotary_attention_of_wanted
 
 
@@ -84,13 +84,27 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
+    """gate_up_proj is loaded as gate over up; `group` then lets rows of both take turns, so that one product can end
+    in silu(gate) * up."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self._is_grouped = False
+
+    def group(self) -> None:
+        weight = self.gate_up_proj.weight
+        if not self._is_grouped and self.gate_up_proj.bias is None and weight.shape[0] % (2 * GATE_UP_GROUP) == 0:
+            weight.data = group_gate_up(weight.data)
+            self._is_grouped = True
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(silu_mul(self.gate_up_proj(x_TE)))
+        if self._is_grouped:
+            activated = linear_silu_mul(x_TE, self.gate_up_proj.weight)
+        else:
+            activated = silu_mul(self.gate_up_proj(x_TE))
+        out: torch.Tensor = self.down_proj(activated)
         return out
 
 
@@ -147,6 +161,12 @@ class DecoderModel(nn.Module):
         self.requires_grad_(False)
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
+
+    def finish_loading(self) -> None:
+        """Once, when the parameters are filled: lays weights out as the products want them."""
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.group()
 
     @property
     def vocab_size(self) -> int:

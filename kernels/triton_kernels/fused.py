@@ -64,11 +64,12 @@ def rms_norm_triton(
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up,  # [T, 2F], strides (row, 1): gate, then up
+    gate_up,  # [T, 2F], strides (row, 1): gate, then up, or by turns GROUP columns of each
     out,  # [T, F] contiguous
     row_stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid (T, ceil(F / BLOCK))."""
@@ -76,19 +77,21 @@ def silu_mul_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < SIZE
-    gate = tl.load(gate_up + row * row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * row_stride + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
+    places = columns // GROUP * (2 * GROUP) + columns % GROUP
+    gate = tl.load(gate_up + row * row_stride + places, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * row_stride + places + GROUP, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=mask)
 
 
-def silu_mul_triton(gate_up_TG: torch.Tensor) -> torch.Tensor:
+def silu_mul_triton(gate_up_TG: torch.Tensor, group: int = 0) -> torch.Tensor:
+    """`group` 0: all of gate, then all of up."""
     num_tokens, size = gate_up_TG.shape[0], gate_up_TG.shape[1] // 2
     out = torch.empty((num_tokens, size), dtype=gate_up_TG.dtype, device=gate_up_TG.device)
     if num_tokens:
         block = min(2048, triton.next_power_of_2(size))
         silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](
-            gate_up_TG, out, gate_up_TG.stride(0), SIZE=size, BLOCK=block, num_warps=max(1, min(8, block // 256)),
-            **overlap(gate_up_TG.device),
+            gate_up_TG, out, gate_up_TG.stride(0), SIZE=size, BLOCK=block, GROUP=group or size,
+            num_warps=max(1, min(8, block // 256)), **overlap(gate_up_TG.device),
         )  # fmt: skip
     return out
 

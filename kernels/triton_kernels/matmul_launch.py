@@ -24,7 +24,7 @@ def stream_constants(plan: Plan, *, has_bias: bool, has_addend: bool, silu: bool
         "HAS_BIAS": has_bias, "HAS_ADDEND": has_addend, "SILU": silu, "PARTS": 2 if plan.tile_m > 128 else 1,
         "num_warps": plan.warps,
     }  # fmt: skip
-    if plan.warps == 4:
+    if plan.tile_n * plan.tile_m <= 8192 and plan.warps == 4:
         constants["maxnreg"] = 128  # two programs a multiprocessor; the multiplying warps take over the loader's share
     return constants
 
@@ -64,7 +64,7 @@ def launch(
         -(-num_outputs // plan.tile_n),
         -(-num_inputs // plan.tile_k),
         plan.lanes(num_rows),
-        launch_pdl=True,
+        launch_pdl=bool(int(__import__('os').environ.get('MM_PDL','1'))),
         **constants,
     )
 

@@ -40,7 +40,12 @@ def test_norms_of_strided_rows() -> None:
 @pytest.mark.parametrize("size", [32, 100, 2050])
 def test_silu_mul(size: int) -> None:
     gate_up = torch.randn(3, 2 * size)
-    torch.testing.assert_close(silu_mul_triton(gate_up), fused_ops.silu_mul(gate_up))
+    expected = fused_ops.silu_mul(gate_up)
+    torch.testing.assert_close(silu_mul_triton(gate_up), expected)
+    group = 2 if size % 8 else 8
+    grouped = gate_up.view(3, 2, -1, group).transpose(1, 2).reshape(3, -1)
+    torch.testing.assert_close(silu_mul_triton(grouped, group), expected)
+    torch.testing.assert_close(fused_ops.silu_mul(grouped, group), expected)
 
 
 @pytest.mark.parametrize("with_norms", [False, True])
