@@ -13,7 +13,6 @@ import logging
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tandem.engine.errors import PeerLostError, TandemError
+from tandem.engine.errors import TandemError
 from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import KVGrant, KVReady, NodeInfo
+from tandem.engine.messages import KVReady, NodeInfo
 from tandem.kernels.digest import block_digests
+from tandem.kv_connector.grant_book import GrantBook
 from tandem.kv_connector.meta import (
     Finalize,
     HandoffKey,
@@ -39,14 +39,11 @@ from tandem.kv_connector.meta import (
     Verify,
     WholePush,
 )
-from tandem.kv_connector.transports.base import Channel, OnLost
-from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
+from tandem.kv_connector.peer_channels import Connect, PeerChannels
+from tandem.kv_connector.transports.base import OnLost
 from tandem.kv_connector.transports.geometry import BlockGeometry
-from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 logger = logging.getLogger(__name__)
-_MAX_WRITE_BYTES = 4 << 20  # between two writes a retired grant is noticed
-_MAX_ENDED_GRANTS = 1 << 14  # pushes of steps launched before a Retire arrive within a few steps of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +54,6 @@ class _LayerJob:
 
 _Job = TransferJob | _LayerJob | NodeInfo
 _Item = tuple[_Job, torch.cuda.Event | None]
-
-
-class _GrantBook:
-    """What has become of each grant: ended (Retire submitted), failed, written since its last flush."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._ended: OrderedDict[int, None] = OrderedDict()
-        self.failed: set[int] = set()  # these two belong to the transfer thread
-        self.unflushed: set[int] = set()
-
-    def end(self, grant_id: int) -> None:
-        """From any thread."""
-        with self._lock:
-            self._ended[grant_id] = None
-            while len(self._ended) > _MAX_ENDED_GRANTS:
-                self._ended.popitem(last=False)
-
-    def is_over(self, grant_id: int) -> bool:
-        return grant_id in self._ended or grant_id in self.failed
-
-    def forget(self, grant_id: int) -> None:
-        self.failed.discard(grant_id)
-        self.unflushed.discard(grant_id)
 
 
 class TransferWorker:
@@ -95,7 +68,7 @@ class TransferWorker:
         pool: torch.Tensor,
         layout: KVLayout,
         source: tuple[str, int],
-        connect: Callable[[NodeInfo, OnLost], Channel],
+        connect: Connect,
         post_event: Callable[[TransferEvent], None],
         send_ready: Callable[[str, KVReady], None],
         on_peer_lost: OnLost,
@@ -104,13 +77,10 @@ class TransferWorker:
         self._pool_NHLPBD, self._layout = pool, layout
         self._geometry = BlockGeometry(layout)
         self._source_id, self._source_epoch = source
-        self._connect = connect
-        self._post_event, self._send_ready, self._on_peer_lost = post_event, send_ready, on_peer_lost
-        self._faults = parse_faults(fault_injection) if fault_injection else None
+        self._post_event, self._send_ready = post_event, send_ready
+        self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
         self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._book = _GrantBook()
-        self._channels_lock = threading.Lock()
-        self._channels: dict[tuple[str, int], Channel] = {}
+        self._book = GrantBook()
         self._stream: torch.cuda.Stream | None = None
         self._newest_step_done: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
@@ -133,10 +103,7 @@ class TransferWorker:
 
     def drop_peer(self, node_id: str, epoch: int) -> None:
         """The control plane has lost this peer: a write to it that is under way fails soon."""
-        with self._channels_lock:
-            channel = self._channels.pop((node_id, epoch), None)
-        if channel is not None:
-            channel.close()
+        self._channels.drop(node_id, epoch)
 
     def submit(self, job: TransferJob, written: torch.cuda.Event | None = None) -> None:
         """`written`: device event after which its source blocks are complete; None: every step launched so far."""
@@ -156,10 +123,7 @@ class TransferWorker:
         """Runs what is queued for at most `deadline_s`, then breaks the channels. Whether the thread has ended."""
         self._jobs.put(None)
         self._thread.join(deadline_s)
-        with self._channels_lock:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        self._channels.close()
         self._thread.join(1.0)
         return not self._thread.is_alive()
 
@@ -179,7 +143,7 @@ class TransferWorker:
     def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
         self.counters["kv_jobs"] += 1
         if isinstance(job, NodeInfo):
-            self._open_channel(job)
+            self._channels.open(job)
         elif isinstance(job, Verify):
             self._verify(job)
         elif isinstance(job, Retire):
@@ -210,35 +174,12 @@ class TransferWorker:
         self.counters["kv_push_failures"] += 1
         self._post_event(PushFailed(key, grant_id, reason))
 
-    def _open_channel(self, peer: NodeInfo) -> None:
-        try:
-            channel = self._connect(peer, self._lost)
-        except TandemError as error:
-            self._on_peer_lost(peer.node_id, peer.epoch, error.message)
-            return
-        if self._faults is not None:
-            assert isinstance(channel, PoolChannel), "faults are injected into channels that read a pool"
-            channel = FaultInjector(channel, self._faults)
-        with self._channels_lock:
-            self._channels[peer.node_id, peer.epoch] = channel
-
-    def _lost(self, node_id: str, epoch: int, reason: str) -> None:
-        self.drop_peer(node_id, epoch)
-        self._on_peer_lost(node_id, epoch, reason)
-
-    def _channel(self, grant: KVGrant) -> Channel:
-        with self._channels_lock:
-            channel = self._channels.get((grant.sink_id, grant.sink_epoch))
-        if channel is None:
-            raise PeerLostError(f"no channel to {grant.sink_id} epoch {grant.sink_epoch:#x}")
-        return channel
-
     def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
-        channel = self._channel(push.grant)
+        channel = self._channels.of(push.grant)
         pairs = tuple(zip(push.source_block_ids, push.destination_block_ids, strict=True))
         num_layers = self._geometry.num_layers if layers is None else len(layers)
         started = time.monotonic()
-        for first, end, nbytes in self._portions(num_layers, push.num_valid):
+        for first, end, nbytes in self._portions(num_layers, push.num_valid, channel.max_write_bytes):
             if self._book.is_over(push.grant_id):
                 break
             self._book.unflushed.add(push.grant_id)
@@ -246,12 +187,12 @@ class TransferWorker:
             self.counters["kv_pushed_bytes"] += nbytes
         self.counters["kv_push_s"] += time.monotonic() - started
 
-    def _portions(self, num_layers: int, num_valid: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(first, end, bytes) of consecutive writes of about _MAX_WRITE_BYTES."""
+    def _portions(self, num_layers: int, num_valid: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
+        """(first, end, bytes) of consecutive writes of about `limit` bytes."""
         first, nbytes = 0, 0
         for index, valid in enumerate(num_valid):
             nbytes += self._geometry.payload_bytes(num_layers, valid)
-            if nbytes >= _MAX_WRITE_BYTES:
+            if nbytes >= limit:
                 yield first, index + 1, nbytes
                 first, nbytes = index + 1, 0
         if nbytes:
@@ -259,7 +200,7 @@ class TransferWorker:
 
     def _finalize(self, job: Finalize) -> None:
         grant = job.grant
-        self._channel(grant).flush(grant)
+        self._channels.of(grant).flush(grant)
         self._book.unflushed.discard(grant.grant_id)
         digests = b""
         if job.with_digests:
@@ -285,7 +226,7 @@ class TransferWorker:
         grant = job.grant
         if grant.grant_id in self._book.unflushed:
             try:
-                self._channel(grant).flush(grant)
+                self._channels.of(grant).flush(grant)
             except TandemError as error:  # refused or lost: either way nothing more is sent under this grant
                 logger.debug("grant %#x retired without a flush: %s", grant.grant_id, error)
         if self._stream is not None:

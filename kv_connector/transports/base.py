@@ -23,6 +23,7 @@ from tandem.engine.messages import KVGrant, NodeInfo
 # Called at most once a channel, from any thread: (node_id, epoch, reason). The channel takes no more writes.
 OnLost = Callable[[str, int, str], None]
 BlockPairs = Sequence[tuple[int, int]]  # (source block id, destination block id)
+MAX_WRITE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Channel(Protocol):
 
     peer_id: str
     peer_epoch: int
+    max_write_bytes: int  # a longer push is split: between two writes it is noticed that its grant was retired
 
     def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
         """Starts (or does) the copy of `layers` (None: all) of each source block into its destination block.

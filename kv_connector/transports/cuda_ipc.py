@@ -35,6 +35,8 @@ class CudaIpcHandle(msgspec.Struct, frozen=True):
 class CudaMapping(Mapping):
     """`address` is where our kernels see the other pool's first block."""
 
+    max_write_bytes = 64 << 20  # each copy is a kernel launch: one takes a whole layer of a long chunk
+
     def __init__(self, device: torch.device, mapped: int, offset: int, stride_bytes: int) -> None:
         super().__init__()
         self._device, self._mapped = device, mapped

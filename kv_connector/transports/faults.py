@@ -65,6 +65,7 @@ class FaultInjector:
         self._plan = plan
         self._num_writes = 0
         self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
+        self.max_write_bytes = channel.max_write_bytes
 
     def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
         self._num_writes += 1

@@ -22,7 +22,7 @@ from tandem.engine.errors import GrantError, PeerLostError, TransportError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kv_connector.fence import ProcessRef, Watch, host_id, process_watcher
-from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, RegisteredPool
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 
@@ -41,6 +41,8 @@ class MappedExport(msgspec.Struct, frozen=True):
 
 class Mapping(ABC):
     """Another process's pool in our address space. `close` waits for the copy that is running."""
+
+    max_write_bytes = MAX_WRITE_BYTES  # of one copy
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -197,6 +199,7 @@ class MappedChannel(PoolChannel):
     def __init__(self, source: RegisteredPool, peer: NodeInfo, mapping: Mapping, on_lost: OnLost) -> None:
         super().__init__(source, peer.node_id, peer.epoch, on_lost)
         self._mapping = mapping
+        self.max_write_bytes = mapping.max_write_bytes
         self._watch: Watch | None = None
 
     def watch_peer(self, process: ProcessRef) -> None:

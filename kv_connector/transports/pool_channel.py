@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.errors import PeerLostError
 from tandem.engine.messages import KVGrant
-from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool, check_write
+from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, RegisteredPool, check_write
 
 
 class PoolChannel(ABC):
@@ -19,6 +19,7 @@ class PoolChannel(ABC):
     def __init__(self, source: RegisteredPool, peer_id: str, peer_epoch: int, on_lost: OnLost) -> None:
         self.source = source
         self.peer_id, self.peer_epoch = peer_id, peer_epoch
+        self.max_write_bytes = MAX_WRITE_BYTES
         self._on_lost = on_lost
         self._end_lock = threading.Lock()
         self._end_reason = ""  # why it takes no more writes

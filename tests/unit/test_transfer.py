@@ -23,6 +23,8 @@ from tandem.kv_connector.meta import (
     digest_key,
 )
 from tandem.kv_connector.transfer import TransferWorker
+from tandem.kv_connector.transports.cuda_ipc import CudaMapping
+from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, wait_until
 
 KEY = ("r", 0)
@@ -192,6 +194,7 @@ class GatedChannel:
 
     def __init__(self, channel) -> None:
         self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
+        self.max_write_bytes = channel.max_write_bytes
         self.begun, self.go = threading.Event(), threading.Event()
         self.log: list[tuple] = []
 
@@ -250,6 +253,29 @@ def test_retire_drops_what_is_queued_and_stops_what_runs(gated):
     ]
     assert [event.grant_id for event in source.events_of(ReadySent)] == [other.grant_id]
     assert source.events_of(PushFailed) == []
+
+
+def test_a_channel_says_how_much_goes_into_one_write(gated):
+    source, sink, channel = gated
+    channel.go.set()
+    grant = sink.grant(source.node.info, range(16))
+    pushes = [(4 << 20, [4, 4, 4, 4]), (64 << 20, [16]), (6 << 20, [6, 6, 4])]
+    for number, (limit, _) in enumerate(pushes):
+        channel.max_write_bytes = limit
+        source.transfer.submit(whole(grant, range(16), range(16), [64] * 16))
+        source.transfer.submit(finalize(grant, range(16), num_valid_last=64))
+        source.wait_for(ReadySent, number + 1)
+    sizes = [entry[2] for entry in channel.log if entry[0] == "write"]
+    assert sizes == [size for _, expected in pushes for size in expected]
+
+
+def test_every_channel_names_its_limit(make_sides):
+    for transport in ALL:
+        source, sink = make_sides(transport)
+        channel = source.node.connect(sink.node.info)
+        assert channel.max_write_bytes == 4 << 20, transport
+        assert FaultInjector(channel, parse_faults("drop:1")).max_write_bytes == 4 << 20
+    assert CudaMapping.max_write_bytes == 64 << 20
 
 
 def test_stop_runs_what_is_queued(gated):

@@ -22,6 +22,7 @@ class RecordingChannel:
 
     def __init__(self, channel) -> None:
         self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
+        self.max_write_bytes = channel.max_write_bytes
         self.writes: list[tuple[tuple, range | None]] = []
 
     def write(self, grant, pairs, layers, num_valid) -> None:
