@@ -71,7 +71,7 @@ class MatmulWorkspace:
 
 
 def parse_table(text: str) -> Table:
-    """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising, a plan is the list of Plan's fields."""
+    """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising, a plan lists Plan's fields."""
     products = json.loads(text)["products"]
     table: dict[tuple[int, int], tuple[tuple[int, Plan | None], ...]] = {}
     for sizes, steps in products.items():

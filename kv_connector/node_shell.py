@@ -39,7 +39,7 @@ from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kernels.quantization import overflow_counts
 from tandem.kernels.selection import fallback_counts
-from tandem.kv_connector.directory.records import NodeRecord
+from tandem.kv_connector.directory.records import NodeLoad, NodeRecord
 from tandem.kv_connector.effects import Effects
 from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.peer_effects import PeerFailed
@@ -217,7 +217,12 @@ class NodeProcess:
             return None
         from tandem.kv_connector.directory.publisher import RedisPublisher
 
-        return RedisPublisher(self.options.redis_url, self.options.namespace, self._record())
+        return RedisPublisher(self.options.redis_url, self.options.namespace, self._record(), load=self._load)
+
+    def _load(self) -> NodeLoad:
+        """From the publisher's thread: the newest report of the step loop, which replaces it as a whole."""
+        status = self.control.status
+        return NodeLoad() if status is None else NodeLoad.of(status)
 
     def _record(self) -> NodeRecord:
         identity = self.loaded.identity.key()

@@ -6,7 +6,6 @@ drained by the node's main; time comes in by `on_tick` and friends.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from tandem.engine.block_pool import BlockPool
@@ -30,6 +29,7 @@ from tandem.engine.request import Request
 from tandem.engine.security import ClusterKeys
 from tandem.engine.step import SchedulerOutput
 from tandem.kv_connector import outcomes
+from tandem.kv_connector.grant_check import GrantCheck
 from tandem.kv_connector.handoff.source import SourceEvent as E
 from tandem.kv_connector.handoff.source import SourceMachine
 from tandem.kv_connector.handoff.source import SourceState as S
@@ -45,9 +45,12 @@ from tandem.kv_connector.source_actions import SourceActionRunner
 from tandem.kv_connector.source_record import SourceRecord
 
 TOMBSTONE_S = 120.0
-MAX_USED_GRANTS = 65536
 _PARKED = (S.PARKED, S.PARKED_DONE)
+_UNFINISHED = (S.CLAIMING, S.PUSHING)
 _OVER = (S.DRAINED, S.CLOSED)
+# Waits for the transfer thread of this process; no deadline, see _warn_of_slow_retire. All other states have one.
+_BEING_RETIRED = (S.DRAINING, S.RETIRING)
+_SENDS_AGAIN = (S.CLAIMING, S.PARKED, S.PARKED_DONE, S.READY, S.DRAINING, S.DRAINED)
 
 
 class SourceManager(SourceActionRunner):
@@ -55,13 +58,12 @@ class SourceManager(SourceActionRunner):
 
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
         super().__init__(info, pool, options)
-        self._keys = keys
+        self._grant_check = GrantCheck(keys, info.node_id)
         self._block_size = options.cache.block_size
         self._max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
         self._records: dict[HandoffKey, SourceRecord] = {}
         self._peers: dict[tuple[str, int], NodeInfo] = {}
         self._broken: set[tuple[str, int]] = set()
-        self._used_grants: OrderedDict[int, None] = OrderedDict()
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -97,7 +99,7 @@ class SourceManager(SourceActionRunner):
         if record is None or (record.peer.node_id, record.peer.epoch) not in self._peers:
             return None
         record.request = request
-        if record.machine.state is S.IDLE:
+        if record.machine.state is S.IDLE and self._fits_beside_parked(record):
             self._run(record, record.machine.on(E.CLAIM))
         state = record.machine.state
         if state is S.CLAIMING:
@@ -173,6 +175,8 @@ class SourceManager(SourceActionRunner):
             self._run(record, machine.on(E.REFUSED))
         elif isinstance(message, KVDrainedAck):
             self._run(record, machine.on(E.DRAINED_ACK))
+        else:
+            self.counters.messages_dropped += 1
 
     def on_transfer_event(self, event: object, now: float) -> None:
         self._now = now
@@ -183,10 +187,12 @@ class SourceManager(SourceActionRunner):
         assert isinstance(event, ReadySent | PushFailed | Retired), f"no event of a source: {event}"
         record = self._records.get(event.key)
         if record is None:
-            self.counters.messages_dropped += 1
+            self.counters.events_dropped += 1
         elif isinstance(event, ReadySent):
             record.ready = event.ready
             self._run(record, record.machine.on_sent(event.grant_id, event.ready.round))
+            if record.machine.state is S.READY:
+                self._await_answer(record)
         elif isinstance(event, PushFailed):
             record.reason = event.reason
             self._run(record, record.machine.on_push_failed(event.grant_id))
@@ -217,10 +223,12 @@ class SourceManager(SourceActionRunner):
                 if now - record.closed_at > TOMBSTONE_S and not record.owns_blocks:
                     del self._records[record.key]
                 continue
-            if now >= record.deadline:
+            if record.machine.state in _BEING_RETIRED:
+                self._warn_of_slow_retire(record)
+            elif now >= record.deadline:
                 record.reason = outcomes.DEADLINE
                 self._run(record, record.machine.on(E.DEADLINE))
-            if now >= record.resend_at > 0:
+            if now >= record.resend_at > 0 and record.machine.state in _SENDS_AGAIN:
                 self._wait_longer(record)
                 self.counters.verbs_resent += 1
                 self._run(record, record.machine.on(E.TIMER))
@@ -241,41 +249,41 @@ class SourceManager(SourceActionRunner):
 
     # --- inside ---------------------------------------------------------------------------------------------
 
+    def _num_parked_blocks(self) -> int:
+        return sum(record.num_blocks for record in self._records.values() if record.machine.state in _PARKED)
+
+    def _fits_beside_parked(self, record: SourceRecord) -> bool:
+        """Whether `record` may claim. A claim that got the sink's blocks before those of parked prompts, for prompts
+        that it does not fit beside here, would make each pool wait for the other."""
+        return self._num_parked_blocks() + record.num_blocks <= self._pool.num_blocks
+
     def _may_park(self, record: SourceRecord) -> bool:
         """Whether `record` may start without a grant: parked KV keeps to its share of the pool, and leaves room for the
-        largest prompt that claimed before, since its grant comes first and the parked ones wait behind it."""
-        records = self._records.values()
-        parked = sum(other.num_blocks for other in records if other.machine.state in _PARKED)
-        unfinished = [o.num_blocks for o in records if o is not record and o.machine.state in (S.CLAIMING, S.PUSHING)]
+        largest prompt that claimed before, since its grant comes first and the parked ones wait behind it, and for
+        those that were asked for and can't claim until parked ones have left, or new ones would keep them out."""
+        unfinished = [
+            other.num_blocks
+            for other in self._records.values()
+            if other is not record
+            and (other.machine.state in _UNFINISHED or (other.machine.state is S.IDLE and other.request is not None))
+        ]
         room = self._pool.num_blocks - max(unfinished, default=0)
-        return parked + record.num_blocks <= min(self._max_parked, room)
+        return self._num_parked_blocks() + record.num_blocks <= min(self._max_parked, room)
 
     def _on_grant(self, record: SourceRecord, grant: KVGrant) -> None:
         """Checked before the first write; a grant that is not meant for this hand-off is refused and counted."""
         try:
-            self._check_grant(record, grant)
+            self._grant_check.check(record, grant)
         except GrantError:
             self.counters.grants_refused += 1
             return
         before = record.machine.grant_id
         actions = record.machine.on_grant(grant.grant_id, grant.source_epoch, grant.sink_epoch)
         if record.machine.grant_id != before:
-            self._used_grants[grant.grant_id] = None
-            if len(self._used_grants) > MAX_USED_GRANTS:
-                self._used_grants.popitem(last=False)
+            self._grant_check.note_use(grant.grant_id)
             record.adopt(grant)
             record.resend_at = 0.0
         self._run(record, actions)
-
-    def _check_grant(self, record: SourceRecord, grant: KVGrant) -> None:
-        self._keys.check_grant(grant)
-        if grant.source_id != self.info.node_id or grant.sink_id != record.peer.node_id:
-            raise GrantError(f"grant {grant.grant_id:#x} is for another pair of nodes", request_id=grant.request_id)
-        if grant.grant_id in self._used_grants and grant.grant_id != record.machine.grant_id:
-            raise GrantError(f"grant {grant.grant_id:#x} was used before", request_id=grant.request_id)
-        sizes = (grant.first_block + len(grant.block_ids), grant.num_prompt_tokens)
-        if sizes != (record.num_blocks, record.num_prompt_tokens) or not grant.block_ids:
-            raise GrantError(f"grant {grant.grant_id:#x} does not fit the prompt", request_id=grant.request_id)
 
     def _answer_stranger(self, peer_id: str, message: Message) -> None:
         """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""

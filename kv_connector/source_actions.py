@@ -5,6 +5,7 @@ Everything is queued here and drained by the node's main.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,7 @@ from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed, Source
 from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.source_record import NO_STEP, SourceRecord
 
+logger = logging.getLogger(__name__)
 MAX_RESEND_S = 5.0
 
 
@@ -38,8 +40,10 @@ class SourceCounters:
     handoffs_completed: int = 0
     handoffs_failed: int = 0
     grants_refused: int = 0
-    messages_dropped: int = 0
+    messages_dropped: int = 0  # of no live hand-off, or of a kind that sources don't hear
+    events_dropped: int = 0  # stale or of no live hand-off, whoever they came from
     verbs_resent: int = 0
+    retires_overdue: int = 0
 
     def as_dict(self) -> dict[str, float]:
         return {f"source_{name}": float(value) for name, value in vars(self).items()}
@@ -86,6 +90,27 @@ class SourceActionRunner:
         record.resend_every_s = min(2 * record.resend_every_s, MAX_RESEND_S)
         record.resend_at = self._now + record.resend_every_s
 
+    def _await_answer(self, record: SourceRecord) -> None:
+        """To what was just sent for the first time, though not by `_send`."""
+        record.resend_every_s = self._options.timeouts.resend_s
+        record.resend_at = self._now + record.resend_every_s
+
+    def _warn_of_slow_retire(self, record: SourceRecord) -> None:
+        """The transfer thread answers every Retire: no wait of its own is without a deadline. If it hangs all the same,
+        nothing but the end of this process makes the blocks safe to reuse."""
+        waited = self._now - record.retire_asked_at
+        if waited < self._options.timeouts.quarantine_warn_s or record.was_warned:
+            return
+        record.was_warned = True
+        self.counters.retires_overdue += 1
+        logger.warning(
+            "request %s attempt %d: the transfer to %s did not come to rest in %.0f s; %d blocks stay held until then",
+            *record.key,
+            record.peer.node_id,
+            waited,
+            len(record.block_ids),
+        )
+
     def _send(self, record: SourceRecord, message: Message) -> None:
         if record.resend_at <= self._now:
             record.resend_every_s = max(record.resend_every_s, self._options.timeouts.resend_s)
@@ -95,6 +120,8 @@ class SourceActionRunner:
     def _run(self, record: SourceRecord, actions: Sequence[A]) -> None:
         for action in actions:
             self._act(record, action)
+        self.counters.events_dropped += record.machine.num_dropped - record.num_drops_counted
+        record.num_drops_counted = record.machine.num_dropped
         if record.machine.state is S.CLOSED and not record.closed_at:
             record.closed_at = self._now
 
@@ -133,11 +160,10 @@ class SourceActionRunner:
         elif action is A.PUSH_AGAIN:
             self._jobs.append(record.push_again())
         elif action is A.FINALIZE:
-            record.resend_every_s = 0.0
-            record.resend_at = self._now + self._options.timeouts.resend_s
             self._jobs.append(record.finalize(record.machine.round, self._options.digests))
         else:
             assert record.grant is not None
+            record.retire_asked_at = self._now
             self._jobs.append(Retire(record.key, record.grant))
 
     def _free(self, record: SourceRecord) -> None:

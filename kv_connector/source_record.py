@@ -30,6 +30,9 @@ class SourceRecord:
     resend_every_s: float = 0.0
     reason: str = ""
     closed_at: float = 0.0
+    retire_asked_at: float = 0.0  # when the transfer thread was told to retire the grant; 0: not yet
+    was_warned: bool = False  # that this takes long
+    num_drops_counted: int = 0
 
     request: Request | None = None  # while the scheduler has it
     block_ids: list[int] = field(default_factory=list)

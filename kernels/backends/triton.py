@@ -46,17 +46,10 @@ class TritonOps(PagedOps):
         rows: RowBatch,
         spec: AttentionSpec,
     ) -> torch.Tensor:
-        from tandem.kernels.triton_kernels.paged_prefill import paged_prefill
+        from tandem.kernels.backends.triton_prefill import prefill
 
-        device = query.device
         with torch.cuda.device_of(query):
-            return paged_prefill(
-                query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None,
-                rows.block_tables, rows.query_start_loc, rows.seq_lens, rows.max_query_len, spec.scale,
-                k_scale=scale_tensor(kv.k_scale if kv else 1.0, device),
-                v_scale=scale_tensor(kv.v_scale if kv else 1.0, device),
-                alibi_slopes=spec.slopes_on(device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
-            )  # fmt: skip
+            return prefill(query, key, value, kv, rows, spec)
 
 
 class TritonImpl(PagedImpl):

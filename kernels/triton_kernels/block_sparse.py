@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.spec import BlockSparse
+from tandem.kernels.triton_kernels.common import begin, overlap
 from tandem.kernels.triton_kernels.paged_decode import SparseTiles, first_sparse_head, sparse_shift
 
 TILES_AT_ONCE = 256
@@ -30,8 +31,10 @@ def list_tiles_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (N, K). BLOCK is a multiple of TILE: a tile lies in one sparse block."""
+    begin(PDL)
     row, kv_head = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens + row)
     own_block = (seq_len - 1) // BLOCK
@@ -63,6 +66,6 @@ def list_sparse_tiles(
             lists, counts, seq_lens, lists.stride(1), pattern.local_blocks, pattern.head_sliding_step,
             first_sparse_head(pattern, num_heads, num_kv_heads), GROUP=group,
             GROUP_PAD=triton.next_power_of_2(group), STRIDE=pattern.vert_stride, BLOCK=pattern.block_size, TILE=tile,
-            CHUNK=TILES_AT_ONCE,
+            CHUNK=TILES_AT_ONCE, **overlap(device),
         )  # fmt: skip
     return SparseTiles(lists, counts)

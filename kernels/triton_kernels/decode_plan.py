@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.common import begin, overlap
 from tandem.kernels.triton_kernels.decode_tiles import first_tile_of
 
 SEGMENTS_AT_ONCE = 1024
@@ -67,8 +68,10 @@ def plan_kernel(
     MIN_TILES: tl.constexpr,
     CHUNK: tl.constexpr,
     PROGRAMS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (1,)."""
+    begin(PDL)
     starts = plan + 2 + programs
     arrivals = starts + num_segments + 1
     total = 0
@@ -152,5 +155,5 @@ class DecodePlan:
             seq_lens if counts is None else counts, self.num_segments, num_heads, self.programs, min_share,
             window or 0, num_new, TILE=tile, HAS_WINDOW=window is not None, HAS_PREFIX=prefix_lens is not None,
             HAS_COUNTS=counts is not None, MIN_TILES=min_tiles, CHUNK=SEGMENTS_AT_ONCE,
-            PROGRAMS_PAD=triton.next_power_of_2(self.programs), num_warps=8,
+            PROGRAMS_PAD=triton.next_power_of_2(self.programs), num_warps=8, **overlap(seq_lens.device),
         )  # fmt: skip

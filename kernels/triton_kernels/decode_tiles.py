@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import LOG2_E, dot
+from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, dot
 
 
 @triton.jit
@@ -58,6 +58,14 @@ def load_block(table, tile, seq_len, BLOCK_SIZE: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
+def unpack_pairs(pairs, dtype: tl.constexpr):
+    """16-bit words of two fp8 values each -> (the first values, the second values)."""
+    low = (pairs & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    high = ((pairs >> 8) & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
+    return low, high
+
+
+@triton.jit
 def attend_tiles(
     query,  # [M, D_PAD]
     row_scale,  # fp32 [M]
@@ -92,7 +100,12 @@ def attend_tiles(
     inside = slots[:, None] * cache_slot + columns[None, :]
     peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
+    PAIRS: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv and not INTERPRETED
+    HALF: tl.constexpr = D_PAD // 2
     accumulator = tl.zeros([query.shape[0], D_PAD], tl.float32)
+    even = tl.zeros([query.shape[0], HALF], tl.float32)
+    odd = tl.zeros([query.shape[0], HALF], tl.float32)
+    words = tl.arange(0, HALF)
     # One tile ahead by hand: a load of addresses inside the loop would be pipelined itself, at the cost of the keys.
     next_tile = load_tile(tiles, first, last, SPARSE_STRIDE > 0)
     next_block = load_block(table, next_tile, seq_len, BLOCK_SIZE, TILE)
@@ -107,16 +120,30 @@ def attend_tiles(
             base = block.to(tl.int64) * cache_block + (start % BLOCK_SIZE) * cache_slot
             key_pointers = key_cache + base + inside
             value_pointers = value_cache + base + inside
+            if PAIRS:
+                value_pointers = (value_cache + base).to(tl.pointer_type(tl.int16), bitcast=True) + (
+                    slots[:, None] * (cache_slot // 2) + words[None, :]
+                )
         else:
             blocks = tl.load(table + positions // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
             rows = blocks * cache_block + (positions % BLOCK_SIZE) * cache_slot
             key_pointers = key_cache + rows[:, None] + columns[None, :]
             value_pointers = value_cache + rows[:, None] + columns[None, :]
+            if PAIRS:
+                value_pointers = value_cache.to(tl.pointer_type(tl.int16), bitcast=True) + (
+                    (rows // 2)[:, None] + words[None, :]
+                )
         mask = stored[:, None]
         if HEAD_SIZE != D_PAD:
             mask = mask & (columns < HEAD_SIZE)[None, :]
         key = tl.load(key_pointers, mask=mask, other=0.0).to(query.dtype)
-        value = tl.load(value_pointers, mask=mask, other=0.0).to(query.dtype)
+        if PAIRS:
+            word_mask = stored[:, None]
+            if HEAD_SIZE != D_PAD:
+                word_mask = word_mask & (words < HEAD_SIZE // 2)[None, :]
+            value = tl.load(value_pointers, mask=word_mask, other=0)
+        else:
+            value = tl.load(value_pointers, mask=mask, other=0.0).to(query.dtype)
         scores = dot(query, tl.trans(key)) * row_scale[:, None]
         if HAS_SOFT_CAP:
             scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))  # soft_cap * tanh
@@ -128,17 +155,24 @@ def attend_tiles(
         if SPARSE_STRIDE > 0:
             blocks = positions // SPARSE_BLOCK
             vertical = (blocks[None, :] + sparse_shifts[:, None]) % SPARSE_STRIDE == 0
-            allowed = allowed & (
-                vertical | (blocks[None, :] > (query_positions // SPARSE_BLOCK)[:, None] - sparse_local)
-            )
+            oldest = query_positions // SPARSE_BLOCK - sparse_local
+            allowed = allowed & (vertical | (blocks[None, :] > oldest[:, None]))
         scores = tl.where(allowed, scores * LOG2_E, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1))
         base_M = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
         weights = tl.exp2(scores - base_M[:, None])
         decay = tl.exp2(peak - base_M)
         total = total * decay + tl.sum(weights, 1)
-        accumulator = accumulator * decay[:, None] + dot(weights.to(value.dtype), value)
+        weights = weights.to(query.dtype)
+        if PAIRS:
+            first_values, second_values = unpack_pairs(value, query.dtype)
+            even = even * decay[:, None] + dot(weights, first_values)
+            odd = odd * decay[:, None] + dot(weights, second_values)
+        else:
+            accumulator = accumulator * decay[:, None] + dot(weights, value)
         peak = new_peak
+    if PAIRS:
+        accumulator = tl.reshape(tl.join(even, odd), [query.shape[0], D_PAD])
     return peak, total, accumulator
 
 

@@ -64,7 +64,7 @@ def launch(
         -(-num_outputs // plan.tile_n),
         -(-num_inputs // plan.tile_k),
         plan.lanes(num_rows),
-        launch_pdl=bool(int(__import__('os').environ.get('MM_PDL','1'))),
+        launch_pdl=True,
         **constants,
     )
 

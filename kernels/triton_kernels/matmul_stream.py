@@ -23,9 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name changed after 3.6
-import os
-TRIGGER: gl.constexpr = gl.constexpr(int(os.environ.get("MM_TRIGGER", "1")))
-WAITFIRST: gl.constexpr = gl.constexpr(int(os.environ.get("MM_WAITFIRST", "0")))
 GROUP: gl.constexpr = gl.constexpr(8)  # gate and up rows alternate in groups of 8: both halves meet in one thread
 
 
@@ -37,8 +34,6 @@ def load_tiles(
     """The loading warp: units [first, last) in order, each a weight tile and an x tile of TILE_K columns."""
     BYTES: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
     early = gl.minimum(last - first, STAGES)
-    if WAITFIRST:
-        gdc_wait()
     for step in range(early):
         unit = first + step
         mbarrier.expect(ready.index(step), BYTES)
@@ -48,8 +43,7 @@ def load_tiles(
     for step in range(early):
         column = ((first + step) % k_tiles) * TILE_K
         tma.async_copy_global_to_shared(x_desc, [row, column], ready.index(step), x_ring.index(step))
-    if TRIGGER == 1:
-        gdc_launch_dependents()
+    gdc_launch_dependents()
     for step in range(STAGES, last - first):
         slot = step % STAGES
         unit = first + step
@@ -60,8 +54,6 @@ def load_tiles(
             w_desc, [(unit // k_tiles) * TILE_N, column], ready.index(slot), w_ring.index(slot)
         )
         tma.async_copy_global_to_shared(x_desc, [row, column], ready.index(slot), x_ring.index(slot))
-    if TRIGGER == 2:
-        gdc_launch_dependents()
 
 
 @gluon.jit
@@ -213,8 +205,6 @@ def matmul_stream_kernel(
     num_warps: gl.constexpr,
 ):
     """Grid (lanes * programs): lane l does rows [l * TILE_M, ...), its programs share all tiles of N evenly."""
-    if TRIGGER == 0:
-        gdc_launch_dependents()
     lane = gl.program_id(0) % lanes
     program = gl.program_id(0) // lanes
     programs = gl.num_programs(0) // lanes

@@ -19,9 +19,11 @@ from tandem.kernels.errors import UnsupportedOptionError
 from tandem.kernels.spec import BlockSparse
 from tandem.kernels.triton_kernels.common import (
     INTERPRET,
+    begin,
     check_cache,
     check_tokens,
     load_rows,
+    overlap,
     padded_head_size,
 )
 from tandem.kernels.triton_kernels.decode_plan import DecodePlan, load_segment, load_share, parts_of
@@ -210,16 +212,18 @@ def paged_decode_kernel(
     HAS_PREFIX: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid: SPLIT (P,), each over its run of the plan; else (N * K,), each over one segment."""
+    begin(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    begin = program * 0
-    end = begin + 1
+    at = program * 0
+    end = at + 1
     segment = program
     if SPLIT:
-        begin, end, segment = load_share(plan, program)
-    while begin < end:
+        at, end, segment = load_share(plan, program)
+    while at < end:
         row = segment // NUM_KV_HEADS
         kv_head = segment % NUM_KV_HEADS
         seq_len = tl.load(seq_lens + row)
@@ -231,17 +235,14 @@ def paged_decode_kernel(
         if SPLIT:
             segment_begin, segment_end = load_segment(plan, programs, segment)
             stop = tl.minimum(end, segment_end)
-            first = before + begin - segment_begin
+            first = before + at - segment_begin
             last = before + stop - segment_begin
             if SPARSE_STRIDE > 0:
                 last = tl.minimum(last, tl.load(counts + segment))  # an empty row's list is empty
         else:
             stop = end
             first = before
-            if SPARSE_STRIDE > 0:
-                last = tl.load(counts + segment)
-            else:
-                last = (seq_len + TILE - 1) // TILE
+            last = tl.load(counts + segment) if SPARSE_STRIDE > 0 else (seq_len + TILE - 1) // TILE
         peak, total, accumulator = attend_segment(
             row, kv_head, first, last, query, key_cache, value_cache, block_tables, seq_lens, query_starts,
             tile_lists, alibi_slopes, k_scale, scale, soft_cap, window, query_row, query_head, cache_block,
@@ -275,7 +276,7 @@ def paged_decode_kernel(
                     peak_R, total_R, accumulator_R, segment + first_program, num_parts, peaks, totals, partial,
                     slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD, ROWS, CHUNK,
                 )  # fmt: skip
-                if HAS_PREFIX:
+                if HAS_PREFIX:  # noqa: SIM102 - one is known when compiling
                     if before > 0:
                         place = tl.load(prefix_places + row)
                         members = prefix_rows // GROUP
@@ -291,7 +292,7 @@ def paged_decode_kernel(
                     total_R, accumulator_R, output, query_starts, v_scale, row, kv_head,
                     GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
                 )  # fmt: skip
-        begin = stop
+        at = stop
         segment += 1
 
 
@@ -437,7 +438,7 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads, SPLIT=plan is not None, IS_FP8=key_cache.element_size() == 1,
         HAS_ALIBI=alibi_slopes is not None, HAS_WINDOW=window is not None, HAS_SOFT_CAP=soft_cap is not None,
         HAS_PREFIX=prefix is not None, SPARSE_STRIDE=pattern.vert_stride if pattern else 0,
-        SPARSE_BLOCK=pattern.block_size if pattern else 0, **constants,
+        SPARSE_BLOCK=pattern.block_size if pattern else 0, **constants, **overlap(query.device),
     )  # fmt: skip
     return output
 

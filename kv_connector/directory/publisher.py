@@ -10,9 +10,10 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import redis
 from redis.backoff import NoBackoff
 from redis.client import Pipeline
@@ -20,7 +21,16 @@ from redis.retry import Retry
 
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.own_view import OwnView
-from tandem.kv_connector.directory.records import Batch, KeySpace, NodeLeft, NodeRecord, NodeUp, encode, split_hashes
+from tandem.kv_connector.directory.records import (
+    Batch,
+    KeySpace,
+    NodeLeft,
+    NodeLoad,
+    NodeRecord,
+    NodeUp,
+    encode,
+    split_hashes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +48,24 @@ class PublisherTimes:
 
 
 class RedisPublisher:
-    """Implements DirectoryPublisher. Starts its thread at once; never raises into the node, Redis there or not."""
+    """Implements DirectoryPublisher. Starts its thread at once; never raises into the node, Redis there or not.
 
-    def __init__(self, url: str, namespace: str, record: NodeRecord, times: PublisherTimes | None = None) -> None:
+    `load` is asked by that thread at each heartbeat, so the record in Redis is never older than `heartbeat_s`; it must
+    be safe to call beside the step loop.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        namespace: str,
+        record: NodeRecord,
+        times: PublisherTimes | None = None,
+        load: Callable[[], NodeLoad] = NodeLoad,
+    ) -> None:
         self._times = times or PublisherTimes()
         self._keys = KeySpace(namespace)
         self._record = record
+        self._load = load
         self._view = OwnView(record.owner)
         self._lock = threading.Lock()  # guards _view; held for in-memory work only
         self._wake = threading.Event()
@@ -62,11 +84,6 @@ class RedisPublisher:
         with self._lock:
             self._view.record(events)
         self._wake.set()
-
-    def update(self, record: NodeRecord) -> None:
-        """New load figures; they go out with the next heartbeat."""
-        assert record.owner == self._record.owner, "a node keeps its id and epoch"
-        self._record = record
 
     def close(self) -> None:
         """Takes this node's records out of Redis, if Redis is there; returns within two I/O timeouts."""
@@ -132,8 +149,9 @@ class RedisPublisher:
             self._client.config_set("lazyfree-lazy-expire", "yes")
 
     def _heartbeat(self) -> None:
-        """Renews the lease; finds out whether Redis lost or never got what this node published."""
-        record, ttl_ms = self._record, int(self._times.lease_s * 1000)
+        """Renews the lease and the load it tells; finds out whether Redis lost or never got what was published."""
+        record = self._record = msgspec.structs.replace(self._record, load=self._load())
+        ttl_ms = int(self._times.lease_s * 1000)
         keys = self._keys
         with self._client.pipeline(transaction=True) as pipe:
             pipe.set(keys.node(record.node_id), encode(record), px=ttl_ms)

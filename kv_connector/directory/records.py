@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.engine.messages import Role
+from tandem.engine.messages import Role, Status
 
 HASH_BYTES = 16
 TIERS = ("gpu", "cpu", "disk")
@@ -28,6 +28,16 @@ class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting_tokens: int = 0
     num_free_blocks: int = 0
     draining: bool = False
+
+    @staticmethod
+    def of(status: Status) -> NodeLoad:
+        return NodeLoad(
+            num_running=status.num_running,
+            num_waiting=status.num_waiting,
+            num_waiting_tokens=status.num_waiting_tokens,
+            num_free_blocks=status.num_free_blocks,
+            draining=status.draining,
+        )
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):

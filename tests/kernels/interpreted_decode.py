@@ -175,9 +175,10 @@ def test_what_decode_refuses() -> None:
     with pytest.raises(UnsupportedOptionError, match="8 new tokens"):
         triton_decode.decode(batch.query, batch.kv(), batch.metadata.all_rows(), spec)
     two = stored((2,), (20,))
+    sparse = replace(spec, blocksparse=PATTERNS["shared"])
     with pytest.raises(UnsupportedOptionError, match="one new token"):
-        sparse = replace(spec, blocksparse=PATTERNS["shared"])
         triton_decode.decode(two.query, two.kv(), two.metadata.all_rows(), sparse)
+    one = stored((1,), (20,))
+    sparse = replace(spec, blocksparse=BlockSparse(1, 2, 24))
     with pytest.raises(UnsupportedOptionError, match="multiple of 16"):
-        sparse = replace(spec, blocksparse=BlockSparse(1, 2, 24))
-        triton_decode.decode(stored((1,), (20,)).query, two.kv(), stored((1,), (20,)).metadata.all_rows(), sparse)
+        triton_decode.decode(one.query, one.kv(), one.metadata.all_rows(), sparse)

@@ -28,7 +28,7 @@ INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "list
 }
 PLAIN: dict[str, Any] = {
     "NUM_KV_HEADS": 8, "SPLIT": True, "IS_FP8": False, "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False,
-    "HAS_PREFIX": False, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0,
+    "HAS_PREFIX": False, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0, "PDL": False,
 }  # fmt: skip
 EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
 BF16, FP16, FP32_TYPE = torch.bfloat16, torch.float16, torch.float32
@@ -72,11 +72,11 @@ def decode(dtype: torch.dtype, group: int, head_size: int, num_new: int = 1, **o
     return paged_decode_kernel, dtype, constants | PLAIN | options
 
 
-PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8}
-LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256}
+PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8, "PDL": True}
+LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256, "PDL": False}
 CASES = {
     "one-pass-bf16": (90, decode(BF16, 4, 128, SPLIT=False)),
-    "split-bf16": (90, decode(BF16, 4, 128)),
+    "split-bf16": (90, decode(BF16, 4, 128, PDL=True)),
     "split-bf16-sm80": (80, decode(BF16, 4, 128)),
     "split-bf16-sm100": (100, decode(BF16, 4, 128)),
     "split-fp8": (90, decode(BF16, 4, 128, IS_FP8=True)),

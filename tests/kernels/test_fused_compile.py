@@ -29,7 +29,11 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*bf16", "eps": "fp32"},
         {"SIZE": 4096, "PADDED": 4096, "HAS_RESIDUAL": True},
     ),
-    "silu_mul": (fused.silu_mul_kernel, {"gate_up": "*bf16", "out": "*bf16"}, {"SIZE": 14336, "BLOCK": 2048, "GROUP": 8}),
+    "silu_mul": (
+        fused.silu_mul_kernel,
+        {"gate_up": "*bf16", "out": "*bf16"},
+        {"SIZE": 14336, "BLOCK": 2048, "GROUP": 8},
+    ),
     "rope": (
         fused.rope_and_store_kernel,
         {**ROPE_TYPES, "key_cache": "*bf16", "value_cache": "*bf16"},

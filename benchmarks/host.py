@@ -1,0 +1,257 @@
+"""CPU time of a node's pipelined decode step, by part, with a device that computes nothing. No GPU.
+
+    python benchmarks/host.py [--rows 1,64,256] [--steps 400]
+
+Times are the step-loop thread's own CPU microseconds a step (medians). `floor` is what the wire alone asks for: making
+and encoding one token delta a row; `ratio` is the whole step over it, the figure to compare between machines. The last
+columns are the I/O thread's CPU time a step with real sockets, and the share of it that the step loop can feel: CPU
+seconds of the step-loop thread beyond those it needs when nobody listens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
+
+import numpy as np
+import torch
+import zmq
+
+from tandem.engine import messages as wire
+from tandem.engine.batch_state import BatchState
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import SchedulerOptions, Timeouts
+from tandem.engine.control_plane import ControlPlane, Received
+from tandem.engine.decode_graphs import DecodeBatch
+from tandem.engine.hashing import root_hash
+from tandem.engine.messages import Hello, Message, NodeInfo, Submit, TokenDelta, Tokens, peer_id_of
+from tandem.engine.request_book import RequestBook
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.security import load_cluster_keys
+from tandem.engine.serving_node import ServingNode
+from tandem.engine.step import RunnerOutput, SchedulerOutput
+
+VOCAB, MAX_MODEL_LEN, BLOCK = 32000, 4096, 64
+NUM_ROUTERS = 4
+PARTS = ("schedule", "execute", "update", "book", "encode")
+
+
+class NoDevice:
+    """Runner and handle at once: the host's part of a step as `ModelRunner` does it, without kernels."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        device = torch.device("cpu")
+        self._state = BatchState(max_num_seqs, MAX_MODEL_LEN, BLOCK, VOCAB, (), device)
+        self._batch = DecodeBatch(None, self._state, max_num_seqs, MAX_MODEL_LEN)  # type: ignore[arg-type]
+        self._output: SchedulerOutput | None = None
+        self._ids = np.arange(max_num_seqs, dtype=np.int32)
+        self.step_id = -1
+
+    def execute(self, output: SchedulerOutput) -> Handle:
+        self._state.apply(output.new_slots, output.block_appends)
+        if output.is_decode:
+            self._batch.fill(output.rows, len(output.rows))
+            assert self._state.are_plain(output.samples)
+        return Handle(output.step_id, self._ids[: len(output.samples)])
+
+
+@dataclass
+class Handle:
+    step_id: int
+    token_ids: np.ndarray
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> RunnerOutput:
+        return RunnerOutput(self.step_id, self.token_ids)
+
+
+@dataclass
+class Node:
+    """A unified node's logic with `num_rows` requests that decode, spread over the routers."""
+
+    num_rows: int
+    took_ns: dict[str, list[int]] = field(default_factory=lambda: {part: [] for part in PARTS})
+
+    def __post_init__(self) -> None:
+        pool = BlockPool(self.num_rows * (MAX_MODEL_LEN // BLOCK), enable_caching=True)
+        options = SchedulerOptions(max_num_seqs=self.num_rows, max_num_batched_tokens=8192, decode_prompt_budget=2048)
+        scheduler = Scheduler(
+            options,
+            pool,
+            block_size=BLOCK,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=(2,),
+            root_for_salt=lambda salt: root_hash(b"benchmark", salt),
+            limits_prompt_work=True,
+        )
+        book = RequestBook(VOCAB, MAX_MODEL_LEN, BLOCK, BLOCK)
+        self.logic = ServingNode(node_info(), book, scheduler, pool, options.max_queue)
+        self._runner = NoDevice(self.num_rows)
+        self._pending: tuple[SchedulerOutput, Handle] | None = None
+
+    def submit(self) -> float:
+        """CPU seconds that it takes to accept all requests and schedule their prompts."""
+        submits = [make_submit(index) for index in range(self.num_rows)]
+        begin = time.thread_time()
+        for index, submit in enumerate(submits):
+            self.logic.on_control(Received(router_id(index % NUM_ROUTERS), submit), 0.0)
+        while self.logic.scheduler.waiting:
+            self.step(lambda *_: None)
+        return time.thread_time() - begin
+
+    def step(self, send: Callable[[str, bytes], None]) -> None:
+        """One turn as `NodeLoop` and `EngineCore` do it, with a clock between the parts."""
+        stamps = [time.thread_time_ns()]
+        scheduler = self.logic.scheduler
+        output = scheduler.schedule()
+        stamps.append(time.thread_time_ns())
+        assert output is not None
+        scheduler.pool.step_launched(output.step_id)
+        done, self._pending = self._pending, (output, self._runner.execute(output))
+        stamps.append(time.thread_time_ns())
+        events = scheduler.take_events()
+        if done is not None:
+            scheduler.pool.step_completed(done[0].step_id)
+            events += scheduler.update(done[0], done[1].result())
+        stamps.append(time.thread_time_ns())
+        self.logic.on_engine_events(events, 0.0)
+        outbox = self.logic.drain_outbox()
+        stamps.append(time.thread_time_ns())
+        for peer_id, message in outbox:
+            send(peer_id, wire.encode(message))
+        stamps.append(time.thread_time_ns())
+        for part, begin, end in zip(PARTS, stamps[:-1], stamps[1:], strict=True):
+            self.took_ns[part].append(end - begin)
+
+
+def node_info() -> NodeInfo:
+    return NodeInfo(node_id="host", epoch=1, role="unified")
+
+
+def router_id(index: int) -> str:
+    return peer_id_of(f"router-{index}", 1)
+
+
+def make_submit(index: int) -> Submit:
+    prompt = np.random.default_rng(index).integers(0, VOCAB, 128).astype("<i4")
+    return Submit(
+        request_id=f"cmpl-{index:032x}",
+        attempt=1,
+        mode="full",
+        prompt_token_ids=prompt.tobytes(),
+        sampling=SamplingParams(max_tokens=MAX_MODEL_LEN - 128, temperature=0.0, ignore_eos=True),
+    )
+
+
+def wire_floor_us(num_rows: int) -> float:
+    """Making and encoding the deltas of a step, spread over the routers, and nothing else."""
+    name, times = f"cmpl-{0:032x}", []
+    for turn in range(100):
+        begin = time.thread_time_ns()
+        for router in range(NUM_ROUTERS):
+            rows = range(router, num_rows, NUM_ROUTERS)
+            wire.encode(Tokens(deltas=tuple([TokenDelta(name, 1, 0, turn, (row,)) for row in rows])))
+        times.append(time.thread_time_ns() - begin)
+    return statistics.median(times) / 1e3
+
+
+# --- with sockets -------------------------------------------------------------------------------------------
+
+
+def listen(address: str, connected: Event, stop: Event) -> None:
+    """A process that plays all routers: greets, pings, throws tokens away."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    sockets, poller = [], zmq.Poller()
+    for index in range(NUM_ROUTERS):
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(address)
+        info = NodeInfo(node_id=f"router-{index}", epoch=1, role="router")
+        socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
+        assert isinstance(wire.decode_from_node(socket.recv()), wire.Welcome)
+        poller.register(socket, zmq.POLLIN)
+        sockets.append(socket)
+    connected.set()
+    while not stop.is_set():
+        for socket, _ in poller.poll(50):
+            socket.recv()
+    context.destroy(0)
+
+
+class Plane:
+    """A real control plane whose messages a process of its own reads."""
+
+    def __init__(self) -> None:
+        self._control = ControlPlane(load_cluster_keys("", "127.0.0.1"), Timeouts(), lambda _: None, lambda _: None)
+        address = self._control.bind("127.0.0.1", 0)
+        self._control.info, self._control.status = node_info(), wire.Status(node_id="host", epoch=1)
+        self._control.start()
+        spawn = multiprocessing.get_context("spawn")
+        connected, self._stop = spawn.Event(), spawn.Event()
+        self._listener = spawn.Process(target=listen, args=(address, connected, self._stop), daemon=True)
+        self._listener.start()
+        assert connected.wait(20), "the listener did not connect"
+
+    def cpu_us(self, outboxes: Sequence[Sequence[tuple[str, Message]]], pause_s: float) -> tuple[float, float]:
+        """(I/O thread's, sender's) CPU microseconds for one outbox, sent every `pause_s` as a step loop does."""
+        process, thread = time.process_time(), time.thread_time()
+        for outbox in outboxes:
+            for peer_id, message in outbox:
+                self._control.send(peer_id, message)
+            time.sleep(pause_s)
+        process, thread = time.process_time() - process, time.thread_time() - thread
+        return 1e6 * (process - thread) / len(outboxes), 1e6 * thread / len(outboxes)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._listener.join(5)
+        self._control.stop()
+
+
+def measure(num_rows: int, num_steps: int, plane: Plane) -> str:
+    node = Node(num_rows)
+    submit_s = node.submit()
+    for part in PARTS:
+        node.took_ns[part].clear()
+    for _ in range(num_steps):
+        node.step(lambda *_: None)
+    parts = {part: statistics.median(times) / 1e3 for part, times in node.took_ns.items()}
+    total, floor = sum(parts.values()), wire_floor_us(num_rows)
+    name = f"cmpl-{0:032x}"
+    outbox = [
+        (router_id(r), Tokens(deltas=tuple(TokenDelta(name, 1, 0, 7, (i,)) for i in range(r, num_rows, NUM_ROUTERS))))
+        for r in range(min(NUM_ROUTERS, num_rows))
+    ]
+    io_us, send_us = plane.cpu_us([outbox] * (num_steps // 2), 0.004)
+    columns = " ".join(f"{parts[part]:9.0f}" for part in PARTS)
+    submit_us = 1e6 * submit_s / num_rows
+    sides = f"{submit_us:9.0f} {send_us:8.0f} {io_us:8.0f}"
+    return f"{num_rows:5} {columns} {total:8.0f} {floor:7.0f} {total / floor:7.2f} {sides}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,64,256")
+    parser.add_argument("--steps", type=int, default=400)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    plane = Plane()
+    names = " ".join(f"{part:>9}" for part in PARTS)
+    sides = f"{'admit/req':>9} {'send':>8} {'I/O':>8}"
+    print(f"{'rows':>5} {names} {'total':>8} {'floor':>7} {'ratio':>7} {sides}  (CPU us a step)")
+    for rows in args.rows.split(","):
+        print(measure(int(rows), args.steps, plane), flush=True)
+    plane.close()
+
+
+if __name__ == "__main__":
+    main()

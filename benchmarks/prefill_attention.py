@@ -1,0 +1,117 @@
+"""Paged causal prefill: TFLOP/s of each shape beside torch's built-in flash attention, in one run.
+
+python benchmarks/prefill_attention.py [--general]
+
+32 query and 8 KV heads of 128, bf16, blocks of 64 in a block-major pool. A multiplication and an addition for each
+pair of a query and a key it may see, once for scores and once for values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tandem.kernels.backends import triton_prefill
+from tandem.kernels.backends.triton import TritonOps
+from tandem.kernels.sample_batches import PagedBatch, random_batch
+from tandem.kernels.spec import AttentionSpec
+
+HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
+# Name -> (new tokens of each row, earlier tokens of each row).
+SHAPES = {
+    "32 x 512": ((512,) * 32, 0),
+    "8 x 2k": ((2048,) * 8, 0),
+    "4 x 4k": ((4096,) * 4, 0),
+    "1 x 8k": ((8192,), 0),
+    "1 x 16k": ((16384,), 0),
+    "1k over 8k": ((1024,), 8192),
+    "4 x 1k over 8k": ((1024,) * 4, 8192),
+    "ragged 16k": ((100, 4000, 37, 1, 2500, 8000, 700, 1046), 0),
+}
+
+
+def tera_operations(lengths: tuple[int, ...], earlier: int) -> float:
+    pairs = sum(new * earlier + new * (new + 1) / 2 for new in lengths)
+    return 4 * HEADS * SIZE * pairs / 1e12
+
+
+def median_seconds(run: Callable[[], object], repeats: int = 20) -> float:
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times) / 1e3
+
+
+def ours(batch: PagedBatch, spec: AttentionSpec) -> Callable[[], object]:
+    rows, kv = batch.metadata.all_rows(), batch.kv()
+    return lambda: TritonOps.prefill(batch.query, batch.key, batch.value, kv, rows, spec)
+
+
+def torch_flash(batch: PagedBatch, lengths: tuple[int, ...]) -> Callable[[], object]:
+    """torch's own kernel on contiguous rows of one length, keys and values repeated for every query head."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        by_row = tensor.unflatten(0, (len(lengths), lengths[0])).transpose(1, 2)
+        return by_row.repeat_interleave(HEADS // by_row.shape[1], dim=1)
+
+    query, key, value = rows(batch.query), rows(batch.key), rows(batch.value)
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    return run
+
+
+def host_microseconds(run: Callable[[], object], repeats: int = 200) -> float:
+    """Time to issue one call, the GPU kept from being the limit by short work."""
+    run()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    elapsed = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return elapsed / repeats * 1e6
+
+
+def make_batch(lengths: tuple[int, ...], earlier: int) -> PagedBatch:
+    return random_batch(
+        lengths, tuple(new + earlier for new in lengths), num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE,
+        block_size=BLOCK, dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--general", action="store_true", help="measure the general kernel, as other GPUs run it")
+    if parser.parse_args().general:
+        triton_prefill._failures.append("asked for")
+    spec = AttentionSpec(HEADS, SIZE, SIZE**-0.5, KV_HEADS)
+    print(f"{torch.cuda.get_device_name()}, {HEADS}/{KV_HEADS} heads of {SIZE}, bf16, blocks of {BLOCK}; TFLOP/s")
+    print(f"{'shape':16} {'ours':>8} {'torch':>8}")
+    for name, (lengths, earlier) in SHAPES.items():
+        batch = make_batch(lengths, earlier)
+        work = tera_operations(lengths, earlier)
+        rate = work / median_seconds(ours(batch, spec))
+        plain = earlier == 0 and len(set(lengths)) == 1
+        peer = f"{work / median_seconds(torch_flash(batch, lengths)):8.0f}" if plain else f"{'-':>8}"
+        print(f"{name:16} {rate:8.0f} {peer}", flush=True)
+    print(f"host time of a call: {host_microseconds(ours(make_batch((64,), 64), spec)):.0f} us")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Prefill with our Triton kernels: the Hopper kernel where it fits, the general one for everything else."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+
+from tandem.kernels.backend import PagedKV
+from tandem.kernels.metadata import RowBatch
+from tandem.kernels.quantization import scale_tensor
+from tandem.kernels.spec import AttentionSpec
+
+logger = logging.getLogger(__name__)
+
+HOPPER = (9, 0)
+GLUON_VERSIONS = ((3, 6), (3, 8))  # first and last release whose Gluon the Hopper kernel is compiled with in tests
+_failures: list[str] = []
+
+
+def prefill(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: PagedKV | None,
+    rows: RowBatch,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """query [T, H, D], key/value [T, K, D] of the new tokens, earlier ones in the cache -> [T, H, D]."""
+    if why_general(query, key, value, kv, spec) is None:
+        try:
+            return _hopper(query, key, value, kv, rows, spec)
+        except Exception as error:
+            if not type(error).__module__.startswith("triton."):
+                raise
+            _failures.append(f"the Hopper kernel failed to compile: {error}")
+            logger.warning("%s; the general kernel serves from now on", _failures[-1])
+    return _general(query, key, value, kv, rows, spec)
+
+
+def why_general(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, spec: AttentionSpec
+) -> str | None:
+    """Why the general kernel serves such tensors instead of the Hopper one, or None."""
+    reason = why_general_layer(query.device, query.dtype, spec) or (_failures[0] if _failures else None)
+    if reason is not None:
+        return reason
+    from tandem.kernels.triton_kernels.prefill_launch import why_not_cache, why_not_tiles
+
+    if kv is not None:
+        if kv.key_cache.dtype != query.dtype:
+            return f"the cache holds {kv.key_cache.dtype}, queries are {query.dtype}"
+        reason = why_not_cache(kv.key_cache, kv.value_cache)
+    return reason or why_not_tiles("query", query) or why_not_tiles("key", key) or why_not_tiles("value", value)
+
+
+def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
+    """The part of `why_general` that a layer's options decide."""
+    if device.type != "cuda" or _capability(device) != HOPPER:
+        return "the Hopper kernel needs compute capability 9.0"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the Hopper kernel multiplies 16-bit elements, not {dtype}"
+    if spec.head_size not in (64, 128):
+        return f"the Hopper kernel has heads of 64 and 128, not {spec.head_size}"
+    if spec.alibi_slopes is not None:
+        return "the Hopper kernel has no ALiBi"
+    if spec.scale <= 0:
+        return f"the Hopper kernel needs a positive scale, not {spec.scale}"
+    return _why_no_gluon()
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@cache
+def _why_no_gluon() -> str | None:
+    import triton
+
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    first, last = GLUON_VERSIONS
+    if not first <= version <= last:
+        return f"Gluon of triton {triton.__version__} is untested; known are {first} to {last}"
+    return None
+
+
+def _hopper(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec
+) -> torch.Tensor:
+    from tandem.kernels.triton_kernels.prefill_launch import launch_prefill, list_work
+
+    work = rows.scratch.get("prefill_work")
+    if work is None:
+        work = torch.from_numpy(list_work(rows.query_lens_cpu, rows.seq_lens_cpu)).to(query.device, non_blocking=True)
+        rows.scratch["prefill_work"] = work
+    return launch_prefill(
+        query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None, rows.block_tables,
+        rows.query_start_loc, rows.seq_lens, work, spec.scale, window=spec.sliding_window,
+        soft_cap=spec.logits_soft_cap,
+    )  # fmt: skip
+
+
+def _general(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec
+) -> torch.Tensor:
+    from tandem.kernels.triton_kernels.paged_prefill import paged_prefill
+
+    device = query.device
+    return paged_prefill(
+        query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None,
+        rows.block_tables, rows.query_start_loc, rows.seq_lens, rows.max_query_len, spec.scale,
+        k_scale=scale_tensor(kv.k_scale if kv else 1.0, device),
+        v_scale=scale_tensor(kv.v_scale if kv else 1.0, device),
+        alibi_slopes=spec.slopes_on(device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+    )  # fmt: skip

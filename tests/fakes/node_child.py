@@ -1,0 +1,59 @@
+"""Nodes in a process of their own, for faults that take the whole process along.
+
+Start them with `NodeChild(...)` from the test; the child runs this same file as a script.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+
+class NodeChild:
+    """`addresses`: where the child's nodes take control connections, one for each of `roles`."""
+
+    def __init__(self, roles: tuple[str, ...], transport: str, fault_injection: str, num_blocks: int = 256) -> None:
+        command = [sys.executable, __file__, ",".join(roles), transport, fault_injection, str(num_blocks)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the child ended before its nodes were up"
+        self.addresses: tuple[str, ...] = tuple(json.loads(line))
+
+    def stop(self) -> None:
+        """Ends it if it still lives."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _serve(roles: str, transport: str, fault_injection: str, num_blocks: str) -> None:
+    """Until stdin is closed: a child doesn't outlive its test."""
+    from in_process_cluster import Node, node_options
+    from tiny_models import tiny_model
+
+    nodes = []
+    for role in roles.split(","):
+        fault = fault_injection if role == "prefill" else ""
+        options = node_options(
+            role, tiny_model("llama"), transport=transport, fault_injection=fault, chunk=64, num_blocks=int(num_blocks)
+        )
+        nodes.append(Node(options))
+    print(json.dumps([node.info.control_address for node in nodes]), flush=True)
+    closed = threading.Event()
+    threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
+    closed.wait()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])

@@ -1,0 +1,178 @@
+"""Prefill kernels on a GPU against float64: ragged and chunked batches, options, layouts, poisoned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tandem.kernels.backend import PagedKV
+from tandem.kernels.backends import triton_prefill
+from tandem.kernels.backends.native import NativeOps
+from tandem.kernels.backends.triton import TritonOps
+from tandem.kernels.sample_batches import PagedBatch, random_batch
+from tandem.kernels.spec import AttentionSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
+RAGGED = ((2, 63, 64, 65, 127, 128, 129, 300, 1, 513), (2, 63, 64, 65, 127, 128, 129, 300, 1, 513))
+CHUNKED = ((1, 1, 64, 63, 129, 128, 300, 7, 256), (1, 130, 128, 191, 130, 1000, 555, 71, 1281))
+BATCHES: dict[str, tuple[Sequence[int], Sequence[int]]] = {"ragged": RAGGED, "chunked": CHUNKED}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"sliding_window": 200},
+    "window-1": {"sliding_window": 1},
+    "soft-cap": {"logits_soft_cap": 5.0},
+    "window-soft-cap": {"sliding_window": 64, "logits_soft_cap": 2.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Outputs come from freed memory full of NaN: what a kernel leaves unwritten shows."""
+    torch.full((1 << 26,), float("nan"), device="cuda")
+
+
+def exact(batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
+    query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
+    kv = batch.kv()
+    return NativeOps.prefill(query, key, value, kv, batch.metadata.all_rows(), spec)
+
+
+def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((output.double() - expected).norm() / expected.norm()).item()
+
+
+def check(batch: PagedBatch, spec: AttentionSpec, *, hopper: bool = True) -> None:
+    reason = triton_prefill.why_general(batch.query, batch.key, batch.value, batch.kv(), spec)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert (reason is None) == hopper, reason
+    output = TritonOps.prefill(batch.query, batch.key, batch.value, batch.kv(), batch.metadata.all_rows(), spec)
+    expected = exact(batch, spec)
+    assert not triton_prefill._failures
+    assert output.isfinite().all()
+    tolerance = TOLERANCE[batch.query.dtype]
+    assert relative_error(output, expected) < tolerance
+    worst = (output.double() - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+    assert worst.max().item() < 3 * tolerance  # each token, so that a wrong row can't hide among many
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("lengths", BATCHES)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_batches(lengths: str, options: str, dtype: torch.dtype) -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda", "seed": 1}
+    check(
+        random_batch(*BATCHES[lengths], dtype=dtype, **sizes), AttentionSpec(8, 128, 128**-0.5, 2, **OPTIONS[options])
+    )
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [
+    (4, 4, 128, 16), (4, 1, 64, 64), (6, 2, 64, 32), (4, 2, 128, 128), (5, 1, 128, 48), (32, 8, 128, 64),
+])  # fmt: skip
+def test_shapes(heads: int, kv_heads: int, size: int, block: int) -> None:
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": size, "block_size": block, "device": "cuda"}
+    batch = random_batch(*CHUNKED, dtype=torch.bfloat16, **sizes)
+    check(batch, AttentionSpec(heads, size, size**-0.5, kv_heads))
+
+
+@pytest.mark.parametrize("size", [80, 96, 256])
+def test_other_head_sizes_take_the_general_kernel(size: int) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": size, "block_size": 64, "device": "cuda"}
+    check(random_batch(*CHUNKED, dtype=torch.bfloat16, **sizes), AttentionSpec(4, size, 0.1, 2), hopper=False)
+
+
+def test_without_a_cache() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
+    batch = random_batch(*RAGGED, dtype=torch.bfloat16, **sizes)
+    spec = AttentionSpec(8, 128, 0.1, 2)
+    output = TritonOps.prefill(batch.query, batch.key, batch.value, None, batch.metadata.all_rows(), spec)
+    assert relative_error(output, exact(batch, spec)) < TOLERANCE[torch.bfloat16]
+
+
+def test_slices_of_a_fused_projection() -> None:
+    """Queries, keys and values are columns of one matrix, as models pass them; a row full of NaN harms no other."""
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
+    batch = random_batch((100, 3, 130), (164, 40, 200), dtype=torch.bfloat16, **sizes)
+    fused = torch.cat((batch.query, batch.key, batch.value), dim=1)
+    query, key, value = fused.split((8, 2, 2), dim=1)
+    spec, rows = AttentionSpec(8, 128, 0.1, 2), batch.metadata.all_rows()
+    expected = exact(batch, spec)
+    fused[100:103] = float("nan")
+    output = TritonOps.prefill(query, key, value, batch.kv(), rows, spec)
+    assert output[100:103].isnan().all()
+    for others in (slice(0, 100), slice(103, None)):
+        assert relative_error(output[others], expected[others]) < TOLERANCE[torch.bfloat16]
+
+
+def test_unaligned_rows_take_the_general_kernel() -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 64, "block_size": 64, "device": "cuda"}
+    batch = random_batch(*CHUNKED, dtype=torch.bfloat16, **sizes)
+    spec = AttentionSpec(4, 64, 0.1, 2)
+    wide = torch.nn.functional.pad(batch.query.flatten(1), (1, 2))[:, 1:-2].unflatten(1, (4, 64))
+    assert "16 bytes" in (triton_prefill.why_general(wide, batch.key, batch.value, batch.kv(), spec) or "")
+    output = TritonOps.prefill(wide, batch.key, batch.value, batch.kv(), batch.metadata.all_rows(), spec)
+    assert relative_error(output, exact(batch, spec)) < TOLERANCE[torch.bfloat16]
+
+
+def test_offsets_beyond_2_to_the_31() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
+    first = (1 << 31) // (2 * 2 * 2 * 64 * 128) + 1
+    batch = random_batch((100, 65), (400, 65), dtype=torch.bfloat16, first_block=first, **sizes)
+    assert batch.pool.numel() > 1 << 31
+    check(batch, AttentionSpec(8, 128, 0.1, 2))
+
+
+def test_131072_tokens() -> None:
+    """The last queries of a whole long prompt, and their chunk over a prefix, against float64."""
+    total, last = 131072, 16
+    generator = torch.Generator("cuda").manual_seed(3)
+    query, key, value = (
+        torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16, generator=generator) for heads in (2, 1, 1)
+    )
+    spec = AttentionSpec(2, 128, 128**-0.5, 1)
+    scores = torch.einsum("qhd,kd->hqk", query[-last:].double(), key[:, 0].double()) * spec.scale
+    hidden = torch.ones(last, total, dtype=torch.bool, device="cuda").triu(total - last + 1)
+    expected = torch.einsum("hqk,kd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value[:, 0].double())
+    from tandem.kernels.metadata import AttentionMetadataBuilder
+
+    build = AttentionMetadataBuilder().build
+    table = [torch.randperm(total // 64).tolist()]
+    device = query.device
+    whole = build([total], [total], table, [-1] * total, device).all_rows()
+    output = TritonOps.prefill(query, key, value, None, whole, spec)
+    assert output.isfinite().all()
+    assert relative_error(output[-last:], expected) < 1e-2
+    pool = torch.full((total // 64, 1, 2, 64, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
+    earlier = total - 1000
+    blocks = torch.tensor(table[0], device="cuda")
+    position = torch.arange(earlier, device="cuda")
+    pool[blocks[position // 64], 0, 0, position % 64] = key[:earlier, 0]
+    pool[blocks[position // 64], 0, 1, position % 64] = value[:earlier, 0]
+    chunk = build([1000], [total], table, [-1] * 1000, device).all_rows()
+    output = TritonOps.prefill(query[earlier:], key[earlier:], value[earlier:], PagedKV.of_layer(pool), chunk, spec)
+    assert output.isfinite().all()
+    assert relative_error(output[-last:], expected) < 1e-2
+
+
+def test_lengths_compile_nothing() -> None:
+    from tandem.kernels.compilations import CompilationCounter
+
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
+    spec = AttentionSpec(8, 128, 0.1, 2)
+    check(random_batch((100, 3), (164, 40), dtype=torch.bfloat16, **sizes), spec)
+    counter = CompilationCounter()
+    for lengths in (RAGGED, CHUNKED, ((16,), (16,)), ((1,), (4096,)), ((129, 2, 2, 2), (129, 1000, 16, 17))):
+        check(random_batch(*lengths, dtype=torch.bfloat16, **sizes), spec)
+    batch = random_batch((1, 1, 1, 40), (9, 9, 9, 80), dtype=torch.bfloat16, **sizes)
+    rest = TritonOps.prefill(
+        batch.query[3:], batch.key[3:], batch.value[3:], batch.kv(), batch.metadata.prefill_rows(), spec
+    )
+    assert rest.isfinite().all()
+    assert counter.num_total == 0
