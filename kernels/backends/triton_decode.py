@@ -15,14 +15,14 @@ from tandem.kernels.partitions import choose_paged_attention_version, num_partit
 from tandem.kernels.quantization import scale_tensor
 from tandem.kernels.spec import AttentionSpec
 from tandem.kernels.triton_kernels.block_sparse import list_sparse_tiles
-from tandem.kernels.triton_kernels.decode_plan import DecodePlan
-from tandem.kernels.triton_kernels.paged_decode import (
+from tandem.kernels.triton_kernels.decode_launch import (
     MAX_NEW_TOKENS,
     SparseTiles,
     decode_constants,
     paged_decode,
     plan_decode,
 )
+from tandem.kernels.triton_kernels.decode_plan import DecodePlan
 
 _compiled: set[tuple[object, ...]] = set()
 

@@ -11,7 +11,8 @@ import triton.language as tl
 
 from tandem.kernels.spec import BlockSparse
 from tandem.kernels.triton_kernels.common import begin, overlap
-from tandem.kernels.triton_kernels.paged_decode import SparseTiles, first_sparse_head, sparse_shift
+from tandem.kernels.triton_kernels.decode_launch import SparseTiles, first_sparse_head
+from tandem.kernels.triton_kernels.decode_segment import sparse_shift
 
 TILES_AT_ONCE = 256
 

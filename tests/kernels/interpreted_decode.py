@@ -19,8 +19,8 @@ from tandem.kernels.metadata import RowBatch
 from tandem.kernels.quantization import FP8_DTYPE
 from tandem.kernels.sample_batches import PagedBatch, random_batch
 from tandem.kernels.spec import AttentionSpec, BlockSparse
+from tandem.kernels.triton_kernels.decode_launch import decode_constants, paged_decode, plan_decode
 from tandem.kernels.triton_kernels.decode_plan import DecodePlan
-from tandem.kernels.triton_kernels.paged_decode import decode_constants, paged_decode, plan_decode
 
 ONE = torch.ones(1)
 SLOPES = torch.tensor(reference.alibi_slopes(4))
