@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from tandem.engine.cuda_driver import HANDLE_BYTES, export_memory, map_memory, unmap_memory
 from tandem.engine.errors import TransportError
 from tandem.engine.kv_layout import KVLayout
 from tandem.kernels.push_blocks import can_push, push_blocks
 from tandem.kv_connector.transports.base import BlockPairs
-from tandem.kv_connector.transports.cuda_driver import HANDLE_BYTES, export_memory, map_memory, unmap_memory
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
 
