@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from tandem.engine.device_upload import upload
-from tandem.engine.sampler import LogitEdits, Penalties, RandomRows, SamplingBatch
+from tandem.engine.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import BlockAppend, ForkSlot, NewSlot, SampleRow
 
@@ -169,20 +169,20 @@ class BatchState:
         if rows["plain"].all():
             slot_N, position_N = upload([slots, positions], self.device)
             return SamplingBatch(), slot_N, position_N
-        random = np.flatnonzero(rows["temperature"] > 0)
+        random = rows[rows["temperature"] > 0]
         penalised = np.flatnonzero(rows["penalised"])
         with_logprobs = np.flatnonzero(rows["num_logprobs"] >= 0)
         edit_rows, edit_tokens, edit_values = self._edits(slots, rows, output_indices)
-        chosen = rows[random]
         arrays = [slots, positions, with_logprobs, edit_rows, edit_tokens, edit_values, penalised]
         arrays += [rows[name][penalised] for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
-        arrays += [random, *(chosen[name] for name in ("temperature", "top_p", "min_p", "top_k"))]
-        arrays += [chosen["seed"].view(np.int64), sample_indices[random], output_indices[random]]
+        if random.size:
+            arrays += [np.stack([rows[name] for name in ("temperature", "top_p", "min_p")]), rows["top_k"]]
+            arrays += [rows["seed"].view(np.int64), sample_indices, output_indices]
         sent = upload(arrays, self.device)
         batch = SamplingBatch(
             edits=LogitEdits(sent[3], sent[4], sent[5].float()) if edit_rows.size else None,
             penalties=self._penalties(sent[0], *sent[6:10]) if penalised.size else None,
-            random=_random_rows(chosen, sent[10:]) if random.size else None,
+            random=_random_settings(random, sent[10:]) if random.size else None,
             logprob_row_L=sent[2] if with_logprobs.size else None,
             max_num_logprobs=max(int(rows["num_logprobs"].max()), 0),
         )
@@ -243,17 +243,17 @@ def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) 
     )
 
 
-def _random_rows(settings: np.ndarray, sent: list[torch.Tensor]) -> RandomRows:
-    row, temperature, top_p, min_p, top_k, seed, sample_index, output_index = sent
-    return RandomRows(
-        row_M=row,
-        temperature_M=temperature.float(),
-        top_k_M=top_k,
-        top_p_M=top_p.float(),
-        min_p_M=min_p.float(),
-        seed_M=seed,
-        sample_index_M=sample_index,
-        output_index_M=output_index,
-        filtered=bool((settings["top_k"] > 0).any() or (settings["top_p"] < 1).any()),
-        has_min_p=bool((settings["min_p"] > 0).any()),
+def _random_settings(random: np.ndarray, sent: list[torch.Tensor]) -> RandomSettings:
+    """`random`: the settings of the rows that are drawn; `sent`: of all rows."""
+    fractions_3N, top_k, seed, sample_index, output_index = sent
+    temperature, top_p, min_p = fractions_3N.float()
+    return RandomSettings(
+        temperature_N=temperature,
+        top_k_N=top_k,
+        top_p_N=top_p,
+        min_p_N=min_p,
+        seed_N=seed,
+        sample_index_N=sample_index,
+        output_index_N=output_index,
+        filtered=bool(((random["top_k"] > 0) | (random["top_p"] < 1) | (random["min_p"] > 0)).any()),
     )

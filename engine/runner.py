@@ -8,7 +8,7 @@ Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocab
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -20,7 +20,7 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.kv_pool import allocate_pool
-from tandem.engine.sampler import RandomRows, SamplingBatch, logprobs_of, sample
+from tandem.engine.sampler import LogitEdits, RandomSettings, SamplingBatch, logprobs_of, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
@@ -190,8 +190,8 @@ class ModelRunner:
             hidden_TH = self._forward(inputs, None, with_hooks=False)
             self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))), with_hooks=False)
             logits_NV = self.model.project(hidden_TH[:num_samples])
-            sample(logits_NV, SamplingBatch())
-            sample(logits_NV, _dummy_sampling(num_samples, self.device))
+            for batch in _dummy_batches(num_samples, self.device):
+                sample(logits_NV, batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -223,12 +223,20 @@ class ModelRunner:
         return [ScheduledRow(0, 0, 1)] * self.max_decode_rows
 
 
-def _dummy_sampling(num_rows: int, device: torch.device) -> SamplingBatch:
+def _dummy_batches(num_rows: int, device: torch.device) -> Iterator[SamplingBatch]:
+    """Every way to sample: greedy, drawn, drawn with filters, each of logits as they are and of edited ones. Where
+    nothing is compiled, only the one that needs most."""
     zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
     half = torch.full((num_rows,), 0.5, device=device)
     rows = torch.arange(num_rows, device=device)
-    random = RandomRows(rows, half, zeros + 8, half, half, rows, zeros, zeros, filtered=True, has_min_p=True)
-    return SamplingBatch(random=random, logprob_row_L=rows, max_num_logprobs=8)
+    edits = LogitEdits(rows, zeros, half)
+    unfiltered, filtered = (
+        RandomSettings(half, zeros + 8, half, half, rows, zeros, zeros, filtered=kind) for kind in (False, True)
+    )
+    if device.type == "cuda":
+        yield from (SamplingBatch(changed, random=kind) for changed in (None, edits) for kind in (None, unfiltered))
+        yield SamplingBatch(random=filtered)
+    yield SamplingBatch(edits, random=filtered, logprob_row_L=rows, max_num_logprobs=8)
 
 
 def profile_free_bytes(

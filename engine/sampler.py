@@ -1,14 +1,14 @@
 """Logits to tokens and log-probabilities, for rows of mixed settings in one batch. Nothing here waits for the device.
 
 Order: logit_bias, min_tokens (EOS and stop ids are banned until then), repetition / presence / frequency penalties,
-temperature, top_k, top_p, min_p, Gumbel-max with the noise of `gumbel.py`. Greedy rows take the argmax of the
+then temperature, top_k, top_p, min_p and Gumbel-max (`kernels/sampling.py`). Greedy rows take the argmax of the
 penalised logits, the lowest id on ties. Log-probabilities are those of the model itself: log_softmax of the logits
 before any of this.
 
 Which rows need what is decided on the host (`batch_state.py`), so a batch pays only for what its rows ask for.
 
-Shape legend: N sampled rows, M rows with temperature > 0, P rows with penalties, L rows with logprobs, K most
-logprobs asked for, E sparse entries, V vocabulary.
+Shape legend: N sampled rows, P rows with penalties, L rows with logprobs, K most logprobs asked for, E sparse entries,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.gumbel import gumbel_noise, row_keys
 from tandem.kernels.fused_ops import argmax_tokens
+from tandem.kernels.sampling import sample_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +43,20 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True)
-class RandomRows:
-    """Rows with temperature > 0. Settings are float32 [M], the rest int64 [M]; `seed_M` holds the bits of a u64.
+class RandomSettings:
+    """What `sample_tokens` takes, for all N rows; some row's temperature is above 0.
 
-    `filtered`: some row has top_k > 0 or top_p < 1; `has_min_p`: some row has min_p > 0.
+    `filtered`: some such row has top_k > 0, top_p < 1 or min_p > 0.
     """
 
-    row_M: torch.Tensor
-    temperature_M: torch.Tensor
-    top_k_M: torch.Tensor  # 0: off
-    top_p_M: torch.Tensor
-    min_p_M: torch.Tensor
-    seed_M: torch.Tensor
-    sample_index_M: torch.Tensor
-    output_index_M: torch.Tensor
+    temperature_N: torch.Tensor  # float32; 0: the most likely token
+    top_k_N: torch.Tensor  # int64; 0: off
+    top_p_N: torch.Tensor  # float32
+    min_p_N: torch.Tensor  # float32
+    seed_N: torch.Tensor  # int64: the bits of a u64
+    sample_index_N: torch.Tensor  # int64
+    output_index_N: torch.Tensor  # int64
     filtered: bool
-    has_min_p: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +65,7 @@ class SamplingBatch:
 
     edits: LogitEdits | None = None
     penalties: Penalties | None = None
-    random: RandomRows | None = None
+    random: RandomSettings | None = None
     logprob_row_L: torch.Tensor | None = None  # int64
     max_num_logprobs: int = 0
 
@@ -91,16 +89,14 @@ def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
     """Tokens int64 [N] and the log-probabilities of the rows that ask. `logits_NV` of any float dtype, read only."""
     if batch.is_greedy:
         return argmax_tokens(logits_NV), None
-    logits_NV = logits_NV.to(torch.float32, copy=True)
-    raw_LV = None if batch.logprob_row_L is None else logits_NV.index_select(0, batch.logprob_row_L)
+    raw_LV = None if batch.logprob_row_L is None else logits_NV.index_select(0, batch.logprob_row_L).float()
+    if batch.edits is not None or batch.penalties is not None:
+        logits_NV = logits_NV.to(torch.float32, copy=True)
     if batch.edits is not None:
         logits_NV.index_put_((batch.edits.row_E, batch.edits.token_E), batch.edits.value_E, accumulate=True)
     if batch.penalties is not None:
         _apply_penalties(logits_NV, batch.penalties)
-    token_N = logits_NV.argmax(dim=-1)
-    if batch.random is not None:
-        random = batch.random
-        token_N.index_copy_(0, random.row_M, _sample_random(logits_NV.index_select(0, random.row_M), random))
+    token_N = argmax_tokens(logits_NV) if batch.random is None else _draw(logits_NV, batch.random)
     if raw_LV is None:
         return token_N, None
     assert batch.logprob_row_L is not None
@@ -131,27 +127,8 @@ def _apply_penalties(logits_NV: torch.Tensor, penalties: Penalties) -> None:
     logits_NV.index_copy_(0, penalties.row_P, logits_PV)
 
 
-def _sample_random(logits_MV: torch.Tensor, rows: RandomRows) -> torch.Tensor:
-    logits_MV = logits_MV / rows.temperature_M[:, None]
-    if rows.filtered:
-        logits_MV = _keep_top(logits_MV, rows.top_k_M, rows.top_p_M)
-    if rows.has_min_p:
-        # p >= min_p * p_max, in logarithms; min_p 0 gives a threshold of -inf and keeps all.
-        threshold_M1 = logits_MV.amax(dim=-1, keepdim=True) + rows.min_p_M[:, None].log()
-        logits_MV = logits_MV.masked_fill(logits_MV < threshold_M1, float("-inf"))
-    key_M = row_keys(rows.seed_M, rows.sample_index_M, rows.output_index_M)
-    return gumbel_noise(key_M, logits_MV.shape[1]).add_(logits_MV).argmax(dim=-1)
-
-
-def _keep_top(logits_MV: torch.Tensor, top_k_M: torch.Tensor, top_p_M: torch.Tensor) -> torch.Tensor:
-    """Bans all but the `top_k` best tokens (0: all), then all but the fewest best whose probability reaches `top_p`.
-
-    Ties go to the lowest id. Sums run in float64 so that the kept set doesn't hang on the order of additions.
-    """
-    sorted_MV, index_MV = logits_MV.sort(dim=-1, descending=True, stable=True)
-    place_V = torch.arange(logits_MV.shape[1], device=logits_MV.device)
-    dropped_MV = (place_V >= top_k_M[:, None]) & (top_k_M > 0)[:, None]
-    probability_MV = sorted_MV.masked_fill(dropped_MV, float("-inf")).to(torch.float64).softmax(dim=-1)
-    before_MV = probability_MV.cumsum(dim=-1) - probability_MV
-    dropped_MV |= (before_MV >= top_p_M[:, None]) & (top_p_M < 1.0)[:, None] & (place_V > 0)
-    return logits_MV.masked_fill(torch.zeros_like(dropped_MV).scatter_(1, index_MV, dropped_MV), float("-inf"))
+def _draw(logits_NV: torch.Tensor, settings: RandomSettings) -> torch.Tensor:
+    return sample_tokens(
+        logits_NV, settings.temperature_N, settings.top_k_N, settings.top_p_N, settings.min_p_N, settings.seed_N,
+        settings.sample_index_N, settings.output_index_N, filtered=settings.filtered,
+    )  # fmt: skip

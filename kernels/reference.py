@@ -219,7 +219,7 @@ def sample_tokens(
     sample_index_R: torch.Tensor,
     output_index_R: torch.Tensor,
 ) -> torch.Tensor:
-    """Twin of the sampling kernels, row by row, probabilities in float64 -> int64 [R]."""
+    """Twin of `sampling.sample_tokens`, row by row, probabilities in float64 -> int64 [R]."""
     tokens = []
     columns = (temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sample_index_R, output_index_R)
     for logits_V, *settings in zip(logits_RV.float(), *(column.tolist() for column in columns), strict=True):
@@ -227,16 +227,14 @@ def sample_tokens(
         if temperature == 0.0:
             tokens.append(int(logits_V.argmax()))
             continue
-        scaled_V = logits_V / temperature
+        scaled_V = logits_V / torch.full_like(logits_V, temperature)  # by a number, a GPU multiplies with 1 / number
         kept_V = kept_tokens(logits_V, scaled_V, top_k, top_p, min_p)
         noise_V = gumbel_noise(seed, sample_index, output_index, len(logits_V)).to(logits_V.device)
         tokens.append(int((scaled_V.double() + noise_V).masked_fill(~kept_V, float("-inf")).argmax()))
     return torch.tensor(tokens, dtype=torch.int64, device=logits_RV.device)
 
 
-def kept_tokens(
-    logits_V: torch.Tensor, scaled_V: torch.Tensor, top_k: int, top_p: float, min_p: float
-) -> torch.Tensor:
+def kept_tokens(logits_V: torch.Tensor, scaled_V: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
     """bool [V]: which tokens top_k, then top_p, then min_p leave."""
     order_V = logits_V.sort(descending=True, stable=True).indices
     if top_k > 0:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.kernels import reference
-from tandem.kernels.triton_kernels import sampling
+from tandem.kernels.triton_kernels import sampling, sampling_limits
 
 FILTERS: dict[str, tuple[int, float, float]] = {
     "none": (0, 1.0, 0.0),
@@ -25,7 +25,7 @@ FILTERS: dict[str, tuple[int, float, float]] = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "LIMITS_BLOCK", 512)
+    monkeypatch.setattr(sampling_limits, "LIMITS_BLOCK", 512)
     monkeypatch.setattr(sampling, "PARTS_BLOCK", 128)
 
 
@@ -58,7 +58,7 @@ def test_limits_keep_exactly_the_tokens_of_the_definition() -> None:
         logits = (torch.randn(1, 900) * 2 * 8).round() / 8  # many equal logits
         temperature, top_k, top_p, min_p, *_ = settings_of(1, 1.3, *filters)
         cuts, last = torch.empty(1, 2), torch.empty(1, dtype=torch.int32)
-        sampling.sampling_limits_kernel[(1,)](
+        sampling_limits.sampling_limits_kernel[(1,)](
             logits, temperature, top_k, top_p, min_p, cuts, last, logits.stride(0), 900, BLOCK=512, PDL=False
         )
         scaled, ids = logits[0] / 1.3, torch.arange(900)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 import torch
 
 from tandem.engine import sampler
-from tandem.engine.gumbel import gumbel_noise, random_bits, row_keys
-from tandem.engine.sampler import LogitEdits, Penalties, RandomRows, SamplingBatch, logprobs_of, sample
+from tandem.engine.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch, logprobs_of, sample
+from tandem.kernels import reference
+from tandem.kernels.gumbel import gumbel_noise, random_bits, row_keys
 
 U64 = (1 << 64) - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -42,19 +44,19 @@ def as_i64(*values: int) -> torch.Tensor:
     return torch.from_numpy(np.array([v & U64 for v in values], dtype=np.uint64).view(np.int64))
 
 
-def random_rows(n: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, output_index=None) -> RandomRows:
+def random_rows(
+    n: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, output_index=None
+) -> RandomSettings:
     full = lambda value, dtype=torch.float32: torch.full((n,), value, dtype=dtype)  # noqa: E731
-    return RandomRows(
-        row_M=torch.arange(n),
-        temperature_M=full(temperature),
-        top_k_M=full(top_k, torch.int64),
-        top_p_M=full(top_p),
-        min_p_M=full(min_p),
-        seed_M=torch.arange(n) if seed is None else full(seed, torch.int64),
-        sample_index_M=torch.zeros(n, dtype=torch.int64),
-        output_index_M=torch.zeros(n, dtype=torch.int64) if output_index is None else output_index,
-        filtered=top_k > 0 or top_p < 1.0,
-        has_min_p=min_p > 0,
+    return RandomSettings(
+        temperature_N=full(temperature),
+        top_k_N=full(top_k, torch.int64),
+        top_p_N=full(top_p),
+        min_p_N=full(min_p),
+        seed_N=torch.arange(n) if seed is None else full(seed, torch.int64),
+        sample_index_N=torch.zeros(n, dtype=torch.int64),
+        output_index_N=torch.zeros(n, dtype=torch.int64) if output_index is None else output_index,
+        filtered=top_k > 0 or top_p < 1.0 or min_p > 0,
     )
 
 
@@ -184,6 +186,28 @@ class TestDistribution:
         assert set(tokens.tolist()) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_are_those_of_the_row_by_row_definition(dtype):
+    rng = np.random.default_rng(8)
+    rows = 60
+    logits = torch.from_numpy(rng.normal(0, 3, (rows, 400)).astype(np.float32)).to(dtype)
+    pick = lambda *values: torch.from_numpy(rng.choice(values, rows))  # noqa: E731
+    settings = RandomSettings(
+        temperature_N=pick(0.0, 0.3, 1.0, 1.7).float(),
+        top_k_N=pick(0, 1, 40, 1000),
+        top_p_N=pick(1.0, 0.9, 0.3, 1e-7).float(),
+        min_p_N=pick(0.0, 0.01, 0.3).float(),
+        seed_N=torch.from_numpy(rng.integers(-(1 << 63), (1 << 63) - 1, rows)),
+        sample_index_N=torch.from_numpy(rng.integers(0, 9, rows)),
+        output_index_N=torch.from_numpy(rng.integers(0, 1 << 20, rows)),
+        filtered=True,
+    )
+    tokens, _ = sample(logits, SamplingBatch(random=settings))
+    expected = reference.sample_tokens(logits, *(getattr(settings, field.name) for field in fields(settings)[:-1]))
+    assert torch.equal(tokens, expected)
+    assert len(tokens.unique()) > 20
+
+
 def test_greedy_ties_go_to_the_lowest_id():
     logits = torch.zeros(2, 100)
     logits[1, [17, 60, 99]] = 2.0
@@ -195,12 +219,8 @@ def test_mixed_rows_do_not_disturb_each_other():
     logits = torch.randn(6, 64)
     full = random_rows(6, temperature=0.9, top_k=10, min_p=0.01)
     together, _ = sample(logits.clone(), SamplingBatch(random=full))
-    picked = torch.tensor([4, 1])
-    fields = ("temperature_M", "top_k_M", "top_p_M", "min_p_M", "seed_M", "sample_index_M", "output_index_M")
-    some = RandomRows(
-        row_M=picked, filtered=True, has_min_p=True, **{name: getattr(full, name)[picked] for name in fields}
-    )
-    mixed, _ = sample(logits.clone(), SamplingBatch(random=some))
+    temperature = torch.where(torch.isin(torch.arange(6), torch.tensor([4, 1])), full.temperature_N, 0.0)
+    mixed, _ = sample(logits.clone(), SamplingBatch(random=replace(full, temperature_N=temperature)))
     greedy = logits.argmax(-1)
     expected = [together[row].item() if row in (4, 1) else greedy[row].item() for row in range(6)]
     assert mixed.tolist() == expected
