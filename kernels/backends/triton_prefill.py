@@ -96,9 +96,8 @@ def _hopper(
         work = torch.from_numpy(list_work(rows.query_lens_cpu, rows.seq_lens_cpu)).to(query.device, non_blocking=True)
         rows.scratch["prefill_work"] = work
     return launch_prefill(
-        query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None, rows.block_tables,
-        rows.query_start_loc, rows.seq_lens, work, spec.scale, window=spec.sliding_window,
-        soft_cap=spec.logits_soft_cap,
+        query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None, rows.block_tables, work,
+        spec.scale, window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
     )  # fmt: skip
 
 

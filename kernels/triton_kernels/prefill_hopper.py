@@ -3,8 +3,10 @@
 The algorithm is FlashAttention-3's (Shah et al., 2024): scores of the next tile are computed while the weights of the
 one before meet its values. N rows, T new tokens, H query heads over K KV heads, D head size, S slots a block.
 
-A program does QUERY_TILE queries of one head of one row. It sees its keys in tiles of KEY_TILE in this order: the new
-tokens on the diagonal, the last tile of the prefix if it isn't full, then everything that needs no mask, backwards.
+Programs stay: each does one item after the other, QUERY_TILE queries of one head of one row, longest items first and
+in turns forwards and backwards through the programs, which keeps their sums even. The loading warp runs ahead into the
+next item. An item sees its keys in tiles of KEY_TILE in this order: the new tokens on the diagonal, the last tile of
+the prefix if it isn't full, then everything that needs no mask, backwards.
 Tiles arrive through the tensor memory accelerator in boxes of BOX rows and 64 columns, the width of its swizzle. Each
 descriptor has the token dimension twice, as (x, y) with y below BOX: a box that starts at y = BOX - n holds n rows and
 then zeros (loads) or nothing (stores), so that no value of another row, or of an unused slot, ever meets a weight.
@@ -28,7 +30,47 @@ COLUMNS: gl.constexpr = gl.constexpr(64)  # 128 bytes of 16-bit elements
 QUERY_TILE: gl.constexpr = gl.constexpr(128)
 KEY_TILE: gl.constexpr = gl.constexpr(128)
 HALF: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup
+ITEM_FIELDS: gl.constexpr = gl.constexpr(8)  # int32 a piece of work, so that one sector holds it
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def count_items(num_items):
+    """How many items this program does."""
+    place, programs = gl.program_id(0), gl.num_programs(0)
+    rounds = num_items // programs
+    last = gl.where(rounds % 2 == 0, place, programs - 1 - place)
+    return rounds + (last < num_items % programs).to(gl.int32)
+
+
+@gluon.jit
+def read_item(work, turn, num_items, HEADS: gl.constexpr):
+    """The turn-th item of this program (any one past the end): head, row, query tile, first token, new and earlier
+    tokens of the row."""
+    place, programs = gl.program_id(0), gl.num_programs(0)
+    item = turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
+    item = gl.minimum(item, num_items - 1)
+    piece = work + item // HEADS * ITEM_FIELDS
+    return (
+        item % HEADS, gl.load(piece), gl.load(piece + 1), gl.load(piece + 2), gl.load(piece + 3), gl.load(piece + 4),
+    )  # fmt: skip
+
+
+@gluon.jit
+def plan_item(query_tile, num_earlier, window, HAS_WINDOW: gl.constexpr):
+    """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask)."""
+    prefix_tiles = num_earlier // KEY_TILE
+    partial = (num_earlier % KEY_TILE != 0).to(gl.int32)
+    first_new = 0
+    num_old = prefix_tiles
+    if HAS_WINDOW:
+        lowest = gl.maximum(num_earlier + query_tile * QUERY_TILE - window + 1, 0)
+        first_new = gl.maximum(lowest - num_earlier, 0) // KEY_TILE
+        partial = gl.where(lowest < num_earlier, partial, 0)
+        num_old = gl.maximum(prefix_tiles - lowest // KEY_TILE, 0)
+    steps = 1 + partial + query_tile - first_new + num_old
+    masked_steps = steps if HAS_WINDOW else 1 + partial
+    return first_new, partial, prefix_tiles, steps, masked_steps
 
 
 @gluon.jit
@@ -56,62 +98,84 @@ def load_tile(desc, chunks, barrier, slot, unit, start, count, BOX: gl.constexpr
 
 
 @gluon.jit
+def read_blocks(table, start, count, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr):
+    """The block of each box of KEY_TILE slots from position `start` of a row's prefix."""
+    blocks = ()
+    for part in gl.static_range(KEY_TILE // BOX):
+        position = start + part * BOX
+        block = gl.load(table + position // BLOCK_SIZE, mask=part * BOX < count, other=0)
+        blocks += (block,)  # type: ignore[assignment]
+    return blocks
+
+
+@gluon.jit
 def load_blocks(
-    desc, chunks, barrier, slot, table, block_units, unit, start, count, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr,
+    desc, chunks, barrier, slot, blocks, block_units, unit, start, count, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr,
     PANELS: gl.constexpr,
 ):  # fmt: skip
     """KEY_TILE slots from position `start` of a row's prefix, zeros after the first `count`."""
     PARTS: gl.constexpr = KEY_TILE // BOX
     for part in gl.static_range(PARTS):
         rows = gl.minimum(gl.maximum(count - part * BOX, 0), BOX)
-        position = start + part * BOX
-        block = gl.load(table + position // BLOCK_SIZE, mask=rows > 0, other=0)
+        slot_row = (start + part * BOX) % BLOCK_SIZE + rows
         for panel in gl.static_range(PANELS):
             tma.async_copy_global_to_shared(
-                desc, [block * block_units + unit, position % BLOCK_SIZE + rows, BOX - rows, panel * COLUMNS], barrier,
+                desc, [blocks[part] * block_units + unit, slot_row, BOX - rows, panel * COLUMNS], barrier,
                 chunks.index((slot * PANELS + panel) * PARTS + part),
             )  # fmt: skip
 
 
 @gluon.jit
 def load_all(
-    q_desc, k_desc, v_desc, cache_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready, k_ready, k_empty, v_ready,
-    v_empty, table, block_units, head_units, value_units, head, kv_head, first_token, query_len, num_earlier,
-    query_tile, first_new, partial, prefix_tiles, steps,
-    BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, HAS_CACHE: gl.constexpr,
+    q_desc, k_desc, v_desc, cache_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready, q_empty, k_ready, k_empty,
+    v_ready, v_empty, work, num_items, block_tables, table_row, window, block_units, head_units, value_units,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr,
+    STAGES: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     TILE_BYTES: gl.constexpr = KEY_TILE * PANELS * COLUMNS * 2
-    mbarrier.expect(q_ready, TILE_BYTES)
-    for part in gl.static_range(2):
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(
-                q_desc, [head, first_token + query_tile * QUERY_TILE + part * HALF, panel * COLUMNS], q_ready,
-                q_chunks.index(part * PANELS + panel),
-            )  # fmt: skip
-    for step in range(steps):
-        slot = step % STAGES
-        phase = (step // STAGES - 1) & 1
-        in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles)
-        start = index * KEY_TILE
-        mbarrier.wait(k_empty.index(slot), phase, pred=step >= STAGES)
-        mbarrier.expect(k_ready.index(slot), TILE_BYTES)
-        if HAS_CACHE and in_prefix:
-            unit = kv_head * head_units
-            load_blocks(cache_desc, k_old, k_ready.index(slot), slot, table, block_units, unit, start,
-                        num_earlier - start, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
-        else:
-            load_tile(k_desc, k_new, k_ready.index(slot), slot, kv_head, first_token + start, query_len - start,
-                      HALF, PANELS)  # fmt: skip
-        mbarrier.wait(v_empty.index(slot), phase, pred=step >= STAGES)
-        mbarrier.expect(v_ready.index(slot), TILE_BYTES)
-        if HAS_CACHE and in_prefix:
-            unit = kv_head * head_units + value_units
-            load_blocks(cache_desc, v_old, v_ready.index(slot), slot, table, block_units, unit, start,
-                        num_earlier - start, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
-        else:
-            load_tile(v_desc, v_new, v_ready.index(slot), slot, kv_head, first_token + start, query_len - start,
-                      HALF, PANELS)  # fmt: skip
+    head, row, query_tile, first_token, query_len, num_earlier = read_item(work, 0, num_items, HEADS)
+    count = 0
+    for turn in range(count_items(num_items)):
+        following = read_item(work, turn + 1, num_items, HEADS)
+        first_new, partial, prefix_tiles, steps, _ = plan_item(query_tile, num_earlier, window, HAS_WINDOW)
+        table = block_tables + row.to(gl.int64) * table_row
+        kv_head = head // GROUP
+        q_slot = turn % 2
+        mbarrier.wait(q_empty.index(q_slot), (turn // 2 - 1) & 1, pred=turn >= 2)
+        mbarrier.expect(q_ready.index(q_slot), TILE_BYTES)
+        for part in gl.static_range(2):
+            for panel in gl.static_range(PANELS):
+                tma.async_copy_global_to_shared(
+                    q_desc, [head, first_token + query_tile * QUERY_TILE + part * HALF, panel * COLUMNS],
+                    q_ready.index(q_slot), q_chunks.index((q_slot * 2 + part) * PANELS + panel),
+                )  # fmt: skip
+        for step in range(steps):
+            slot = count % STAGES
+            phase = (count // STAGES - 1) & 1
+            in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles)
+            start = index * KEY_TILE
+            left = num_earlier - start
+            if HAS_CACHE:
+                blocks = read_blocks(table, start, gl.where(in_prefix, left, 0), BLOCK_SIZE, BOX)
+            mbarrier.wait(k_empty.index(slot), phase, pred=count >= STAGES)
+            mbarrier.expect(k_ready.index(slot), TILE_BYTES)
+            if HAS_CACHE and in_prefix:
+                load_blocks(cache_desc, k_old, k_ready.index(slot), slot, blocks, block_units, kv_head * head_units,
+                            start, left, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
+            else:
+                load_tile(k_desc, k_new, k_ready.index(slot), slot, kv_head, first_token + start, query_len - start,
+                          HALF, PANELS)  # fmt: skip
+            mbarrier.wait(v_empty.index(slot), phase, pred=count >= STAGES)
+            mbarrier.expect(v_ready.index(slot), TILE_BYTES)
+            if HAS_CACHE and in_prefix:
+                load_blocks(cache_desc, v_old, v_ready.index(slot), slot, blocks, block_units,
+                            kv_head * head_units + value_units, start, left, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
+            else:
+                load_tile(v_desc, v_new, v_ready.index(slot), slot, kv_head, first_token + start, query_len - start,
+                          HALF, PANELS)  # fmt: skip
+            count += 1
+        head, row, query_tile, first_token, query_len, num_earlier = following
 
 
 @gluon.jit
@@ -133,13 +197,17 @@ def mask_scores(
 
 
 @gluon.jit
-def weigh(scores, peak, total, scale, soft_cap, HAS_SOFT_CAP: gl.constexpr):
-    """One step of the running softmax on unscaled scores: (weights, new peak, new total, decay of what came before)."""
+def cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP: gl.constexpr):
+    """soft_cap * tanh(scale * score / soft_cap), or the unscaled scores; before any mask, which a cap would undo."""
     if HAS_SOFT_CAP:
         scores = soft_cap * (1.0 - 2.0 / (gl.exp2(scores * (2.0 * LOG2_E * scale / soft_cap)) + 1.0))
-        factor = LOG2_E
-    else:
-        factor = scale * LOG2_E
+    return scores
+
+
+@gluon.jit
+def weigh(scores, peak, total, factor):
+    """One step of the running softmax of factor * scores, to base 2: (weights, new peak, new total, decay of what came
+    before)."""
     new_peak = gl.maximum(peak, gl.max(scores, 1))
     decay = gl.exp2((peak - new_peak) * factor)
     weights = gl.exp2(scores * factor - (new_peak * factor)[:, None])
@@ -148,13 +216,13 @@ def weigh(scores, peak, total, scale, soft_cap, HAS_SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q_half, k_ring, v_ring, q_ready, k_ready, k_empty, v_ready, v_empty, my_turn, other_turn, o_desc, o_chunks,
-    scale, soft_cap, window, head, first_token, query_len, num_earlier, query_tile, first_new, partial, prefix_tiles,
-    steps, masked_steps,
-    WHICH: gl.constexpr, D: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    HAS_SOFT_CAP: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, my_turn, other_turn, o_desc,
+    o_chunks, work, num_items, scale, soft_cap, window,
+    WHICH: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
-    """A multiplying warpgroup: HALF queries against every tile."""
+    """A multiplying warpgroup: HALF queries of each item against every tile. Results go out through their queries'
+    memory; the loading warp gets it back once the copy engine has read them, seen while the next item runs."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KEY_TILE, 16]
     )
@@ -163,91 +231,114 @@ def attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = k_ring.dtype
-    first_query = query_tile * QUERY_TILE + WHICH * HALF
     nothing = gl.zeros([HALF, KEY_TILE], gl.float32, s_layout)
-    peak = gl.full([HALF], float("-inf"), gl.float32, row_layout)
-    total = gl.zeros([HALF], gl.float32, row_layout)
-    acc = gl.zeros([HALF, D], gl.float32, o_layout)
+    head, _row, query_tile, first_token, query_len, num_earlier = read_item(work, 0, num_items, HEADS)
+    factor = LOG2_E if HAS_SOFT_CAP else scale * LOG2_E
+    count = 0  # tiles seen
+    num_turns = 0
+    for turn in range(count_items(num_items)):
+        following = read_item(work, turn + 1, num_items, HEADS)
+        first_new, partial, prefix_tiles, steps, masked_steps = plan_item(query_tile, num_earlier, window, HAS_WINDOW)
+        first_query = query_tile * QUERY_TILE + WHICH * HALF
+        peak = gl.full([HALF], float("-inf"), gl.float32, row_layout)
+        total = gl.zeros([HALF], gl.float32, row_layout)
+        acc = gl.zeros([HALF, D], gl.float32, o_layout)
+        q_slot = turn % 2
+        q_half = q_halves.index(q_slot * 2 + WHICH)
 
-    mbarrier.wait(q_ready, 0)
-    mbarrier.wait(k_ready.index(0), 0)
-    scores = warpgroup_mma(q_half, k_ring.index(0).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(0, deps=(scores,))
-    mbarrier.arrive(k_empty.index(0))
-    scores = mask_scores(
-        scores, first_query, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles, HAS_WINDOW
-    )
-    weights, peak, total, decay = weigh(scores, peak, total, scale, soft_cap, HAS_SOFT_CAP)
-    p = gl.convert_layout(weights.to(dtype), p_layout)
-
-    for step in range(1, masked_steps):
-        slot = step % STAGES
-        before = (step - 1) % STAGES
-        mbarrier.wait(k_ready.index(slot), (step // STAGES) & 1)
-        scores = warpgroup_mma(q_half, k_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(v_ready.index(before), ((step - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(scores,))
-        mbarrier.arrive(k_empty.index(slot))
+        mbarrier.wait(q_ready.index(q_slot), (turn // 2) & 1)
+        mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
+        keys = k_ring.index(count % STAGES).permute((1, 0))
+        scores = warpgroup_mma(q_half, keys, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(k_empty.index(count % STAGES))
+        scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
         scores = mask_scores(
-            scores, first_query, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles, HAS_WINDOW
+            scores, first_query, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles, HAS_WINDOW
         )
-        weights, peak, total, decay = weigh(scores, peak, total, scale, soft_cap, HAS_SOFT_CAP)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_empty.index(before))
-        acc = acc * gl.convert_layout(decay, o_row_layout)[:, None]
+        weights, peak, total, decay = weigh(scores, peak, total, factor)
         p = gl.convert_layout(weights.to(dtype), p_layout)
+        if turn > 0:
+            tma.store_wait(0)
+            thread_barrier()
+            mbarrier.arrive(q_empty.index(1 - q_slot))
 
-    for step in range(masked_steps, steps):
-        slot = step % STAGES
-        before = (step - 1) % STAGES
-        mbarrier.wait(k_ready.index(slot), (step // STAGES) & 1)
-        if TAKE_TURNS:
-            mbarrier.wait(my_turn, (step - masked_steps) & 1)
-        scores = warpgroup_mma(q_half, k_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        mbarrier.wait(v_ready.index(before), ((step - 1) // STAGES) & 1)
-        acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
-        if TAKE_TURNS:
+        for step in range(1, masked_steps):
+            count += 1
+            slot = count % STAGES
+            before = (count - 1) % STAGES
+            mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
+            scores = warpgroup_mma(q_half, k_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
+            acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            mbarrier.arrive(k_empty.index(slot))
+            scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
+            scores = mask_scores(
+                scores, first_query, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
+                HAS_WINDOW,
+            )  # fmt: skip
+            weights, peak, total, decay = weigh(scores, peak, total, factor)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            mbarrier.arrive(v_empty.index(before))
+            acc = acc * gl.convert_layout(decay, o_row_layout)[:, None]
+            p = gl.convert_layout(weights.to(dtype), p_layout)
+
+        for _ in range(masked_steps, steps):
+            count += 1
+            slot = count % STAGES
+            before = (count - 1) % STAGES
+            mbarrier.wait(k_ready.index(slot), (count // STAGES) & 1)
+            mbarrier.wait(my_turn, num_turns & 1)
+            num_turns += 1
+            scores = warpgroup_mma(q_half, k_ring.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
+            mbarrier.wait(v_ready.index(before), ((count - 1) // STAGES) & 1)
+            acc = warpgroup_mma(p, v_ring.index(before), acc, is_async=True)
             mbarrier.arrive(other_turn)
-        scores = warpgroup_mma_wait(1, deps=(scores,))
-        mbarrier.arrive(k_empty.index(slot))
-        weights, peak, total, decay = weigh(scores, peak, total, scale, soft_cap, HAS_SOFT_CAP)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        mbarrier.arrive(v_empty.index(before))
-        acc = acc * gl.convert_layout(decay, o_row_layout)[:, None]
-        p = gl.convert_layout(weights.to(dtype), p_layout)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            mbarrier.arrive(k_empty.index(slot))
+            scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
+            weights, peak, total, decay = weigh(scores, peak, total, factor)
+            acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+            mbarrier.arrive(v_empty.index(before))
+            acc = acc * gl.convert_layout(decay, o_row_layout)[:, None]
+            p = gl.convert_layout(weights.to(dtype), p_layout)
 
-    last = (steps - 1) % STAGES
-    mbarrier.wait(v_ready.index(last), ((steps - 1) // STAGES) & 1)
-    acc = warpgroup_mma(p, v_ring.index(last), acc, is_async=True)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    result = acc / gl.convert_layout(total, o_row_layout)[:, None]
-    q_half.store(result.to(dtype))  # its queries are done with
-    fence_async_shared()
-    thread_barrier()
-    rows = gl.minimum(gl.maximum(query_len - first_query, 0), HALF)
-    for panel in gl.static_range(PANELS):
-        tma.async_copy_shared_to_global(
-            o_desc, [head, first_token + first_query + rows, HALF - rows, panel * COLUMNS],
-            o_chunks.index(WHICH * PANELS + panel),
-        )  # fmt: skip
+        last = count % STAGES
+        mbarrier.wait(v_ready.index(last), (count // STAGES) & 1)
+        acc = warpgroup_mma(p, v_ring.index(last), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        mbarrier.arrive(v_empty.index(last))
+        count += 1
+        result = acc / gl.convert_layout(total, o_row_layout)[:, None]
+        q_half.store(result.to(dtype))
+        fence_async_shared()
+        thread_barrier()
+        rows = gl.minimum(gl.maximum(query_len - first_query, 0), HALF)
+        for panel in gl.static_range(PANELS):
+            tma.async_copy_shared_to_global(
+                o_desc, [head, first_token + first_query + rows, HALF - rows, panel * COLUMNS],
+                o_chunks.index((q_slot * 2 + WHICH) * PANELS + panel),
+            )  # fmt: skip
+        head, _row, query_tile, first_token, query_len, num_earlier = following
     tma.store_wait(0)
 
 
 @gluon.jit(
-    do_not_specialize=["scale", "soft_cap", "window", "table_row", "block_units", "head_units", "value_units"],
-    do_not_specialize_on_alignment=["work", "block_tables", "query_start_loc", "seq_lens"],
-)
+    do_not_specialize=[
+        "num_items", "scale", "soft_cap", "window", "table_row", "block_units", "head_units", "value_units",
+    ],
+    do_not_specialize_on_alignment=["work", "block_tables"],
+)  # fmt: skip
 def prefill_hopper_kernel(
     q_desc,  # [H, T, D], boxes [1, HALF, COLUMNS]
     k_desc,  # [K, T + 1, HALF, D] of the new keys, boxes [1, 1, HALF, COLUMNS]
     v_desc,  # as k_desc, the new values
     cache_desc,  # [tiles of S slots, S + 1, BOX, D], boxes [1, 1, BOX, COLUMNS]
     o_desc,  # [H, T + 1, HALF, D], boxes [1, 1, HALF, COLUMNS]
-    work,  # int32 [grid of dimension 1, 2]: row and query tile, longest first
+    work,  # int32 [pieces, ITEM_FIELDS]: row, query tile, first token, new tokens, earlier tokens; longest first
+    num_items,  # pieces * H
     block_tables,  # int32 [N, B], strides (table_row, 1)
-    query_start_loc,  # int32 [N+1]
-    seq_lens,  # int32 [N]
     scale,
     soft_cap,
     window,
@@ -255,6 +346,7 @@ def prefill_hopper_kernel(
     block_units,  # tiles of S slots from one block to the next,
     head_units,  # from one KV head to the next,
     value_units,  # from keys to values
+    HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -263,80 +355,57 @@ def prefill_hopper_kernel(
     HAS_CACHE: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     HAS_SOFT_CAP: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
 ):
-    """Grid (H, pieces of work)."""
-    head = gl.program_id(0)
-    kv_head = head // GROUP
-    row = gl.load(work + gl.program_id(1) * 2)
-    query_tile = gl.load(work + gl.program_id(1) * 2 + 1)
-    first_token = gl.load(query_start_loc + row)
-    query_len = gl.load(query_start_loc + row + 1) - first_token
-    num_earlier = gl.load(seq_lens + row) - query_len
-    prefix_tiles = num_earlier // KEY_TILE
-    partial = (num_earlier % KEY_TILE != 0).to(gl.int32)
-    first_new = 0
-    num_old = prefix_tiles
-    if HAS_WINDOW:
-        lowest = gl.maximum(num_earlier + query_tile * QUERY_TILE - window + 1, 0)
-        first_new = gl.maximum(lowest - num_earlier, 0) // KEY_TILE
-        partial = gl.where(lowest < num_earlier, partial, 0)
-        num_old = gl.maximum(prefix_tiles - lowest // KEY_TILE, 0)
-    steps = 1 + partial + query_tile - first_new + num_old
-    masked_steps = steps if HAS_WINDOW else 1 + partial
-
+    """Grid (programs that stay), at most num_items."""
     PANELS: gl.constexpr = D // COLUMNS
     dtype: gl.constexpr = q_desc.dtype
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    table = block_tables + row.to(gl.int64) * table_row
-    q_chunks = gl.allocate_shared_memory(dtype, [2 * PANELS, 1, HALF, COLUMNS], q_desc.layout)
+    q_chunks = gl.allocate_shared_memory(dtype, [4 * PANELS, 1, HALF, COLUMNS], q_desc.layout)
     k_new = gl.allocate_shared_memory(dtype, [STAGES * PANELS * 2, 1, 1, HALF, COLUMNS], k_desc.layout)
     v_new = gl.allocate_shared_memory(dtype, [STAGES * PANELS * 2, 1, 1, HALF, COLUMNS], v_desc.layout)
-    q_halves = q_chunks._reinterpret(dtype, [2, HALF, D], tile_layout)
-    o_chunks = q_chunks._reinterpret(dtype, [2 * PANELS, 1, 1, HALF, COLUMNS], o_desc.layout)
+    q_halves = q_chunks._reinterpret(dtype, [4, HALF, D], tile_layout)
+    o_chunks = q_chunks._reinterpret(dtype, [4 * PANELS, 1, 1, HALF, COLUMNS], o_desc.layout)
     k_ring = k_new._reinterpret(dtype, [STAGES, KEY_TILE, D], tile_layout)
     v_ring = v_new._reinterpret(dtype, [STAGES, KEY_TILE, D], tile_layout)
     OLD: gl.constexpr = STAGES * PANELS * (KEY_TILE // BOX)
     k_old = k_new._reinterpret(dtype, [OLD, 1, 1, BOX, COLUMNS], cache_desc.layout)
     v_old = v_new._reinterpret(dtype, [OLD, 1, 1, BOX, COLUMNS], cache_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(q_ready.index(slot), count=1)
+        mbarrier.init(q_empty.index(slot), count=2)
+        mbarrier.init(turns.index(slot), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(slot), count=1)
         mbarrier.init(v_ready.index(slot), count=1)
         mbarrier.init(k_empty.index(slot), count=2)
         mbarrier.init(v_empty.index(slot), count=2)
     fence_async_shared()
-    if TAKE_TURNS:
-        mbarrier.arrive(turns.index(0))
+    mbarrier.arrive(turns.index(0))
     gl.warp_specialize(
         [
             (attend, (
-                q_halves.index(0), k_ring, v_ring, q_ready, k_ready, k_empty, v_ready, v_empty,
-                turns.index(0), turns.index(1), o_desc, o_chunks,
-                scale, soft_cap, window, head, first_token, query_len, num_earlier, query_tile, first_new, partial,
-                prefix_tiles, steps, masked_steps, 0, D, PANELS, STAGES, HAS_WINDOW, HAS_SOFT_CAP, TAKE_TURNS,
+                q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(0),
+                turns.index(1), o_desc, o_chunks, work, num_items, scale, soft_cap, window,
+                0, HEADS, D, PANELS, STAGES, HAS_WINDOW, HAS_SOFT_CAP,
             )),
             (attend, (
-                q_halves.index(1), k_ring, v_ring, q_ready, k_ready, k_empty, v_ready, v_empty,
-                turns.index(1), turns.index(0), o_desc, o_chunks,
-                scale, soft_cap, window, head, first_token, query_len, num_earlier, query_tile, first_new, partial,
-                prefix_tiles, steps, masked_steps, 1, D, PANELS, STAGES, HAS_WINDOW, HAS_SOFT_CAP, TAKE_TURNS,
+                q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(1),
+                turns.index(0), o_desc, o_chunks, work, num_items, scale, soft_cap, window,
+                1, HEADS, D, PANELS, STAGES, HAS_WINDOW, HAS_SOFT_CAP,
             )),
             (load_all, (
-                q_desc, k_desc, v_desc, cache_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready, k_ready, k_empty,
-                v_ready, v_empty, table, block_units, head_units, value_units, head, kv_head, first_token, query_len,
-                num_earlier, query_tile, first_new, partial, prefix_tiles, steps,
-                BLOCK_SIZE, BOX, PANELS, STAGES, HAS_CACHE,
+                q_desc, k_desc, v_desc, cache_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready, q_empty, k_ready,
+                k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window, block_units, head_units,
+                value_units, HEADS, GROUP, BLOCK_SIZE, BOX, PANELS, STAGES, HAS_CACHE, HAS_WINDOW,
             )),
         ],
         [4, 1],
-        [240, 24],
+        [232, 40],
     )  # fmt: skip

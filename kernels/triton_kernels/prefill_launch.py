@@ -12,11 +12,18 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tandem.kernels.triton_kernels.prefill_hopper import COLUMNS, HALF, KEY_TILE, QUERY_TILE, prefill_hopper_kernel
+from tandem.kernels.triton_kernels.prefill_hopper import (
+    COLUMNS,
+    HALF,
+    ITEM_FIELDS,
+    QUERY_TILE,
+    prefill_hopper_kernel,
+)
 
 HEAD_SIZES = (64, 128)
 SMALLEST_BOX = 16
-BOX_ROWS, BOX_COLUMNS, QUERIES, KEYS = HALF.value, COLUMNS.value, QUERY_TILE.value, KEY_TILE.value
+BOX_ROWS, BOX_COLUMNS, QUERIES, FIELDS = HALF.value, COLUMNS.value, QUERY_TILE.value, ITEM_FIELDS.value
+_compiled: dict[tuple[Any, ...], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -67,18 +74,18 @@ def box_of(block_size: int) -> int:
 
 
 def list_work(query_lens: Sequence[int], seq_lens: Sequence[int]) -> np.ndarray:
-    """int32 [pieces, 2]: row and query tile of every program, the one with most keys first (longest processing time
-    first, Graham 1969)."""
-    pieces, keys = [], []
-    for row, (new, total) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        tiles = np.arange(-(-new // QUERIES), dtype=np.int32)
-        pieces.append(np.stack((np.full_like(tiles, row), tiles), axis=1))
-        keys.append(total - new + tiles.astype(np.int64) * QUERIES)
-    if not pieces:
-        return np.zeros((0, 2), np.int32)
-    order = np.argsort(-np.concatenate(keys), kind="stable")
-    work: np.ndarray = np.concatenate(pieces)[order]
-    return work
+    """int32 [pieces, 8]: row, query tile, the row's first token, new and earlier tokens, and zeros; most keys first
+    (longest processing time first, Graham 1969)."""
+    new, total = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+    tiles = -(-new // QUERIES)
+    row = np.repeat(np.arange(len(new)), tiles)
+    tile = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    work = np.zeros((len(row), FIELDS), np.int32)
+    for field, values in enumerate((row, tile, (np.cumsum(new) - new)[row], new[row], (total - new)[row])):
+        work[:, field] = values
+    keys = work[:, 4] + tile * QUERIES
+    ordered: np.ndarray = work[np.argsort(-keys, kind="stable")]
+    return ordered
 
 
 @functools.cache
@@ -86,11 +93,26 @@ def _layout(rank: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def _describe_rows(tensor: torch.Tensor) -> TensorDescriptor:
+@functools.lru_cache(maxsize=4096)
+def _describe_queries(
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> TensorDescriptor:
+    """[T, heads, D] as [heads, T, D]."""
+    num_tokens, num_heads, head_size = shape
+    return TensorDescriptor(
+        Address(pointer, dtype), [num_heads, num_tokens, head_size], [strides[1], strides[0], 1],
+        [1, BOX_ROWS, BOX_COLUMNS], _layout(3),
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _describe_rows(
+    pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> TensorDescriptor:
     """[T, heads, D] as [heads, T + 1, BOX_ROWS, D]."""
-    num_tokens, num_heads, head_size = tensor.shape
-    token, head, _ = tensor.stride()
-    start = Address(tensor.data_ptr() - BOX_ROWS * token * tensor.element_size(), tensor.dtype)
+    num_tokens, num_heads, head_size = shape
+    token, head, _ = strides
+    start = Address(pointer - BOX_ROWS * token * dtype.itemsize, dtype)
     return TensorDescriptor(
         start, [num_heads, num_tokens + 1, BOX_ROWS, head_size], [head, token, token, 1],
         [1, 1, BOX_ROWS, BOX_COLUMNS], _layout(4),
@@ -112,15 +134,21 @@ def _cache_tiles(
     return CacheTiles(desc, block_units, head_units, value_units)
 
 
+@functools.cache
 def hopper_constants(
-    group: int, head_size: int, block_size: int, *, has_cache: bool, has_window: bool, has_soft_cap: bool
+    num_heads: int, group: int, head_size: int, block_size: int, has_cache: bool, has_window: bool, has_soft_cap: bool
 ) -> dict[str, Any]:
-    """The kernel's compile-time constants and launch options."""
+    """The kernel's compile-time constants, in its order."""
     return {
-        "GROUP": group, "D": head_size, "BLOCK_SIZE": block_size, "BOX": box_of(block_size),
+        "HEADS": num_heads, "GROUP": group, "D": head_size, "BLOCK_SIZE": block_size, "BOX": box_of(block_size),
         "STAGES": 2 if head_size == 128 else 4, "HAS_CACHE": has_cache, "HAS_WINDOW": has_window,
-        "HAS_SOFT_CAP": has_soft_cap, "TAKE_TURNS": True, "num_warps": 4,
+        "HAS_SOFT_CAP": has_soft_cap,
     }  # fmt: skip
+
+
+@functools.cache
+def _num_programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch_prefill(
@@ -130,8 +158,6 @@ def launch_prefill(
     key_cache: torch.Tensor | None,
     value_cache: torch.Tensor | None,
     block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
     work: torch.Tensor,
     scale: float,
     *,
@@ -139,27 +165,36 @@ def launch_prefill(
     soft_cap: float | None = None,
 ) -> torch.Tensor:
     """As paged_prefill; `work` is `list_work` of the rows, on the device. What doesn't fit must have been refused."""
-    num_tokens, num_heads, head_size = query.shape
-    output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if work.shape[0] == 0:
+    shape, dtype, device = query.shape, query.dtype, query.device
+    num_heads, head_size = shape[1], shape[2]
+    output = torch.empty(shape, dtype=dtype, device=device)
+    num_items = work.shape[0] * num_heads
+    if num_items == 0:
         return output
-    queries = TensorDescriptor(
-        query, [num_heads, num_tokens, head_size], [query.stride(1), query.stride(0), 1], [1, BOX_ROWS, BOX_COLUMNS],
-        _layout(3),
-    )  # fmt: skip
-    keys = _describe_rows(key)
+    keys = _describe_rows(key.data_ptr(), dtype, key.shape, key.stride())
     if key_cache is None or value_cache is None:
         tiles, block_size = CacheTiles(keys, 0, 0, 0), BOX_ROWS
     else:
-        apart, block_size = value_cache.data_ptr() - key_cache.data_ptr(), key_cache.shape[2]
-        tiles = _cache_tiles(key_cache.data_ptr(), key_cache.dtype, key_cache.shape, key_cache.stride(), apart)
+        pointer, block_size = key_cache.data_ptr(), key_cache.shape[2]
+        tiles = _cache_tiles(
+            pointer, dtype, key_cache.shape, key_cache.stride(), value_cache.data_ptr() - pointer
+        )  # fmt: skip
     constants = hopper_constants(
-        num_heads // key.shape[1], head_size, block_size, has_cache=key_cache is not None,
-        has_window=window is not None, has_soft_cap=soft_cap is not None,
+        num_heads, num_heads // key.shape[1], head_size, block_size, key_cache is not None, window is not None,
+        soft_cap is not None,
     )  # fmt: skip
-    prefill_hopper_kernel[(num_heads, work.shape[0])](
-        queries, keys, _describe_rows(value), tiles.desc, _describe_rows(output), work, block_tables, query_start_loc,
-        seq_lens, scale, soft_cap or 0.0, window or 0, block_tables.stride(0),
-        tiles.block_units, tiles.head_units, tiles.value_units, **constants,
+    arguments = (
+        _describe_queries(query.data_ptr(), dtype, shape, query.stride()), keys,
+        _describe_rows(value.data_ptr(), dtype, value.shape, value.stride()), tiles.desc,
+        _describe_rows(output.data_ptr(), dtype, shape, output.stride()), work, num_items, block_tables,
+        scale, soft_cap or 0.0, window or 0, block_tables.stride(0),
+        tiles.block_units, tiles.head_units, tiles.value_units, *constants.values(),
     )  # fmt: skip
+    grid = (min(num_items, _num_programs(device)), 1, 1)
+    variant = (device, dtype, *constants.values())
+    compiled = _compiled.get(variant)
+    if compiled is None:
+        _compiled[variant] = prefill_hopper_kernel[grid](*arguments, num_warps=4)
+    else:  # nothing else tells variants apart: past the search for one, which takes longer than the launch
+        compiled[grid](*arguments)
     return output
