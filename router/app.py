@@ -71,22 +71,30 @@ def _add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKey
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         keys.check(request.headers.raw)
-        body = parse_body(TokenizeBody, await read_body(request.scope, request.receive, limit))
+        body = parse_body(TokenizeBody, raw := await read_body(request.scope, request.receive, limit))
         facts = service.facts()
         check_model(body.model, facts)
-        ids = service.tokenizer.encode(body.prompt, body.add_special_tokens)
-        strings = [service.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
-        return _json({"count": len(ids), "max_model_len": facts.max_model_len, "tokens": ids, "token_strs": strings})
+
+        def answer() -> Response:
+            ids = service.tokenizer.encode(body.prompt, body.add_special_tokens)
+            strings = [service.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
+            count = {"count": len(ids), "max_model_len": facts.max_model_len}
+            return _json({**count, "tokens": ids, "token_strs": strings})
+
+        return await service.encoder.apart(len(raw), answer)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         keys.check(request.headers.raw)
-        body = parse_body(DetokenizeBody, await read_body(request.scope, request.receive, limit))
+        body = parse_body(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
         facts = service.facts()
         check_model(body.model, facts)
-        if any(token_id >= facts.vocab_size for token_id in body.tokens):
+        if max(body.tokens, default=0) >= facts.vocab_size:
             raise InvalidRequestError(f"tokens holds ids beyond {facts.vocab_size - 1}", param="tokens")
-        return _json({"prompt": service.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        text = await service.encoder.apart(
+            len(raw), lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
+        return _json({"prompt": text})
 
 
 def _add_state_routes(app: FastAPI, service: CompletionService) -> None:

@@ -14,6 +14,7 @@ from tandem.router.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 4096
+CHARS_PER_TOKEN = 32  # far above what text in any language has on average
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,25 @@ def check_model(name: str | None, facts: ModelFacts) -> None:
         )
 
 
-def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer) -> list[list[int]]:
-    return [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer, facts: ModelFacts) -> list[list[int]]:
+    """Raises InvalidRequestError for a text whose beginning alone is far too long for the model."""
+    return [_tokenize(prompt, tokenizer, facts) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _tokenize(text: str, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
+    limit = CHARS_PER_TOKEN * facts.max_model_len
+    # Twice: cutting a text may change its last tokens, but never so many.
+    if len(text) > limit and len(tokenizer.encode(text[:limit])) > 2 * facts.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has more than {2 * facts.max_model_len} tokens; the model takes {facts.max_model_len} in all, "
+            "output included",
+            param="prompt",
+        )
+    return tokenizer.encode(text)
+
+
+def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:
+    return plan.text if plan.text is not None else tokenizer.decode(plan.token_ids.tolist())
 
 
 def plan_prompts(
@@ -58,21 +76,21 @@ def plan_prompts(
     logit_bias = parse_logit_bias(body.logit_bias, facts.vocab_size)
     plans = []
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        _check_length(len(ids), facts)
         token_ids = np.array(ids, dtype=np.int32)
-        _check_prompt(token_ids, facts)
+        if int(token_ids.max()) >= facts.vocab_size:
+            _check_token_ids(ids, facts.vocab_size, "prompt")
         sampling = _sampling(body, logit_bias, _max_tokens(body, len(ids), facts))
         plans.append(PromptPlan(token_ids, prompt if isinstance(prompt, str) else None, sampling))
     return plans
 
 
-def _check_prompt(token_ids: npt.NDArray[np.int32], facts: ModelFacts) -> None:
-    if not len(token_ids):
+def _check_length(num_tokens: int, facts: ModelFacts) -> None:
+    if not num_tokens:
         raise InvalidRequestError("prompt has no tokens", param="prompt")
-    if int(token_ids.max()) >= facts.vocab_size:
-        _check_token_ids(token_ids.tolist(), facts.vocab_size, "prompt")
-    if len(token_ids) >= facts.max_model_len:
+    if num_tokens >= facts.max_model_len:
         raise InvalidRequestError(
-            f"the prompt has {len(token_ids)} tokens; the model takes {facts.max_model_len} in all, output included",
+            f"the prompt has {num_tokens} tokens; the model takes {facts.max_model_len} in all, output included",
             param="prompt",
         )
 

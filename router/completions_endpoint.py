@@ -13,6 +13,7 @@ from tandem.router.completion import PromptPlan
 from tandem.router.http_io import (
     ApiKeys,
     abort_connection,
+    connection_is_closing,
     read_body,
     send_error,
     send_whole,
@@ -41,7 +42,12 @@ class CompletionsEndpoint:
             body, plans = await self._service.plan(raw)
             completion_id = f"cmpl-{uuid.uuid4().hex}"
             if body.stream:
-                await self._stream(completion_id, body, plans, scope, receive, send)
+                try:
+                    await self._stream(completion_id, body, plans, scope, receive, send)
+                except RuntimeError as error:  # of the transport, when the client left a moment before this write
+                    if not connection_is_closing(scope):
+                        raise
+                    raise _client_gone() from error
             else:
                 await self._collect(completion_id, body, plans, receive, send)
         except TandemError as error:
@@ -55,7 +61,7 @@ class CompletionsEndpoint:
         self, completion_id: str, body: CompletionBody, plans: list[PromptPlan], receive: Receive, send: Send
     ) -> None:
         service = self._service
-        collector = Collector(completion_id, body, plans, service.facts(), service.tokenizer, service.echo_text)
+        collector = Collector(completion_id, body, plans, service.facts(), service.tokenizer)
         generations = collector.generations = service.start(completion_id, body, plans, collector)
         watcher = asyncio.ensure_future(wait_for_disconnect(receive))
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
@@ -89,7 +95,6 @@ class CompletionsEndpoint:
             plans,
             service.facts(),
             service.tokenizer,
-            service.echo_text,
             limit=service.options.stream_queue,
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )

@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tandem.engine.config import RouterOptions
 from tandem.engine.errors import TandemError
 from tandem.engine.messages import TokenLogprobs
-from tandem.router.completion import PromptPlan
+from tandem.router.completion import PromptPlan, echo_text
+from tandem.router.openai_api import CompletionBody
+from tandem.router.request_actions import RequestSpec
 from tandem.router.request_machine import RequestMachine
 from tandem.router.sample_output import Piece, SampleOutput
+from tandem.router.tokenizer import PROMPT_TAIL, Tokenizer
 
 
 class GenerationListener(Protocol):
@@ -36,3 +40,51 @@ class Generation:
     first_token_at: float | None = None
     last_token_at: list[float] = field(default_factory=list)  # per sample; 0.0 before its first token
     reason: str = ""  # of the first placement
+
+
+class GenerationFactory:
+    def __init__(self, options: RouterOptions, tokenizer: Tokenizer) -> None:
+        self._options, self._tokenizer = options, tokenizer
+
+    def make(
+        self,
+        request_id: str,
+        index: int,
+        body: CompletionBody,
+        plan: PromptPlan,
+        listener: GenerationListener,
+        now: float,
+    ) -> Generation:
+        samples = self._samples(body, plan)
+        machine = RequestMachine(self._spec(request_id, body, plan), now)
+        return Generation(index, plan, machine, samples, listener, now, last_token_at=[0.0] * body.num_generated)
+
+    def _spec(self, request_id: str, body: CompletionBody, plan: PromptPlan) -> RequestSpec:
+        timeouts = self._options.timeouts
+        return RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=plan.token_ids,
+            sampling=plan.sampling,
+            num_samples=body.num_generated,
+            priority=body.priority or 0,
+            use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
+            max_attempts=self._options.max_attempts,
+            deadline_s=timeouts.request_s,
+            queue_s=timeouts.connect_s,
+            accept_s=timeouts.connect_s,
+        )
+
+    def _samples(self, body: CompletionBody, plan: PromptPlan) -> list[SampleOutput]:
+        prompt_tail = plan.token_ids[-PROMPT_TAIL:].tolist()
+        offset = len(echo_text(plan, self._tokenizer)) if body.echo else 0
+        return [
+            SampleOutput(
+                self._tokenizer,
+                self._tokenizer.detokenizer(prompt_tail),
+                body.stops,
+                body.logprobs,
+                plan.sampling.min_tokens,
+                offset,
+            )
+            for _ in range(body.num_generated)
+        ]

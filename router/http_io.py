@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,18 +22,26 @@ from tandem.engine.errors import (
 from tandem.router.openai_api import error_body
 
 BODY_TIMEOUT_S = 60.0
+DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0  # how much of a body that is too large is read past the limit, and how long
 JSON_TYPE = (b"content-type", b"application/json")
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 
+class UnsupportedMediaTypeError(InvalidRequestError):
+    status, code = 415, "unsupported_media_type"
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Raises BodyTooLargeError as soon as the limit is passed, ClientGoneError when the client leaves before the end,
+    """Raises UnsupportedMediaTypeError, BodyTooLargeError, ClientGoneError when the client leaves before the end,
     InvalidRequestError when the body stalls."""
+    _check_media_type(scope["headers"])
     too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
-    for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise too_large
+    length = _announced_length(scope["headers"])
+    if length > limit:
+        if not any(name == b"expect" for name, _ in scope["headers"]):
+            await _discard(receive, length)
+        raise too_large
     body = bytearray()
     more = True
     while more:
@@ -46,8 +54,38 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
         body += message.get("body", b"")
         more = message.get("more_body", False)
         if len(body) > limit:
+            if more:
+                await _discard(receive, 0)
             raise too_large
     return bytes(body)
+
+
+def _check_media_type(headers: Headers) -> None:
+    """Without a type the body counts as JSON. Types that web pages may send anywhere unasked are refused."""
+    for name, value in headers:
+        if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
+            raise UnsupportedMediaTypeError("send JSON, and say so: `Content-Type: application/json`")
+        if name == b"content-encoding" and value.strip().lower() != b"identity":
+            raise UnsupportedMediaTypeError("send the body as it is, without Content-Encoding")
+
+
+def _announced_length(headers: Headers) -> int:
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+
+
+async def _discard(receive: Receive, length: int) -> None:
+    """Reads on, within bounds: a connection that is closed while its client still sends is reset, and most clients
+    then never see the answer."""
+
+    async def read_on() -> None:
+        num_bytes, more = 0, length <= DISCARD_BYTES
+        while more and num_bytes <= DISCARD_BYTES:
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read_on(), DISCARD_S)
 
 
 async def send_whole(send: Send, status: int, body: bytes, headers: Headers = (JSON_TYPE,)) -> None:
@@ -76,9 +114,13 @@ async def wait_for_disconnect(receive: Receive) -> None:
 
 def abort_connection(scope: Scope) -> None:
     """Closes the client's connection without waiting for it to read what was written."""
-    abort: Any = scope.get("extensions", {}).get("tandem.abort")
-    if abort is not None:
-        abort()
+    scope["extensions"]["tandem.transport"].abort()
+
+
+def connection_is_closing(scope: Scope) -> bool:
+    """True from the moment at which nothing more can be written, which is before `http.disconnect` arrives."""
+    closing: bool = scope["extensions"]["tandem.transport"].is_closing()
+    return closing
 
 
 class ApiKeys:

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.engine.errors import TandemError
 from tandem.engine.messages import TokenLogprobs
 from tandem.router import responses
-from tandem.router.completion import ModelFacts, PromptPlan
+from tandem.router.completion import ModelFacts, PromptPlan, echo_text
 from tandem.router.generation import Generation
 from tandem.router.openai_api import CompletionBody
 from tandem.router.responses import Choice, EventWriter
@@ -28,10 +28,9 @@ class _Listener:
         plans: list[PromptPlan],
         facts: ModelFacts,
         tokenizer: Tokenizer,
-        echo_text: Callable[[PromptPlan], str],
     ) -> None:
         self._completion_id, self._body, self._plans, self._facts = completion_id, body, plans, facts
-        self._tokenizer, self._echo_text = tokenizer, echo_text
+        self._tokenizer = tokenizer
         self._entries: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._num_open = len(plans)
         self.generations: list[Generation] = []
@@ -44,7 +43,7 @@ class _Listener:
         if self._body.logprobs is not None:
             entries = self._entries.get(prompt_index, ())
             logprobs = echo_logprobs(self._tokenizer, plan.token_ids.tolist(), entries, self._body.logprobs)
-        return Piece(self._echo_text(plan), (), logprobs, None)
+        return Piece(echo_text(plan, self._tokenizer), (), logprobs, None)
 
     def _shown(self, piece: Piece) -> Piece:
         """With max_tokens = 0 (echo alone) the one token that was made is not shown."""

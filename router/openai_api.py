@@ -19,8 +19,10 @@ MAX_SAMPLES = 128
 MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+MAX_BIASES = 4096
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
@@ -49,7 +51,7 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     user: str | None = None
     # extensions
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None

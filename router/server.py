@@ -24,7 +24,7 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_message = True
-        self.scope["extensions"] = {"tandem.abort": self.transport.abort}  # type: ignore[dict-item]
+        self.scope["extensions"] = {"tandem.transport": self.transport}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

@@ -6,7 +6,6 @@ choice of nodes is placement's, text is the samples'.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,12 +13,14 @@ from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
 from tandem.engine.messages import Accepted, Cancel, Cancelled, PromptLogprobs, RequestFailed, Tokens
 from tandem.router.cluster import Cluster
-from tandem.router.completion import ModelFacts, PromptPlan, check_model, plan_prompts, tokenize_prompts
-from tandem.router.generation import Generation, GenerationListener
+from tandem.router.completion import ModelFacts, PromptPlan, check_model, plan_prompts
+from tandem.router.generation import Generation, GenerationFactory, GenerationListener
 from tandem.router.metrics import RouterMetrics
 from tandem.router.node_link import RequestMessage
 from tandem.router.openai_api import CompletionBody, parse_body, parse_prompts
+from tandem.router.orphans import Orphans, Work
 from tandem.router.placement import NodeKey, PlacementRequest
+from tandem.router.prompt_encoder import PromptEncoder
 from tandem.router.request_actions import (
     Action,
     EmitPromptLogprobs,
@@ -27,15 +28,10 @@ from tandem.router.request_actions import (
     Fail,
     Finish,
     Place,
-    RequestSpec,
     Send,
 )
 from tandem.router.request_machine import RequestMachine
-from tandem.router.sample_output import SampleOutput
 from tandem.router.tokenizer import Tokenizer
-
-MAX_LOST_NODES = 64  # whose unfinished work is remembered, in case they return
-THREAD_TEXT_BYTES = 8192  # longer prompts are tokenized off the event loop
 
 
 class CompletionService:
@@ -48,11 +44,13 @@ class CompletionService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options, self.cluster, self.tokenizer, self.metrics = options, cluster, tokenizer, metrics
+        self.encoder = PromptEncoder(tokenizer)
+        self._factory = GenerationFactory(options, tokenizer)
         self._clock = clock
         self._active: set[Generation] = set()
         self._by_id: dict[str, Generation] = {}
         self._waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
-        self._orphans: dict[NodeKey, set[tuple[str, int]]] = {}  # what a lost node may still be working on
+        self._orphans = Orphans()
         cluster.on_up, cluster.on_lost = self._on_up, self._on_lost
         cluster.on_message, cluster.on_room = self._on_message, self._on_room
 
@@ -73,10 +71,7 @@ class CompletionService:
         prompts = parse_prompts(body.prompt)
         facts = self.facts()
         check_model(body.model, facts)
-        if isinstance(prompts[0], str) and len(raw) > THREAD_TEXT_BYTES:
-            prompt_ids = await asyncio.to_thread(tokenize_prompts, prompts, self.tokenizer)
-        else:
-            prompt_ids = tokenize_prompts(prompts, self.tokenizer)
+        prompt_ids = await self.encoder.encode(prompts, len(raw), facts)
         return body, plan_prompts(body, prompts, prompt_ids, facts)
 
     def start(
@@ -85,9 +80,10 @@ class CompletionService:
         """Sends every prompt on its way. Raises OverloadedError when too many wait for a node already."""
         if len(self._waiting) + len(plans) > self.options.max_queue and self._waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting for a node; try again later")
+        names = [completion_id] if len(plans) == 1 else [f"{completion_id}-p{i}" for i in range(len(plans))]
         generations = [
-            self._generation(completion_id if len(plans) == 1 else f"{completion_id}-p{i}", i, body, plan, listener)
-            for i, plan in enumerate(plans)
+            self._factory.make(name, i, body, plan, listener, self._clock())
+            for i, (name, plan) in enumerate(zip(names, plans, strict=True))
         ]
         for generation in generations:
             self._active.add(generation)
@@ -118,46 +114,6 @@ class CompletionService:
             assert not generation.machine.closed, "a closed generation is still active"
         assert set(self._by_id.values()) <= self._active
         assert set(self._waiting.values()) <= self._active
-
-    # --- making -----------------------------------------------------------------------------------------------
-
-    def _generation(
-        self, request_id: str, index: int, body: CompletionBody, plan: PromptPlan, listener: GenerationListener
-    ) -> Generation:
-        now, timeouts = self._clock(), self.options.timeouts
-        spec = RequestSpec(
-            request_id=request_id,
-            prompt_token_ids=plan.token_ids,
-            sampling=plan.sampling,
-            num_samples=body.num_generated,
-            priority=body.priority or 0,
-            use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
-            max_attempts=self.options.max_attempts,
-            deadline_s=timeouts.request_s,
-            queue_s=timeouts.connect_s,
-            accept_s=timeouts.connect_s,
-        )
-        prompt_tail = plan.token_ids[-16:].tolist()
-        offset = self._echo_length(plan) if body.echo else 0
-        samples = [
-            SampleOutput(
-                self.tokenizer,
-                self.tokenizer.detokenizer(prompt_tail),
-                body.stops,
-                body.logprobs,
-                plan.sampling.min_tokens,
-                offset,
-            )
-            for _ in range(body.num_generated)
-        ]
-        machine = RequestMachine(spec, now)
-        return Generation(index, plan, machine, samples, listener, now, last_token_at=[0.0] * body.num_generated)
-
-    def _echo_length(self, plan: PromptPlan) -> int:
-        return len(self.echo_text(plan))
-
-    def echo_text(self, plan: PromptPlan) -> str:
-        return plan.text if plan.text is not None else self.tokenizer.decode(plan.token_ids.tolist())
 
     # --- events of the cluster --------------------------------------------------------------------------------
 
@@ -196,23 +152,17 @@ class CompletionService:
 
     def _on_up(self, node: NodeKey) -> None:
         """A node whose connection broke, and that lives, must not go on with attempts that were given up."""
-        for known in [key for key in self._orphans if key[0] == node[0]]:
-            orphans = self._orphans.pop(known)
-            for request_id, attempt in orphans if known == node else ():
-                self.cluster.send(node, Cancel(request_id=request_id, attempt=attempt), self._clock())
+        for request_id, attempt in self._orphans.returned(node):
+            self.cluster.send(node, Cancel(request_id=request_id, attempt=attempt), self._clock())
 
     def _on_lost(self, node: NodeKey, reason: str) -> None:
         self.metrics.nodes_lost.inc()
         now = self._clock()
-        orphans: set[tuple[str, int]] = set()
+        orphans: Work = set()
         for generation in list(self._active):
             orphans |= generation.machine.work_on(node)
             self._carry_out(generation, generation.machine.node_lost(node, reason, now))
-
-        if orphans:
-            self._orphans[node] = orphans
-        if len(self._orphans) > MAX_LOST_NODES:
-            del self._orphans[next(iter(self._orphans))]
+        self._orphans.lost(node, orphans)
 
     def _on_room(self) -> None:
         for request_id, generation in list(self._waiting.items()):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -66,6 +69,10 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}),
     ("logit_bias", {"1": "x"}), ("logit_bias", []), ("logit_bias", {"²": 1}), ("stop_token_ids", [400]),
     ("stop_token_ids", ["a"]), ("stop_token_ids", 1), ("min_tokens", 17), ("min_tokens", -1), ("ignore_eos", 1),
+    ("logit_bias", {str(i): 1 for i in range(4097)}), ("logit_bias", {"1": True}), ("logit_bias", {" 1": 1}),
+    ("stop_token_ids", [0] * 65), ("stop", "z" * 1025), ("stop", ["z" * 1025]), ("stop", ["a", None]),
+    ("model", 7), ("use_prefix_cache", 0), ("best_of", True), ("priority", "high"), ("priority", 1.5),
+    ("prompt", ["a", [1]]), ("prompt", [[1], "a"]), ("prompt", [[1], 2]), ("prompt", [None]), ("prompt", [1] * 50_000),
     ("return_token_ids", "x"), ("prompt_logprobs", 21), ("unknown", 1), ("model\u00e9", 1), ("", 1), ("messages", []),
 ]  # fmt: skip
 
@@ -101,6 +108,7 @@ def test_a_missing_prompt_and_a_wrong_model(router: RouterInThread) -> None:
 RAW = [
     b"", b"{", b"null", b"[]", b"7", b'"x"', b"\xff\xfe\x00", b'{"prompt": "\xff"}', b'{"prompt": "a", "user": "\xc3"}',
     b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": Infinity}', b'{"prompt": "a"',
+    b'{"prompt": "a", "n": 01}', b'\xef\xbb\xbf{"prompt": "a"}', '{"prompt": "a"}'.encode("utf-16"),
     b'{"prompt": "a", "temperature": 1e999}', b'{"prompt": "\\ud800"}', b'{"prompt": "a"} x', b"{'prompt': 'a'}",
     b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"suffix":' + b'{"a":' * 20_000, b"\x00" * 100,
 ]  # fmt: skip
@@ -112,25 +120,54 @@ def test_bodies_that_are_no_request(router: RouterInThread, path: str, raw: byte
     fault(router.client.post(path, content=raw))
 
 
-def test_a_large_body_is_refused_before_it_is_read(router: RouterInThread) -> None:
+@pytest.mark.parametrize("field", ["max_tokens", "prompt"])
+def test_every_value_of_a_repeated_field_is_checked(router: RouterInThread, field: str) -> None:
+    for raw in (b'{"prompt": "a", "max_tokens": 1, "%s": {}}', b'{"%s": {}, "prompt": "a", "max_tokens": 1}'):
+        response = router.client.post("/v1/completions", content=raw % field.encode())
+        if response.status_code != 200:  # of a prompt the last one counts
+            assert fault(response)["param"] == field
+        else:
+            assert (field, raw[:2]) == ("prompt", b'{"')
+
+
+def test_a_large_body_gets_its_answer_however_it_is_sent(router: RouterInThread) -> None:
     for path in ("/v1/completions", "/tokenize"):
         fault(router.client.post(path, json={"prompt": "x" * 10_000_000}), 413)
-
-    def chunks() -> Iterator[bytes]:
-        for _ in range(1000):
-            yield b" " * 10_000
-
-    try:
-        fault(router.client.post("/v1/completions", content=chunks()), 413)
-    except httpx.WriteError:
-        pass  # the connection was closed while the client was still sending
+    fault(router.client.post("/v1/completions", content=(b" " * 10_000 for _ in range(1000))), 413)
+    # A client that sends everything before it reads must not be cut off.
+    body = b" " * 10_000_000
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(body)
+    assert exchange(router, head + b"\r\n" + body, end=False).startswith(b"HTTP/1.1 413 ")
+    # One that asks first is told at once.
+    assert exchange(router, head + b"Expect: 100-continue\r\n\r\n", end=False).startswith(b"HTTP/1.1 413 ")
 
 
-def exchange(router: RouterInThread, data: bytes) -> bytes:
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+def test_bodies_that_do_not_say_json(router: RouterInThread, path: str, headers: dict[str, str]) -> None:
+    fault(router.client.post(path, content=b'{"prompt": "a"}', headers=headers), 415)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
+def test_wrong_methods_and_paths(router: RouterInThread, path: str) -> None:
+    for method in ("GET", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        assert fault(router.client.request(method, path), 405)["code"] == "method_not_allowed"
+    assert fault(router.client.post(path + "/more", json={}), 404)["code"] == "not_found"
+
+
+def exchange(router: RouterInThread, data: bytes, end: bool = True) -> bytes:
     """Sends raw bytes, ends the client's side, returns all that comes back."""
     with socket.create_connection(("127.0.0.1", int(router.url.rsplit(":", 1)[1])), timeout=5) as sock:
         sock.sendall(data)
-        sock.shutdown(socket.SHUT_WR)
+        if end:
+            sock.shutdown(socket.SHUT_WR)
         answer = b""
         while part := sock.recv(65536):
             answer += part
@@ -152,6 +189,30 @@ def test_half_a_request(router: RouterInThread, data: bytes) -> None:
     head, _, body = exchange(router, data).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ")
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_a_long_text_holds_nobody_up(tmp_path: Path, node: StandInNode, path: str) -> None:
+    """The event loop goes on while a text is tokenized."""
+    folder = make_tokenizer_folder(tmp_path / "tokenizer")
+    body = {"prompt": "the quick brown fox " * 60_000}
+    with RouterInThread(folder, (node.address,)) as router, ThreadPoolExecutor(1) as pool:
+        router.wait_ready()
+        begin, slowest = time.monotonic(), 0.0
+        answer = pool.submit(router.client.post, path, json=body)
+        while not answer.done():
+            asked = time.monotonic()
+            assert router.client.get("/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - asked)
+        took = time.monotonic() - begin
+        assert answer.result().status_code == (200 if path == "/tokenize" else 400)
+        assert slowest < took / 2, f"of {took:.2f} s it held the event loop's thread for {slowest:.2f} s"
+
+
+def test_the_rest_of_a_text_that_is_far_too_long_is_not_tokenized(router: RouterInThread) -> None:
+    error = fault(router.client.post("/v1/completions", json={"prompt": "the fox " * 20_000}))
+    assert error["param"] == "prompt"
+    assert "more than 1024 tokens" in error["message"]
 
 
 # --- a thousand random bodies -----------------------------------------------------------------------------------
