@@ -230,6 +230,14 @@ class BlockPool:
                     del self._publish_step[block_hash]
                     self._events.append(BlockEvent(block_hash, stored=True))
 
+    def step_failed(self, step_id: int) -> None:
+        """Step `step_id` wrote nothing: hashes of blocks that it or a later step should have filled are dropped.
+        Whoever holds blocks may hold those, and must end."""
+        for block_hash, step in list(self._publish_step.items()):
+            if step >= step_id and block_hash in self._publish_step:
+                self._forget(block_hash)
+        self.step_completed(step_id)
+
     # --- integrity ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:

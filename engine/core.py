@@ -40,6 +40,9 @@ class EngineCore:
         if finished is not None:
             done, handle = finished
             result = handle.result()
-            self.scheduler.pool.step_completed(done.step_id)
+            if result.failure is None:
+                self.scheduler.pool.step_completed(done.step_id)
+            else:
+                self.scheduler.pool.step_failed(done.step_id)
             events += self.scheduler.update(done, result)
         return events

@@ -13,9 +13,9 @@ from tandem.engine.identity import model_identity
 from tandem.engine.kv_layout import KVLayout, ModelIdentity
 from tandem.engine.kv_pool import free_host_bytes, make_layout, num_blocks_for
 from tandem.engine.loader import load_model
+from tandem.engine.memory_profile import profile_free_bytes
 from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
-from tandem.engine.runner import profile_free_bytes
 
 
 @dataclass(frozen=True)

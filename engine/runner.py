@@ -8,6 +8,7 @@ Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocab
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -18,11 +19,10 @@ from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.interfaces import KVConnectorWorker
-from tandem.engine.kv_layout import KVLayout
-from tandem.engine.kv_pool import allocate_pool
 from tandem.engine.sampler import LogitEdits, RandomSettings, SamplingBatch, logprobs_of, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
+from tandem.engine.step_pieces import StepPiece, split_step
 from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
 from tandem.kernels import matmul
 from tandem.kernels.attention import Attention
@@ -30,7 +30,8 @@ from tandem.kernels.cache_ops import copy_blocks
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.rotary_attention import WantedTokens
 
-DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels
+logger = logging.getLogger(__name__)
+SMALLEST_PIECE = 16  # tokens; a device without memory for so few has none to go on with
 PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
 
 
@@ -83,6 +84,7 @@ class ModelRunner:
         )
         self._inputs = StepInputs(self.state, options.max_num_batched_tokens)
         self._graphs: DecodeGraphs | None = None
+        self.counters = {"steps_out_of_memory": 0}
         model.bind_kv_cache(pool)
         if worker_connector is not None:
             worker_connector.register_kv_cache(pool)
@@ -100,47 +102,93 @@ class ModelRunner:
                 [copy.num_tokens for copy in copies],
             )
         step = LaunchedStep(output.step_id)
-        if self._graphs is not None and output.is_decode:
-            self._decode(self._graphs, output, step)
-        else:
+        if not self._decode(output, step):
             self._compute(output, step)
         if self.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
         return step
 
-    def _decode(self, graphs: DecodeGraphs, output: SchedulerOutput, step: LaunchedStep) -> None:
-        """One token for each row, by replaying a graph."""
+    def _decode(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
+        """One token for each row, by replaying a graph. False: this step is none for a graph."""
+        graphs = self._graphs
+        if graphs is None or not output.is_decode:
+            return False
         logits_RV = graphs.run(output.rows)
         if self.state.are_plain(output.samples):
             token_R, _ = sample(logits_RV, SamplingBatch())
             graphs.batch.store(token_R)
             step.token_ids = to_host(token_R)
-        else:
+            return True
+        try:
             self._sample(output.samples, logits_RV, step)
+        except torch.OutOfMemoryError as error:
+            self._on_out_of_memory(output.num_tokens, error)
+            return False
+        return True
 
     def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
-        """Any mix of rows, layer by layer."""
-        inputs = self._inputs.build(output.rows)
-        last = self._inputs.last_tokens(inputs, [sample.row for sample in output.samples])
-        every = any(row.prompt_logprobs for row in output.rows)
-        if self._connector is not None:
-            self._connector.start_load_kv(output.connector_meta)
-        hidden_TH = self._forward(inputs, None if every else last, with_hooks=output.connector_meta is not None)
-        if self._connector is not None:
-            self._connector.wait_for_save()
-        self.state.fork(output.forks)
-        if every:
-            step.prompt_logprobs = self._prompt_logprobs(output.rows, inputs, hidden_TH)
-            hidden_TH = hidden_TH[last.index]
-        if output.samples:
-            self._sample(output.samples, self.model.project(hidden_TH), step)
+        """Any mix of rows, layer by layer. Without the memory for all at once: in ever smaller pieces; what has run
+        already is run again, to the same effect. If even the smallest do not fit, the step's requests fail."""
+        connector = self._connector
+        if connector is not None:
+            connector.start_load_kv(output.connector_meta)
+        pieces = split_step(output, output.num_tokens)
+        while True:
+            try:
+                self._compute_pieces(pieces, output, step)
+                break
+            except torch.OutOfMemoryError as error:
+                largest = max(piece.num_tokens for piece in pieces)
+                self._on_out_of_memory(largest, error)
+            if largest <= SMALLEST_PIECE:
+                step.fail("the device has no memory left for a step; give the node less with --gpu-memory-utilization")
+                break
+            pieces = split_step(output, largest // 2)
+        if connector is not None:
+            connector.wait_for_save()
 
-    def _forward(self, inputs: ForwardInputs, wanted: WantedTokens | None, with_hooks: bool) -> torch.Tensor:
+    def _on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        logger.warning("%d tokens at once ran out of memory: %s", num_tokens, error)
+        self.counters["steps_out_of_memory"] += 1
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _compute_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
+        """The hooks see the step as a whole: beside its layers when it is one piece, else before and after them."""
+        hooks = self._connector if output.connector_meta is not None else None
+        every = any(row.prompt_logprobs for row in output.rows)
+        step.prompt_logprobs = []
+        wanted: list[torch.Tensor] = []
+        if hooks is not None and len(pieces) > 1:
+            for name in self.model.attention_layers:
+                hooks.wait_for_kv_layer(name)
+        for piece in pieces:
+            inputs = self._inputs.build(piece.rows)
+            last = self._inputs.last_tokens(inputs, piece.sampled)
+            hidden_TH = self._forward(inputs, None if every else last, hooks if len(pieces) == 1 else None)
+            if every:
+                step.prompt_logprobs += self._prompt_logprobs(piece, inputs, hidden_TH)
+                hidden_TH = hidden_TH[last.index]
+            wanted.append(hidden_TH)
+        if hooks is not None and len(pieces) > 1:
+            for name, layer in self.model.attention_layers.items():
+                hooks.save_kv_layer(name, layer.kv_cache[0], None)
+        self.state.fork(output.forks)
+        if output.samples:
+            hidden_NH = wanted[0]
+            if len(pieces) > 1:
+                order = np.argsort([index for piece in pieces for index in piece.samples])
+                hidden_NH = torch.cat(wanted)[torch.from_numpy(order).to(self.device)]
+            self._sample(output.samples, self.model.project(hidden_NH), step)
+
+    def _forward(
+        self, inputs: ForwardInputs, wanted: WantedTokens | None, hooks: KVConnectorWorker | None = None
+    ) -> torch.Tensor:
         context = ForwardContext(
             attn_metadata=inputs.metadata,
             no_compile_layers=self.model.attention_layers,
-            hooks=self._connector if with_hooks else None,
+            hooks=hooks,
         )
         with set_forward_context(context):
             return self.model(inputs.input_ids_T, inputs.positions_T, wanted)
@@ -157,12 +205,10 @@ class ModelRunner:
             targets = np.flatnonzero(num_logprobs >= 0)
             step.logprobs = HostLogprobs.fetch(logprobs, targets, num_logprobs[targets])
 
-    def _prompt_logprobs(
-        self, rows: Sequence[ScheduledRow], inputs: ForwardInputs, hidden_TH: torch.Tensor
-    ) -> list[HostLogprobs]:
+    def _prompt_logprobs(self, piece: StepPiece, inputs: ForwardInputs, hidden_TH: torch.Tensor) -> list[HostLogprobs]:
         """For rows that ask: how likely the prompt's own next tokens were, a bounded piece at a time."""
         parts = []
-        for index, row in enumerate(rows):
+        for index, row in enumerate(piece.rows):
             wanted = int(self.state.settings["num_prompt_logprobs"][row.slot])
             if not row.prompt_logprobs or wanted < 0:
                 continue
@@ -174,7 +220,7 @@ class ModelRunner:
                 after = row.start + first + 1
                 target_L = self.state.token_ids_SC[row.slot, after : after + count].to(torch.int64)
                 logprobs = logprobs_of(self.model.compute_logits(hidden_TH[begin : begin + count]), target_L, wanted)
-                parts.append(HostLogprobs.fetch(logprobs, np.full(count, index), np.full(count, wanted)))
+                parts.append(HostLogprobs.fetch(logprobs, np.full(count, piece.parents[index]), np.full(count, wanted)))
         return parts
 
     @torch.inference_mode()
@@ -187,8 +233,8 @@ class ModelRunner:
         for rows in (self._longest_prompts(), self._decodes(), self._mixture()):
             inputs = self._inputs.build_dummy(rows)
             num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
-            hidden_TH = self._forward(inputs, None, with_hooks=False)
-            self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))), with_hooks=False)
+            hidden_TH = self._forward(inputs, None)
+            self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
             logits_NV = self.model.project(hidden_TH[:num_samples])
             for batch in _dummy_batches(num_samples, self.device):
                 sample(logits_NV, batch)
@@ -237,43 +283,3 @@ def _dummy_batches(num_rows: int, device: torch.device) -> Iterator[SamplingBatc
         yield from (SamplingBatch(changed, random=kind) for changed in (None, edits) for kind in (None, unfiltered))
         yield SamplingBatch(random=filtered)
     yield SamplingBatch(edits, random=filtered, logprob_row_L=rows, max_num_logprobs=8)
-
-
-def profile_free_bytes(
-    model: Model,
-    layout: KVLayout,
-    options: SchedulerOptions,
-    max_model_len: int,
-    device: torch.device,
-    gpu_memory_utilization: float,
-    cuda_graphs: bool,
-) -> int:
-    """CUDA bytes left for the pool: the share of the device's memory we may use, less what the worst step needs.
-
-    Runs that step on a pool of one block, which is dropped again. Memory that other processes hold counts as used.
-    `cuda_graphs`: the node will capture decode steps, whose memory stays taken beside that of other steps.
-    """
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    pool = allocate_pool(layout, 1, device)
-    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, eos_token_ids=())
-    runner.warmup()
-    peak = torch.cuda.max_memory_reserved(device)
-    if cuda_graphs:
-        peak += _graph_bytes(runner, device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    others = total - free - torch.cuda.memory_reserved(device)
-    return int(total * gpu_memory_utilization) - peak - others
-
-
-def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
-    """What captured decode steps will hold: one largest step (they share its memory) and the driver's own part."""
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    graphs = DecodeGraphs(runner.model, runner.state, runner.max_decode_rows, runner.max_model_len)
-    with torch.inference_mode():
-        graphs.batch.fill((), runner.max_decode_rows)
-        graphs.batch.forward(runner.max_decode_rows)
-    step = torch.cuda.max_memory_allocated(device) - before
-    return int(1.25 * step) + len(graphs.sizes) * DRIVER_BYTES_PER_GRAPH

@@ -73,6 +73,8 @@ class Scheduler(SchedulerState):
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
+        if result.failure is not None:
+            return self._give_up(launched, result.failure)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
             if row.prompt_logprobs:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
@@ -82,6 +84,16 @@ class Scheduler(SchedulerState):
             request.num_in_flight -= 1
             if request.state is not RequestState.FINISHED and sample.sample_index in request.sample_indices:
                 self._take_token(request, sample, token_id, entry)
+        return self.take_events()
+
+    def _give_up(self, launched: LaunchedStep, reason: str) -> list[EngineEvent]:
+        """The step was not computed. Whatever has blocks may have found its prefix in those of the step, or be in the
+        step that was launched meanwhile: all of it ends here. Another node may have the memory that this one lacks."""
+        for request in launched.sampled:
+            request.num_in_flight -= 1
+        holders = [sequences for sequences in self._requests.values() if any(s.block_ids for s in sequences)]
+        for sequences in holders:
+            self.fail(sequences[0], "out_of_memory", reason, retryable=True)
         return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:

@@ -190,9 +190,9 @@ class SchedulerState:
         self._leave_queues(request)
         self._end(request)
 
-    def fail(self, request: Request, code: str, text: str) -> list[Request]:
+    def fail(self, request: Request, code: str, text: str, retryable: bool = False) -> list[Request]:
         """Gives up the whole request with one FailedEvent; returns all of its sequences."""
-        self.events.append(FailedEvent(request, code, text, retryable=False))
+        self.events.append(FailedEvent(request, code, text, retryable))
         sequences = list(self._requests[request.key])
         for sequence in sequences:
             self.finish(sequence)

@@ -120,3 +120,4 @@ class RunnerOutput:
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # empty when no sample asked
     # (row index) -> entries predicting positions start+1 .. start+num_tokens (the last only if it is in the prompt)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failure: str | None = None  # why nothing was computed: the step's requests end with it

@@ -55,6 +55,11 @@ class LaunchedStep:
     logprobs: HostLogprobs | None = None
     prompt_logprobs: Sequence[HostLogprobs] = field(default_factory=tuple)  # targets are indices of scheduled rows
     event: torch.cuda.Event | None = None
+    failure: str | None = None
+
+    def fail(self, reason: str) -> None:
+        """Nothing was computed; the requests of the step end with this reason."""
+        self.failure, self.token_ids, self.logprobs, self.prompt_logprobs = reason, None, None, ()
 
     def done(self) -> bool:
         return self.event is None or self.event.query()
@@ -64,7 +69,7 @@ class LaunchedStep:
         if self.event is not None:
             self.event.synchronize()
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
-        output = RunnerOutput(self.step_id, tokens)
+        output = RunnerOutput(self.step_id, tokens, failure=self.failure)
         if self.logprobs is not None:
             output.logprobs = [None] * len(tokens)
             for sample, entry in self.logprobs.entries():

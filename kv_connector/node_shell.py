@@ -262,6 +262,7 @@ class NodeProcess:
         return {
             **self.transfer.counters,
             **self.control.counters.as_dict(),
+            **self.runner.counters,
             "attention_fallbacks": float(sum(fallback_counts().values())),
             "kernels_compiled_late": float(self._compilations.num_late),
             "kv_overflows": float(self._kv_overflows()),

@@ -57,6 +57,8 @@ class FakeRunner:
         self.peer_blocks: set[int] = set()  # granted: only the peer may write them
         self.num_rows = 0
         self.num_computed_tokens = 0
+        self.failing: set[int] = set()  # steps that run out of memory
+        self._doomed: set[int] = set()  # launched before the one before them was seen to fail
         self._eos_token_ids = tuple(eos_token_ids)
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
@@ -87,6 +89,8 @@ class FakeRunner:
 
     def _run(self, output: SchedulerOutput) -> RunnerOutput:
         self._patch(output)
+        if output.step_id in self.failing | self._doomed:
+            return self._fail(output)
         self._copy(output)
         slots = [row.slot for row in output.rows]
         assert len(set(slots)) == len(slots), "a slot has two rows"
@@ -104,6 +108,22 @@ class FakeRunner:
         tokens = [self._sample(sample, prefixes[sample.row]) for sample in output.samples]
         logprobs = [TokenLogprobs((token,), (0.0,), 1) for token in tokens]
         return RunnerOutput(output.step_id, np.array(tokens, np.int32), list(logprobs), self._prompt_logprobs(output))
+
+    def _fail(self, output: SchedulerOutput) -> RunnerOutput:
+        """Leaves rubbish wherever KV was to be written. Steps that were launched meanwhile compute with it."""
+        for row in output.rows:
+            for position in range(row.start, row.start + row.num_tokens):
+                block_id, offset = self._where(row.slot, position)
+                self.memory[block_id][offset] = (-1,)
+        for copy in output.copies:
+            self.memory[copy.destination] = dict.fromkeys(range(self.block_size), (-1,))
+        for fork in output.forks:
+            self._block_tables[fork.slot] = list(fork.block_ids)
+        if output.step_id in self.failing:
+            self._doomed |= {later.step_id for later in self._queue}
+            return RunnerOutput(output.step_id, np.empty(0, np.int32), failure="no memory")
+        tokens = np.zeros(len(output.samples), np.int32)
+        return RunnerOutput(output.step_id, tokens, [TokenLogprobs((0,), (0.0,), 1) for _ in tokens])
 
     def _patch(self, output: SchedulerOutput) -> None:
         for new in output.new_slots:

@@ -346,3 +346,34 @@ def test_an_aborted_requests_blocks_cool_until_its_step_has_run() -> None:
     assert harness.pool.num_grantable == 2
     harness.step()
     assert harness.pool.num_grantable == 4
+
+
+# --- steps that fail ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("failing", range(10))
+def test_a_step_without_memory_ends_its_requests_and_leaves_nothing_wrong(failing: int, pipelined: bool) -> None:
+    """Two prompts share blocks that the failing step may fill, one forks, one comes late, one hits what was cached."""
+    harness = Harness(num_blocks=40, pipelined=pipelined)
+    harness.runner.failing = {failing}
+    harness.add("a", range(22), max_tokens=7)
+    harness.add("b", range(22), samples=(0, 1, 2), max_tokens=7)
+    harness.add("p", range(40, 60), mode="prefill", max_tokens=7)
+    for _ in range(4):
+        harness.step()
+    harness.add("late", range(21), max_tokens=7)
+    harness.run()
+    assert harness.failed, "the step failed and nobody heard"
+    harness.runner.failing.clear()
+    harness.add("after", range(22), max_tokens=7)
+    harness.run()
+    assert set(harness.failed.values()) == {"out_of_memory"}
+    samples = {"a": (0,), "b": (0, 1, 2), "late": (0,), "after": (0,)}
+    for name in samples.keys() - harness.failed.keys():
+        for sample in samples[name]:
+            harness.assert_output(name, sample)
+    assert "after" not in harness.failed
+    for name in list(harness.connector.held):
+        harness.connector.release(name)
+    harness.assert_empty()

@@ -1,0 +1,76 @@
+"""Steps made by hand for a real runner on CPU, and a connector that keeps a diary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tandem.engine.config import ModelOptions, SchedulerOptions
+from tandem.engine.loader import load_model
+from tandem.engine.model_config import load_model_config
+from tandem.engine.runner import ModelRunner
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+
+BLOCK = 16
+NUM_BLOCKS = 24
+MAX_LEN = 128
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+
+
+class RecordingConnector:
+    """The worker half, as a diary: what was called, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def register_kv_cache(self, pool: torch.Tensor) -> None:
+        self.calls.append("register")
+
+    def start_load_kv(self, meta: object | None) -> None:
+        self.calls.append("start")
+
+    def wait_for_kv_layer(self, layer_name: str) -> None:
+        self.calls.append("wait")
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        self.calls.append("save")
+
+    def wait_for_save(self) -> None:
+        self.calls.append("saved")
+
+    def get_finished(self) -> tuple[object, ...]:
+        return ()
+
+
+def make_runner(
+    folder: Path, num_slots: int = 4, connector: RecordingConnector | None = None, max_chunk: int = 0
+) -> ModelRunner:
+    config = load_model_config(folder)
+    model = load_model(folder, config, ModelOptions(model=str(folder)), CPU, torch.float32)
+    pool = torch.zeros(NUM_BLOCKS, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
+    options = SchedulerOptions(max_num_seqs=num_slots, max_num_batched_tokens=96, max_prefill_chunk=max_chunk)
+    return ModelRunner(model, pool, options, BLOCK, MAX_LEN, (), connector)
+
+
+def new_slot(slot: int, prompt: list[int], blocks: tuple[int, ...], sampling: SamplingParams = GREEDY) -> NewSlot:
+    return NewSlot(slot, np.array(prompt, np.int32), len(prompt), blocks, sampling, sample_index=0)
+
+
+def decode_step(step_id: int, slots: dict[int, int], **extra: tuple) -> SchedulerOutput:
+    """One token of each slot from its position on; the output index does not matter to greedy rows."""
+    rows = tuple(ScheduledRow(slot, position, 1) for slot, position in slots.items())
+    samples = tuple(SampleRow(i, slot, position + 1, 0, 1) for i, (slot, position) in enumerate(slots.items()))
+    return SchedulerOutput(step_id, rows, samples, **extra)
+
+
+def prompt_step(prompts: dict[int, list[int]], blocks: dict[int, tuple[int, ...]], step_id: int = 0) -> SchedulerOutput:
+    return SchedulerOutput(
+        step_id,
+        rows=tuple(ScheduledRow(slot, 0, len(prompt)) for slot, prompt in prompts.items()),
+        samples=tuple(SampleRow(i, slot, len(prompt), 0, 0) for i, (slot, prompt) in enumerate(prompts.items())),
+        new_slots=tuple(new_slot(slot, prompt, blocks[slot]) for slot, prompt in prompts.items()),
+    )
