@@ -90,9 +90,7 @@ class Engine:
         self.runner.warmup()
         self.on_gpu = self.loaded.device.type == "cuda"
         if cuda_graphs and self.on_gpu:
-            before = torch.cuda.mem_get_info()[0]
             self.runner.capture_decode_steps()
-            print(f"graphs hold {(before - torch.cuda.mem_get_info()[0]) >> 20} MiB", flush=True)
         self.blocks = BlockPool(num_blocks, enable_caching=True)
         scheduler = Scheduler(
             self.options.scheduler,
