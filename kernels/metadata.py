@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tandem.kernels.shared_prefix import SharedPrefixes
+
 IntsOnHost = Sequence[int] | np.ndarray
 IntMatrix = torch.Tensor | np.ndarray | Sequence[Sequence[int]]
 
@@ -31,6 +33,7 @@ class RowBatch:
     seq_lens_cpu: tuple[int, ...]
     max_query_len: int
     max_seq_len: int
+    shared_prefixes: SharedPrefixes | None = None  # of decode rows; backends may ignore them
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -60,6 +63,7 @@ class AttentionMetadata:
     encoder_seq_lens_cpu: tuple[int, ...] = ()
     cross_block_tables: torch.Tensor | None = None  # int32 [N, B']
     cross_slot_mapping: torch.Tensor | None = None  # int64 [encoder tokens of this step]
+    shared_prefixes: SharedPrefixes | None = None  # of the decode rows
     scratch: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -114,6 +118,7 @@ class AttentionMetadata:
                 seq_lens_cpu=self.seq_lens_cpu[first:last],
                 max_query_len=max(self.query_lens_cpu[first:last], default=0),
                 max_seq_len=max(self.seq_lens_cpu[first:last], default=0),
+                shared_prefixes=self.shared_prefixes if name == "decode" else None,
             )
         rows: RowBatch = self.scratch[name]
         return rows
@@ -133,6 +138,7 @@ class AttentionMetadataBuilder:
         encoder_seq_lens: IntsOnHost | None = None,
         cross_block_tables: IntMatrix | None = None,
         cross_slot_mapping: IntsOnHost | torch.Tensor | None = None,
+        shared_prefixes: SharedPrefixes | None = None,
     ) -> AttentionMetadata:
         """`query_lens[i]` new tokens of row i, whose length becomes `seq_lens[i]`; rows with one token come first.
 
@@ -163,6 +169,7 @@ class AttentionMetadataBuilder:
             cross_slot_mapping=None
             if cross_slot_mapping is None
             else _to_device(cross_slot_mapping, torch.int64, device).reshape(-1),
+            shared_prefixes=shared_prefixes,
         )
 
 

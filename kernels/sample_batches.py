@@ -100,6 +100,15 @@ def random_batch(
     return PagedBatch(tokens(num_heads), tokens(num_kv_heads), tokens(num_kv_heads), pool, tables, metadata)
 
 
+def share_prefix(batch: PagedBatch, rows: Sequence[int], num_blocks: int) -> None:
+    """From here on the rows begin with the first row's first `num_blocks` blocks; their own of before hold NaN."""
+    shared = batch.block_tables[rows[0]][:num_blocks]
+    for row in rows[1:]:
+        batch.pool[batch.block_tables[row][:num_blocks]] = torch.full((), float("nan")).to(batch.pool)
+        batch.block_tables[row][:num_blocks] = shared
+        batch.metadata.block_tables[row, :num_blocks] = torch.tensor(shared).to(batch.metadata.block_tables)
+
+
 def _nan_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if dtype == FP8_DTYPE:
         return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(FP8_DTYPE)

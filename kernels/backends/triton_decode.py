@@ -2,6 +2,8 @@
 
 A RowBatch's scratch keeps the plan of its lengths, so that a step plans once for all its layers: inside a captured
 graph the plan is part of the graph and follows the lengths of each replay.
+
+Rows that share prefixes take two launches: the prefixes, each read once, then the rows' own tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from tandem.kernels.spec import AttentionSpec
 from tandem.kernels.triton_kernels.block_sparse import list_sparse_tiles
 from tandem.kernels.triton_kernels.decode_launch import (
     MAX_NEW_TOKENS,
+    PrefixParts,
     SparseTiles,
     decode_constants,
     paged_decode,
     plan_decode,
 )
 from tandem.kernels.triton_kernels.decode_plan import DecodePlan
+from tandem.kernels.triton_kernels.shared_prefix import attend_prefixes, could_share, plan_prefixes, prefix_constants
 
 _compiled: set[tuple[object, ...]] = set()
 
@@ -43,33 +47,76 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
         0 if spec.blocksparse is None else spec.blocksparse.block_size,
     )  # fmt: skip
     sparse = _sparse_tiles(rows, spec, constants)
+    scales = scale_tensor(kv.k_scale, device), scale_tensor(kv.v_scale, device)
+    slopes = spec.slopes_on(device)
 
     def run(version: str) -> torch.Tensor:
+        prefix = None
+        if version == "shared":
+            prefix = _attend_prefixes(query, kv, rows, spec, constants, scales[0])
         return paged_decode(
             query, kv.key_cache, kv.value_cache, rows.block_tables, rows.seq_lens, spec.scale, constants,
-            plan=_plan(rows, spec, constants, sparse) if version == "V2" else None,
-            k_scale=scale_tensor(kv.k_scale, device), v_scale=scale_tensor(kv.v_scale, device),
-            query_starts=rows.query_start_loc if num_new > 1 else None, alibi_slopes=spec.slopes_on(device),
-            window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
-            sparse=None if sparse is None or spec.blocksparse is None else (spec.blocksparse, sparse),
+            plan=None if version == "V1" else _plan(rows, spec, constants, sparse, prefix),
+            k_scale=scales[0], v_scale=scales[1], query_starts=rows.query_start_loc if num_new > 1 else None,
+            alibi_slopes=slopes, window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+            sparse=None if sparse is None or spec.blocksparse is None else (spec.blocksparse, sparse), prefix=prefix,
         )  # fmt: skip
 
     version = choose_paged_attention_version(
         rows.max_seq_len, rows.num_rows, spec.num_heads, num_partitions(rows.max_seq_len)
     )
+    if rows.shared_prefixes is not None and num_new == 1 and _may_share(spec, constants, query.dtype):
+        version = "shared"
     kind = (id(constants), device, spec.num_kv_heads, spec.blocksparse, spec.sliding_window is None,
-            spec.logits_soft_cap is None, spec.alibi_slopes is None)  # fmt: skip
+            spec.logits_soft_cap is None, spec.alibi_slopes is None, version == "shared")  # fmt: skip
     if kind not in _compiled:
         _compiled.add(kind)
-        run("V1" if version == "V2" else "V2")  # lengths decide between them: neither may compile later
+        for other in {"V1", "V2"} - {version}:
+            run(other)  # lengths decide between them: neither may compile later
     return run(version)
 
 
-def _plan(rows: RowBatch, spec: AttentionSpec, constants: dict[str, int], sparse: SparseTiles | None) -> DecodePlan:
-    key = ("decode_plan", id(constants), spec.num_kv_heads, spec.sliding_window, spec.blocksparse)
+def _may_share(spec: AttentionSpec, constants: dict[str, int], dtype: torch.dtype) -> bool:
+    every_token = spec.sliding_window is None and spec.blocksparse is None
+    return every_token and could_share(constants, dtype.itemsize)
+
+
+def _attend_prefixes(
+    query: torch.Tensor,
+    kv: PagedKV,
+    rows: RowBatch,
+    spec: AttentionSpec,
+    constants: dict[str, int],
+    k_scale: torch.Tensor,
+) -> PrefixParts:
+    """The rows' parts over what they share; layers of a step share the plan."""
+    prefixes = rows.shared_prefixes
+    assert prefixes is not None
+    constants = prefix_constants(constants, prefixes.members)
+    key = ("prefix_plan", spec.num_kv_heads, *constants.values())
+    if key not in rows.scratch:
+        rows.scratch[key] = plan_prefixes(prefixes, spec.num_kv_heads, constants)
+    return attend_prefixes(
+        query, kv.key_cache, kv.value_cache, rows.block_tables, rows.seq_lens, prefixes, rows.scratch[key],
+        spec.scale, constants, k_scale=k_scale, alibi_slopes=spec.slopes_on(query.device),
+        soft_cap=spec.logits_soft_cap,
+    )  # fmt: skip
+
+
+def _plan(
+    rows: RowBatch,
+    spec: AttentionSpec,
+    constants: dict[str, int],
+    sparse: SparseTiles | None,
+    prefix: PrefixParts | None,
+) -> DecodePlan:
+    key = ("decode_plan", id(constants), spec.num_kv_heads, spec.sliding_window, spec.blocksparse, prefix is None)
     plan: DecodePlan | None = rows.scratch.get(key)
     if plan is None:
-        plan = plan_decode(rows.seq_lens, spec.num_kv_heads, constants, window=spec.sliding_window, sparse=sparse)
+        plan = plan_decode(
+            rows.seq_lens, spec.num_kv_heads, constants, window=spec.sliding_window, sparse=sparse,
+            prefix_lens=None if prefix is None else prefix.lens,
+        )  # fmt: skip
         rows.scratch[key] = plan
     return plan
 

@@ -49,7 +49,10 @@ def parts_of(plan, begin, end):
     return first, (end - 1) // share + 1 - first
 
 
-@triton.jit(do_not_specialize=["num_segments", "num_heads", "programs", "min_share", "window", "num_new"])
+@triton.jit(
+    do_not_specialize=["num_segments", "num_heads", "programs", "min_share", "window", "num_new"],
+    do_not_specialize_on_alignment=["seq_lens", "prefix_lens", "counts"],
+)
 def plan_kernel(
     plan,
     seq_lens,  # int32 [rows]

@@ -24,7 +24,8 @@ UNSPECIALIZED = [
 
 
 @triton.jit(
-    do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_starts"]
+    do_not_specialize=UNSPECIALIZED,
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_starts", "prefix_lens", "prefix_places"],
 )
 def paged_decode_kernel(
     output,  # [T, H, D] contiguous, of the query's dtype

@@ -18,13 +18,14 @@ from tandem.kernels.triton_kernels.block_sparse import list_tiles_kernel  # noqa
 from tandem.kernels.triton_kernels.decode_launch import decode_constants  # noqa: E402
 from tandem.kernels.triton_kernels.decode_plan import plan_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.shared_prefix import prefix_constants, shared_prefix_kernel  # noqa: E402
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP32 = {"k_scale", "v_scale", "alibi_slopes", "peaks", "totals", "partial"} | {
     f"prefix_{name}" for name in ("peaks", "totals", "partial")
 }
-INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts"} | {
+INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts", "chunk_lens", "chunk_rows"} | {
     f"prefix_{name}" for name in ("lens", "places", "plan")
 }
 PLAIN: dict[str, Any] = {
@@ -73,6 +74,13 @@ def decode(dtype: torch.dtype, group: int, head_size: int, num_new: int = 1, **o
     return paged_decode_kernel, dtype, constants | PLAIN | options
 
 
+def shared(dtype: torch.dtype, group: int, head_size: int, **options: Any) -> Any:
+    itemsize = 1 if options.get("IS_FP8") else dtype.itemsize
+    constants = prefix_constants(decode_constants(dtype, itemsize, group, 1, head_size, 64, 0), 64 // group)
+    plain = {name: PLAIN[name] for name in ("NUM_KV_HEADS", "IS_FP8", "HAS_ALIBI", "HAS_SOFT_CAP", "PDL")}
+    return shared_prefix_kernel, dtype, constants | plain | options
+
+
 PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8, "PDL": True}
 LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256, "PDL": False}
 CASES = {
@@ -88,6 +96,12 @@ CASES = {
     "fp32-80-all-split": (80, decode(FP32_TYPE, 4, 80, **EVERY)),
     "sparse": (90, decode(BF16, 4, 128, SPARSE_STRIDE=8, SPARSE_BLOCK=64)),
     "prefix": (90, decode(BF16, 4, 128, HAS_PREFIX=True)),
+    "shared": (90, shared(BF16, 4, 128, PDL=True)),
+    "shared-sm80": (80, shared(FP16, 8, 128, HAS_ALIBI=True, HAS_SOFT_CAP=True)),
+    "shared-sm100": (100, shared(BF16, 4, 128)),
+    "shared-fp8": (90, shared(BF16, 4, 128, IS_FP8=True)),
+    "shared-256": (90, shared(BF16, 4, 256)),
+    "shared-fp32": (80, shared(FP32_TYPE, 4, 128)),
     "plan": (90, (plan_kernel, BF16, PLAN | {"HAS_WINDOW": True, "HAS_PREFIX": True, "HAS_COUNTS": False})),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }
@@ -103,5 +117,5 @@ def test_kernel_compiles_and_fits_shared_memory(case: str) -> None:
     compiled = compile_kernel(kernel, capability, dtype, constants)
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= SHARED_MEMORY_BYTES[capability]
-    if kernel is paged_decode_kernel and constants["num_stages"] > 1:
+    if kernel in (paged_decode_kernel, shared_prefix_kernel) and constants["num_stages"] > 1:
         assert "cp.async" in compiled.asm["ptx"], "keys and values are no longer loaded ahead"
