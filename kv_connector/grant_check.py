@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import TYPE_CHECKING
 
 from tandem.engine.errors import GrantError
 from tandem.engine.messages import KVGrant
-from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.source_record import SourceRecord
+
+if TYPE_CHECKING:
+    from tandem.engine.security import ClusterKeys
 
 MAX_USED_GRANTS = 65536
 

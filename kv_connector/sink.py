@@ -6,15 +6,14 @@ each until the machine says COMMIT, UNPIN or FREE.
 
 from __future__ import annotations
 
-import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from typing import TYPE_CHECKING
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
 from tandem.engine.messages import (
     KVClaim,
     KVDrained,
-    KVGrant,
     KVReady,
     KVRelease,
     Message,
@@ -22,34 +21,34 @@ from tandem.engine.messages import (
     Submit,
 )
 from tandem.engine.request import Request
-from tandem.engine.security import ClusterKeys
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.handoff.sink import SinkEvent as E
 from tandem.kv_connector.handoff.sink import SinkMachine
 from tandem.kv_connector.handoff.sink import SinkState as S
-from tandem.kv_connector.meta import (
-    HandoffKey,
-    Verified,
-)
+from tandem.kv_connector.meta import HandoffKey, Verified
 from tandem.kv_connector.peer_effects import AdmitSource, Fenced, FenceSource
-from tandem.kv_connector.sink_actions import SinkActionRunner
+from tandem.kv_connector.sink_queue import SinkQueue
 from tandem.kv_connector.sink_record import SinkRecord
+
+if TYPE_CHECKING:
+    from tandem.engine.security import ClusterKeys
 
 TOMBSTONE_S = 120.0
 MAX_RESEND_S = 5.0
 MAX_LOST = 4096
-_OVER = (S.COMMITTED, S.CLOSED, S.REJECTED, S.UNKNOWN)
+_ENDED = (S.COMMITTED, S.CLOSED, S.REJECTED)
+_OVER = (*_ENDED, S.UNKNOWN)
+# The request has ended; its blocks wait for KVDrained or a fence, however long: no passing of time makes them safe.
+_UNTIL_SAFE = (S.QUARANTINED,)
 
 
-class SinkManager(SinkActionRunner):
-    """Grants strictly in the order of claims; a claim that does not fit holds the line."""
+class SinkManager(SinkQueue):
+    """`pool` is shared with the scheduler."""
 
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
-        super().__init__(info, pool, options)
-        self._keys = keys
-        self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
-        self._records: dict[HandoffKey, SinkRecord] = {}
-        self._lost: OrderedDict[tuple[str, int], None] = OrderedDict()
+        super().__init__(info, keys, pool, options)
+        self._lost: OrderedDict[tuple[str, int], None] = OrderedDict()  # and not greeted since
+        self._fences: Counter[tuple[str, int]] = Counter()  # asked for and not ended
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -80,7 +79,7 @@ class SinkManager(SinkActionRunner):
         self._now = now
         record = self._records.get((request_id, attempt))
         if record is not None:
-            record.reason = outcomes.CANCELLED
+            self._because(record, outcomes.CANCELLED)
             self._run(record, record.machine.on(E.CANCEL))
             self._settle(record)
 
@@ -106,7 +105,7 @@ class SinkManager(SinkActionRunner):
         elif isinstance(message, KVReady):
             self._on_ready(record, message)
         elif isinstance(message, KVRelease):
-            record.reason = message.reason
+            self._because(record, message.reason)
             self._run(record, machine.on_release(message.source_epoch))
         else:
             self._run(record, machine.on_drained(message.source_epoch, message.grant_id))
@@ -122,6 +121,9 @@ class SinkManager(SinkActionRunner):
                 self._on_verified(record, event)
 
     def peer_connected(self, info: NodeInfo) -> None:
+        """A source was greeted (again). One that was lost gets new grants at once, whether its fence has ended or not:
+        what it held before stays in quarantine, and that fence says nothing of what it is granted from now on."""
+        self._lost.pop((info.node_id, info.epoch), None)
         self._effects.append(AdmitSource(info))
 
     def peer_lost(self, node_id: str, epoch: int) -> None:
@@ -129,17 +131,24 @@ class SinkManager(SinkActionRunner):
         self._lost[node_id, epoch] = None
         if len(self._lost) > MAX_LOST:
             self._lost.popitem(last=False)
+        self._fences[node_id, epoch] += 1
         self._effects.append(FenceSource(node_id, epoch))
-        for record in self._of_source(node_id):
-            record.reason = outcomes.SOURCE_LOST
+        for record in self._of_source(node_id, epoch):
+            self._because(record, outcomes.SOURCE_LOST)
             self._run(record, record.machine.on_source_lost(epoch))
             self._settle(record)
 
     def fenced(self, node_id: str, epoch: int) -> None:
-        for record in self._of_source(node_id):
-            record.reason = record.reason or outcomes.SOURCE_LOST
-            self._run(record, record.machine.on_fenced(epoch))
-            self._settle(record)
+        """A fence closes grants that were open when it was asked for, so only hand-offs that have seen the loss count,
+        and, of a source lost more than once, only when its last fence has ended."""
+        self._fences[node_id, epoch] -= 1
+        if self._fences[node_id, epoch] > 0:
+            return
+        del self._fences[node_id, epoch]
+        for record in self._of_source(node_id, epoch):
+            if record.machine.source_lost:
+                self._run(record, record.machine.on_fenced(epoch))
+                self._settle(record)
 
     def on_tick(self, now: float) -> None:
         self._now = now
@@ -153,7 +162,9 @@ class SinkManager(SinkActionRunner):
         self._grant_in_order()
 
     def _tick(self, record: SinkRecord) -> None:
-        if self._now >= record.deadline and record.machine.state is not S.QUARANTINED:
+        if record.machine.state in _UNTIL_SAFE:
+            self._warn_of_long_quarantine(record)
+        elif self._now >= record.deadline:
             record.reason = outcomes.DEADLINE if record.request is not None else outcomes.EARLY
             self._run(record, record.machine.on(E.DEADLINE))
         if record.lease_until and self._now >= record.lease_until and record.machine.state in (S.GRANTED, S.RESENDING):
@@ -194,8 +205,15 @@ class SinkManager(SinkActionRunner):
             record = self._records[key] = SinkRecord(key, SinkMachine(self.info.epoch), deadline=early)
         return record
 
-    def _of_source(self, node_id: str) -> list[SinkRecord]:
-        return [record for record in self._records.values() if record.source_id == node_id]
+    def _of_source(self, node_id: str, epoch: int) -> list[SinkRecord]:
+        source = (node_id, epoch)
+        return [each for each in self._records.values() if (each.source_id, each.machine.source_epoch) == source]
+
+    @staticmethod
+    def _because(record: SinkRecord, reason: str) -> None:
+        """Why the hand-off ends, if it has not ended yet."""
+        if record.machine.state not in (*_ENDED, *_UNTIL_SAFE):
+            record.reason = reason
 
     def _on_ready(self, record: SinkRecord, ready: KVReady) -> None:
         if record.grant is not None and ready.grant_signature != record.grant.signature:
@@ -224,72 +242,6 @@ class SinkManager(SinkActionRunner):
         """After any event: queue a new claim, note an end, grant what can be granted now."""
         if record.machine.state is S.QUEUED and record not in self._queue:
             self._queue.append(record)
-        if record.machine.state in _OVER and record.machine.state is not S.UNKNOWN and not record.closed_at:
+        if record.machine.state in _ENDED and not record.closed_at:
             record.closed_at = self._now
         self._grant_in_order()
-
-    def _grant_in_order(self) -> None:
-        while self._queue:
-            record = self._queue[0]
-            if record.machine.state is not S.QUEUED:
-                self._queue.popleft()
-                continue
-            if record.lost_pins:
-                self._pin(record)
-            needed = record.num_blocks - len(record.hits)
-            if needed > self._pool.num_grantable - self._headroom:
-                if self._others_will_free_blocks():
-                    return
-                self._unpin_behind(record, needed)
-            blocks = self._pool.allocate_grantable(needed)
-            if blocks is None:  # free, but a launched step may still write them
-                return
-            self._queue.popleft()
-            self._grant(record, blocks)
-
-    def _others_will_free_blocks(self) -> bool:
-        """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
-        for growth is kept only while somebody can grow."""
-        pinned = {block_id for record in self._records.values() for block_id in record.hits}
-        return self._pool.num_blocks - self._pool.num_free > len(pinned)
-
-    def _unpin_behind(self, head: SinkRecord, needed: int) -> None:
-        """Tickets that wait behind `head` let their hits go, newest first, until it fits; they pin again in time."""
-        for record in reversed(list(self._records.values())):
-            if self._pool.num_grantable >= needed:
-                return
-            if record is not head and record.hits and record.machine.state in (S.EXPECTING, S.QUEUED):
-                self._unpin(record)
-                record.lost_pins = True
-
-    def _pin(self, record: SinkRecord) -> None:
-        """This node's own prefix of the prompt, ending below its last token."""
-        request = record.request
-        assert request is not None
-        record.lost_pins = False
-        if request.use_prefix_cache:
-            last_full = (request.num_prompt_tokens - 1) // self._block_size
-            record.hits = self._pool.match_prefix(request.block_hashes[:last_full])
-            self._pool.touch(record.hits)
-
-    def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
-        assert record.request is not None
-        lease_s = self._options.timeouts.grant_lease_s
-        record.granted = blocks
-        record.lease_until = self._now + lease_s
-        record.grant = self._keys.sign_grant(
-            KVGrant(
-                request_id=record.key[0],
-                attempt=record.key[1],
-                grant_id=secrets.randbits(63) + 1,
-                source_id=record.source_id,
-                source_epoch=record.machine.source_epoch,
-                sink_id=self.info.node_id,
-                sink_epoch=self.info.epoch,
-                first_block=len(record.hits),
-                block_ids=tuple(blocks),
-                num_prompt_tokens=record.request.num_prompt_tokens,
-                lease_s=lease_s,
-            )
-        )
-        self._run(record, record.machine.on_can_grant(record.grant.grant_id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, Si
 from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.sink_record import SinkRecord
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass
 class SinkCounters:
@@ -42,6 +45,7 @@ class SinkCounters:
     digest_mismatches: int = 0
     foreign_messages: int = 0
     blocks_quarantined: int = 0
+    quarantines_overdue: int = 0
 
     def as_dict(self) -> dict[str, float]:
         return {f"sink_{name}": float(value) for name, value in vars(self).items()}
@@ -92,6 +96,8 @@ class SinkActionRunner:
         self._outbox.append((peer_id_of(record.source_id, record.machine.source_epoch), message))
 
     def _run(self, record: SinkRecord, actions: Sequence[A]) -> None:
+        if A.RECOMPUTE in actions:  # whatever led to it: the source must not report a failure
+            record.reason = outcomes.RECOMPUTING
         for action in actions:
             if action.value.startswith("send_"):
                 self._send(record, self._message(record, action))
@@ -123,7 +129,9 @@ class SinkActionRunner:
         elif action is A.CLOSE_GRANT:
             assert record.grant is not None
             self._commands.append(CloseGrant(record.grant.grant_id))
-            self.counters.blocks_quarantined += len(record.granted) if record.machine.state is S.QUARANTINED else 0
+            if record.machine.state is S.QUARANTINED:
+                record.quarantined_at = self._now
+                self.counters.blocks_quarantined += len(record.granted)
         elif action is A.VERIFY:
             self._verify(record)
         elif action is A.UNPIN:
@@ -137,6 +145,21 @@ class SinkActionRunner:
     def _unpin(self, record: SinkRecord) -> None:
         self._pool.free(record.hits, None)
         record.hits = []
+
+    def _warn_of_long_quarantine(self, record: SinkRecord) -> None:
+        waited = self._now - record.quarantined_at
+        if waited < self._options.timeouts.quarantine_warn_s or record.was_warned:
+            return
+        record.was_warned = True
+        self.counters.quarantines_overdue += 1
+        logger.warning(
+            "request %s attempt %d: %d blocks are in quarantine for %.0f s; %s has neither said that it writes no more "
+            "nor been fenced",
+            *record.key,
+            len(record.granted),
+            waited,
+            record.source_id,
+        )
 
     def _verify(self, record: SinkRecord) -> None:
         assert record.grant is not None

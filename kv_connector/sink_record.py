@@ -23,6 +23,8 @@ class SinkRecord:
     granted: list[int] = field(default_factory=list)
     grant: KVGrant | None = None
     lease_until: float = 0.0
+    quarantined_at: float = 0.0
+    was_warned: bool = False  # that the quarantine lasts
     ready: KVReady | None = None
     bad_indices: tuple[int, ...] = ()
     reason: str = ""

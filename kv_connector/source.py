@@ -7,6 +7,7 @@ drained by the node's main; time comes in by `on_tick` and friends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
@@ -26,23 +27,19 @@ from tandem.engine.messages import (
     peer_id_of,
 )
 from tandem.engine.request import Request
-from tandem.engine.security import ClusterKeys
 from tandem.engine.step import SchedulerOutput
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.grant_check import GrantCheck
 from tandem.kv_connector.handoff.source import SourceEvent as E
 from tandem.kv_connector.handoff.source import SourceMachine
 from tandem.kv_connector.handoff.source import SourceState as S
-from tandem.kv_connector.meta import (
-    HandoffKey,
-    PushFailed,
-    ReadySent,
-    Retired,
-    SourceStepMeta,
-)
+from tandem.kv_connector.meta import HandoffKey, PushFailed, ReadySent, Retired, SourceStepMeta
 from tandem.kv_connector.peer_effects import CloseChannel, OpenChannel, PeerFailed
 from tandem.kv_connector.source_actions import SourceActionRunner
 from tandem.kv_connector.source_record import SourceRecord
+
+if TYPE_CHECKING:
+    from tandem.engine.security import ClusterKeys
 
 TOMBSTONE_S = 120.0
 _PARKED = (S.PARKED, S.PARKED_DONE)
@@ -80,10 +77,7 @@ class SourceManager(SourceActionRunner):
             deadline=deadline,
             machine=SourceMachine(self.info.epoch, peer.epoch),
         )
-        where = (peer.node_id, peer.epoch)
-        if where in self._broken:
-            self._broken.discard(where)
-            self._effects.append(OpenChannel(self._peers[where]))
+        self._reopen_channel(peer)
 
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
         self._now = now
@@ -281,9 +275,16 @@ class SourceManager(SourceActionRunner):
         actions = record.machine.on_grant(grant.grant_id, grant.source_epoch, grant.sink_epoch)
         if record.machine.grant_id != before:
             self._grant_check.note_use(grant.grant_id)
+            self._reopen_channel(record.peer)  # a sink that grants has lifted the bar of its fence
             record.adopt(grant)
             record.resend_at = 0.0
         self._run(record, actions)
+
+    def _reopen_channel(self, peer: PeerRef) -> None:
+        where = (peer.node_id, peer.epoch)
+        if where in self._broken:
+            self._broken.discard(where)
+            self._effects.append(OpenChannel(self._peers[where]))
 
     def _answer_stranger(self, peer_id: str, message: Message) -> None:
         """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""

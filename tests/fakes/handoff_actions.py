@@ -118,12 +118,17 @@ def _crash_sink(world: World) -> None:
             world.sink_ends[r] = "died"
         world.sinks[r], world.held[r], world.cached[r] = None, 0, False
     world.pending = {(kind, r) for kind, r in world.pending if not kind.endswith("_sink")}
-    world.queue, world.lost, world.fenced = [], set(), set()
+    world.queue, world.lost, world.fences = [], set(), []
 
 
 def _decode_ends(world: World, r: int) -> None:
     world.held[r] = 0
     world.grant_in_order()
+
+
+def _schedule(world: World, r: int) -> None:
+    world.sources[r].was_asked = False
+    world.on_source(r, SourceEvent.CLAIM)
 
 
 def _forget(world: World, r: int) -> None:
@@ -139,7 +144,7 @@ _ACTIONS = {
     "crash_sink": _crash_sink,
     "decode_ends": _decode_ends,
     "forget": _forget,
-    "schedule": lambda world, r: world.on_source(r, SourceEvent.CLAIM),
+    "schedule": _schedule,
     "source_timer": lambda world, r: world.on_source(r, SourceEvent.TIMER),
     "source_deadline": lambda world, r: world.on_source(r, SourceEvent.DEADLINE),
     "sink_timer": lambda world, r: world.on_sink(r, SinkEvent.TIMER),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from handoff_records import SOURCE_OVER
+from handoff_records import SOURCE_OVER, SourceRecord
 from handoff_world import World
 
 from tandem.kv_connector.handoff.sink import SinkState
@@ -51,8 +51,8 @@ def _free_events(world: World) -> Iterator[tuple[Event, int]]:
     for epoch in range(1, world.source_epoch):
         if epoch not in world.lost:
             yield ("sink_loses_source", epoch), 0
-    for epoch in world.lost:
-        if epoch not in world.fenced and (epoch != world.source_epoch or not world.setting.one_sided):
+    for epoch in set(world.fences):
+        if epoch != world.source_epoch or world.setting.fences_living:
             yield ("fence", epoch), 0
 
 
@@ -71,8 +71,9 @@ def _free_on_source(world: World, r: int) -> Iterator[tuple[Event, int]]:
     state = record.machine.state
     if record.machine.sink_epoch != world.sink_epoch and (state not in SOURCE_OVER or state is SourceState.DRAINED):
         yield ("source_loses_sink", record.machine.sink_epoch), 0
-    if state is SourceState.IDLE and not (world.setting.claims_what_fits and not _fits_beside_parked(world, r)):
-        yield ("schedule", r), 0
+    if state is SourceState.IDLE:
+        may_claim = _fits_beside_parked(world, r) or not world.setting.claims_what_fits
+        yield ("schedule" if may_claim else "ask_to_claim", r), 0
     if not record.has_blocks and not record.is_computed and _may_start(world, r):
         yield ("start_prompt", r), 0
     if record.has_blocks and not record.is_computed:
@@ -111,12 +112,17 @@ def _may_start(world: World, r: int) -> bool:
         return False
     if record.machine.state is not SourceState.CLAIMING:
         return record.machine.state is SourceState.PUSHING
-    states = [(o, other.machine.state) for o, other in enumerate(world.sources) if other]
-    unfinished = [world.prompt_blocks(o) for o, state in states if o != r and state in _UNFINISHED]
+    others = [(o, other) for o, other in enumerate(world.sources) if other and o != r]
+    unfinished = [world.prompt_blocks(o) for o, other in others if _is_unfinished(other)]
     room = setting.source_blocks - max(unfinished, default=0)
     if "parks_without_bound" in setting.flaws:
         return True
     return _parked_blocks(world) + need <= min(setting.max_parked, room)
+
+
+def _is_unfinished(record: SourceRecord) -> bool:
+    state = record.machine.state
+    return state in _UNFINISHED or (state is SourceState.IDLE and record.was_asked)
 
 
 def _job_is_ready(world: World, r: int) -> bool:
@@ -178,6 +184,7 @@ _FAULTS = {
     "sink_deadline": lambda w: (("sink_deadline", r) for r in _live_sinks(w)),
     "lease": lambda w: (("lease", r) for r in _live_sinks(w) if w.sinks[r].contents),
     "suspect_source": lambda w: (("sink_loses_source", w.source_epoch),) if w.source_epoch not in w.lost else (),
+    "reconnect": lambda w: (("reconnect",),) if w.source_epoch in w.lost else (),
     "suspect_sink": lambda w: (("source_loses_sink", w.sink_epoch),) if _live_sources(w) else (),
     "push_fails": _failing_pushes,
     "all_finished": _ending_prompts,

@@ -7,103 +7,20 @@ to the sink, so each checks that its block still belongs to its grant.
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
-from types import SimpleNamespace
+from collections import Counter
 from typing import Any
 
 import numpy as np
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
-from tandem.engine.messages import KVReady, NodeInfo, PeerRef, Submit, peer_id_of
+from tandem.engine.messages import KVReady, PeerRef, Submit, peer_id_of
 from tandem.engine.request import Request
 from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.meta import Finalize, PushFailed, ReadySent, Retire, Retired, Verified
 from tandem.kv_connector.outcomes import Commit
 from tandem.kv_connector.peer_effects import Fenced, FenceSource
-from tandem.kv_connector.sink import SinkManager
-from tandem.kv_connector.source import SourceManager
+from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
 
-BLOCK = 4
 DEADLINE_S = 90.0
-KEYS = ClusterKeys(b"k" * 16, False)
-
-
-class Prefill:
-    """One life of a source: its manager, a scheduler that computes a prompt in one step, its transfer queue."""
-
-    def __init__(self, epoch: int, num_blocks: int) -> None:
-        options = NodeOptions("prefill", ModelOptions("m"), CacheOptions(block_size=BLOCK, hash_block_size=BLOCK))
-        self.epoch, self.info = epoch, NodeInfo(node_id="p", epoch=epoch, role="prefill")
-        self.pool = BlockPool(num_blocks, enable_caching=True)
-        self.manager = SourceManager(self.info, KEYS, self.pool, options)
-        self.waiting: list[Request] = []
-        self.running: list[Request] = []
-        self.jobs: deque[Any] = deque()
-        self.retired: set[int] = set()
-        self.step_id = self.next_slot = 0  # slots are never reused here
-
-    def step(self) -> None:
-        for request in list(self.waiting):
-            if self.manager.get_num_new_matched_tokens(request, 0) is None:
-                continue
-            blocks = self.pool.allocate(-(-request.num_prompt_tokens // BLOCK))
-            if blocks is None:
-                continue
-            self.waiting.remove(request)
-            self.running.append(request)
-            request.block_ids, request.slot = blocks, self.next_slot
-            self.next_slot += 1
-            self.manager.update_state_after_alloc(request, blocks, 0)
-
-    def compute(self, request: Request) -> None:
-        self.running.remove(request)
-        self.step_id += 1
-        row = SimpleNamespace(slot=request.slot, start=0, num_tokens=request.num_prompt_tokens)
-        meta = self.manager.build_connector_meta(SimpleNamespace(step_id=self.step_id, rows=(row,)))  # type: ignore[arg-type]
-        self.pool.step_launched(self.step_id)
-        self.jobs.extend((*meta.whole, *meta.pushes) if meta is not None else ())
-        request.first_tokens = [(0, 1, False)]
-        self.pool.step_completed(self.step_id)
-        self.leave(request)
-
-    def leave(self, request: Request) -> None:
-        if not self.manager.request_finished(request, request.block_ids):
-            self.pool.free(request.block_ids, None)
-
-    def drop(self, key: tuple[str, int]) -> None:
-        for request in [r for r in self.waiting + self.running if r.key == key]:
-            (self.waiting if request in self.waiting else self.running).remove(request)
-            self.leave(request)
-
-
-class Decode:
-    """One life of a sink."""
-
-    def __init__(self, epoch: int, num_blocks: int) -> None:
-        options = NodeOptions("decode", ModelOptions("m"), CacheOptions(block_size=BLOCK, hash_block_size=BLOCK))
-        self.epoch, self.info = epoch, NodeInfo(node_id="d", epoch=epoch, role="decode")
-        self.pool = BlockPool(num_blocks, enable_caching=True)
-        self.manager = SinkManager(self.info, KEYS, self.pool, options)
-        self.jobs: deque[Any] = deque()
-        self.bytes: dict[int, tuple[int, bool]] = {}  # block -> (grant that wrote it last, right)
-        self.line: list[Any] = []
-
-    def land(self, grant: Any, blocks: tuple[int, ...], right: bool) -> None:
-        if grant.sink_epoch != self.epoch:
-            return  # another life's memory
-        record = self.manager._records.get((grant.request_id, grant.attempt))
-        held = record.granted if record is not None and record.grant is not None else []
-        for block in blocks:
-            assert block in held, "a write lands in a block that its grant no longer holds"
-            self.bytes[block] = (grant.grant_id, right)
-
-    def check_order(self) -> None:
-        line = list(self.manager._queue)
-        common = [record for record in self.line if record in line]
-        assert line[: len(common)] == common, "claims changed their order"
-        self.line = line
 
 
 class World:
@@ -115,29 +32,38 @@ class World:
         self.source = Prefill(1, self.random.randint(6, 10))
         self.sink = Decode(2, self.random.randint(6, 10))
         self.ghosts: list[Prefill] = []  # crashed sources whose writes are not yet fenced
+        self.unfenced: list[tuple[Decode, FenceSource]] = []  # of a source that lives: done when it exits
         self.lost_at: list[tuple[float, Any]] = []
+        self.is_cut = False  # the link between the two
+        self.num_submitted = 0
+        self.stalls_until = 0.0  # the sources' transfer threads
         self.ends: Counter[tuple[str, str]] = Counter()
         self.due: dict[str, set[str]] = {"source": set(), "sink": set()}
         self.cancelled: set[str] = set()
         self._meet()
 
     def _meet(self) -> None:
+        self.is_cut = False
         self.source.manager.peer_connected(self.sink.info)
         self.sink.manager.peer_connected(self.source.info)
 
     def run(self) -> None:
-        for number in range(self.random.randint(3, 6)):
-            self._submit(f"r{number}")
+        for _ in range(self.random.randint(3, 6)):
+            self._submit()
             for _ in range(self.random.randint(0, 6)):
                 self._turn()
         for _ in range(120):
             self._turn()
+            if self.faulty and self.random.random() < 0.02:
+                self._submit()
         self.faulty = False
         while self.now < 700:
             self._turn()
         self._check_end()
 
-    def _submit(self, name: str) -> None:
+    def _submit(self) -> None:
+        name = f"r{self.num_submitted}"
+        self.num_submitted += 1
         prompt = np.zeros(self.random.randint(1, 5 * BLOCK), np.int32)
         peer = PeerRef("p", self.source.epoch, "")
         submit = Submit(
@@ -184,15 +110,38 @@ class World:
             self._crash_source()
         elif dice < 0.02:
             self._crash_sink()
-        elif dice < 0.05 and self.due["sink"] | self.due["source"]:
+        elif dice < 0.035:
+            self._cut_link()
+        elif dice < 0.06 and self.due["sink"] | self.due["source"]:
             name = self.random.choice(sorted(self.due["sink"] | self.due["source"]))
             self.cancelled.add(name)
             self.source.manager.cancel(name, 0, self.now)
             self.source.drop((name, 0))
             self.sink.manager.cancel(name, 0, self.now)
 
+    def _cut_link(self) -> None:
+        """Until each has lost the other, neither of them hears a word; then they meet again, both the same lives."""
+        if self.is_cut:
+            return
+        self.is_cut = True
+        source, sink = self.source, self.sink
+
+        def greet_again() -> None:
+            if (source, sink) == (self.source, self.sink):
+                self._meet()
+
+        for delay, happening in (
+            (5.0, lambda: sink.manager.peer_lost("p", source.epoch)),
+            (self.random.uniform(4.0, 7.0), lambda: source.manager.peer_lost("d", sink.epoch)),
+            (self.random.uniform(7.0, 12.0), greet_again),
+        ):
+            self.lost_at.append((self.now + delay, happening))
+
     def _crash_source(self) -> None:
         old = self.source
+        for sink, effect in self.unfenced:
+            self._fence(sink, effect)
+        self.unfenced = []
         self.ghosts.append(old)
         self.due["source"].clear()
         self.lives += 1
@@ -211,6 +160,9 @@ class World:
 
     def _deliver(self, entry: tuple[float, str, str, Any]) -> None:
         _, sender, to, message = entry
+        both = {peer_id_of(node.info.node_id, node.epoch) for node in (self.source, self.sink)}
+        if self.is_cut and {sender, to} == both:
+            return
         for node in (self.source, self.sink):
             if to == peer_id_of(node.info.node_id, node.epoch):
                 node.manager.on_message(sender, message, self.now)
@@ -224,8 +176,10 @@ class World:
             node.jobs.extend(node.manager.drain_jobs())
             node.manager.drain_transport_commands()
             for effect in node.manager.drain_peer_effects():
-                if isinstance(effect, FenceSource):
-                    self._fence(effect)
+                if isinstance(effect, FenceSource) and effect.epoch == self.source.epoch:
+                    self.unfenced.append((self.sink, effect))
+                elif isinstance(effect, FenceSource):
+                    self._fence(self.sink, effect)
         self._take_outcomes()
         for node in (self.source, self.sink):
             node.manager.check_integrity()
@@ -238,9 +192,7 @@ class World:
             delay = self.random.choice((0.0, 0.1, 0.5, 3.0)) if self.faulty else 0.0
             self.messages.append((self.now + delay, me, to, message))
 
-    def _fence(self, effect: FenceSource) -> None:
-        sink = self.sink
-
+    def _fence(self, sink: Decode, effect: FenceSource) -> None:
         def fenced() -> None:
             self.ghosts = [ghost for ghost in self.ghosts if ghost.epoch != effect.epoch]
             sink.manager.on_transfer_event(Fenced(effect.node_id, effect.epoch), self.now)
@@ -261,7 +213,10 @@ class World:
     # --- the transfer threads -------------------------------------------------------------------------------
 
     def _transfer(self) -> None:
-        for node in (self.source, *self.ghosts):
+        if self.faulty and self.random.random() < 0.05:
+            self.stalls_until = self.now + self.random.uniform(0.0, 4.0)
+        sources = (self.source, *self.ghosts) if self.now >= self.stalls_until else ()
+        for node in sources:
             while node.jobs and (not self.faulty or self.random.random() < 0.6):
                 self._do(node, node.jobs.popleft())
         while self.sink.jobs and (not self.faulty or self.random.random() < 0.6):

@@ -17,7 +17,7 @@ _SINK_STATES = {state._value_: state for state in SinkState}
 class SourceRecord:
     __slots__ = (
         "failed", "has_blocks", "is_computed", "jobs", "machine", "num_granted", "num_pushed", "refused",
-        "resend_indices",
+        "resend_indices", "was_asked",
     )  # fmt: skip
 
     def __init__(self, machine: SourceMachine) -> None:
@@ -30,12 +30,13 @@ class SourceRecord:
         self.resend_indices: tuple[int, ...] = ()
         self.failed = False  # a write failed: the transfer thread skips what follows
         self.refused = False  # the sink's end of the channel turned a write away
+        self.was_asked = False  # by the scheduler, in vain: it does not fit beside parked KV
 
     def freeze(self) -> tuple:
         m = self.machine
         return (m.state._value_, m.source_epoch, m.sink_epoch, m.grant_id, m.round, self.jobs, self.has_blocks,
                 self.is_computed, self.num_granted, self.num_pushed, self.resend_indices, self.failed,
-                self.refused)  # fmt: skip
+                self.refused, self.was_asked)  # fmt: skip
 
     @staticmethod
     def thaw(setting: Any, frozen: tuple) -> SourceRecord:
@@ -44,7 +45,7 @@ class SourceRecord:
         machine.state, machine.grant_id, machine.round = _SOURCE_STATES[state], grant_id, round
         record = SourceRecord(machine)
         (record.jobs, record.has_blocks, record.is_computed, record.num_granted, record.num_pushed,
-         record.resend_indices, record.failed, record.refused) = rest  # fmt: skip
+         record.resend_indices, record.failed, record.refused, record.was_asked) = rest  # fmt: skip
         return record
 
 

@@ -11,7 +11,7 @@ from tandem.kv_connector.handoff.source import SourceMachine
 ALL_FAULTS = frozenset(
     {
         "lose", "duplicate", "corrupt", "crash_source", "crash_sink", "cancel", "source_deadline", "sink_deadline",
-        "lease", "suspect_source", "suspect_sink", "push_fails", "all_finished", "forget",
+        "lease", "suspect_source", "suspect_sink", "push_fails", "all_finished", "forget", "reconnect",
     }
 )  # fmt: skip
 
@@ -31,16 +31,21 @@ class Setting:
     max_parked: int = 4
     sink_blocks: int = 4
     one_sided: bool = True  # shm: the source stores; False, tcp: the sink receives, close_grant ends all writes
+    is_revocable: bool = False  # one-sided, and yet a fence ends while the source lives: it takes old grants away
     max_faults: int = 1
     faults: frozenset[str] = ALL_FAULTS
     max_resends: int = 1
-    claims_what_fits: bool = False  # a source claims only what fits beside its parked KV
+    claims_what_fits: bool = True  # a source claims only what fits beside its parked KV
     submitted: bool = False  # start with every request known to both nodes
     flaws: frozenset[str] = frozenset()  # mutations of the world
     source_rows: source.SourceRows = field(default_factory=lambda: source._ROWS, repr=False)
     sink_rows: sink.SinkRows = field(default_factory=lambda: sink._ROWS, repr=False)
     source_machine: type[SourceMachine] = SourceMachine
     sink_machine: type[SinkMachine] = SinkMachine
+
+    @property
+    def fences_living(self) -> bool:
+        return self.is_revocable or not self.one_sided
 
     @property
     def num_requests(self) -> int:

@@ -27,13 +27,14 @@ class World(SinkPool):
 
     def __init__(self, setting: Setting, state: tuple) -> None:
         self.setting = setting
-        (self.source_epoch, self.sink_epoch, placed, pending, sources, sinks, network, writes, queue, lost, fenced,
+        (self.source_epoch, self.sink_epoch, placed, pending, sources, sinks, network, writes, queue, lost, fences,
          cached, held, source_ends, sink_ends, self.faults_left) = state  # fmt: skip
         self.placed, self.pending = list(placed), set(pending)  # epochs of the two nodes; submits and cancels under way
         self.sources = [each and SourceRecord.thaw(setting, each) for each in sources]
         self.sinks = [each and SinkRecord.thaw(setting, each) for each in sinks]
         self.network, self.writes = set(network), set(writes)  # writes: (grant_id, index, request, source epoch)
-        self.queue, self.lost, self.fenced = list(queue), set(lost), set(fenced)
+        self.queue, self.lost = list(queue), set(lost)  # lost: source epochs, until they are greeted again
+        self.fences = list(fences)  # asked for and not ended: an epoch as often as it was lost
         self.cached, self.held = list(cached), list(held)
         self.source_ends, self.sink_ends = list(source_ends), list(sink_ends)
 
@@ -43,7 +44,7 @@ class World(SinkPool):
             tuple([each and each.freeze() for each in self.sources]),
             tuple([each and each.freeze() for each in self.sinks]),
             frozenset(self.network), frozenset(self.writes), tuple(self.queue), frozenset(self.lost),
-            frozenset(self.fenced), tuple(self.cached), tuple(self.held), tuple(self.source_ends),
+            tuple(sorted(self.fences)), tuple(self.cached), tuple(self.held), tuple(self.source_ends),
             tuple(self.sink_ends), self.faults_left,
         )  # fmt: skip
 
@@ -82,6 +83,10 @@ class World(SinkPool):
             self.settle(r)
 
     # --- source ---------------------------------------------------------------------------------------------
+
+    def ask_to_claim(self, r: int) -> None:
+        """The scheduler asks for a prompt that may not claim yet: it keeps new ones from parking before it."""
+        self.sources[r].was_asked = True
 
     def on_source(self, r: int, event: SourceEvent) -> None:
         self.run_source(r, self.sources[r].machine.on(event))
@@ -161,8 +166,9 @@ class World(SinkPool):
         self.run_source(r, record.machine.on_push_failed(record.machine.grant_id))
 
     def _can_write(self, record: SourceRecord) -> bool:
-        fenced = self.source_epoch in self.fenced and not self.setting.one_sided
-        return record.machine.sink_epoch == self.sink_epoch and not fenced and not record.refused
+        epoch = self.source_epoch
+        barred = epoch in self.lost and epoch not in self.fences and self.setting.fences_living
+        return record.machine.sink_epoch == self.sink_epoch and not barred and not record.refused
 
     def source_loses_sink(self, epoch: int) -> None:
         for r, record in enumerate(self.sources):
@@ -236,22 +242,34 @@ class World(SinkPool):
 
     def sink_loses_source(self, epoch: int) -> None:
         self.lost.add(epoch)
+        self.fences.append(epoch)
         for r, record in enumerate(self.sinks):
             if record:
                 self.run_sink(r, record.machine.on_source_lost(epoch))
                 self.settle(r)
 
     def fence(self, epoch: int) -> None:
-        """The transport's word that no write of that source epoch can land any more: it makes that true first."""
-        self.fenced.add(epoch)
-        if "fence_lets_writes_through" not in self.setting.flaws:
-            self.writes = {write for write in self.writes if write[3] != epoch}
+        """The transport's word that no write can land any more under a grant that was open when the source of that
+        epoch was lost for the last time: it makes that true first."""
+        self.fences.remove(epoch)
+        if epoch in self.fences and "first_fence_counts" not in self.setting.flaws:
+            return
+        every = "fence_of_newer_grants" in self.setting.flaws
+        seen = {r for r, record in enumerate(self.sinks) if record and record.machine.source_lost}
+        if "fence_lets_writes_through" not in self.setting.flaws and epoch not in self.fences:
+            self.writes = {write for write in self.writes if write[3] != epoch or write[2] not in seen}
         for r, record in enumerate(self.sinks):
-            if record:
-                if record.machine.source_epoch == epoch:
+            if record and (every or r in seen):
+                if record.machine.source_epoch == epoch and r in seen:
                     record.is_open = False
+                    if self.setting.is_revocable and self.sources[r]:
+                        self.sources[r].refused = True
                 self.run_sink(r, record.machine.on_fenced(epoch))
                 self.settle(r)
+
+    def reconnect(self) -> None:
+        """The living source that the sink took for lost is greeted again, its fence ended or not."""
+        self.lost.discard(self.source_epoch)
 
     # --- both -----------------------------------------------------------------------------------------------
 

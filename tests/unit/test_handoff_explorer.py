@@ -5,6 +5,8 @@ The minimal numbers of states keep a test from becoming empty unnoticed; the tru
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from handoff_explorer import explore
 from handoff_setting import ALL_FAULTS, Setting
@@ -16,6 +18,7 @@ TRANSPORT_FAULTS = frozenset(
     {"corrupt", "push_fails", "suspect_source", "suspect_sink", "crash_source", "lease", "cancel"}
 )
 POOL_FAULTS = frozenset({"lose", "lease", "crash_sink"})
+LOST_AND_FOUND = frozenset({"suspect_source", "reconnect", "crash_source"})
 ALONE = {"granted": (1,), "hits": (0,)}
 FULL_POOLS = {"submitted": True, "source_blocks": 2, "max_parked": 1, "sink_blocks": 1}
 LARGE_BESIDE_PARKED = {
@@ -24,7 +27,6 @@ LARGE_BESIDE_PARKED = {
     "source_blocks": 2,
     "max_parked": 2,
     "sink_blocks": 2,
-    "claims_what_fits": True,
 }
 PINS = {"granted": (3, 1), "hits": (0, 2), "submitted": True, "source_blocks": 6, "sink_blocks": 4}
 
@@ -40,6 +42,9 @@ QUICK = [
     (Setting("full pools, one fault", **FULL_POOLS, max_faults=1, faults=POOL_FAULTS), 10_000),
     (Setting("large prompt beside a parked one", **LARGE_BESIDE_PARKED, max_faults=1, faults=POOL_FAULTS), 8_000),
     (Setting("pinned prefix in the way", **PINS, max_faults=0), 500),
+    (Setting("lost and found, one-sided", **ALONE, max_faults=4, faults=LOST_AND_FOUND), 500),
+    (Setting("lost and found, receiver writes", **ALONE, max_faults=4, faults=LOST_AND_FOUND, one_sided=False), 500),
+    (Setting("lost and found, revocable", **ALONE, max_faults=4, faults=LOST_AND_FOUND, is_revocable=True), 500),
 ]
 SLOW = [
     (Setting("full pools, one fault of any kind", **FULL_POOLS, max_faults=1), 100_000),
@@ -48,6 +53,10 @@ SLOW = [
     (Setting("two requests, one fault, one-sided", submitted=True, max_faults=1), 80_000),
     (Setting("two requests, one fault, receiver writes", submitted=True, max_faults=1, one_sided=False), 100_000),
     (Setting("pinned prefix in the way, one fault", **PINS, max_faults=1), 200_000),
+    (
+        Setting("two requests, lost and found", max_faults=2, faults=LOST_AND_FOUND, is_revocable=True),
+        100_000,
+    ),
 ]
 
 
@@ -71,9 +80,12 @@ def test_each_kind_of_fault_changes_how_requests_end():
     """A fault that is never offered would prove nothing."""
     plain = explore(Setting("plain", **ALONE, max_faults=0))
     assert plain.outcomes == {("committed", "committed")}
-    for fault in ALL_FAULTS:
+    for fault in ALL_FAULTS - {"reconnect"}:
         report = explore(Setting(fault, **ALONE, max_faults=1, faults=frozenset({fault})))
         assert report.num_states > plain.num_states, fault
+    lost = Setting("lost", **ALONE, max_faults=2, faults=frozenset({"suspect_source"}))
+    found = explore(dataclasses.replace(lost, faults=lost.faults | {"reconnect"}))
+    assert found.num_states > explore(lost).num_states
 
 
 def test_wait_is_no_news_to_a_source():

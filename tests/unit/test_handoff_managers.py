@@ -19,7 +19,8 @@ from tandem.kv_connector.handoff.source import SourceAction
 from tandem.kv_connector.meta import Retired
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.source import SourceManager
-from tests.fakes.handoff_network import BLOCK, Prefill, World
+from tests.fakes.handoff_network import World
+from tests.fakes.handoff_nodes import BLOCK, Prefill
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 

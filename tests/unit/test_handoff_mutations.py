@@ -25,7 +25,10 @@ ACROSS = LANDS + "|freed while|ends twice|the sink says"
 FREED = (KA.CLOSE_GRANT, KA.UNPIN, KA.FREE)
 
 
-class FenceOfAnyEpoch(SinkMachine):
+class LossOfAnyEpoch(SinkMachine):
+    def on_source_lost(self, source_epoch):
+        return super().on_source_lost(self.source_epoch)
+
     def on_fenced(self, source_epoch):
         return super().on_fenced(self.source_epoch)
 
@@ -76,8 +79,8 @@ MUTATIONS = {
         {"corrupt"}, "is committed with blocks",
     ),
     "digests not compared": ({"flaws": frozenset({"no_digest_check"})}, {"corrupt"}, "is committed with blocks"),
-    "epoch of a fence not compared": (
-        {"sink_machine": FenceOfAnyEpoch, "submitted": False, "granted": (1, 1), "hits": (0, 0)},
+    "epoch of a lost source not compared": (
+        {"sink_machine": LossOfAnyEpoch, "submitted": False, "granted": (1, 1), "hits": (0, 0)},
         {"crash_source"}, LANDS,
     ),
     "resend without bound": ({"sink_machine": EndlessResends}, {"corrupt"}, "more often than allowed"),
@@ -102,13 +105,21 @@ MUTATIONS = {
         {"flaws": frozenset({"fence_lets_writes_through", "receiver_has_no_gate"}), "one_sided": False},
         {"suspect_source"}, LANDS,
     ),
+    "fence of what a source was granted since it came back": (
+        {"flaws": frozenset({"fence_of_newer_grants"}), "is_revocable": True, "submitted": False},
+        {"suspect_source", "reconnect"}, LANDS,
+    ),
+    "first fence of a source that was lost twice": (
+        {"flaws": frozenset({"first_fence_counts"}), "is_revocable": True, "submitted": False, "max_faults": 3},
+        {"suspect_source", "reconnect"}, LANDS,
+    ),
     "receiver without a gate": (
         {"flaws": frozenset({"receiver_has_no_gate"}), "one_sided": False},
         {"push_fails", "suspect_sink", "lease"}, LANDS,
     ),
     "parked KV without bound": (
         {"flaws": frozenset({"parks_without_bound"}), "granted": (1, 1), "hits": (0, 0), "source_blocks": 1,
-         "sink_blocks": 1, "claims_what_fits": True}, set(), STUCK,
+         "sink_blocks": 1}, set(), STUCK,
     ),
     "pins never given up": (
         {"flaws": frozenset({"never_unpins"}), "granted": (3, 1), "hits": (0, 2), "source_blocks": 6,
@@ -157,14 +168,9 @@ def test_a_claim_that_overtakes_parked_kv_blocks_both_pools_unless_sources_claim
     """Prompt 0 is parked and fills the source; the claim of prompt 1 comes first and gets the sink's only block. A
     link keeps the order of claims, but a claim that was lost with its connection is sent again behind later ones."""
     both_full = Setting(
-        "overtaken claim",
-        submitted=True,
-        source_blocks=1,
-        max_parked=1,
-        sink_blocks=1,
-        max_faults=0,
+        "overtaken claim", submitted=True, source_blocks=1, max_parked=1, sink_blocks=1, max_faults=0,
         claims_what_fits=False,
-    )
+    )  # fmt: skip
     with pytest.raises(ViolationError, match=STUCK) as caught:
         explore(both_full)
     assert str(caught.value).splitlines()[2:6] == [

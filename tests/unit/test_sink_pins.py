@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
-from tandem.engine.messages import KVClaim, KVGrant, NodeInfo, PeerRef, Submit, peer_id_of
+from tandem.engine.messages import KVClaim, KVDrained, KVGrant, NodeInfo, PeerRef, Submit, peer_id_of
 from tandem.engine.request import Request
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.security import ClusterKeys
@@ -57,11 +58,13 @@ def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
     assert claim(sink, "cached", 33) == []
     sink.check_integrity()
     sink.cancel("small", 0, 2.0)
-    sink.fenced("p", 6)
+    drained = KVDrained(request_id="small", attempt=0, source_epoch=7, grant_id=grant.grant_id)
+    sink.on_message(SOURCE, drained, 2.0)
     sink.check_integrity()
-    sink.fenced("p", 7)
-    sink.check_integrity()
+    (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    assert grant.first_block > 0, "what is left of the prefix is pinned again"
     sink.cancel("cached", 0, 3.0)
+    sink.on_message(SOURCE, msgspec.structs.replace(drained, request_id="cached", grant_id=grant.grant_id), 3.0)
     assert pool.num_free == 10
 
 

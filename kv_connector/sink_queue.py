@@ -1,0 +1,93 @@
+"""Which claim is granted next: strictly in the order of claims, as blocks become free. Part of SinkManager."""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import NodeOptions
+from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.kv_connector.handoff.sink import SinkState as S
+from tandem.kv_connector.meta import HandoffKey
+from tandem.kv_connector.sink_actions import SinkActionRunner
+from tandem.kv_connector.sink_record import SinkRecord
+
+if TYPE_CHECKING:
+    from tandem.engine.security import ClusterKeys
+
+
+class SinkQueue(SinkActionRunner):
+    """A claim that does not fit holds the line."""
+
+    def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
+        super().__init__(info, pool, options)
+        self._keys = keys
+        self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
+        self._records: dict[HandoffKey, SinkRecord] = {}
+
+    def _grant_in_order(self) -> None:
+        while self._queue:
+            record = self._queue[0]
+            if record.machine.state is not S.QUEUED:
+                self._queue.popleft()
+                continue
+            if record.lost_pins:
+                self._pin(record)
+            needed = record.num_blocks - len(record.hits)
+            if needed > self._pool.num_grantable - self._headroom:
+                if self._others_will_free_blocks():
+                    return
+                self._unpin_behind(record, needed)
+            blocks = self._pool.allocate_grantable(needed)
+            if blocks is None:  # free, but a launched step may still write them
+                return
+            self._queue.popleft()
+            self._grant(record, blocks)
+
+    def _others_will_free_blocks(self) -> bool:
+        """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
+        for growth is kept only while somebody can grow."""
+        pinned = {block_id for record in self._records.values() for block_id in record.hits}
+        return self._pool.num_blocks - self._pool.num_free > len(pinned)
+
+    def _unpin_behind(self, head: SinkRecord, needed: int) -> None:
+        """Tickets that wait behind `head` let their hits go, newest first, until it fits; they pin again in time."""
+        for record in reversed(list(self._records.values())):
+            if self._pool.num_grantable >= needed:
+                return
+            if record is not head and record.hits and record.machine.state in (S.EXPECTING, S.QUEUED):
+                self._unpin(record)
+                record.lost_pins = True
+
+    def _pin(self, record: SinkRecord) -> None:
+        """This node's own prefix of the prompt, ending below its last token."""
+        request = record.request
+        assert request is not None
+        record.lost_pins = False
+        if request.use_prefix_cache:
+            last_full = (request.num_prompt_tokens - 1) // self._block_size
+            record.hits = self._pool.match_prefix(request.block_hashes[:last_full])
+            self._pool.touch(record.hits)
+
+    def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
+        assert record.request is not None
+        lease_s = self._options.timeouts.grant_lease_s
+        record.granted = blocks
+        record.lease_until = self._now + lease_s
+        record.grant = self._keys.sign_grant(
+            KVGrant(
+                request_id=record.key[0],
+                attempt=record.key[1],
+                grant_id=secrets.randbits(63) + 1,
+                source_id=record.source_id,
+                source_epoch=record.machine.source_epoch,
+                sink_id=self.info.node_id,
+                sink_epoch=self.info.epoch,
+                first_block=len(record.hits),
+                block_ids=tuple(blocks),
+                num_prompt_tokens=record.request.num_prompt_tokens,
+                lease_s=lease_s,
+            )
+        )
+        self._run(record, record.machine.on_can_grant(record.grant.grant_id))

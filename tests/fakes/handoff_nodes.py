@@ -1,0 +1,94 @@
+"""One life of each node around the real hand-off managers: what a scheduler, a transfer thread and memory do, in short."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
+from tandem.engine.messages import NodeInfo
+from tandem.engine.request import Request
+from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.sink import SinkManager
+from tandem.kv_connector.source import SourceManager
+
+BLOCK = 4
+KEYS = ClusterKeys(b"k" * 16, False)
+
+
+class Prefill:
+    """One life of a source: its manager, a scheduler that computes a prompt in one step, its transfer queue."""
+
+    def __init__(self, epoch: int, num_blocks: int) -> None:
+        options = NodeOptions("prefill", ModelOptions("m"), CacheOptions(block_size=BLOCK, hash_block_size=BLOCK))
+        self.epoch, self.info = epoch, NodeInfo(node_id="p", epoch=epoch, role="prefill")
+        self.pool = BlockPool(num_blocks, enable_caching=True)
+        self.manager = SourceManager(self.info, KEYS, self.pool, options)
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.jobs: deque[Any] = deque()
+        self.retired: set[int] = set()
+        self.step_id = self.next_slot = 0  # slots are never reused here
+
+    def step(self) -> None:
+        for request in list(self.waiting):
+            if self.manager.get_num_new_matched_tokens(request, 0) is None:
+                continue
+            blocks = self.pool.allocate(-(-request.num_prompt_tokens // BLOCK))
+            if blocks is None:
+                continue
+            self.waiting.remove(request)
+            self.running.append(request)
+            request.block_ids, request.slot = blocks, self.next_slot
+            self.next_slot += 1
+            self.manager.update_state_after_alloc(request, blocks, 0)
+
+    def compute(self, request: Request) -> None:
+        self.running.remove(request)
+        self.step_id += 1
+        row = SimpleNamespace(slot=request.slot, start=0, num_tokens=request.num_prompt_tokens)
+        meta = self.manager.build_connector_meta(SimpleNamespace(step_id=self.step_id, rows=(row,)))  # type: ignore[arg-type]
+        self.pool.step_launched(self.step_id)
+        self.jobs.extend((*meta.whole, *meta.pushes) if meta is not None else ())
+        request.first_tokens = [(0, 1, False)]
+        self.pool.step_completed(self.step_id)
+        self.leave(request)
+
+    def leave(self, request: Request) -> None:
+        if not self.manager.request_finished(request, request.block_ids):
+            self.pool.free(request.block_ids, None)
+
+    def drop(self, key: tuple[str, int]) -> None:
+        for request in [r for r in self.waiting + self.running if r.key == key]:
+            (self.waiting if request in self.waiting else self.running).remove(request)
+            self.leave(request)
+
+
+class Decode:
+    """One life of a sink."""
+
+    def __init__(self, epoch: int, num_blocks: int) -> None:
+        options = NodeOptions("decode", ModelOptions("m"), CacheOptions(block_size=BLOCK, hash_block_size=BLOCK))
+        self.epoch, self.info = epoch, NodeInfo(node_id="d", epoch=epoch, role="decode")
+        self.pool = BlockPool(num_blocks, enable_caching=True)
+        self.manager = SinkManager(self.info, KEYS, self.pool, options)
+        self.jobs: deque[Any] = deque()
+        self.bytes: dict[int, tuple[int, bool]] = {}  # block -> (grant that wrote it last, right)
+        self.line: list[Any] = []
+
+    def land(self, grant: Any, blocks: tuple[int, ...], right: bool) -> None:
+        if grant.sink_epoch != self.epoch:
+            return  # another life's memory
+        record = self.manager._records.get((grant.request_id, grant.attempt))
+        held = record.granted if record is not None and record.grant is not None else []
+        for block in blocks:
+            assert block in held, "a write lands in a block that its grant no longer holds"
+            self.bytes[block] = (grant.grant_id, right)
+
+    def check_order(self) -> None:
+        line = list(self.manager._queue)
+        common = [record for record in self.line if record in line]
+        assert line[: len(common)] == common, "claims changed their order"
+        self.line = line
