@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.deploy.bench_options import add_bench_flags
+from tandem.deploy.kernels_options import add_kernels_flags
 from tandem.deploy.options import (
     NODE_OPTIONS,
     ROUTER_OPTIONS,
@@ -59,6 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a running server", description="Measure a running server.")
     add_bench_flags(bench)
     bench.set_defaults(run=run_bench)
+    text = "say which kernels this machine has, which would serve a layer and why, and test them"
+    kernels = commands.add_parser("kernels", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    add_kernels_flags(kernels)
+    kernels.set_defaults(run=run_kernels)
     return parser
 
 
@@ -90,6 +95,12 @@ def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     from tandem.deploy.bench import run
+
+    return run(arguments)
+
+
+def run_kernels(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.kernels_report import run
 
     return run(arguments)
 
