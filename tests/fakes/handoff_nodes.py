@@ -1,4 +1,4 @@
-"""One life of each node around the real hand-off managers: what a scheduler, a transfer thread and memory do, in short."""
+"""One life of each node around the real hand-off managers: scheduler, transfer thread and memory in short."""
 
 from __future__ import annotations
 

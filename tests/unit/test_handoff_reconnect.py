@@ -1,0 +1,146 @@
+"""A connection that was silent for longer than `peer_lost_s` while both processes lived, and came back."""
+
+from __future__ import annotations
+
+from tandem.engine.messages import KVDrained, KVGrant
+from tandem.kv_connector import outcomes
+from tandem.kv_connector.handoff.sink import SinkState
+from tandem.kv_connector.handoff.source import SourceState
+from tandem.kv_connector.outcomes import Failed, HandoffFailed
+from tandem.kv_connector.peer_effects import PeerFailed
+from tests.fakes.handoff_duo import SINK, SOURCE, Duo, ready_of
+
+
+def granted(duo: Duo, name: str) -> None:
+    """Up to the computed prompt, with its pushes queued: its grant may be written under."""
+    duo.submit(name)
+    duo.schedule()
+    duo.schedule()
+    duo.compute()
+    assert duo.sink.manager._records[name, 0].machine.state is SinkState.GRANTED
+
+
+def cut(duo: Duo) -> None:
+    duo.is_cut = True
+    duo.tick(6.0)
+    duo.lose_each_other()
+
+
+def test_new_hand_offs_work_although_the_old_fence_has_not_ended() -> None:
+    """So it is over shared memory: that fence ends with the source's process."""
+    duo = Duo()
+    granted(duo, "old")
+    jobs = list(duo.source.jobs)
+    cut(duo)
+    assert duo.sink.manager.num_quarantined == 2
+    duo.meet()
+    granted(duo, "new")
+    for job in jobs[:-1]:
+        duo.sink.land(job.grant, job.destination_block_ids, True)  # finds its blocks in quarantine, or fails
+    duo.transfer()
+    duo.verify()
+    assert duo.committed == {"new"}
+    for _ in range(10):
+        duo.turn()
+    assert duo.sink.manager.num_quarantined == 0, "the source has said that it writes no more"
+    assert duo.ends == {(side, name): 1 for side in ("source", "sink") for name in ("old", "new")}
+    duo.check_whole()
+
+
+def test_old_grants_stay_refused() -> None:
+    duo = Duo()
+    granted(duo, "old")
+    finalize = duo.source.jobs[-1]
+    duo.submit("unheard")
+    duo.lost = {KVGrant}
+    duo.schedule()
+    cut(duo)
+    duo.lost = {KVDrained}
+    duo.meet()
+    sink, source = duo.sink.manager, duo.source.manager
+    sink.on_message(SOURCE, ready_of(finalize), duo.now)
+    assert sink._records["old", 0].machine.state is SinkState.QUARANTINED
+    assert sink.num_quarantined == 4
+    source.on_message(SINK, duo.grants["unheard"], duo.now)
+    assert source._records["unheard", 0].machine.grant_id == 0
+    assert source._records["unheard", 0].machine.state is SourceState.CLOSED
+    duo.exchange()
+    assert duo.committed == set()
+    duo.lost = set()
+    for _ in range(10):
+        duo.turn()
+    duo.check_whole()
+
+
+def test_a_late_fence_frees_what_was_lost_and_leaves_what_was_granted_since() -> None:
+    duo = Duo()
+    granted(duo, "old")
+    cut(duo)
+    duo.lost = {KVDrained}
+    duo.meet()
+    granted(duo, "new")
+    duo.fence_ends()
+    records = duo.sink.manager._records
+    assert records["old", 0].machine.state is SinkState.CLOSED
+    assert records["new", 0].machine.state is SinkState.GRANTED
+    duo.transfer()
+    duo.verify()
+    assert duo.committed == {"new"}
+    duo.transfer()
+    duo.check_whole()
+
+
+def test_of_a_source_that_was_lost_twice_the_last_fence_counts() -> None:
+    duo = Duo()
+    granted(duo, "first")
+    cut(duo)
+    duo.lost = {KVDrained}
+    duo.meet()
+    granted(duo, "second")
+    cut(duo)
+    duo.fence_ends()
+    assert duo.sink.manager.num_quarantined == 4, "the first fence knows nothing of the second grant"
+    duo.fence_ends()
+    assert duo.sink.manager.num_quarantined == 0
+    duo.transfer()
+    duo.check_whole()
+
+
+def test_until_it_is_greeted_again_a_lost_source_gets_no_tickets() -> None:
+    duo = Duo()
+    cut(duo)
+    duo.fence_ends()
+    duo.submit_to_sink("too early")
+    (failed,) = duo.outcomes
+    assert isinstance(failed, Failed)
+    assert (failed.reason, failed.retryable) == (outcomes.SOURCE_LOST, True)
+    duo.meet()
+    granted(duo, "in time")
+
+
+def test_a_channel_that_was_barred_while_a_fence_held_is_opened_by_the_next_grant() -> None:
+    """The source may dial before the sink's step loop has lifted the bar."""
+    duo = Duo()
+    cut(duo)
+    duo.meet()
+    duo.submit("r")
+    opened = duo.num_channels_opened
+    duo.source.manager.on_transfer_event(PeerFailed("d", 2, "fenced"), duo.now)
+    duo.schedule()
+    assert "r" in duo.grants
+    assert duo.num_channels_opened == opened + 1
+
+
+def test_a_source_that_was_not_told_hears_how_its_hand_offs_ended() -> None:
+    """Only the sink has lost its peer; what is recomputed there must not be reported as failed here."""
+    duo = Duo()
+    granted(duo, "r")
+    duo.transfer()
+    duo.verify(matches=False)
+    duo.lost = {KVDrained}
+    duo.sink.manager.peer_lost("p", 1)
+    assert duo.sink.manager.counters.recomputes == 1
+    duo.meet()
+    duo.tick(1.0)
+    assert duo.ends == {("source", "r"): 1, ("sink", "r"): 1}
+    assert not [each for each in duo.outcomes if isinstance(each, Failed | HandoffFailed)]
