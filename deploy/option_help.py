@@ -40,6 +40,7 @@ OPTION_HELP: dict[str, str] = {
     "port": "port to listen on; 0: any free one",
     "device": "auto: the GPU where there is one",
     "device_index": "which of the visible GPUs",
+    "tensor_parallel_size": "GPUs of one node, from --device-index on; each holds a share of the weights and KV heads",
     "attention_backend": "auto, or the name of one backend",
     "transport": "how KV travels between nodes: auto, local, shm or tcp",
     "redis_url": "Redis of the cluster, redis://host:port/db; `serve` starts its own where it needs one and has none",

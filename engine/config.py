@@ -77,6 +77,7 @@ class NodeOptions:
     port: int = 0  # 0: any free port
     device: Device = "auto"
     device_index: int = 0
+    tensor_parallel_size: int = 1  # GPUs of this node, from device_index on
     attention_backend: str = "auto"
     cuda_graphs: bool = True  # decode steps replay captured graphs; off: every step runs kernel by kernel
     transport: str = "auto"  # or local, shm, tcp

@@ -6,18 +6,16 @@ import hashlib
 import math
 
 import torch
-from torch import nn
 
 CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}  # elements hashed at once: what fits a CPU's cache, or some 256 MiB
 
 
-def fill_with_noise(model: nn.Module) -> None:
+def fill_with_noise(name: str, parameter: torch.Tensor) -> None:
     """Norms 1, biases 0, matrices [out, in] uniform with variance 1 / in: activations neither vanish nor overflow."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            parameter.data.fill_(0.0 if name.endswith("bias") else 1.0)
-        else:
-            _fill_uniform(parameter.data.view(-1), name, math.sqrt(3.0 / parameter.shape[1]))
+    if parameter.dim() == 1:
+        parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+    else:
+        _fill_uniform(parameter.view(-1), name, math.sqrt(3.0 / parameter.shape[1]))
 
 
 def _fill_uniform(flat_N: torch.Tensor, name: str, bound: float) -> None:

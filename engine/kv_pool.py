@@ -20,23 +20,27 @@ from tandem.engine.kv_layout import DTYPE_BYTES, KVGroup, KVLayout
 
 if TYPE_CHECKING:
     from tandem.engine.model_config import ModelConfig
+    from tandem.engine.parallel.sharding import Shard
 
 MIN_BLOCKS = 2  # a sequence in its first block and the next one
 WritableBuffer = mmap.mmap | memoryview | bytearray
 
 
-def make_layout(model_config: ModelConfig, block_size: int, dtype: torch.dtype) -> KVLayout:
-    """Layout of a pool that holds every layer of the model in `dtype`. Raises ConfigError for what KV can't be."""
+def make_layout(model_config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard | None = None) -> KVLayout:
+    """Layout of a pool that holds every layer of the model (of its heads a rank's `shard`) in `dtype`. Raises
+    ConfigError for what KV can't be."""
+    own = model_config if shard is None else shard.config(model_config)
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ConfigError(f"KV can't be kept as {name}: choose one of {', '.join(DTYPE_BYTES)}")
     group = KVGroup(
         num_layers=model_config.num_layers,
-        num_kv_heads=model_config.num_kv_heads,
+        num_kv_heads=own.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=name,
     )
-    return KVLayout(groups=(group,), block_size=block_size)
+    size, rank = (1, 0) if shard is None else (shard.size, shard.rank)
+    return KVLayout(groups=(group,), block_size=block_size, tp_size=size, tp_rank=rank)
 
 
 def pool_bytes(layout: KVLayout, num_blocks: int) -> int:

@@ -15,6 +15,8 @@ from tandem.engine.dummy_weights import fill_with_noise
 from tandem.engine.errors import CheckpointError
 from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig
+from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.parallel.sharding import Cut, Shard
 from tandem.engine.weights import StoredTensor, check_weights
 
 
@@ -25,39 +27,70 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     attention_backend: str = "auto",
+    group: TensorParallel | None = None,
 ) -> DecoderModel:
-    """The model in `dtype` on `device`. Raises CheckpointError for missing, unknown, misshapen or torn tensors.
+    """The model in `dtype` on `device`; with a group this rank's share, of which alone it reads the bytes.
 
-    Files are checked by their headers before the first byte is copied, so a wrong folder fails at once.
+    Files are checked by their headers before the first byte is copied, so a wrong folder fails at once. Raises
+    CheckpointError for missing, unknown, misshapen or torn tensors, ConfigError for a model that can't be shared out.
     """
+    whole = DecoderModel(config, dtype, "meta", attention_backend)
     if options.load_format == "dummy":
-        model = DecoderModel(config, dtype, device, attention_backend)
-        fill_with_noise(model)
+        model = DecoderModel(config, dtype, device, attention_backend, group)
+        _fill_with_noise(model, whole)
         model.finish_loading()
         return model.eval()
-    needed = {name: tuple(part.shape) for name, part in _targets(DecoderModel(config, dtype, "meta"), config).items()}
+    needed = {name: tuple(part.shape) for name, part in _targets(whole, config).items()}
     stored = check_weights(folder, needed, config.tie_word_embeddings)
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         _check_tied(stored)
-    model = DecoderModel(config, dtype, device, attention_backend)
-    targets = _targets(model, config)
+    model = DecoderModel(config, dtype, device, attention_backend, group)
+    targets, shard = _own_targets(model), Shard(0, 1) if group is None else group.shard
+    cuts = {name: shard.cut(name, config) for name in targets}
     progress = tqdm(total=len(targets), desc="loading weights", unit="tensor", disable=not sys.stderr.isatty())
     with progress:
-        for name, tensor in _tensors({name: stored[name] for name in targets}):
-            targets[name].copy_(tensor)
+        for name, tensor in _tensors({name: stored[name] for name in targets}, cuts):
+            if shard.holds(name):
+                targets[name].copy_(tensor)
+            else:
+                targets[name].zero_()
             progress.update()
     model.finish_loading()
     return model.eval()
 
 
-def _tensors(stored: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor in turn, file by file: mapped from the file, not read as a whole."""
+def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
+    """What this model holds of the whole one's made-up weights."""
+    config, group = model.config, model.group
+    if group is None:
+        for name, parameter in model.named_parameters():
+            fill_with_noise(name, parameter.data)
+        return
+    targets = _own_targets(model)
+    for name, parameter in whole.named_parameters():
+        noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=group.device)
+        fill_with_noise(name, noise)
+        for part, tensor in _parts(name, noise, config).items():
+            cut = group.shard.cut(part, config)
+            targets[part].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
+
+
+def _tensors(
+    stored: Mapping[str, StoredTensor], cuts: Mapping[str, Cut | None] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor, or what is cut of it, in turn, file by file: mapped from the file, not read as a whole."""
+    cuts = cuts or {}
     for path in sorted({tensor.path for tensor in stored.values()}):
         try:
             with safe_open(path, framework="pt", device="cpu") as shard:
                 for name, tensor in stored.items():
                     if tensor.path == path:
-                        yield name, shard.get_tensor(name)
+                        cut = cuts.get(name)
+                        if cut is None:
+                            yield name, shard.get_tensor(name)
+                        else:
+                            index = (slice(None),) * cut.dim + (slice(cut.start, cut.stop),)
+                            yield name, shard.get_slice(name)[index]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"can't read {path}: {error}; the file is torn, fetch it again") from error
 
@@ -74,17 +107,26 @@ def _check_tied(stored: Mapping[str, StoredTensor]) -> None:
 
 
 def _targets(model: DecoderModel, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> the part of a parameter that it fills."""
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    """Checkpoint name -> the part of a parameter that it fills. `config`: what the model's layers are made for."""
     targets: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        full = name if name.startswith("lm_head") else f"model.{name}"
-        if "qkv_proj" in full:
-            for part, piece in zip(("q", "k", "v"), parameter.data.split((q, kv, kv)), strict=True):
-                targets[full.replace("qkv_proj", f"{part}_proj")] = piece
-        elif "gate_up_proj" in full:
-            for part, piece in zip(("gate", "up"), parameter.data.chunk(2), strict=True):
-                targets[full.replace("gate_up_proj", f"{part}_proj")] = piece
-        else:
-            targets[full] = parameter.data
+        targets |= _parts(name, parameter.data, config)
     return targets
+
+
+def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
+    group = model.group
+    return _targets(model, model.config if group is None else group.shard.config(model.config))
+
+
+def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """A parameter by the names that checkpoints have for it or for what is merged into it."""
+    full = name if name.startswith("lm_head") else f"model.{name}"
+    if "qkv_proj" in full:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        pieces = zip(("q", "k", "v"), parameter.split((q, kv, kv)), strict=True)
+        return {full.replace("qkv_proj", f"{part}_proj"): piece for part, piece in pieces}
+    if "gate_up_proj" in full:
+        halves = zip(("gate", "up"), parameter.chunk(2), strict=True)
+        return {full.replace("gate_up_proj", f"{part}_proj"): piece for part, piece in halves}
+    return {full: parameter}

@@ -16,6 +16,9 @@ from tandem.engine.loader import load_model
 from tandem.engine.memory_profile import profile_free_bytes
 from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
+from tandem.engine.parallel.group import Membership, TensorParallel
+
+MIN_MAIL_ROWS = 512  # rows that ranks exchange through each other's memory; above, NCCL is faster
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,11 @@ def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOpti
     return replace(options, scheduler=scheduler)
 
 
-def load(options: NodeOptions) -> LoadedModel:
-    """Checks the folder first, so that a bad one fails before anything slow happens. Raises ConfigError."""
+def load(options: NodeOptions, membership: Membership | None = None) -> LoadedModel:
+    """Checks the folder first, so that a bad one fails before anything slow happens. Raises ConfigError.
+
+    With a membership: this rank's share of the model, after all ranks have met.
+    """
     folder = resolve_model(options.model.model, options.model.revision)
     config = load_model_config(folder)
     max_model_len = options.model.max_model_len or config.max_model_len
@@ -70,15 +76,19 @@ def load(options: NodeOptions) -> LoadedModel:
         sizes = f"--block-size {cache.block_size} is no multiple of --hash-block-size {cache.hash_block_size}"
         raise ConfigError(f"{sizes}; change one of them")
     device = choose_device(options)
-    if options.num_threads:
-        torch.set_num_threads(options.num_threads)
+    num_ranks = 1 if membership is None else membership.shard.size
+    torch.set_num_threads(options.num_threads or max(1, torch.get_num_threads() // num_ranks))
     name: str = options.model.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.dtype
     dtype: torch.dtype = getattr(torch, name)
-    model = load_model(folder, config, options.model, device, dtype, options.attention_backend)
+    group = None
+    if membership is not None:
+        max_rows = max(options.scheduler.max_num_seqs, MIN_MAIL_ROWS)
+        group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
+    model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
-    layout = make_layout(config, cache.block_size, dtype)
+    layout = make_layout(config, cache.block_size, dtype, None if group is None else group.shard)
     served = options.model.served_name or folder.resolve().name
     return LoadedModel(folder, config, model, device, dtype, layout, identity, max_model_len, served)
 
@@ -99,4 +109,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
         )
     else:
         free = free_host_bytes(most=1 << 30)
+    group = loaded.model.group
+    if group is not None:
+        free = group.smallest(free)
     return num_blocks_for(options.cache, loaded.layout, free, loaded.max_model_len)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,8 @@ from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.interfaces import KVConnectorWorker
-from tandem.engine.sampler import LogitEdits, RandomSettings, SamplingBatch, logprobs_of, sample
+from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.sampler import LogitEdits, Logprobs, RandomSettings, SamplingBatch, logprobs_of, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.step_pieces import StepPiece, split_step
@@ -36,7 +37,10 @@ PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities 
 
 
 class Model(Protocol):
-    """What the runner needs of a model."""
+    """What the runner needs of a model. `group`: with the ranks that hold the rest of it."""
+
+    @property
+    def group(self) -> TensorParallel | None: ...
 
     @property
     def vocab_size(self) -> int: ...
@@ -55,6 +59,12 @@ class Model(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
 
+class Followers(Protocol):
+    """The other ranks, as rank 0 leads them."""
+
+    def announce(self, verb: Literal["step", "warm_up", "capture"], step: SchedulerOutput | None = None) -> None: ...
+
+
 class ModelRunner:
     """Implements `interfaces.Runner` on the pool's device, on the stream that is current when it is called."""
 
@@ -67,14 +77,17 @@ class ModelRunner:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         worker_connector: KVConnectorWorker | None = None,
+        followers: Followers | None = None,
     ) -> None:
-        """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here."""
+        """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
+        `followers` are told of everything that is run here, before it is."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
         self.pool = pool
         self.device = pool.device
         self._connector = worker_connector
+        self._followers = followers
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -92,6 +105,8 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> LaunchedStep:
         """Launches one step, in the order of effect that `SchedulerOutput` states."""
+        if self._followers is not None:
+            self._followers.announce("step", output)
         self.state.apply(output.new_slots, output.block_appends)
         if output.copies:
             copies = output.copies
@@ -116,7 +131,7 @@ class ModelRunner:
             return False
         logits_RV = graphs.run(output.rows)
         if self.state.are_plain(output.samples):
-            token_R, _ = sample(logits_RV, SamplingBatch())
+            token_R, _ = self._choose(logits_RV, SamplingBatch())
             graphs.batch.store(token_R)
             step.token_ids = to_host(token_R)
             return True
@@ -149,6 +164,8 @@ class ModelRunner:
             connector.wait_for_save()
 
     def _on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        if self.model.group is not None:
+            raise error  # the other ranks are in the middle of this step and can't be called back
         logger.warning("%d tokens at once ran out of memory: %s", num_tokens, error)
         self.counters["steps_out_of_memory"] += 1
         if self.device.type == "cuda":
@@ -196,7 +213,7 @@ class ModelRunner:
     def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
         """Samples, writes the tokens into the slots' tables and starts their way to the host."""
         batch, slot_N, position_N = self.state.sampling_batch(samples)
-        token_N, logprobs = sample(logits_NV, batch)
+        token_N, logprobs = self._choose(logits_NV, batch)
         self.state.write_tokens(slot_N, position_N, token_N)
         self.state.count_outputs(samples, slot_N, token_N)
         step.token_ids = to_host(token_N)
@@ -204,6 +221,17 @@ class ModelRunner:
             num_logprobs = self.state.settings["num_logprobs"][[s.slot for s in samples]]
             targets = np.flatnonzero(num_logprobs >= 0)
             step.logprobs = HostLogprobs.fetch(logprobs, targets, num_logprobs[targets])
+
+    def _choose(self, logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
+        """`sample`, of logits as the model projects them. In a group every rank gets rank 0's tokens: on the device,
+        so that the next step can be launched before the host has seen them."""
+        group = self.model.group
+        if group is None:
+            return sample(logits_NV, batch)
+        if batch.is_greedy:
+            return group.argmax(logits_NV), None
+        token_N, logprobs = sample(group.gather_logits(logits_NV), batch)
+        return group.from_rank_0(token_N), logprobs
 
     def _prompt_logprobs(self, piece: StepPiece, inputs: ForwardInputs, hidden_TH: torch.Tensor) -> list[HostLogprobs]:
         """For rows that ask: how likely the prompt's own next tokens were, a bounded piece at a time."""
@@ -229,6 +257,8 @@ class ModelRunner:
 
         Writes no KV and leaves the batch state as it is.
         """
+        if self._followers is not None:
+            self._followers.announce("warm_up")
         matmul.prepare(self.device)
         for rows in (self._longest_prompts(), self._decodes(), self._mixture()):
             inputs = self._inputs.build_dummy(rows)
@@ -237,7 +267,7 @@ class ModelRunner:
             self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
             logits_NV = self.model.project(hidden_TH[:num_samples])
             for batch in _dummy_batches(num_samples, self.device):
-                sample(logits_NV, batch)
+                self._choose(logits_NV, batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -245,6 +275,8 @@ class ModelRunner:
         """CUDA: from here on decode steps replay graphs. Once, after `warmup`."""
         assert self._graphs is None, "captured once"
         assert self.device.type == "cuda"
+        if self._followers is not None:
+            self._followers.announce("capture")
         graphs = DecodeGraphs(self.model, self.state, self.max_decode_rows, self.max_model_len)
         graphs.capture()
         self._graphs = graphs

@@ -30,6 +30,7 @@ from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
+from tandem.engine.parallel.ranks import start_ranks
 from tandem.engine.request_book import RequestBook
 from tandem.engine.runner import ModelRunner
 from tandem.engine.scheduler import Scheduler
@@ -81,7 +82,8 @@ class NodeProcess:
     def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
         self._compilations = CompilationCounter()
         self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
-        self.loaded = load(options)
+        self.ranks = start_ranks(options)
+        self.loaded = load(options, None if self.ranks is None else self.ranks.membership)
         self.options = options = with_device_defaults(options, self.loaded.device)
         node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
         epoch = secrets.randbits(64)
@@ -122,6 +124,7 @@ class NodeProcess:
             self.loaded.max_model_len,
             self.loaded.config.eos_token_ids,
             self.worker,
+            self.ranks,
         )
         self.logic = make_logic(self._context())
         self.logic.extra_counters = self._counters
@@ -300,5 +303,7 @@ class NodeProcess:
             self.control.stop()
             self.transfer.stop(2.0)
             self.transports.close()
+            if self.ranks is not None:
+                self.ranks.close()
         except (TandemError, OSError, msgspec.MsgspecError):
             logger.exception("closing failed")

@@ -11,6 +11,7 @@ from torch import nn
 
 from tandem.engine.model.rope import RotaryEmbedding
 from tandem.engine.model_config import ModelConfig
+from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.attention import Attention
 from tandem.kernels.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.matmul import GATE_UP_GROUP, group_gate_up, linear, linear_silu_mul
@@ -25,15 +26,18 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, group: TensorParallel | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
         self.eps = eps
+        self._group = group
 
     def forward(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
-        """Normalises x, or residual += x (in place) when there is one."""
+        """Normalises x, or residual += x (in place) when there is one; in a group x is this rank's part of it."""
         if residual_TE is None:
             return rms_norm(x_TE, self.weight, self.eps)
+        if self._group is not None:
+            return self._group.sum_add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
         return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
 
 
@@ -109,11 +113,11 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
+    def __init__(self, config: ModelConfig, layer: int, backend: str, group: TensorParallel | None) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
         self.self_attn = SelfAttention(config, layer, backend)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
         self.mlp = MLP(config)
 
     def forward(
@@ -135,23 +139,33 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderModel(nn.Module):
-    """Parameters are uninitialised until engine/loader.py fills them."""
+    """Parameters are uninitialised until engine/loader.py fills them. With a group, it is one rank's share of the
+    model, and hidden states are whole on every rank: what a norm takes in is a sum over ranks."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str, attention_backend: str = "auto"
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        attention_backend: str = "auto",
+        group: TensorParallel | None = None,
     ) -> None:
         super().__init__()
         self.config = config
+        self.group = group
+        own = config if group is None else group.shard.config(config)
+        first, last = (0, config.vocab_size) if group is None else group.shard.vocab(config)
+        self._head_rows = slice(first, last) if config.tie_word_embeddings else slice(None)
         default = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with torch.device("meta"):
                 self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
                 self.layers = nn.ModuleList(
-                    DecoderLayer(config, i, attention_backend) for i in range(config.num_layers)
+                    DecoderLayer(own, i, attention_backend, group) for i in range(config.num_layers)
                 )
-                self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-                self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+                self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+                self.lm_head = Linear(config.hidden_size, last - first, bias=False)
         finally:
             torch.set_default_dtype(default)
         self.to_empty(device=device)
@@ -195,10 +209,10 @@ class DecoderModel(nn.Module):
         return hidden
 
     def project(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> logits [N, V] in the model's dtype."""
-        logits: torch.Tensor = self.lm_head(hidden_NE)
-        return logits
+        """[N, E] -> logits [N, V] in the model's dtype; in a group of this rank's run of the vocabulary."""
+        return linear(hidden_NE, self.lm_head.weight[self._head_rows])
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> fp32 [N, V]."""
-        return self.project(hidden_NE).float()
+        """[N, E] -> fp32 [N, V], of the whole vocabulary."""
+        logits = self.project(hidden_NE)
+        return (logits if self.group is None else self.group.gather_logits(logits)).float()

@@ -1,0 +1,84 @@
+"""What rank 0 tells the other ranks: MessagePack over a socket pair each, a length before each message. No torch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from tandem.engine.config import NodeOptions
+from tandem.engine.step import SchedulerOutput
+
+LENGTH_BYTES = 4
+Verb = Literal["step", "warm_up", "capture"]
+
+
+class RankSetup(msgspec.Struct, frozen=True):
+    """First message to a rank. `options` are the node's, `port` is where the ranks find each other."""
+
+    options: NodeOptions
+    rank: int
+    port: int
+
+
+class Command(msgspec.Struct, frozen=True, array_like=True):
+    """What all ranks do next. `step`: for the verb of that name."""
+
+    verb: Verb
+    step: SchedulerOutput | None = None
+
+
+def _to_bytes(value: Any) -> bytes:
+    assert isinstance(value, np.ndarray), f"a step holds {type(value).__name__}"
+    return np.ascontiguousarray(value, np.int32).tobytes()
+
+
+def _from_bytes(kind: type, data: Any) -> Any:
+    assert kind is np.ndarray
+    return np.frombuffer(data, np.int32)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_commands = msgspec.msgpack.Decoder(Command, dec_hook=_from_bytes)
+_setups = msgspec.msgpack.Decoder(RankSetup)
+
+
+def send(sockets: Iterable[socket.socket], message: RankSetup | Command) -> None:
+    """Raises OSError when a rank is gone."""
+    body = _encoder.encode(message)
+    data = len(body).to_bytes(LENGTH_BYTES, "little") + body
+    for end in sockets:
+        end.sendall(data)
+
+
+def receive_setup(end: socket.socket) -> RankSetup | None:
+    body = _receive(end)
+    return None if body is None else _setups.decode(body)
+
+
+def receive_command(end: socket.socket) -> Command | None:
+    """Waits for the next command. None: rank 0 has closed its end, or is gone."""
+    body = _receive(end)
+    return None if body is None else _commands.decode(body)
+
+
+def _receive(end: socket.socket) -> bytearray | None:
+    length = _exactly(end, LENGTH_BYTES)
+    return None if length is None else _exactly(end, int.from_bytes(length, "little"))
+
+
+def _exactly(end: socket.socket, count: int) -> bytearray | None:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        try:
+            received = end.recv_into(view)
+        except ConnectionResetError:
+            return None
+        if not received:
+            return None
+        view = view[received:]
+    return data

@@ -1,0 +1,112 @@
+"""What the ranks of a tensor-parallel node compute together.
+
+Everything here is a collective: every rank calls it at the same point of the same step. Legend: N rows, E hidden
+size, V vocabulary, R ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tandem.engine.parallel.peer_memory import open_mail
+from tandem.engine.parallel.sharding import Shard
+from tandem.kernels.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm
+from tandem.kernels.fused_ops import add_rms_norm, argmax_tokens
+
+STUCK_S = 600  # longer than a rank may need to load weights and compile kernels; a rank's death is noticed at once
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A rank's place in its node, and the port on this host where ranks find each other, at rank 0's `store`."""
+
+    shard: Shard
+    port: int
+    store: object | None = None
+
+
+class TensorParallel:
+    """One rank's end of the group; one a process.
+
+    Rows of decode steps go through the peers' memory (kernels/all_reduce.py), everything larger through NCCL; on CPU
+    all through gloo. Each way gives every rank the same bits.
+    """
+
+    def __init__(self, shard: Shard, device: torch.device, mail: Mail | None = None) -> None:
+        self.shard = shard
+        self.device = device
+        self._mail = mail
+
+    @classmethod
+    def join(
+        cls, membership: Membership, device: torch.device, max_rows: int, hidden_size: int, dtype: torch.dtype
+    ) -> TensorParallel:
+        """Meets the other ranks. `max_rows`: of the exchanges through peers' memory."""
+        shard, on_gpu = membership.shard, device.type == "cuda"
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast: one process that misuses it can stop a whole host
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        timeout = timedelta(seconds=STUCK_S)
+        store: Any = membership.store
+        if store is None:
+            store = dist.TCPStore("127.0.0.1", membership.port, None, False, timeout)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=timeout,
+            device_id=device if on_gpu else None,
+        )  # fmt: skip
+        group = cls(shard, device)
+        if on_gpu:
+            group._mail = open_mail(shard, device, max_rows, hidden_size, dtype)
+        return group
+
+    def leave(self) -> None:
+        """On CPU only: NCCL's own way out waits for ranks that may be gone, and the process ends anyway."""
+        if self.device.type == "cpu":
+            dist.destroy_process_group()
+
+    def sum_add_rms_norm(
+        self, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """residual += sum of the ranks' x, in place; the new residual normalised. `x_NE` is overwritten."""
+        if self._mail is not None and self._mail.takes(x_NE):
+            return sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps)
+        if x_NE.shape[0]:
+            dist.all_reduce(x_NE)
+        return add_rms_norm(x_NE, residual_NE, weight_E, eps)
+
+    def argmax(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """int64 [N]: the most likely token of the whole vocabulary, the lowest id of equals."""
+        num_rows, shard_size = logits_NV.shape
+        if self._mail is not None and num_rows <= self._mail.max_rows:
+            return argmax_of_shards(self._mail, logits_NV)
+        own_N = argmax_tokens(logits_NV)
+        peak_N = logits_NV.gather(1, own_N[:, None])[:, 0]
+        own = torch.stack((peak_N.double(), (own_N + self.shard.rank * shard_size).double()))
+        all_R2N = self._gathered(own)
+        return all_R2N[:, 1].gather(0, all_R2N[:, 0].argmax(0, keepdim=True))[0].long()
+
+    def gather_logits(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        """[N, V] from every rank's run of the vocabulary."""
+        return self._gathered(logits_NV).transpose(0, 1).flatten(1)
+
+    def from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's content, in place."""
+        dist.broadcast(tensor, src=0)
+        return tensor
+
+    def smallest(self, value: int) -> int:
+        """The least of the ranks' values; waits for all."""
+        holder = torch.tensor([value], dtype=torch.int64, device=self.device)
+        dist.all_reduce(holder, op=dist.ReduceOp.MIN)
+        return int(holder)
+
+    def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[R, *shape], in the order of ranks."""
+        out = tensor.new_empty((self.shard.size, *tensor.shape))
+        dist.all_gather_into_tensor(out.flatten(0, 1), tensor.contiguous())
+        return out

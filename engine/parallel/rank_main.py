@@ -1,0 +1,66 @@
+"""A process of a tensor-parallel node other than rank 0's: it does what rank 0 announces and says nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+
+_PR_SET_PDEATHSIG = 1
+logger = logging.getLogger(__name__)
+
+
+def main(fd: str, parent_pid: str) -> None:
+    """Runs until rank 0 closes its end of socket `fd`. Does not return."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent_pid):  # it ended before the line above
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains and then closes the socket
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        _run(socket.socket(fileno=int(fd)))
+        code = 0
+    except Exception:
+        logger.exception("this rank failed")
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # no teardown: NCCL's would wait for ranks that may be gone
+
+
+def _run(commands: socket.socket) -> None:
+    """The same steps as rank 0 (kv_connector/node_shell.py): load, size the pool, then whatever is announced."""
+    from tandem.engine.kv_pool import allocate_pool
+    from tandem.engine.node_setup import load, size_pool, with_device_defaults
+    from tandem.engine.parallel.channel import receive_command, receive_setup
+    from tandem.engine.parallel.group import Membership
+    from tandem.engine.parallel.sharding import Shard
+    from tandem.engine.runner import ModelRunner
+
+    setup = receive_setup(commands)
+    if setup is None:
+        return
+    options = replace(setup.options, device_index=setup.options.device_index + setup.rank)
+    loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
+    options = with_device_defaults(options, loaded.device)
+    pool = allocate_pool(loaded.layout, size_pool(loaded, options), loaded.device)
+    eos = loaded.config.eos_token_ids
+    runner = ModelRunner(
+        loaded.model, pool, options.scheduler, options.cache.block_size, loaded.max_model_len, eos
+    )  # fmt: skip
+    gc.collect()
+    gc.freeze()
+    while (command := receive_command(commands)) is not None:
+        if command.verb == "warm_up":
+            runner.warmup()
+        elif command.verb == "capture":
+            runner.capture_decode_steps()
+        else:
+            assert command.step is not None
+            runner.execute(command.step)

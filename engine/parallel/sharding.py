@@ -1,0 +1,93 @@
+"""Which part of a model a rank of a tensor-parallel node holds. No torch.
+
+Query heads, MLP columns and vocabulary rows of the output matrix are shared out in equal runs. KV heads too; when
+there are fewer than ranks, neighbouring ranks hold copies of the same head. Each layer's output and down projections
+are cut along their inputs, so their products are parts of a sum over ranks (Megatron-LM, arXiv 1909.08053). Embedding
+and norms are whole everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.engine.errors import ConfigError
+from tandem.engine.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Elements `start` to `stop` along dimension `dim` of a stored tensor."""
+
+    dim: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """The model that this rank computes: its heads and MLP columns. Raises ConfigError when shares are unequal."""
+        self._check(config)
+        return msgspec.structs.replace(
+            config,
+            num_heads=config.num_heads // self.size,
+            num_kv_heads=max(1, config.num_kv_heads // self.size),
+            intermediate_size=config.intermediate_size // self.size,
+        )
+
+    def vocab(self, config: ModelConfig) -> tuple[int, int]:
+        """First token id whose logit this rank computes, and the one after its last."""
+        return self._run(config.vocab_size)
+
+    def cut(self, name: str, config: ModelConfig) -> Cut | None:
+        """What this rank takes of the stored tensor `name`, a name of the checkpoint. None: all of it."""
+        part = name.rpartition(".")[0].rpartition(".")[2]
+        if part in ("q_proj", "o_proj"):
+            start, stop = self._run(config.num_heads * config.head_dim)
+        elif part in ("k_proj", "v_proj"):
+            start, stop = self._kv_rows(config)
+        elif part in ("gate_proj", "up_proj", "down_proj"):
+            start, stop = self._run(config.intermediate_size)
+        elif part == "lm_head":
+            start, stop = self.vocab(config)
+        else:
+            return None
+        if part in ("o_proj", "down_proj"):
+            return None if name.endswith("bias") else Cut(1, start, stop)
+        return Cut(0, start, stop)
+
+    def holds(self, name: str) -> bool:
+        """Whether this rank uses the tensor at all: what is added to a sum over ranks is added once, by rank 0."""
+        return self.rank == 0 or not name.endswith(("o_proj.bias", "down_proj.bias"))
+
+    def _run(self, length: int) -> tuple[int, int]:
+        share = length // self.size
+        return self.rank * share, (self.rank + 1) * share
+
+    def _kv_rows(self, config: ModelConfig) -> tuple[int, int]:
+        heads = max(1, config.num_kv_heads // self.size)
+        first = self.rank * config.num_kv_heads // self.size
+        return first * config.head_dim, (first + heads) * config.head_dim
+
+    def _check(self, config: ModelConfig) -> None:
+        shared_out = {
+            "query heads": config.num_heads,
+            "MLP columns": config.intermediate_size,
+            "vocabulary entries": config.vocab_size,
+        }
+        for what, count in shared_out.items():
+            if count % self.size:
+                raise ConfigError(f"--tensor-parallel-size {self.size} does not divide the model's {count} {what}")
+        kv_heads = config.num_kv_heads
+        if kv_heads % self.size and self.size % kv_heads:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.size} neither divides the model's {kv_heads} KV heads nor is a multiple "
+                "of them"
+            )

@@ -1,0 +1,111 @@
+"""An engine over some ranks in a process of its own: reads what to run from stdin, prints what came out, as JSON.
+
+Input: {"model", "sizes": [ranks of each engine, one after another], "num_blocks", "device", "dtype", "requests":
+[{"name", "prompt", "samples", fields of SamplingParams}], "rounds"}. Output, for each size: {"tokens": {name-sample:
+ids}, "logprobs": ..., "num_cached", "num_preemptions"}.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.core import EngineCore
+from tandem.engine.hashing import root_hash
+from tandem.engine.request import FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.scheduler import Scheduler
+
+BLOCK = 16
+
+
+def options_of(spec: dict[str, Any], size: int) -> NodeOptions:
+    return NodeOptions(
+        "unified",
+        ModelOptions(str(spec["model"]), dtype=spec.get("dtype", "auto")),
+        CacheOptions(BLOCK, BLOCK, num_blocks=spec["num_blocks"]),
+        SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=96, max_prefill_chunk=48),
+        device=spec.get("device", "cpu"),
+        num_threads=1,
+        tensor_parallel_size=size,
+    )
+
+
+def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
+    from tandem.engine.kv_pool import allocate_pool
+    from tandem.engine.node_setup import load, size_pool
+    from tandem.engine.parallel.ranks import start_ranks
+    from tandem.engine.runner import ModelRunner
+
+    options = options_of(spec, size)
+    ranks = start_ranks(options)
+    loaded = load(options, None if ranks is None else ranks.membership)
+    num_blocks = size_pool(loaded, options)
+    pool = allocate_pool(loaded.layout, num_blocks, loaded.device)
+    runner = ModelRunner(
+        loaded.model, pool, options.scheduler, BLOCK, loaded.max_model_len, (), None, ranks
+    )  # fmt: skip
+    runner.warmup()
+    if loaded.device.type == "cuda":
+        runner.capture_decode_steps()
+    scheduler = Scheduler(
+        options.scheduler,
+        BlockPool(num_blocks, True),
+        block_size=BLOCK,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=(),
+        root_for_salt=lambda salt: root_hash(b"test", salt),
+    )
+    result = _drive(EngineCore(scheduler, runner), spec)
+    if ranks is not None:
+        ranks.close()
+        assert loaded.model.group is not None
+        loaded.model.group.leave()
+    return result
+
+
+def _drive(core: EngineCore, spec: dict[str, Any]) -> dict[str, Any]:
+    """All requests at once, `rounds` times: from the second on, prompts are found in the cache."""
+    result: dict[str, Any] = {"tokens": {}, "ranks": {}, "num_cached": 0}
+    for turn in range(spec.get("rounds", 1)):
+        requests = [_request(f"{turn}-{one['name']}", one) for one in spec["requests"]]
+        for request in requests:
+            core.scheduler.add(request)
+        while core.has_work():
+            for event in core.step():
+                assert not isinstance(event, FailedEvent), event
+                name = event.request.request_id
+                if isinstance(event, PromptLogprobsEvent):
+                    result["ranks"][name] = [entry.rank for entry in event.entries]
+                elif isinstance(event, TokenEvent):
+                    result["tokens"].setdefault(f"{name}-{event.sample_index}", []).append(event.token_id)
+        core.scheduler.check_integrity()
+        result["num_cached"] += sum(request.num_cached_tokens for request in requests)
+    return {**result, "num_preemptions": core.scheduler.num_preemptions}
+
+
+def _request(name: str, one: dict[str, Any]) -> Request:
+    fields = {key: value for key, value in one.items() if key not in ("name", "prompt", "samples")}
+    sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **fields})
+    return Request(name, 0, np.array(one["prompt"], np.int32), sampling, tuple(one.get("samples", [0])))
+
+
+def run_in_child(spec: dict[str, Any], timeout_s: float = 110) -> list[dict[str, Any]]:
+    """For tests: one result for each of `sizes`."""
+    text = json.dumps({**spec, "model": str(spec["model"])})
+    command = [sys.executable, str(Path(__file__))]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    given = json.load(sys.stdin)
+    print(json.dumps([run_engine(given, size) for size in given["sizes"]]))
