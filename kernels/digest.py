@@ -10,6 +10,7 @@ guards against corruption and mix-ups, not against a peer that holds the cluster
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -52,6 +53,32 @@ def block_digests(
     return _finish(torch.cat(sums), places, key, num_whole, num_valid_last)
 
 
+@dataclass(frozen=True)
+class BlockSums:
+    """Sums of N blocks that a kernel takes up while it moves them, all at once or layer by layer (move_blocks.py).
+
+    Of every block the same slots must be moved for each layer; `digests` are valid when each layer was moved once.
+    """
+
+    key: int
+    sums_N: torch.Tensor  # int64, added to
+    keys_S2: torch.Tensor  # int64: what each segment's multipliers are XORed with
+    table: torch.Tensor  # int64 [2, SEGMENT_WORDS]
+
+    @classmethod
+    def of_none(cls, pool: torch.Tensor, num_blocks: int, key: int) -> BlockSums:
+        """Nothing summed yet, for blocks of `pool` on its device."""
+        num_words = -(-pool[0].numel() * pool.element_size() // 8)
+        sums = torch.zeros(num_blocks, dtype=torch.int64, device=pool.device)
+        return cls(key, sums, _segment_keys(key, num_words, pool.device), _multiplier_table(pool.device))
+
+    def digests(self, num_valid_last: int, block_size: int, *, positions: Sequence[int] | None = None) -> torch.Tensor:
+        """What `block_digests` gives for these blocks: int64 [N]."""
+        places = list(range(len(self.sums_N))) if positions is None else list(positions)
+        num_whole = len(places) if num_valid_last == block_size else len(places) - 1
+        return _finish(self.sums_N, places, self.key, num_whole, num_valid_last)
+
+
 def _sums_in_place(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
     """int64 [n] multilinear sums on CPU: one block at a time where it lies, through a buffer that stays in cache."""
     blocks = [_as_words(pool[block].reshape(1, -1))[0] for block in ids.tolist()]
@@ -81,10 +108,15 @@ def _sums_on_gpu(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tenso
         raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
         words = _as_words(raw.index_select(0, ids).reshape(len(ids), -1))
         ids = torch.arange(len(ids), device=pool.device)
-    num_segments = -(-words.shape[1] // SEGMENT_WORDS)
-    keys = [[_signed(_mix(key, 2 * segment + i)) for i in (0, 1)] for segment in range(num_segments)]
-    keys_S2 = torch.tensor(keys, dtype=torch.int64).to(pool.device, non_blocking=True)
+    keys_S2 = _segment_keys(key, words.shape[1], pool.device)
     return block_sums(words, ids, keys_S2, _multiplier_table(pool.device), words.shape[1])
+
+
+def _segment_keys(key: int, num_words: int, device: torch.device) -> torch.Tensor:
+    """int64 [segments, 2]: what the multipliers of each segment of a block are XORed with."""
+    num_segments = -(-num_words // SEGMENT_WORDS)
+    keys = _mixed(key, torch.arange(2 * num_segments, dtype=torch.int64))
+    return keys.view(num_segments, 2).to(device, non_blocking=True)
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
@@ -103,9 +135,10 @@ def _multipliers_of(device: torch.device, key: int, segment: int, width: int) ->
 
 def _finish(sums: torch.Tensor, places: list[int], key: int, num_whole: int, num_valid_last: int) -> torch.Tensor:
     """Mixes in key, place and number of valid slots, then spreads every bit over the word (xor-shift-multiply)."""
-    valid = [0 if index < num_whole else num_valid_last for index in range(len(places))]
-    salts = [_signed(_mix(key, (place + 1) * 0x10001 + slots)) for place, slots in zip(places, valid, strict=True)]
-    mixed = sums ^ torch.tensor(salts, dtype=torch.int64, device=sums.device)
+    valid = torch.full((len(places),), num_valid_last, dtype=torch.int64)
+    valid[:num_whole] = 0
+    salts = _mixed(key, (torch.tensor(places, dtype=torch.int64) + 1) * 0x10001 + valid)
+    mixed = sums ^ salts.to(sums.device, non_blocking=True)
     for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         mixed = (mixed ^ ((mixed >> 29) & ((1 << 35) - 1))) * _signed(multiplier)
     return mixed ^ ((mixed >> 32) & ((1 << 32) - 1))
@@ -114,12 +147,17 @@ def _finish(sums: torch.Tensor, places: list[int], key: int, num_whole: int, num
 def _multiplier_table(device: torch.device) -> torch.Tensor:
     """int64 [2, SEGMENT_WORDS] of splitmix64 outputs, the same in every process."""
     if device not in _multipliers:
-        counter = torch.arange(1, 2 * SEGMENT_WORDS + 1, dtype=torch.int64) * _signed(_GOLDEN)
-        counter = (counter ^ ((counter >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-        counter = (counter ^ ((counter >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-        counter ^= (counter >> 31) & ((1 << 33) - 1)
+        counter = _mixed(0, torch.arange(2 * SEGMENT_WORDS, dtype=torch.int64))
         _multipliers[device] = counter.view(2, SEGMENT_WORDS).to(device)
     return _multipliers[device]
+
+
+def _mixed(key: int, index: torch.Tensor) -> torch.Tensor:
+    """`_mix` of each index of an int64 tensor, as int64."""
+    z = (index + 1) * _signed(_GOLDEN) + _signed(key & _MASK)
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
 
 
 def _mix(key: int, index: int) -> int:

@@ -201,6 +201,16 @@ def copy_blocks(pool: torch.Tensor, src_ids: Sequence[int], dst_ids: Sequence[in
             pool[destination, :, :, :, slot] = pool[source, :, :, :, slot]
 
 
+def move_blocks(
+    source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]], layers: range, counts: Sequence[int]
+) -> None:
+    """Twin of the kernel that moves blocks between pools, slot by slot and layer by layer."""
+    for (block, other), count in zip(pairs, counts, strict=True):
+        for layer in layers:
+            for slot in range(count):
+                target[other, :, layer, :, slot] = source[block, :, layer, :, slot]
+
+
 def alibi_slopes(num_heads: int) -> list[float]:
     """The usual geometric slopes (Press et al., "Train short, test long"), for powers of two and other head counts."""
     power = 2 ** math.floor(math.log2(num_heads))

@@ -13,7 +13,7 @@ import torch
 
 from tandem.kernels import fused_ops, matmul
 from tandem.kernels.backend import AttentionBackend
-from tandem.kernels.cache_cases import copy_case, digest_case
+from tandem.kernels.cache_cases import copy_case, digest_case, gather_case, push_case, swap_case
 from tandem.kernels.errors import BackendUnavailableError
 from tandem.kernels.kernel_cases import Case, Shape, decode_case, prefill_case
 from tandem.kernels.layer_cases import greedy_case, norm_case, product_case, rope_case, sampling_case, silu_case
@@ -143,3 +143,8 @@ def _cases(shape: Shape, backends: list[type[AttentionBackend]]) -> Iterator[tup
         yield name, partial(sampling_case, shape, *work.sampled, filters)
     yield "copy of blocks", partial(copy_case, shape, *work.blocks)
     yield "digest of blocks", partial(digest_case, shape, *work.blocks)
+    yield "gather of a layer", partial(gather_case, shape, *work.blocks, layer=1)
+    if shape.device.type == "cuda":
+        yield "push and digest", partial(push_case, shape, *work.blocks, with_sums=True, num_programs=64)
+        for to_host in (True, False):
+            yield f"swap {'out' if to_host else 'in'}", partial(swap_case, shape, *work.blocks, to_host=to_host)

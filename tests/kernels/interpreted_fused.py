@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import digest, fused_ops
+from tandem.kernels import digest, fused_ops, reference
 from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
 from tandem.kernels.fused_ops import HeadNorms, rotate_heads
+from tandem.kernels.move_blocks import BlockPlaces, move_blocks
 from tandem.kernels.triton_kernels.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
 from tandem.kernels.triton_kernels.digest import block_sums
 from tandem.kernels.triton_kernels.fused import (
@@ -16,7 +17,6 @@ from tandem.kernels.triton_kernels.fused import (
     rope_and_store_triton,
     silu_mul_triton,
 )
-from tandem.kernels.triton_kernels.push_blocks import push_blocks_kernel
 
 EPS = 1e-5
 
@@ -102,17 +102,33 @@ def test_decode_inputs_and_stored_tokens() -> None:
     assert torch.equal(tokens, other)
 
 
-def test_pushed_blocks_reach_the_named_address() -> None:
+@pytest.mark.parametrize("layers", [range(3), range(1, 3)])
+def test_moved_blocks_reach_the_named_address(layers: range) -> None:
     source, target = torch.randn(4, 2, 3, 2, 8, 4), torch.zeros(4, 2, 3, 2, 8, 4)
-    pairs = torch.tensor([[0, 3], [2, 1], [8, 5]])
-    push_blocks_kernel[(3,)](
-        source.view(torch.int64), target.data_ptr(), pairs, 2, 1, 2, source.stride(0) // 2, target.stride(0) // 2,
-        NUM_HEADS=2, POOL_LAYERS=3, PLANES=2, PLANE_WORDS=16, SLOT_WORDS=2, CHUNK=16,
-    )  # fmt: skip
     expected = torch.zeros_like(target)
-    expected[2, :, 1:3] = source[0, :, 1:3]
-    expected[1, :, 1:3, :, :5] = source[3, :, 1:3, :, :5]
+    reference.move_blocks(source, expected, [(0, 2), (3, 1)], layers, [8, 5])
+    pairs = torch.tensor([[0, 3], [2, 1], [8, 5]])
+    move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, layers, 3)
     assert torch.equal(target, expected)
+    packed = torch.zeros(2, 2, len(layers), 2, 8, 4)
+    rows = BlockPlaces.of(packed).starting_at(-layers.start)
+    move_blocks(source, BlockPlaces.of(source), rows, torch.tensor([[0, 3], [0, 1], [8, 8]]), layers, 64)
+    assert torch.equal(packed, source[[0, 3], :, layers.start :])
+
+
+@pytest.mark.parametrize("head_size", [4, 128])
+@pytest.mark.parametrize("num_valid", [1, 5, 8])
+def test_what_is_moved_is_summed(num_valid: int, head_size: int) -> None:
+    source = torch.randn(4, 2, 3, 2, 8, head_size)
+    target = torch.zeros_like(source)
+    expected = digest.block_digests(source, [2, 0, 3], 1234, num_valid, 8, positions=[7, 8, 9])
+    pairs = torch.tensor([[2, 0, 3], [1, 0, 2], [8, 8, num_valid]])
+    for steps in ([range(3)], [range(1, 3), range(1)]):
+        sums = digest.BlockSums.of_none(source, 3, 1234)
+        for layers in steps:
+            move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, layers, 5, sums)
+        assert torch.equal(sums.digests(num_valid, 8, positions=[7, 8, 9]), expected)
+    assert torch.equal(target[[1, 0]], source[[2, 0]])
 
 
 @pytest.mark.parametrize("words", [100, 8192, 20000])

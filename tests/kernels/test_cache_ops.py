@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tandem.kernels import reference
-from tandem.kernels.cache_ops import copy_blocks, gather_blocks, scatter_blocks
+from tandem.kernels.cache_ops import copy_blocks, gather_blocks, scatter_blocks, swap_blocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -56,3 +56,45 @@ def test_scatter_refuses_foreign_blocks() -> None:
         scatter_blocks(pool, [1], gather_blocks(pool, [0], 1))
     with pytest.raises(ValueError, match="the pool takes"):
         scatter_blocks(pool, [1], gather_blocks(pool, [0]).half())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("pairs", "layers", "counts"),
+    [
+        ([(0, 3), (1, 4), (2, 5), (5, 0)], None, None),
+        ([(4, 0), (0, 2)], range(1, 3), None),
+        ([(4, 0), (0, 2), (3, 3)], None, [8, 3, 0]),
+        ([(2, 1)], range(2, 3), 5),
+        ([], None, None),
+    ],
+)
+def test_swaps_move_what_they_say(
+    dtype: torch.dtype, pairs: list[tuple[int, int]], layers: range | None, counts: list[int] | int | None
+) -> None:
+    source = pool_of(dtype)
+    target = torch.zeros(7, 2, 3, 2, 8, 24, dtype=torch.float32).to(dtype)[..., :16][:6]
+    expected = raw(torch.zeros(6, 2, 3, 2, 8, 16).to(dtype))
+    listed = [8 if counts is None else counts] * len(pairs) if not isinstance(counts, list) else counts
+    reference.move_blocks(raw(source), expected, pairs, range(3) if layers is None else layers, listed)
+    swap_blocks(source, target, pairs, layers, counts)
+    assert torch.equal(target.contiguous().view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pairs", "layers", "counts", "problem"),
+    [
+        ((6, 2, 3, 2, 8, 16), [(0, 6)], None, None, "out of range"),
+        ((6, 2, 3, 2, 8, 16), [(-1, 0)], None, None, "out of range"),
+        ((6, 2, 3, 2, 8, 16), [(0, 1), (2, 1)], None, None, "different targets"),
+        ((6, 2, 3, 2, 8, 16), [(0, 1)], None, [1, 2], "counts"),
+        ((6, 2, 3, 2, 8, 16), [(0, 1)], None, 9, "num_tokens"),
+        ((6, 2, 3, 2, 8, 16), [(0, 1)], range(2, 4), None, "no layers"),
+        ((6, 2, 3, 2, 4, 16), [(0, 1)], None, None, "differ"),
+    ],
+)
+def test_impossible_swaps_are_refused(
+    shape: tuple[int, ...], pairs: list[tuple[int, int]], layers: range | None, counts: list[int] | None, problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        swap_blocks(pool_of(torch.float32), torch.zeros(shape), pairs, layers, counts)

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels import decode_inputs, digest, fused, push_blocks  # noqa: E402
+from tandem.kernels.triton_kernels import decode_inputs, digest, fused, move_blocks  # noqa: E402
 
 HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS_PAD": 32, "KV_HEADS_PAD": 8, "HEAD_SIZE": 128, "HALF": 64}
 ROPE_TYPES = {
@@ -23,6 +23,8 @@ ROPE_TYPES = {
     "slot_mapping": "*i64", "k_scale": "*fp32", "v_scale": "*fp32", "overflow": "*i64", "eps": "fp32",
 }  # fmt: skip
 ROPE = {**HEADS, "HALF_PAD": 64, "D_PAD": 128, "BLOCK_SIZE": 64, "HAS_CACHE": True}
+MOVE_TYPES = {"source": "i64", "target": "i64", "pairs": "*i64"}
+MOVE = {"NUM_HEADS": 8, "POOL_LAYERS": 32, "PLANES": 2, "PLANE_WORDS": 2048, "SLOT_WORDS": 32, "CHUNK": 2048}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "add_rms_norm": (
         fused.rms_norm_kernel,
@@ -72,10 +74,15 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
         {"words": "*i64", "block_ids": "*i64", "keys": "*i64", "table": "*i64", "sums": "*i64"},
         {"SEGMENT": 8192, "SLICE": 2048},
     ),
-    "push-blocks": (
-        push_blocks.push_blocks_kernel,
-        {"pool": "*i64", "target": "i64", "pairs": "*i64"},
-        {"NUM_HEADS": 8, "POOL_LAYERS": 32, "PLANES": 2, "PLANE_WORDS": 2048, "SLOT_WORDS": 32, "CHUNK": 2048},
+    "move-blocks": (
+        move_blocks.move_blocks_kernel,
+        {**MOVE_TYPES, "sums": "*i64", "keys": "*i64", "table": "*i64"},
+        {**MOVE, "HAS_SUMS": False, "SEGMENT": 1},
+    ),
+    "move-and-sum-blocks": (
+        move_blocks.move_blocks_kernel,
+        {**MOVE_TYPES, "sums": "*i64", "keys": "*i64", "table": "*i64"},
+        {**MOVE, "HAS_SUMS": True, "SEGMENT": 8192},
     ),
 }  # fmt: skip
 
