@@ -20,7 +20,9 @@ OPTION_HELP: dict[str, str] = {
     # SchedulerOptions
     "max_num_seqs": "sequences that run at the same time on a node",
     "max_num_batched_tokens": "tokens of one step, decodes and prompt chunks together",
-    "max_prefill_chunk": "longest prompt chunk of one step; 0: bounded by --max-num-batched-tokens alone",
+    "max_prefill_chunk": "longest prompt chunk of one step; 0: 2048 on a prefill node, else --max-num-batched-tokens",
+    "contended_prefill_chunk": "prompt tokens of a step while several prompts wait; 0: 1024 on a prefill node",
+    "ttft_target_ms": "prefill nodes: prompts that can have their first token in this time go first; 0: by arrival",
     "max_queue": "requests that wait (on a node, or at the router) before more are refused",
     "decode_prompt_budget": "prompt tokens mixed into a step while others decode; 0: 256 on a decode node, else 2048",
     "parked_kv_fraction": "prefill nodes: share of the pool for finished KV that has no destination yet",

@@ -39,7 +39,10 @@ class CacheOptions:
 class SchedulerOptions:
     max_num_seqs: int = 0  # 0: 256 on a GPU, 64 on a CPU
     max_num_batched_tokens: int = 0  # tokens a step, decodes and prompt chunks together; 0: 8192 or 2048
-    max_prefill_chunk: int = 0  # 0: only bounded by the budget
+    max_prefill_chunk: int = 0  # 0: 2048 on a prefill node, else only bounded by the budget
+    contended_prefill_chunk: int = 0  # prompt tokens of a step while several prompts wait; 0: 1024 on a prefill node
+    # Prefill nodes: prompts that can have their first token this long after they came go first, in order of deadline.
+    ttft_target_ms: int = 300
     max_queue: int = 4096  # requests waiting on a node before it refuses more
     # Prompt tokens mixed into a step while others decode; 0: 256 on a decode node (short tails, recompute), else 2048.
     decode_prompt_budget: int = 0

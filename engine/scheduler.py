@@ -1,8 +1,9 @@
 """One scheduler for every role: each request wants its computed tokens to reach its known tokens.
 
-A step hands out a token budget: running decodes first, then prompt chunks of running, then of waiting requests, each
-in the order of (priority, arrival). It runs one step ahead of the device: schedule(N+1) comes before update(N), so a
-launched sample counts as a token in flight whose value is not known yet (docs/architecture.md, "The step loop").
+A step hands out a token budget: running decodes first, then prompt chunks: of running, then of waiting requests, each
+in the order of (priority, arrival), or all in the order that `prompt_order` gives. It runs one step ahead of the
+device: schedule(N+1) comes before update(N), so a launched sample counts as a token in flight whose value is not known
+yet (docs/architecture.md, "The step loop").
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.interfaces import KVConnectorScheduler
 from tandem.engine.messages import TokenLogprobs
+from tandem.engine.prompt_order import PromptOrder
 from tandem.engine.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
 from tandem.engine.scheduler_state import SchedulerState
 from tandem.engine.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
@@ -40,6 +42,7 @@ class Scheduler(SchedulerState):
         hash_block_size: int = 0,
         limits_prompt_work: bool = False,
         connector: KVConnectorScheduler | None = None,
+        prompt_order: PromptOrder | None = None,
     ) -> None:
         """As in SchedulerState. ValueError: `block_size` is not a multiple of `hash_block_size`."""
         super().__init__(
@@ -52,6 +55,7 @@ class Scheduler(SchedulerState):
             hash_block_size=hash_block_size,
             limits_prompt_work=limits_prompt_work,
             connector=connector,
+            prompt_order=prompt_order,
         )
         self._planner = StepPlanner(self)
         self._launched: dict[int, LaunchedStep] = {}
@@ -65,6 +69,8 @@ class Scheduler(SchedulerState):
         step_id = self._next_step
         self._next_step += 1
         output, self._launched[step_id] = StepBuilder(self, step_id).build(plan)
+        prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
+        self.prompt_order.launched(step_id, prompts)
         if self.connector is not None:
             output = replace(output, connector_meta=self.connector.build_connector_meta(output))
         return output
@@ -73,6 +79,7 @@ class Scheduler(SchedulerState):
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
+        self.prompt_order.completed(output.step_id)
         if result.failure is not None:
             return self._give_up(launched, result.failure)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):

@@ -15,6 +15,7 @@ from tandem.engine.config import SchedulerOptions
 from tandem.engine.hashing import BlockHasher
 from tandem.engine.interfaces import KVConnectorScheduler
 from tandem.engine.kv_allocator import KVAllocator
+from tandem.engine.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.request import EngineEvent, FailedEvent, Request, RequestState
 
 Key = tuple[str, int]
@@ -39,6 +40,7 @@ class SchedulerState:
         hash_block_size: int = 0,
         limits_prompt_work: bool = False,
         connector: KVConnectorScheduler | None = None,
+        prompt_order: PromptOrder | None = None,
     ) -> None:
         """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
         `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only."""
@@ -50,6 +52,7 @@ class SchedulerState:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.limits_prompt_work = limits_prompt_work
         self.connector = connector
+        self.prompt_order = prompt_order or ArrivalOrder()
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))
@@ -141,6 +144,7 @@ class SchedulerState:
 
     def enqueue(self, request: Request) -> None:
         self._requests.setdefault(request.key, []).append(request)
+        self.prompt_order.arrived(request)
         request.state = RequestState.WAITING
         bisect.insort(self.waiting, request, key=_sort_key)
 
@@ -200,6 +204,7 @@ class SchedulerState:
 
     def _end(self, request: Request) -> None:
         request.state = RequestState.FINISHED
+        self.prompt_order.ended(request)
         block_ids = self.kv.detach(request)
         connector = self.connector if request.mode == "prefill" else None
         if connector is None or not connector.request_finished(request, block_ids):

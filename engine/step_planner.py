@@ -51,6 +51,15 @@ class StepPlan:
         return max(0, min(self.budget, self.prompt_budget))
 
 
+@dataclass(slots=True)
+class Admission:
+    """How far one plan has come with the requests that wait."""
+
+    is_open: bool = True
+    num_passed_by: int = 0
+    num_reserved: int | None = None  # blocks that requests in the batch will need, counted when first asked for
+
+
 def is_decoding(request: Request) -> bool:
     """Only its newest token is left to compute. A sequence that recomputes its output is prompt work."""
     return request.num_computed_tokens >= request.num_prompt_tokens and request.num_uncomputed_tokens <= 1
@@ -73,11 +82,7 @@ class StepPlanner:
         self._resume_committed(plan)
         if plan.rows and self._state.limits_prompt_work and self._options.decode_prompt_budget:
             plan.prompt_budget = self._options.decode_prompt_budget
-        for request in [r for r in self._state.running if r.can_advance and not is_decoding(r)]:
-            if request.state is RequestState.RUNNING:
-                self._plan_chunk(plan, request)
-        if self._state.waiting and not plan.preempted:
-            self._admit(plan)
+        self._plan_prompts(plan)
         if not plan.rows and nothing_in_flight:
             self._unlock()
         return plan
@@ -125,7 +130,22 @@ class StepPlanner:
         blocks than they have."""
         return [r for r in (*self._state.running, *self._state.waiting) if r.block_ids and r.mode != "prefill"]
 
-    # --- requests that wait ---------------------------------------------------------------------------------
+    # --- prompts, begun and waiting -------------------------------------------------------------------------
+
+    def _plan_prompts(self, plan: StepPlan) -> None:
+        started = [r for r in self._state.running if r.can_advance and not is_decoding(r)]
+        waiting = []
+        if self._state.free_slots and not plan.preempted:
+            waiting = [r for r in self._state.waiting if not r.block_ids]
+        chunk = self._options.contended_prefill_chunk
+        if chunk and len(started) + len(waiting) > 1:  # so that who comes next doesn't wait for a long step
+            plan.prompt_budget = min(plan.prompt_budget, chunk)
+        admission = Admission()
+        for request in self._state.prompt_order.arrange(started, waiting):
+            if request.state is RequestState.RUNNING:
+                self._plan_chunk(plan, request)
+            elif request.state is not RequestState.FINISHED:
+                self._admit(plan, request, admission)
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Whoever holds its KV already goes first: it needs a slot and at most one block."""
@@ -136,27 +156,27 @@ class StepPlanner:
                 self._state.enter_batch(request)
                 plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
 
-    def _admit(self, plan: StepPlan) -> None:
-        """Starts waiting requests while budget, slots and blocks last. One that waits for its connector or for its
+    def _admit(self, plan: StepPlan, request: Request, admission: Admission) -> None:
+        """Starts a waiting request while budget, slots and blocks last. One that waits for its connector or for its
         own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start."""
-        num_reserved = sum(self._kv.num_missing_blocks(request) for request in self._state.running)
-        num_passed_by = 0
-        for request in list(self._state.waiting):
-            if not self._state.free_slots or not plan.num_prompt_tokens_left or num_passed_by >= MAX_PASSED_BY:
-                return
-            if request.block_ids:
-                continue
-            if request.num_in_flight:
-                num_passed_by += 1
-                continue
-            hits = self._kv.cached_prefix(request)
-            num_new = self._kv.num_missing_blocks(request) - len(hits)
-            if num_new > self._state.pool.num_free - self._state.pool.num_unused(hits) - num_reserved:
-                return
-            if self._start(plan, request, hits):
-                num_reserved += self._kv.num_missing_blocks(request)
-            else:
-                num_passed_by += 1
+        if not admission.is_open or plan.preempted:
+            return
+        if not self._state.free_slots or not plan.num_prompt_tokens_left or admission.num_passed_by >= MAX_PASSED_BY:
+            admission.is_open = False
+            return
+        if request.num_in_flight:
+            admission.num_passed_by += 1
+            return
+        if admission.num_reserved is None:
+            admission.num_reserved = sum(self._kv.num_missing_blocks(other) for other in self._state.running)
+        hits = self._kv.cached_prefix(request)
+        num_new = self._kv.num_missing_blocks(request) - len(hits)
+        if num_new > self._state.pool.num_free - self._state.pool.num_unused(hits) - admission.num_reserved:
+            admission.is_open = False
+        elif self._start(plan, request, hits):
+            admission.num_reserved += self._kv.num_missing_blocks(request)
+        else:
+            admission.num_passed_by += 1
 
     def _start(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
         """False: it must wait for its connector."""

@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,12 +26,13 @@ from tandem.engine.control_plane import ControlPlane
 from tandem.engine.core import EngineCore
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
 from tandem.engine.hashing import root_hash
-from tandem.engine.interfaces import DirectoryPublisher, KVConnectorScheduler
+from tandem.engine.interfaces import KVConnectorScheduler
 from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.parallel.ranks import start_ranks
+from tandem.engine.prompt_order import PromptOrder, SlackOrder
 from tandem.engine.request_book import RequestBook
 from tandem.engine.runner import ModelRunner
 from tandem.engine.scheduler import Scheduler
@@ -40,9 +42,9 @@ from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kernels.quantization import overflow_counts
 from tandem.kernels.selection import fallback_counts
-from tandem.kv_connector.directory.records import NodeLoad, NodeRecord
 from tandem.kv_connector.effects import Effects
 from tandem.kv_connector.fence import host_id
+from tandem.kv_connector.node_directory import make_publisher
 from tandem.kv_connector.peer_effects import PeerFailed
 from tandem.kv_connector.plan import check_hello
 from tandem.kv_connector.transfer import TransferWorker
@@ -128,7 +130,7 @@ class NodeProcess:
         )
         self.logic = make_logic(self._context())
         self.logic.extra_counters = self._counters
-        self.publisher = self._make_publisher()
+        self.publisher = make_publisher(options, self.info, num_blocks, lambda: self.control.status)
         self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
         core = EngineCore(self.logic.scheduler, self.runner)
         self.loop = NodeLoop(self.logic, core, self.control, options.timeouts.drain_s, self._after_turn)
@@ -211,36 +213,16 @@ class NodeProcess:
                 hash_block_size=cache.hash_block_size,
                 limits_prompt_work=self.options.role != "prefill",
                 connector=connector,
+                prompt_order=self._prompt_order(),
             )
 
         return NodeContext(self.options, self.info, self.keys, self.pool, book, make_scheduler)
 
-    def _make_publisher(self) -> DirectoryPublisher | None:
-        if not self.options.redis_url:
+    def _prompt_order(self) -> PromptOrder | None:
+        target_ms = self.options.scheduler.ttft_target_ms
+        if self.options.role != "prefill" or not target_ms:
             return None
-        from tandem.kv_connector.directory.publisher import RedisPublisher
-
-        return RedisPublisher(self.options.redis_url, self.options.namespace, self._record(), load=self._load)
-
-    def _load(self) -> NodeLoad:
-        """From the publisher's thread: the newest report of the step loop, which replaces it as a whole."""
-        status = self.control.status
-        return NodeLoad() if status is None else NodeLoad.of(status)
-
-    def _record(self) -> NodeRecord:
-        identity = self.loaded.identity.key()
-        return NodeRecord(
-            node_id=self.info.node_id,
-            epoch=self.info.epoch,
-            role=self.info.role,
-            control_address=self.info.control_address,
-            model_name=self.info.model_name,
-            num_blocks=self.pool.num_blocks,
-            block_size=self.options.cache.block_size,
-            identity_key=identity,
-            layout_key=msgspec.msgpack.encode(self.loaded.layout),
-            hash_seed=root_hash(identity, b""),
-        )
+        return SlackOrder(target_ms / 1e3, time.monotonic)
 
     def _check_peer(self, info: NodeInfo) -> None:
         check_hello(self.info, Hello(wire_version=WIRE_VERSION, info=info))

@@ -14,6 +14,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.core import EngineCore
 from tandem.engine.hashing import root_hash
+from tandem.engine.prompt_order import PromptOrder
 from tandem.engine.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Scheduler
@@ -53,6 +54,7 @@ class Harness:
         keeps_finished: bool = True,
         limits_prompt_work: bool = False,
         pool: BlockPool | None = None,
+        prompt_order: PromptOrder | None = None,
         **options: int,
     ) -> None:
         self.options = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options})  # type: ignore[arg-type]
@@ -67,6 +69,7 @@ class Harness:
             root_for_salt=root_for_salt,
             limits_prompt_work=limits_prompt_work,
             connector=self.connector,
+            prompt_order=prompt_order,
         )
         self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
         self.core = EngineCore(self.scheduler, self.runner, pipelined)

@@ -6,7 +6,9 @@ logprobs, cache options; whole and partial aborts, parked prompts, grants, flush
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tandem.engine.prompt_order import ArrivalOrder
 from tandem.engine.request import Request
 
 # Few tokens, so that prefixes of different requests are equal often.
@@ -36,6 +39,18 @@ sampling = st.fixed_dictionaries(
 samples = st.sampled_from([(0,), (0,), (2,), (0, 1), (3, 0, 1)])
 
 
+class AnyOrder(ArrivalOrder):
+    """Another one at each step: whatever a policy does, requests end and blocks are whole."""
+
+    def __init__(self) -> None:
+        self._rng = random.Random(0)
+
+    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
+        both = [*started, *waiting]
+        self._rng.shuffle(both)
+        return both
+
+
 class Traffic(RuleBasedStateMachine):
     harness: Harness
 
@@ -48,6 +63,8 @@ class Traffic(RuleBasedStateMachine):
         pipelined=st.sampled_from([True, True, True, False]),
         limits=st.booleans(),
         keeps=st.sampled_from([True, True, False]),
+        shuffled=st.booleans(),
+        contended_chunk=st.sampled_from([0, 3]),
     )
     def start(
         self,
@@ -59,6 +76,8 @@ class Traffic(RuleBasedStateMachine):
         pipelined: bool,
         limits: bool,
         keeps: bool,
+        shuffled: bool,
+        contended_chunk: int,
     ) -> None:
         self.harness = Harness(
             num_blocks,
@@ -70,6 +89,8 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_prefill_chunk=max_chunk,
             decode_prompt_budget=5,
+            contended_prefill_chunk=contended_chunk,
+            prompt_order=AnyOrder() if shuffled else None,
         )
         self.granted: list[list[int]] = []
         self.aborted: set[tuple[str, int]] = set()

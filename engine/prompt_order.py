@@ -1,0 +1,115 @@
+"""Which prompts go first. Pure: the clock is passed in.
+
+A prefill node serves many prompts to one end each: their first tokens in time. `SlackOrder` is earliest deadline first
+as long as everyone can make it; where not, the largest remaining work gives way until the others can (Moore 1968: the
+fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation.
+(Plain earliest deadline first collapses under overload, where each late prompt makes the next one late.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tandem.engine.request import Request
+
+LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait
+MIN_MEASURED_TOKENS = 256  # smaller steps tell more about launches than about tokens
+MAX_CREDIT = 2048.0  # tokens: one chunk
+SMOOTHING = 0.2
+MARGIN = 0.1  # of the target: to spare for prompts that have not begun, since a step that runs can't be stopped
+
+
+class PromptOrder(Protocol):
+    def arrived(self, request: Request) -> None: ...
+
+    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
+        """All of both, first the one that should be computed first."""
+
+    def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
+        """A step with these prompt tokens is on its way."""
+
+    def completed(self, step_id: int) -> None: ...
+
+    def ended(self, request: Request) -> None: ...
+
+
+class ArrivalOrder:
+    """What has begun goes on; then by priority and arrival, as the queue is sorted."""
+
+    def arrived(self, request: Request) -> None: ...
+
+    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
+        return [*started, *waiting]
+
+    def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None: ...
+
+    def completed(self, step_id: int) -> None: ...
+
+    def ended(self, request: Request) -> None: ...
+
+
+class SlackOrder:
+    """`target_s`: from arrival to first token. A prompt that alone would take longer than `target_s` / `stretch` gets
+    `stretch` times what it takes. Work is estimated from the measured time of the steps before."""
+
+    def __init__(self, target_s: float, clock: Callable[[], float], stretch: float = 1.25) -> None:
+        self._target_s = target_s
+        self._stretch = stretch
+        self._clock = clock
+        self.seconds_per_token = 0.0  # 0: nothing measured yet
+        self._arrivals: dict[Request, float] = {}
+        self._steps: dict[int, tuple[float, int]] = {}  # launched at, prompt tokens
+        self._last_completed = 0.0
+        self._late: Request | None = None  # the first of those behind their deadline
+        self._credit = 0.0  # tokens that late prompts may have before others
+
+    def arrived(self, request: Request) -> None:
+        self._arrivals[request] = self._clock()
+
+    def ended(self, request: Request) -> None:
+        self._arrivals.pop(request, None)
+
+    def deadline(self, request: Request) -> float:
+        alone = request.num_prompt_tokens * self.seconds_per_token
+        return self._arrivals.setdefault(request, self._clock()) + max(self._target_s, self._stretch * alone)
+
+    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
+        begun = set(started)
+        due = {request: self.deadline(request) for request in (*started, *waiting)}
+        free_at = self._clock()
+        on_time: list[Request] = []
+        late: list[Request] = []
+        for request in sorted(due, key=lambda r: (r.priority, due[r], r.order)):
+            on_time.append(request)
+            free_at += request.num_uncomputed_tokens * self.seconds_per_token
+            spare = 0.0 if request in begun else MARGIN * self._target_s
+            if free_at > due[request] - spare:
+                largest = max(on_time, key=lambda r: (r.priority, r.num_uncomputed_tokens, due[r]))
+                on_time.remove(largest)
+                late.append(largest)
+                free_at -= largest.num_uncomputed_tokens * self.seconds_per_token
+        late.sort(key=lambda r: r.sort_key)
+        self._late = late[0] if late else None
+        if late and (not on_time or self._credit >= late[0].num_uncomputed_tokens or self._credit >= MAX_CREDIT):
+            return [late[0], *on_time, *late[1:]]
+        return on_time + late
+
+    def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
+        total = sum(count for _, count in tokens)
+        self._steps[step_id] = self._clock(), total
+        if self._late is None:
+            self._credit = 0.0
+            return
+        spent = sum(count for request, count in tokens if request is self._late)
+        self._credit = min(MAX_CREDIT, self._credit + LATE_SHARE * total - spent)
+
+    def completed(self, step_id: int) -> None:
+        began, num_tokens = self._steps.pop(step_id)
+        now = self._clock()
+        seconds = now - max(began, self._last_completed)
+        self._last_completed = now
+        if num_tokens >= MIN_MEASURED_TOKENS:
+            measured = seconds / num_tokens
+            known = self.seconds_per_token or measured
+            self.seconds_per_token = known + SMOOTHING * (measured - known)
