@@ -26,7 +26,8 @@ from tandem.engine import messages as wire
 from tandem.engine.batch_state import BatchState
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions, Timeouts
-from tandem.engine.control_plane import ControlPlane, Received
+from tandem.engine.control_events import Received
+from tandem.engine.control_plane import ControlPlane
 from tandem.engine.decode_graphs import DecodeBatch
 from tandem.engine.hashing import root_hash
 from tandem.engine.messages import Hello, Message, NodeInfo, Submit, TokenDelta, Tokens, peer_id_of

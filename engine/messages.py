@@ -13,43 +13,54 @@ from typing import Literal
 
 import msgspec
 
-from tandem.engine.kv_layout import KVLayout, ModelIdentity
+from tandem.engine.kv_messages import (
+    KVClaim,
+    KVCommitted,
+    KVDrained,
+    KVDrainedAck,
+    KVGrant,
+    KVReady,
+    KVRefused,
+    KVRelease,
+    KVResend,
+    KVWait,
+)
+from tandem.engine.message_parts import (
+    FinishReason,
+    FirstToken,
+    Message,
+    NodeInfo,
+    PeerRef,
+    Role,
+    TokenLogprobs,
+    peer_id_of,
+)
 from tandem.engine.sampling_params import SamplingParams
+
+__all__ = [  # with the parts and the hand-off's messages, which have files of their own
+    "FinishReason",
+    "FirstToken",
+    "KVClaim",
+    "KVCommitted",
+    "KVDrained",
+    "KVDrainedAck",
+    "KVGrant",
+    "KVReady",
+    "KVRefused",
+    "KVRelease",
+    "KVResend",
+    "KVWait",
+    "Message",
+    "NodeInfo",
+    "PeerRef",
+    "Role",
+    "TokenLogprobs",
+    "peer_id_of",
+]
 
 WIRE_VERSION = 1
 
-Role = Literal["router", "prefill", "decode", "unified"]
-FinishReason = Literal["stop", "length"]
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base: the tag is the class name."""
-
-
 # --- connection ---------------------------------------------------------------------------------------------
-
-
-class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Who speaks. Routers send no identity (they take the node's) and no layout."""
-
-    node_id: str
-    epoch: int
-    role: Role
-    control_address: str = ""  # where this process accepts control connections; "" for routers
-    host_id: str = ""  # equal for processes that share a kernel (boot id + pid namespace)
-    pid: int = 0
-    identity: ModelIdentity | None = None
-    layout: KVLayout | None = None
-    model_name: str = ""
-    max_model_len: int = 0
-    vocab_size: int = 0
-    # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
-    transports: dict[str, bytes] = {}
-
-
-def peer_id_of(node_id: str, epoch: int) -> str:
-    """The name under which one life of a process is addressed."""
-    return f"{node_id}@{epoch:016x}"
 
 
 class Hello(Message, frozen=True, kw_only=True):
@@ -90,12 +101,6 @@ class Status(Message, frozen=True, kw_only=True):
 
 
 # --- router <-> node ----------------------------------------------------------------------------------------
-
-
-class PeerRef(msgspec.Struct, frozen=True):
-    node_id: str
-    epoch: int
-    control_address: str
 
 
 class Submit(Message, frozen=True, kw_only=True):
@@ -145,14 +150,6 @@ class Accepted(Message, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position: the chosen token first, then the top k, best first (ids may repeat)."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    rank: int = 0  # of the chosen token, 1 is best
-
-
 class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sample. `output_index` is the position of the first of them in the request's whole output."""
 
@@ -193,124 +190,6 @@ class RequestFailed(Message, frozen=True, kw_only=True):
 
 class FlushBlocks(Message, frozen=True, kw_only=True):
     """Administrative: drop every unused cached block (benchmarks and tests). Answered by Status."""
-
-
-# --- hand-off: source <-> sink ------------------------------------------------------------------------------
-
-
-class KVClaim(Message, frozen=True, kw_only=True):
-    """Source -> sink: I am about to compute this prompt. Answered by KVGrant, KVWait or KVRefused."""
-
-    request_id: str
-    attempt: int
-    source_id: str
-    source_epoch: int
-    sink_epoch: int
-    num_prompt_tokens: int
-
-
-class KVWait(Message, frozen=True, kw_only=True):
-    """Sink -> source: queued; a KVGrant or KVRefused follows, strictly in the order of claims."""
-
-    request_id: str
-    attempt: int
-    queue_position: int
-
-
-class KVGrant(Message, frozen=True, kw_only=True):
-    """Sink -> source: leave to write, once, into these blocks.
-
-    `block_ids[i]` receives the prompt's block number `first_block + i`; earlier blocks the sink already holds.
-    Signed by the sink over all other fields; the source checks before it writes, the sink checks the echo.
-    """
-
-    request_id: str
-    attempt: int
-    grant_id: int  # random u64, single use
-    source_id: str
-    source_epoch: int
-    sink_id: str
-    sink_epoch: int
-    first_block: int
-    block_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    lease_s: float
-    signature: bytes = b""
-
-
-class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    sample_index: int
-    token_id: int
-    finished: bool
-
-
-class KVReady(Message, frozen=True, kw_only=True):
-    """Source -> sink: every byte of the grant is written. Answered by KVCommitted, KVResend or KVRefused.
-
-    `digests`: 8 bytes little-endian per granted block, in the order of `block_ids`; the last block's covers its
-    valid slots only.
-    """
-
-    request_id: str
-    attempt: int
-    grant_id: int
-    grant_signature: bytes
-    source_id: str
-    source_epoch: int
-    sink_epoch: int
-    first_tokens: tuple[FirstToken, ...]
-    digests: bytes
-    round: int = 0  # 0 at first; otherwise of the KVResend that it answers
-
-
-class KVCommitted(Message, frozen=True, kw_only=True):
-    """Sink -> source: taken over. The source's copy is its own prefix cache from here on."""
-
-    request_id: str
-    attempt: int
-    grant_id: int
-
-
-class KVResend(Message, frozen=True, kw_only=True):
-    """Sink -> source: these blocks (indices into the grant's `block_ids`) did not match: again, then KVReady."""
-
-    request_id: str
-    attempt: int
-    grant_id: int
-    indices: tuple[int, ...]
-    round: int = 1  # counts from 1; a KVReady of an older round is a late duplicate
-
-
-class KVRefused(Message, frozen=True, kw_only=True):
-    """Sink -> source: no (more) hand-off for this attempt. The source stops writing and answers KVDrained."""
-
-    request_id: str
-    attempt: int
-    reason: str
-
-
-class KVRelease(Message, frozen=True, kw_only=True):
-    """Source -> sink: I will not complete this (cancelled, failed, all samples ended). KVDrained follows."""
-
-    request_id: str
-    attempt: int
-    source_epoch: int
-    reason: str
-
-
-class KVDrained(Message, frozen=True, kw_only=True):
-    """Source -> sink: no write of this attempt's grant can land any more. Resent until KVDrainedAck."""
-
-    request_id: str
-    attempt: int
-    source_epoch: int
-    grant_id: int  # 0: never held one
-
-
-class KVDrainedAck(Message, frozen=True, kw_only=True):
-    request_id: str
-    attempt: int
-    grant_id: int
 
 
 RouterToNode = Hello | Ping | Submit | Cancel | FlushBlocks

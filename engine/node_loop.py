@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from tandem.engine.control_plane import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
+from tandem.engine.control_events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.core import EngineCore
 from tandem.engine.messages import Message, PeerRef, Status
 from tandem.engine.request import EngineEvent

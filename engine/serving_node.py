@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.control_plane import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
+from tandem.engine.control_events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.messages import Cancel, FlushBlocks, Message, NodeInfo, PeerRef, Status, Submit
 from tandem.engine.request import EngineEvent
 from tandem.engine.request_book import Entry, RequestBook

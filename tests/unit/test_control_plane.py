@@ -11,7 +11,8 @@ import zmq
 
 from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
-from tandem.engine.control_plane import ControlPlane, PeerLost, PeerRefused, PeerUp, Received
+from tandem.engine.control_events import PeerLost, PeerRefused, PeerUp, Received
+from tandem.engine.control_plane import ControlPlane
 from tandem.engine.errors import ConfigError, HandshakeError
 from tandem.engine.messages import (
     Cancel,

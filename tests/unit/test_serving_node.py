@@ -6,7 +6,7 @@ import numpy as np
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
-from tandem.engine.control_plane import PeerLost, Received
+from tandem.engine.control_events import PeerLost, Received
 from tandem.engine.hashing import root_hash
 from tandem.engine.messages import Accepted, Cancel, Cancelled, FlushBlocks, NodeInfo, RequestFailed, Submit
 from tandem.engine.request_book import RequestBook

@@ -1,0 +1,82 @@
+"""The peers of a control plane, and the connections and process handles that belong to them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import zmq
+
+from tandem.engine.control_sockets import ControlSockets, Socket
+from tandem.engine.messages import NodeInfo, PeerRef
+
+
+@dataclass(slots=True)
+class Link:
+    """One peer: `socket` is a DEALER of its own (outbound) or None (inbound, behind the ROUTER as `identity`)."""
+
+    peer_id: str
+    last_seen: float
+    info: NodeInfo | None = None
+    identity: bytes = b""
+    socket: Socket | None = None
+    ref: PeerRef | None = None
+    last_hello: float = 0.0
+    pidfd: int = -1
+
+
+class ControlLinks:
+    def __init__(self, sockets: ControlSockets) -> None:
+        self._sockets = sockets
+        self._by_id: dict[str, Link] = {}
+        self._inbound: dict[bytes, Link] = {}
+
+    def all(self) -> list[Link]:
+        return list(self._by_id.values())
+
+    def get(self, peer_id: str) -> Link | None:
+        return self._by_id.get(peer_id)
+
+    def inbound(self, identity: bytes) -> Link | None:
+        """The peer that said Hello over this connection of the ROUTER socket."""
+        return self._inbound.get(identity)
+
+    def add(self, link: Link) -> None:
+        self._by_id[link.peer_id] = link
+        if link.socket is None:
+            self._inbound[link.identity] = link
+
+    def remove(self, peer_id: str) -> Link | None:
+        """Closes what belongs to it; None when there is no such peer."""
+        link = self._by_id.pop(peer_id, None)
+        if link is None:
+            return None
+        if link.socket is not None:
+            self._sockets.unwatch(link.socket)
+            link.socket.close(linger=200)
+        else:
+            self._inbound.pop(link.identity, None)
+        if link.pidfd >= 0:
+            self._sockets.unwatch(link.pidfd)
+            os.close(link.pidfd)
+        return link
+
+    def watch_process(self, link: Link, own_host_id: str) -> None:
+        """On the same host the exit of the peer's process is seen at once."""
+        assert link.info is not None
+        if link.info.pid and link.info.host_id and link.info.host_id == own_host_id:
+            try:
+                link.pidfd = os.pidfd_open(link.info.pid)
+            except (OSError, AttributeError):
+                return
+            self._sockets.watch(link.pidfd)
+
+    def send(self, peer_id: str, payload: bytes) -> bool:
+        """False: not connected."""
+        link = self._by_id.get(peer_id)
+        if link is None or link.info is None:
+            return False
+        if link.socket is None:
+            return self._sockets.reply(link.identity, payload)
+        link.socket.send(payload, zmq.NOBLOCK)
+        return True

@@ -1,0 +1,59 @@
+"""What messages are made of: who speaks, who is meant, tokens. Import them from `engine/messages.py`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tandem.engine.kv_layout import KVLayout, ModelIdentity
+
+Role = Literal["router", "prefill", "decode", "unified"]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base: the tag is the class name."""
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who speaks. Routers send no identity (they take the node's) and no layout."""
+
+    node_id: str
+    epoch: int
+    role: Role
+    control_address: str = ""  # where this process accepts control connections; "" for routers
+    host_id: str = ""  # equal for processes that share a kernel (boot id + pid namespace)
+    pid: int = 0
+    identity: ModelIdentity | None = None
+    layout: KVLayout | None = None
+    model_name: str = ""
+    max_model_len: int = 0
+    vocab_size: int = 0
+    # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
+    transports: dict[str, bytes] = {}
+
+
+def peer_id_of(node_id: str, epoch: int) -> str:
+    """The name under which one life of a process is addressed."""
+    return f"{node_id}@{epoch:016x}"
+
+
+class PeerRef(msgspec.Struct, frozen=True):
+    node_id: str
+    epoch: int
+    control_address: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the top k, best first (ids may repeat)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int = 0  # of the chosen token, 1 is best
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    sample_index: int
+    token_id: int
+    finished: bool
