@@ -56,7 +56,7 @@ class SinkManager(SinkQueue):
         """The ticket: pins this node's own prefix of the prompt, takes no new block; number of tokens pinned."""
         self._now = now
         record = self._record(request.key)
-        record.deadline = now + submit.deadline_s
+        record.deadline, record.expected_at = now + submit.deadline_s, now
         record.request = request
         record.num_blocks = -(-request.num_prompt_tokens // self._block_size)
         assert submit.peer is not None, "a decode node is told who hands over"
@@ -69,9 +69,6 @@ class SinkManager(SinkQueue):
         elif record.num_blocks + 1 > self._pool.num_blocks:
             record.reason = outcomes.TOO_LARGE
             self._run(record, record.machine.on(E.DEADLINE))
-        elif (record.source_id, submit.peer.epoch) in self._lost:
-            record.reason = outcomes.SOURCE_LOST
-            self._run(record, record.machine.on_source_lost(submit.peer.epoch))
         self._settle(record)
         return num_cached
 
@@ -100,7 +97,9 @@ class SinkManager(SinkQueue):
         record = self._record((message.request_id, message.attempt))
         record.source_id = source_id
         machine = record.machine
-        if isinstance(message, KVClaim):
+        if isinstance(message, KVClaim) and (source_id, message.source_epoch) in self._lost:
+            self.counters.foreign_messages += 1  # no grant before it is greeted again: no fence to come would cover it
+        elif isinstance(message, KVClaim):
             self._run(record, machine.on_claim(message.source_epoch, message.sink_epoch))
         elif isinstance(message, KVReady):
             self._on_ready(record, message)
@@ -167,6 +166,9 @@ class SinkManager(SinkQueue):
         elif self._now >= record.deadline:
             record.reason = outcomes.DEADLINE if record.request is not None else outcomes.EARLY
             self._run(record, record.machine.on(E.DEADLINE))
+        if record.machine.state is S.EXPECTING and self._has_stayed_away(record):
+            record.reason = outcomes.SOURCE_LOST
+            self._run(record, record.machine.on_source_lost(record.machine.source_epoch))
         if record.lease_until and self._now >= record.lease_until and record.machine.state in (S.GRANTED, S.RESENDING):
             record.reason = outcomes.LEASE
             self._run(record, record.machine.on(E.LEASE))
@@ -208,6 +210,13 @@ class SinkManager(SinkQueue):
     def _of_source(self, node_id: str, epoch: int) -> list[SinkRecord]:
         source = (node_id, epoch)
         return [each for each in self._records.values() if (each.source_id, each.machine.source_epoch) == source]
+
+    def _has_stayed_away(self, record: SinkRecord) -> bool:
+        """A source that was lost greets again when it gets its half of a request: its ticket waits for that."""
+        waited = self._now - record.expected_at
+        return waited >= self._options.timeouts.connect_s and (
+            (record.source_id, record.machine.source_epoch) in self._lost
+        )
 
     @staticmethod
     def _because(record: SinkRecord, reason: str) -> None:

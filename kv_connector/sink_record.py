@@ -17,6 +17,7 @@ class SinkRecord:
     deadline: float
     source_id: str = ""
     request: Request | None = None
+    expected_at: float = 0.0  # when it was submitted
     num_blocks: int = 0
     hits: list[int] = field(default_factory=list)
     lost_pins: bool = False  # gave its hits up for one that came before

@@ -65,7 +65,9 @@ def _hear_on_sink(world: World, message: tuple) -> None:
         r = max(range(world.setting.num_requests), key=lambda other: world.placed[other] is not None)
     record = world.sink_record(r)
     machine = record.machine
-    if kind == "claim":
+    if kind == "claim" and sender in world.lost:
+        actions = ()  # it must greet again before it gets a grant
+    elif kind == "claim":
         actions = machine.on_claim(sender, addressee)
     elif kind == "ready":
         actions = machine.on_ready(data[0], sender, addressee, data[1])

@@ -91,6 +91,8 @@ def _free_on_sink(world: World, r: int) -> Iterator[tuple[Event, int]]:
     record = world.sinks[r]
     if record.verifying:
         yield ("verify", r), 0
+    if record.machine.state is SinkState.EXPECTING and record.machine.source_epoch in world.lost:
+        yield ("source_stays_away", r), 0
     if record.machine.state in (SinkState.RESENDING, SinkState.QUARANTINED) and _is_quiet(world, r):
         yield ("sink_timer", r), 0
 

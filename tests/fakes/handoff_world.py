@@ -69,8 +69,6 @@ class World(SinkPool):
         self.run_sink(r, record.machine.on_submit(epoch))
         if record.machine.state in SINK_OVER:
             record.pinned = False
-        elif epoch in self.lost:
-            self.run_sink(r, record.machine.on_source_lost(epoch))
         self.settle(r)
 
     def cancel_source(self, r: int) -> None:
@@ -247,6 +245,12 @@ class World(SinkPool):
             if record:
                 self.run_sink(r, record.machine.on_source_lost(epoch))
                 self.settle(r)
+
+    def source_stays_away(self, r: int) -> None:
+        """A ticket of a lost source has waited long enough for its greeting."""
+        machine = self.sinks[r].machine
+        self.run_sink(r, machine.on_source_lost(machine.source_epoch))
+        self.settle(r)
 
     def fence(self, epoch: int) -> None:
         """The transport's word that no write can land any more under a grant that was open when the source of that

@@ -54,8 +54,14 @@ SLOW = [
     (Setting("two requests, one fault, receiver writes", submitted=True, max_faults=1, one_sided=False), 100_000),
     (Setting("pinned prefix in the way, one fault", **PINS, max_faults=1), 200_000),
     (
-        Setting("two requests, lost and found", max_faults=2, faults=LOST_AND_FOUND, is_revocable=True),
-        100_000,
+        Setting(
+            "two requests, lost and found",
+            max_parked=0,
+            max_faults=2,
+            faults=LOST_AND_FOUND - {"crash_source"},
+            is_revocable=True,
+        ),
+        250_000,
     ),
 ]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from tandem.engine.messages import KVDrained, KVGrant
+from tandem.engine.config import Timeouts
+from tandem.engine.messages import KVDrained, KVGrant, KVRefused
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.handoff.sink import SinkState
 from tandem.kv_connector.handoff.source import SourceState
-from tandem.kv_connector.outcomes import Failed, HandoffFailed
+from tandem.kv_connector.outcomes import Failed, HandoffCompleted, HandoffFailed
 from tandem.kv_connector.peer_effects import PeerFailed
 from tests.fakes.handoff_duo import SINK, SOURCE, Duo, ready_of
 
@@ -106,16 +107,29 @@ def test_of_a_source_that_was_lost_twice_the_last_fence_counts() -> None:
     duo.check_whole()
 
 
-def test_until_it_is_greeted_again_a_lost_source_gets_no_tickets() -> None:
+def test_a_ticket_waits_until_its_lost_source_greets_again() -> None:
+    """A source connects when it gets its half of a request, which may be later than the sink gets the other."""
     duo = Duo()
     cut(duo)
-    duo.fence_ends()
-    duo.submit_to_sink("too early")
+    duo.submit("r")
+    duo.tick(1.0)
+    assert not duo.ends
+    duo.meet()
+    duo.tick(Timeouts().connect_s)
+    for _ in range(5):
+        duo.turn()
+    assert duo.committed == {"r"}
+    duo.check_whole()
+
+
+def test_a_ticket_of_a_source_that_stays_away_fails_before_its_deadline() -> None:
+    duo = Duo()
+    cut(duo)
+    duo.submit_to_sink("r")
+    duo.tick(Timeouts().connect_s)
     (failed,) = duo.outcomes
     assert isinstance(failed, Failed)
     assert (failed.reason, failed.retryable) == (outcomes.SOURCE_LOST, True)
-    duo.meet()
-    granted(duo, "in time")
 
 
 def test_a_channel_that_was_barred_while_a_fence_held_is_opened_by_the_next_grant() -> None:
@@ -144,3 +158,42 @@ def test_a_source_that_was_not_told_hears_how_its_hand_offs_ended() -> None:
     duo.tick(1.0)
     assert duo.ends == {("source", "r"): 1, ("sink", "r"): 1}
     assert not [each for each in duo.outcomes if isinstance(each, Failed | HandoffFailed)]
+
+
+def test_a_later_loss_does_not_change_why_a_hand_off_ended() -> None:
+    duo = Duo()
+    granted(duo, "r")
+    duo.lost = {KVRefused}
+    for _ in range(3):
+        duo.transfer()
+        duo.verify(matches=False)
+    duo.sink.manager.peer_lost("p", 1)
+    duo.sink.manager.cancel("r", 0, duo.now)
+    duo.lost = set()
+    duo.meet()
+    duo.tick(1.0)
+    assert duo.outcomes[-1] == HandoffCompleted(("r", 0), outcomes.RECOMPUTING)
+    duo.transfer()
+    duo.check_whole()
+
+
+def test_a_claim_of_a_lost_source_is_not_heard_before_its_greeting() -> None:
+    """It would get a grant that no fence covers: those asked for are of before."""
+    duo = Duo()
+    duo.submit_to_sink("r")
+    duo.is_cut = True
+    duo.submit_to_source("r")
+    duo.schedule()
+    duo.sink.manager.peer_lost("p", 1)
+    duo.is_cut = False
+    duo.submit_to_sink("s")
+    duo.submit_to_source("s")
+    duo.schedule()
+    assert not duo.grants
+    assert duo.sink.manager.counters.foreign_messages == 1
+    duo.meet()
+    for _ in range(5):
+        duo.turn()
+    assert duo.committed == {"s"}
+    assert duo.ends["source", "r"] == 1, "its late claim was refused"
+    duo.check_whole()
