@@ -24,7 +24,8 @@ OPTION_HELP: dict[str, str] = {
     "contended_prefill_chunk": "prompt tokens of a step while several prompts wait; 0: 1024 on a prefill node",
     "ttft_target_ms": "prefill nodes: prompts that can have their first token in this time go first; 0: by arrival",
     "max_queue": "requests that wait (on a node, or at the router) before more are refused",
-    "decode_prompt_budget": "prompt tokens mixed into a step while others decode; 0: 256 on a decode node, else 2048",
+    "decode_prompt_budget": "prompt tokens of a step while others decode; 0: by --itl-budget-ms on a decode node's GPU",
+    "itl_budget_ms": "decode nodes: a step with prompt work takes at most this long; measured at start",
     "parked_kv_fraction": "prefill nodes: share of the pool for finished KV that has no destination yet",
     "growth_headroom": "decode nodes: share of the pool kept free for the growth of running requests",
     # Timeouts

@@ -44,8 +44,10 @@ class SchedulerOptions:
     # Prefill nodes: prompts that can have their first token this long after they came go first, in order of deadline.
     ttft_target_ms: int = 300
     max_queue: int = 4096  # requests waiting on a node before it refuses more
-    # Prompt tokens mixed into a step while others decode; 0: 256 on a decode node (short tails, recompute), else 2048.
+    # Prompt tokens mixed into a step while others decode; 0: on a decode node with a GPU what fits `itl_budget_ms`,
+    # else 256 on a decode node (short tails, recompute) and 2048 on a single one.
     decode_prompt_budget: int = 0
+    itl_budget_ms: float = 7.0  # how long a step with prompt work may take on a decode node
     # Prefill nodes: share of the pool that finished KV without a grant may fill before prompts wait for a grant.
     parked_kv_fraction: float = 0.25
     # Decode nodes: share of the pool kept free for growth of running requests when granting.

@@ -52,13 +52,16 @@ def choose_device(options: NodeOptions) -> torch.device:
 def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOptions:
     """The same options with the step's budgets chosen where they were left to us (0)."""
     given, on_gpu = options.scheduler, device.type == "cuda"
+    prompt_budget = 256 if options.role == "decode" else 2048
+    if options.role == "decode" and on_gpu and options.tensor_parallel_size == 1:
+        prompt_budget = 0  # by measured step times
     scheduler = replace(
         given,
         max_num_seqs=given.max_num_seqs or (256 if on_gpu else 64),
         max_num_batched_tokens=given.max_num_batched_tokens or (8192 if on_gpu else 2048),
         max_prefill_chunk=given.max_prefill_chunk or (2048 if options.role == "prefill" else 0),
         contended_prefill_chunk=given.contended_prefill_chunk or (1024 if options.role == "prefill" else 0),
-        decode_prompt_budget=given.decode_prompt_budget or (256 if options.role == "decode" else 2048),
+        decode_prompt_budget=given.decode_prompt_budget or prompt_budget,
     )
     return replace(options, scheduler=scheduler)
 

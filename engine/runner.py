@@ -271,6 +271,13 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @torch.inference_mode()
+    def run_dummy(self, rows: Sequence[ScheduledRow]) -> None:
+        """One step of such rows (single tokens first), greedy; writes no KV and leaves the batch state as it is."""
+        inputs = self._inputs.build_dummy(rows)
+        hidden_NH = self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
+        sample(self.model.project(hidden_NH), SamplingBatch())
+
     def capture_decode_steps(self) -> None:
         """CUDA: from here on decode steps replay graphs. Once, after `warmup`."""
         assert self._graphs is None, "captured once"

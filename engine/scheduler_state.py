@@ -17,6 +17,7 @@ from tandem.engine.interfaces import KVConnectorScheduler
 from tandem.engine.kv_allocator import KVAllocator
 from tandem.engine.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.request import EngineEvent, FailedEvent, Request, RequestState
+from tandem.engine.step_times import StepTimes
 
 Key = tuple[str, int]
 
@@ -53,6 +54,7 @@ class SchedulerState:
         self.limits_prompt_work = limits_prompt_work
         self.connector = connector
         self.prompt_order = prompt_order or ArrivalOrder()
+        self.step_times: StepTimes | None = None  # once the device is warm
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))

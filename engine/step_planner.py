@@ -80,12 +80,21 @@ class StepPlanner:
             if request.state is RequestState.RUNNING:
                 self._plan_decode(plan, request)
         self._resume_committed(plan)
-        if plan.rows and self._state.limits_prompt_work and self._options.decode_prompt_budget:
-            plan.prompt_budget = self._options.decode_prompt_budget
+        if plan.rows and self._state.limits_prompt_work:
+            plan.prompt_budget = self._prompt_budget(plan)
         self._plan_prompts(plan)
         if not plan.rows and nothing_in_flight:
             self._unlock()
         return plan
+
+    def _prompt_budget(self, plan: StepPlan) -> int:
+        """Prompt tokens beside the decodes of `plan`: what leaves the step within `itl_budget_ms`, and at least a
+        block, so that prompts get on; without measured step times a fixed number."""
+        times = self._state.step_times
+        if times is None:
+            return self._options.decode_prompt_budget or plan.prompt_budget
+        room = times.most_tokens(self._options.itl_budget_ms / 1e3) - len(plan.rows)
+        return max(room, self._state.block_size)
 
     # --- requests in the batch ------------------------------------------------------------------------------
 

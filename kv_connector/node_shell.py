@@ -38,6 +38,7 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys, load_cluster_keys
 from tandem.engine.serving_node import ServingNode
+from tandem.engine.step_measure import measure_step_times
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kernels.quantization import overflow_counts
@@ -140,6 +141,10 @@ class NodeProcess:
         self.runner.warmup()
         if self.options.cuda_graphs and self.loaded.device.type == "cuda":
             self.runner.capture_decode_steps()
+        if not self.options.scheduler.decode_prompt_budget:
+            self.logic.scheduler.step_times = measure_step_times(
+                self.runner, self.options.scheduler.max_num_batched_tokens
+            )
         self._compilations.warn_from_now()
 
     def serve(self) -> int:

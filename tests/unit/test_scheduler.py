@@ -10,6 +10,7 @@ from engine_harness import BLOCK, MAX_MODEL_LEN, Harness, expected
 
 from tandem.engine.request import RequestState
 from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step_times import StepTimes
 
 
 def prompt_that_stops(earliest: int, latest: int) -> tuple[list[int], list[int]]:
@@ -124,6 +125,29 @@ def test_prompt_work_beside_decodes_is_bounded_on_decode_nodes(limits: bool, sec
     assert chunks(harness, 1) == [second_step]
     harness.run()
     harness.assert_output("b")
+
+
+def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
+    """7 ms hold 20 tokens; beside one decode 19 are left, cut to whole blocks. Too slow a device still gets on."""
+    for milliseconds, second_step in ((5.0, [1, 16]), (50.0, [1, 4])):
+        harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, decode_prompt_budget=5)
+        harness.scheduler.step_times = StepTimes({16: milliseconds / 1e3, 24: milliseconds / 1e3 + 0.004})
+        harness.add("a", range(9), max_tokens=20)
+        assert chunks(harness, 1) == [[9]], "nothing decodes yet: no bound"
+        harness.add("b", range(28, 0, -1), max_tokens=2)
+        assert chunks(harness, 1) == [second_step]
+        harness.run()
+        harness.assert_output("b")
+
+
+def test_step_times_are_read_between_their_points() -> None:
+    times = StepTimes({16: 0.004, 32: 0.004, 64: 0.006, 128: 0.005, 256: 0.012})
+    assert times.most_tokens(0.003) == 0
+    assert times.most_tokens(0.004) == 32
+    assert times.most_tokens(0.005) == 48
+    assert times.most_tokens(0.006) == 128, "what looked faster than a smaller step counts as equal"
+    assert times.most_tokens(0.009) == 192
+    assert times.most_tokens(1.0) == 256
 
 
 def test_priority_comes_before_arrival() -> None:
