@@ -40,6 +40,8 @@ def serve(values: Mapping[str, Any]) -> int:
     num_prefill, num_decode = values.get("prefill", 0), values.get("decode", 0)
     if (num_prefill > 0) != (num_decode > 0) or min(num_prefill, num_decode) < 0:
         raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
+    if num_prefill and values.get("tensor_parallel_size", 1) != 1:
+        raise ConfigError("only nodes of one GPU hand KV over: leave out --tensor-parallel-size or --prefill/--decode")
     if not num_prefill:
         return Launcher(plan_single_node(values), values).run()
     if values.get("redis_url"):

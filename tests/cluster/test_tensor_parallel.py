@@ -1,0 +1,63 @@
+"""Nodes of two ranks on CPU: the tokens of one rank, and nothing left when a rank dies under load."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+from tensor_parallel_engine import run_in_child
+
+from real_cluster import RealCluster
+from tiny_models import random_prompt, reference_greedy, tiny_model
+
+LENGTHS = (1, 17, 64, 130)
+NUM_TOKENS = 24
+NUM_BLOCKS = 14  # each prompt fits, all of them with their output don't
+
+
+def requests() -> list[dict[str, Any]]:
+    """Greedy prompts in several chunks, two drawn samples of one prompt, and one with all that sampling can ask."""
+    greedy = [{"name": f"g{n}", "prompt": random_prompt(n, n), "max_tokens": NUM_TOKENS} for n in LENGTHS]
+    drawn = {"temperature": 1.0, "seed": 5, "top_k": 50, "top_p": 0.9, "samples": [0, 1], "max_tokens": 12}
+    penalised = {"repetition_penalty": 1.3, "frequency_penalty": 0.2, "num_logprobs": 2, "num_prompt_logprobs": 1}
+    return [
+        *greedy,
+        {"name": "drawn", "prompt": random_prompt(20, 1), **drawn},
+        {"name": "penalised", "prompt": random_prompt(30, 2), "max_tokens": 12, **penalised},
+    ]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama_one_kv_head"])
+def test_two_ranks_make_the_tokens_of_one(kind: str) -> None:
+    """KV heads shared out (qwen3) and repeated; prompts in chunks, preempted, and found in the cache."""
+    spec = {"model": tiny_model(kind), "sizes": [1, 2], "num_blocks": NUM_BLOCKS, "requests": requests(), "rounds": 2}
+    one, two = run_in_child(spec)
+    assert one["num_preemptions"] > 0
+    assert one["num_cached"] > 0
+    assert len(one["ranks"]) == 2, "prompt log-probabilities were asked for in both rounds"
+    assert two == one
+    for length in LENGTHS:
+        expected = reference_greedy(tiny_model(kind), random_prompt(length, length), NUM_TOKENS).token_ids
+        assert two["tokens"][f"1-g{length}-0"] == expected
+
+
+def test_a_rank_that_dies_takes_its_node_along_within_a_second() -> None:
+    model = tiny_model("llama")
+    with RealCluster(model, "--tensor-parallel-size", "2") as cluster:
+        prompt = random_prompt(40, 1)
+        assert cluster.tokens(prompt, 16) == [reference_greedy(model, prompt, 16).token_ids]
+        node = psutil.Process(cluster.pid_of("unified"))
+        (rank,) = node.children()
+        rank.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        psutil.wait_procs([node], timeout=5)
+        assert time.monotonic() - killed < 1.5, "a second, and what this machine needs to look"
+        assert not node.is_running()
+
+
+def test_a_cluster_of_such_nodes_is_refused() -> None:
+    with pytest.raises(AssertionError, match="only nodes of one GPU hand KV over"):
+        RealCluster(tiny_model("llama"), "--tensor-parallel-size", "2", "--prefill", "1", "--decode", "1").__enter__()

@@ -1,0 +1,122 @@
+"""Ranks as processes: whose end ends whom, and how fast. No model is computed here."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from tandem.engine.config import ModelOptions, NodeOptions
+from tandem.engine.errors import ConfigError
+from tandem.engine.parallel import ranks as ranks_module
+from tandem.engine.parallel.channel import Command, receive_command, send
+from tandem.engine.parallel.ranks import Ranks, start_ranks
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import BlockAppend, BlockCopy, ForkSlot, NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tiny_models import tiny_model
+
+# Starts ranks, says which processes they are, and waits to be killed.
+PARENT = """
+import sys, time
+from tandem.engine.config import ModelOptions, NodeOptions
+from tandem.engine.parallel.ranks import start_ranks
+options = NodeOptions("unified", ModelOptions(sys.argv[1]), device="cpu", tensor_parallel_size=2)
+print(start_ranks(options).pids[0], flush=True)
+time.sleep(60)
+"""
+
+
+def options_of(size: int, role: str = "unified") -> NodeOptions:
+    model = ModelOptions(str(tiny_model("llama")))
+    return NodeOptions(role, model, device="cpu", tensor_parallel_size=size)  # type: ignore[arg-type]
+
+
+def wait_until_gone(pid: int, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} still runs after {limit_s} s"
+        time.sleep(0.01)
+
+
+def test_the_death_of_a_rank_is_told_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "END_S", 0.1)
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ranks = Ranks(options_of(3), on_death=told.put)
+    try:
+        os.kill(ranks.pids[1], signal.SIGKILL)
+        assert "rank 2" in told.get(timeout=1.0)
+    finally:
+        ranks.close()
+    assert told.empty()
+
+
+def test_closing_ends_the_ranks_and_is_no_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "END_S", 0.1)  # they are still starting and don't read yet
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ranks = Ranks(options_of(2), on_death=told.put)
+    (pid,) = ranks.pids
+    ranks.close()
+    wait_until_gone(pid, 1.0)
+    assert told.empty()
+
+
+def test_ranks_end_with_rank_0() -> None:
+    command = [sys.executable, "-c", PARENT, str(tiny_model("llama"))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+        wait_until_gone(pid, 1.0)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nodes_that_hand_kv_over_have_one_rank(role: str) -> None:
+    with pytest.raises(ConfigError, match="only nodes of one GPU hand KV over"):
+        start_ranks(options_of(2, role))
+
+
+def test_sizes_that_cannot_be_are_refused_before_a_process_starts() -> None:
+    assert start_ranks(options_of(1)) is None
+    with pytest.raises(ConfigError, match="number of GPUs"):
+        start_ranks(options_of(0))
+    with pytest.raises(ConfigError, match="does not divide"):
+        start_ranks(options_of(3))
+
+
+def test_a_step_arrives_as_it_was_sent() -> None:
+    sampling = SamplingParams(temperature=0.5, seed=2**64 - 1, logit_bias=((3, -1.5),), stop_token_ids=(9,))
+    prompt = np.arange(70000, dtype=np.int32)  # more than a socket's buffer takes at once
+    step = SchedulerOutput(
+        7,
+        (ScheduledRow(1, 0, 70000, True), ScheduledRow(2, 8, 1)),
+        (SampleRow(1, 2, 9, 0, 4),),
+        (NewSlot(1, prompt, 69999, (4, 5), sampling, 2),),
+        (ForkSlot(3, 1, 5, (4, 9), 1),),
+        (BlockAppend(2, 1, 8),),
+        (BlockCopy(5, 9, 3),),
+    )
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        sender = threading.Thread(target=send, args=([ours], Command("step", step)))
+        sender.start()
+        got = receive_command(theirs)
+        sender.join()
+        assert got is not None
+        assert got.step is not None
+        (new,) = got.step.new_slots
+        assert np.array_equal(new.token_ids, prompt)
+        assert new.token_ids.dtype == np.int32
+        assert (new.sampling, new.block_ids, new.sample_index) == (sampling, (4, 5), 2)
+        for field in ("step_id", "rows", "samples", "forks", "block_appends", "copies"):
+            assert getattr(got.step, field) == getattr(step, field)
+        ours.close()
+        assert receive_command(theirs) is None
