@@ -1,0 +1,48 @@
+"""A prefill node falls silent for longer than `peer_lost_s` and goes on; both nodes are the processes they were."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from split_pair import GREEDY, WAYS, Pair, changed, make_pair
+
+from in_process_cluster import FAST, Result
+from tiny_models import random_prompt
+
+TIMES = replace(FAST, peer_lost_s=0.5, connect_s=3.0, grant_lease_s=5.0)
+SHORT = changed(GREEDY, max_tokens=4)
+
+
+def fall_silent(pair: Pair) -> None:
+    """The prefill node's I/O thread stands still, the rest of it goes on; returns when the decode node has noticed."""
+    lost = pair.decode.process.control.counters.lost_peers
+    pair.prefill.process.control._command(lambda: time.sleep(1.2))
+    pair.until(lambda: pair.decode.process.control.counters.lost_peers > lost)
+
+
+def run_as_a_router(pair: Pair, prompt: list[int]) -> Result:
+    """One attempt may meet the prefill node's own discovery that it was dropped; the next must get through."""
+    result = pair.run(prompt, SHORT, deadline_s=20.0)
+    if result.failed is not None:
+        assert result.failed.retryable
+        result = pair.run(prompt, SHORT, deadline_s=20.0)
+    assert result.failed is None
+    return result
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_hand_offs_go_on_after_a_silence(way: str) -> None:
+    prompt = random_prompt(70, seed=3)
+    with make_pair(way, decode={"timeouts": TIMES}, prefill={"timeouts": TIMES}) as pair:
+        expected = pair.run(prompt, SHORT).output()
+        for _ in range(2):
+            under_way = [pair.submit(random_prompt(180, seed=seed), SHORT) for seed in range(3)]
+            fall_silent(pair)
+            commits = pair.sink.commits
+            assert run_as_a_router(pair, prompt).output() == expected
+            assert pair.sink.commits > commits, "it was handed over, not computed elsewhere"
+            pair.client.wait(*under_way)
+            pair.check_whole()
+        assert pair.decode.process.logic.sink.num_quarantined == 0  # type: ignore[attr-defined]
