@@ -61,6 +61,8 @@ class BatchState:
         # Two columns more than the model's length: a token past the end may be in flight when a sequence stops.
         self.token_ids_SC = torch.zeros((max_num_seqs, max_model_len + 2), dtype=torch.int32, device=device)
         self.block_table_SB = torch.zeros((max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
+        self.host_block_table_SB = np.zeros((max_num_seqs, self.max_blocks), np.int32)  # as on the device
+        self.num_table_changes = 0  # appended blocks don't count
         self.settings = np.zeros(max_num_seqs, SETTINGS)
         self._eos_token_ids = tuple(eos_token_ids)
         self._bias: list[tuple[np.ndarray, np.ndarray]] = [_EMPTY_BIAS] * max_num_seqs
@@ -78,6 +80,8 @@ class BatchState:
         table_at += [np.array([a.slot * self.max_blocks + a.index for a in block_appends], np.int64)]
         table_values += [np.array([a.block_id for a in block_appends], np.int64)]
         assert all(0 <= a.index < self.max_blocks for a in block_appends), "a block beyond max_model_len"
+        for append in block_appends:
+            self.host_block_table_SB[append.slot, append.index] = append.block_id
         columns = self.token_ids_SC.shape[1]
         token_at = [new.slot * columns + np.arange(len(new.token_ids)) for new in new_slots]
         token_values = [new.token_ids for new in new_slots]
@@ -114,6 +118,9 @@ class BatchState:
 
     def _table_patch(self, slots: Sequence[NewSlot] | Sequence[ForkSlot]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         assert all(len(entry.block_ids) <= self.max_blocks for entry in slots), "a block beyond max_model_len"
+        self.num_table_changes += len(slots)
+        for entry in slots:
+            self.host_block_table_SB[entry.slot, : len(entry.block_ids)] = entry.block_ids
         at = [entry.slot * self.max_blocks + np.arange(len(entry.block_ids)) for entry in slots]
         return at, [np.array(entry.block_ids, np.int64) for entry in slots]
 

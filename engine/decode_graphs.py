@@ -2,7 +2,8 @@
 
 Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
 read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
-lengths: they are read on the device.
+lengths: they are read on the device, as are the prefixes that rows share, for which there is a second, coarser ladder
+of graphs.
 
 Shape legend: R rows, G rows of a graph, V vocabulary.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from tandem.engine.batch_state import BatchState
+from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.step import ScheduledRow
 from tandem.kernels.attention import Attention
 from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
@@ -24,6 +26,7 @@ from tandem.kernels.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.fused_ops import argmax_tokens
 from tandem.kernels.metadata import AttentionMetadata
 from tandem.kernels.rotary_attention import WantedTokens
+from tandem.kernels.shared_prefix import SharedPrefixes
 
 ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it
 
@@ -42,6 +45,12 @@ class DecoderLike(Protocol):
 def graph_sizes(max_rows: int) -> list[int]:
     """Rows of the captured graphs: dense where a padded row costs most of a step, coarser above."""
     ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, max_rows, 64)]
+    return [*(size for size in ladder if size < max_rows), max_rows]
+
+
+def shared_graph_sizes(max_rows: int) -> list[int]:
+    """Rows of the graphs for batches that share prefixes."""
+    ladder = [8, 16, 32, 48, *range(64, 256, 32), *range(256, max_rows, 128)]
     return [*(size for size in ladder if size < max_rows), max_rows]
 
 
@@ -67,7 +76,7 @@ class DecodeBatch:
         words[0, len(rows) :], words[1, len(rows) :] = -1, 0
         self._words[:, :size].copy_(host, non_blocking=True)
 
-    def forward(self, size: int) -> torch.Tensor:
+    def forward(self, size: int, prefixes: SharedPrefixes | None = None) -> torch.Tensor:
         """Logits [size, V] in the model's dtype, for what `fill` put there."""
         slot_G, position_G = self._words[0, :size], self._words[1, :size]
         state, inputs = self._state, self._inputs.first(size)
@@ -82,6 +91,7 @@ class DecodeBatch:
             max_seq_len=self._max_model_len,
             query_lens_cpu=(1,) * size,
             seq_lens_cpu=(self._max_model_len,) * size,
+            shared_prefixes=prefixes,
         )
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers)):
             hidden_GH = self._model(inputs.input_ids_R, position_G)
@@ -96,11 +106,24 @@ class DecodeBatch:
 class DecodeGraphs:
     """`run` replays the graph that fits; `capture` must come first, once the KV pool is bound."""
 
-    def __init__(self, model: DecoderLike, state: BatchState, max_rows: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: DecoderLike,
+        state: BatchState,
+        max_rows: int,
+        max_model_len: int,
+        sharing: PrefixSharing | None = None,
+    ) -> None:
         self.batch = DecodeBatch(model, state, max_rows, max_model_len)
         self.sizes = graph_sizes(max_rows)
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
+        self._sharing = sharing
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits_GV: torch.Tensor | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.sizes) + len(self.shared_sizes)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -108,22 +131,31 @@ class DecodeGraphs:
         is written."""
         pool = None
         for size in reversed(self.sizes):
-            self.batch.fill((), size)
-            logits = self.batch.forward(size)  # compiles kernels, makes cached constants: not under capture
-            if self._logits_GV is None:
-                self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
-            self.batch.store(argmax_tokens(logits))
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._logits_GV[:size].copy_(self.batch.forward(size))
-            pool = graph.pool()
-            self._graphs[size] = graph
+            pool = self._capture(size, None, pool)
+        for size in reversed(self.shared_sizes):
+            assert self._sharing is not None
+            pool = self._capture(size, self._sharing.nothing(size), pool)
+
+    def _capture(self, size: int, prefixes: SharedPrefixes | None, pool: Any) -> Any:
+        """Captures one graph in the memory pool (None: a new one) -> the pool."""
+        self.batch.fill((), size)
+        logits = self.batch.forward(size, prefixes)  # compiles kernels, makes cached constants: not under capture
+        if self._logits_GV is None:
+            self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
+        self.batch.store(argmax_tokens(logits))
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._logits_GV[:size].copy_(self.batch.forward(size, prefixes))
+        self._graphs[size, prefixes is not None] = graph
+        return graph.pool()
 
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
         assert self._logits_GV is not None, "capture comes first"
-        size = self.sizes[bisect.bisect_left(self.sizes, len(rows))]
+        prefixes = None if self._sharing is None else self._sharing.of_rows(rows)
+        sizes = self.sizes if prefixes is None else self.shared_sizes
+        size = sizes[bisect.bisect_left(sizes, len(rows))]
         self.batch.fill(rows, size)
-        self._graphs[size].replay()
+        self._graphs[size, prefixes is not None].replay()
         return self._logits_GV[: len(rows)]

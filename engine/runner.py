@@ -20,6 +20,7 @@ from tandem.engine.config import SchedulerOptions
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.sampler import LogitEdits, Logprobs, RandomSettings, SamplingBatch, logprobs_of, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
@@ -95,10 +96,11 @@ class ModelRunner:
         self.state = BatchState(
             options.max_num_seqs, max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
         )
-        self._inputs = StepInputs(self.state, options.max_num_batched_tokens)
+        model.bind_kv_cache(pool)
+        self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_decode_rows)
+        self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing)
         self._graphs: DecodeGraphs | None = None
         self.counters = {"steps_out_of_memory": 0}
-        model.bind_kv_cache(pool)
         if worker_connector is not None:
             worker_connector.register_kv_cache(pool)
 
@@ -284,7 +286,7 @@ class ModelRunner:
         assert self.device.type == "cuda"
         if self._followers is not None:
             self._followers.announce("capture")
-        graphs = DecodeGraphs(self.model, self.state, self.max_decode_rows, self.max_model_len)
+        graphs = DecodeGraphs(self.model, self.state, self.max_decode_rows, self.max_model_len, self.sharing)
         graphs.capture()
         self._graphs = graphs
 

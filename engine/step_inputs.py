@@ -13,6 +13,7 @@ import torch
 
 from tandem.engine.batch_state import BatchState
 from tandem.engine.device_upload import upload
+from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.step import ScheduledRow
 from tandem.kernels.metadata import AttentionMetadata, AttentionMetadataBuilder
 from tandem.kernels.rotary_attention import WantedTokens
@@ -33,8 +34,9 @@ class ForwardInputs:
 class StepInputs:
     """Builds ForwardInputs from rows. Rows of one token go first, as attention wants them."""
 
-    def __init__(self, state: BatchState, max_num_tokens: int) -> None:
+    def __init__(self, state: BatchState, max_num_tokens: int, sharing: PrefixSharing | None = None) -> None:
         self._state = state
+        self._sharing = sharing
         self._builder = AttentionMetadataBuilder()
         device = state.device
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
@@ -54,7 +56,10 @@ class StepInputs:
         torch.add(block_T * state.block_size, positions % state.block_size, out=slot_mapping)
         ends = np.array([row.start for row in rows], np.int64)[order] + lengths
         block_tables = state.block_table_SB[slot_R_dev]  # whole rows: kernels are compiled for their stride
-        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, state.device)
+        shared = None
+        if self._sharing is not None:
+            shared = self._sharing.of_rows([row for row in rows if row.num_tokens == 1])
+        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, state.device, shared_prefixes=shared)
         place_R = np.empty(len(rows), np.int64)
         place_R[order] = np.arange(len(rows))
         first_token_R = (np.cumsum(lengths) - lengths)[place_R]
@@ -85,7 +90,10 @@ class StepInputs:
         positions.copy_(upload([position_T], device)[0])
         slot_mapping.fill_(-1)
         block_tables = torch.zeros((len(rows), self._state.max_blocks), dtype=torch.int32, device=device)
-        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, device)
+        nothing = None
+        if self._sharing is not None:  # its kernels are warmed up, too
+            nothing = self._sharing.nothing(int((lengths == 1).sum()))
+        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, device, shared_prefixes=nothing)
         return ForwardInputs(input_ids, positions, metadata, np.cumsum(lengths) - lengths, np.arange(len(rows)))
 
     def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -75,9 +75,19 @@ class Attention(nn.Module):
     @property
     def impl(self) -> AttentionImpl:
         """The implementation that serves this layer on its cache's device (in the cache's or the default dtype)."""
+        return self._impl_of(self._first_backend())
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether decode reads what rows share once, when metadata.shared_prefixes says so."""
+        spec = self.spec
+        every_token = spec.sliding_window is None and spec.blocksparse is None
+        return every_token and spec.attn_type == AttentionType.DECODER and self._first_backend().shares_prefixes
+
+    def _first_backend(self) -> type[AttentionBackend]:
         cache = self.kv_cache[0]
         dtype = cache.dtype if cache.element_size() > 1 else torch.get_default_dtype()
-        return self._impl_of(self.backends(cache.device, dtype, self.spec.attn_type)[0])
+        return self.backends(cache.device, dtype, self.spec.attn_type)[0]
 
     def backends(self, device: torch.device, dtype: torch.dtype, attn_type: str) -> list[type[AttentionBackend]]:
         """The backend that serves such tensors, then those it may fall to. Chosen once."""

@@ -57,6 +57,8 @@ class TritonImpl(PagedImpl):
 
 
 class TritonBackend(AttentionBackend):
+    shares_prefixes = True
+
     @staticmethod
     def get_name() -> str:
         return "TRITON"

@@ -30,16 +30,16 @@ class SparseTiles:
 
 @dataclass(frozen=True, eq=False)
 class PrefixParts:
-    """Parts of the rows' leading tokens, computed by another launch (shared_prefix.py) over `plan`.
+    """A part for each row and head over the row's leading tokens, made by another launch (shared_prefix.py).
 
-    `lens` int32 [N]: how many tokens, whole blocks, less than the row's length; `places` int32 [N]: chunk * members +
-    the row's index in its chunk.
+    `lens` int32 [N]: how many tokens, whole blocks, less than the row's length; 0: nothing is given. fp32 `peaks` and
+    `totals` [N, H], `partial` [N, H, D].
     """
 
     lens: torch.Tensor
-    places: torch.Tensor
-    plan: DecodePlan
-    slot_rows: int
+    peaks: torch.Tensor
+    totals: torch.Tensor
+    partial: torch.Tensor
 
 
 @cache
@@ -148,17 +148,16 @@ def paged_decode(
     if num_rows == 0 or num_tokens == 0:
         return output
     pattern, tiles = sparse or (None, None)
-    prefix_plan = prefix.plan if prefix else None
+    assert prefix is None or (plan is not None and constants["NUM_NEW"] == 1)
     paged_decode_kernel[(plan.programs if plan else num_rows * num_kv_heads,)](
         output, plan and plan.partial, plan and plan.peaks, plan and plan.totals, plan and plan.plan,
         query, key_cache, value_cache, block_tables, seq_lens, query_starts,
-        tiles and tiles.lists, tiles and tiles.counts, prefix and prefix.lens, prefix and prefix.places,
-        prefix_plan and prefix_plan.partial, prefix_plan and prefix_plan.peaks, prefix_plan and prefix_plan.totals,
-        prefix_plan and prefix_plan.plan, alibi_slopes, k_scale, v_scale, scale, soft_cap or 0.0, window or 0,
-        num_rows * num_kv_heads, query.stride(0), query.stride(1), *key_cache.stride()[:3], block_tables.stride(0),
+        tiles and tiles.lists, tiles and tiles.counts, prefix and prefix.lens, prefix and prefix.peaks,
+        prefix and prefix.totals, prefix and prefix.partial, alibi_slopes, k_scale, v_scale, scale,
+        soft_cap or 0.0, window or 0, num_rows * num_kv_heads, query.stride(0), query.stride(1),
+        *key_cache.stride()[:3], block_tables.stride(0),
         tiles.lists.stride(1) if tiles else 0, pattern.local_blocks if pattern else 0,
         pattern.head_sliding_step if pattern else 0, first_sparse_head(pattern, num_heads, num_kv_heads),
-        prefix_plan.programs if prefix_plan else 0, prefix.slot_rows if prefix else 0,
         NUM_KV_HEADS=num_kv_heads, SPLIT=plan is not None, IS_FP8=key_cache.element_size() == 1,
         HAS_ALIBI=alibi_slopes is not None, HAS_WINDOW=window is not None, HAS_SOFT_CAP=soft_cap is not None,
         HAS_PREFIX=prefix is not None, SPARSE_STRIDE=pattern.vert_stride if pattern else 0,

@@ -1,9 +1,10 @@
 """Paged decode attention: one to eight new tokens a row, keys and values read once through the block table.
 
 V1 gives each KV head of each row to one program. V2 cuts all the keys of the batch into equal runs of tiles
-(decode_plan.py); the program that finishes a row's last part merges its parts, and those of its shared prefix
-(shared_prefix.py). N rows, T new tokens, H query heads in groups of G over K KV heads, D head size, S slots a block,
-B table columns, P programs. Launched by decode_launch.py.
+(decode_plan.py); the program that finishes a row's last part merges its parts. What rows make of the prefixes they
+share is given (shared_prefix.py), and counts with their first part. N rows, T new tokens, H query heads in groups of G
+over K KV heads, D head size, S slots a block, B table columns, P programs. Launched by
+decode_launch.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,17 +16,16 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import begin
 from tandem.kernels.triton_kernels.decode_plan import load_segment, load_share, parts_of
 from tandem.kernels.triton_kernels.decode_segment import attend_segment, store_output
-from tandem.kernels.triton_kernels.decode_tiles import first_tile_of, merge_parts, store_part
+from tandem.kernels.triton_kernels.decode_tiles import first_tile_of, load_part, merge_parts, merge_two, store_part
 
 UNSPECIALIZED = [
-    "window", "table_row", "list_row", "num_segments", "sparse_local", "sparse_step", "sparse_first", "prefix_programs",
-    "prefix_rows",
+    "window", "table_row", "list_row", "num_segments", "sparse_local", "sparse_step", "sparse_first",
 ]  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=UNSPECIALIZED,
-    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_starts", "prefix_lens", "prefix_places"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_starts", "prefix_lens"],
 )
 def paged_decode_kernel(
     output,  # [T, H, D] contiguous, of the query's dtype
@@ -41,12 +41,10 @@ def paged_decode_kernel(
     query_starts,  # int32 [N + 1], NUM_NEW > 1
     tile_lists,  # int32 [N, K, list_row], SPARSE_STRIDE: tiles that a KV head's group sees
     counts,  # int32 [N, K]: how many
-    prefix_lens,  # int32 [N], HAS_PREFIX: tokens whose parts lie in prefix_partial, …
-    prefix_places,  # int32 [N]: chunk * members + index of the row in its chunk
-    prefix_partial,
-    prefix_peaks,
-    prefix_totals,
-    prefix_plan,
+    prefix_lens,  # int32 [N], HAS_PREFIX: leading tokens of each row whose part is given, one new token a row
+    prefix_peaks,  # fp32 [N, H]
+    prefix_totals,  # fp32 [N, H]
+    prefix_partial,  # fp32 [N, H, D]
     alibi_slopes,  # fp32 [H]
     k_scale,  # fp32 [1]
     v_scale,  # fp32 [1]
@@ -64,8 +62,6 @@ def paged_decode_kernel(
     sparse_local,
     sparse_step,
     sparse_first,
-    prefix_programs,
-    prefix_rows,  # query rows of a chunk
     GROUP: tl.constexpr,
     NUM_NEW: tl.constexpr,
     M_PAD: tl.constexpr,
@@ -115,6 +111,11 @@ def paged_decode_kernel(
             stop = end
             first = before
             last = tl.load(counts + segment) if SPARSE_STRIDE > 0 else (seq_len + TILE - 1) // TILE
+        if HAS_PREFIX:  # loaded ahead of the tiles: nothing waits for it then
+            given = (at == segment_begin) & (before > 0)
+            given_peak, given_total, given_accumulator = load_part(
+                segment, given, prefix_peaks, prefix_totals, prefix_partial, GROUP, M_PAD, HEAD_SIZE, D_PAD
+            )
         peak, total, accumulator = attend_segment(
             row, kv_head, first, last, query, key_cache, value_cache, block_tables, seq_lens, query_starts,
             tile_lists, alibi_slopes, k_scale, scale, soft_cap, window, query_row, query_head, cache_block,
@@ -122,12 +123,12 @@ def paged_decode_kernel(
             GROUP, NUM_NEW, M_PAD, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, IS_FP8, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
             SPARSE_STRIDE, SPARSE_BLOCK, NUM_KV_HEADS,
         )  # fmt: skip
+        if HAS_PREFIX:
+            peak, total, accumulator = merge_two(peak, total, accumulator, given_peak, given_total, given_accumulator)
         whole = True
         if SPLIT:
             first_program, num_parts = parts_of(plan, segment_begin, segment_end)
             whole = num_parts == 1
-            if HAS_PREFIX:
-                whole = whole & (before == 0)
         if whole:
             store_output(
                 total, accumulator, output, query_starts, v_scale, row, kv_head,
@@ -148,18 +149,6 @@ def paged_decode_kernel(
                     peak_R, total_R, accumulator_R, segment + first_program, num_parts, peaks, totals, partial,
                     slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD, ROWS, CHUNK,
                 )  # fmt: skip
-                if HAS_PREFIX:  # noqa: SIM102 - one is known when compiling
-                    if before > 0:
-                        place = tl.load(prefix_places + row)
-                        members = prefix_rows // GROUP
-                        prefix = place // members * NUM_KV_HEADS + kv_head
-                        prefix_begin, prefix_end = load_segment(prefix_plan, prefix_programs, prefix)
-                        prefix_first, prefix_parts = parts_of(prefix_plan, prefix_begin, prefix_end)
-                        peak_R, total_R, accumulator_R = merge_parts(
-                            peak_R, total_R, accumulator_R, prefix + prefix_first, prefix_parts, prefix_peaks,
-                            prefix_totals, prefix_partial, prefix_rows, place % members * GROUP, slot_rows,
-                            HEAD_SIZE, D_PAD, ROWS, CHUNK,
-                        )  # fmt: skip
                 store_output(
                     total_R, accumulator_R, output, query_starts, v_scale, row, kv_head,
                     GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,

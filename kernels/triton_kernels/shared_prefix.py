@@ -1,8 +1,8 @@
 """Attention of a decode batch's rows over the prefixes they share: each prefix is read once a chunk of rows.
 
-Gives parts (decode_tiles.py), one row of a slot for each member of the chunk and head of the group; paged_decode's
-kernel adds them to what it computes over the rows' own tokens. The work is spread by a plan (decode_plan.py) whose
-segments are the KV heads of the chunks. C chunks of M rows, G query heads a KV head: query row m is member m // G, head
+The work is spread by a plan (decode_plan.py) whose segments are the KV heads of the chunks. A second launch merges the
+parts (decode_tiles.py) of each row, many at once, so that paged_decode's kernel has one to add to what it computes over
+the row's own tokens. N rows, C chunks of M rows, G query heads a KV head: query row m is member m // G, head
 m % G. (Sharing the prefix's read among rows: Juravsky et al. 2024, "Hydragen"; here with static grids.)
 """
 
@@ -18,8 +18,10 @@ import triton.language as tl
 from tandem.kernels.shared_prefix import SharedPrefixes
 from tandem.kernels.triton_kernels.common import begin, load_rows, overlap
 from tandem.kernels.triton_kernels.decode_launch import PrefixParts, num_programs
-from tandem.kernels.triton_kernels.decode_plan import DecodePlan, load_segment, load_share
-from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, prepare_query, store_part
+from tandem.kernels.triton_kernels.decode_plan import DecodePlan, load_segment, load_share, parts_of
+from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, merge_parts, prepare_query, store_part
+
+MERGED_ELEMENTS = 8192  # of parts loaded at once when they are merged
 
 
 @triton.jit(
@@ -101,6 +103,49 @@ def shared_prefix_kernel(
         segment += 1
 
 
+@triton.jit(do_not_specialize_on_alignment=["row_lens", "row_places"])
+def merge_prefixes_kernel(
+    row_peaks,  # out fp32 [N, H]
+    row_totals,  # out fp32 [N, H]
+    row_partial,  # out fp32 [N, H, D]
+    partial,  # of shared_prefix_kernel
+    peaks,
+    totals,
+    plan,
+    row_lens,  # int32 [N]
+    row_places,  # int32 [N]
+    programs,
+    MEMBERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    D_PAD: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (N, K). Rows that share nothing are left as they are."""
+    begin(PDL)
+    row, kv_head = tl.program_id(0), tl.program_id(1)
+    if tl.load(row_lens + row) == 0:
+        return
+    place = tl.load(row_places + row)
+    segment = place // MEMBERS * NUM_KV_HEADS + kv_head
+    segment_begin, segment_end = load_segment(plan, programs, segment)
+    first_program, num_parts = parts_of(plan, segment_begin, segment_end)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    accumulator = tl.zeros([ROWS, D_PAD], tl.float32)
+    peak, total, accumulator = merge_parts(
+        peak, total, accumulator, segment + first_program, num_parts, peaks, totals, partial,
+        MEMBERS * GROUP, place % MEMBERS * GROUP, GROUP, HEAD_SIZE, D_PAD, ROWS, CHUNK,
+    )  # fmt: skip
+    store_part(
+        row * NUM_KV_HEADS + kv_head, peak, total, accumulator, row_peaks, row_totals, row_partial, GROUP,
+        HEAD_SIZE, D_PAD,
+    )  # fmt: skip
+
+
 def prefix_constants(constants: dict[str, int], members: int) -> dict[str, int]:
     """Tile sizes and launch options beside those of decode_constants for one new token a row."""
     kept = {name: constants[name] for name in ("GROUP", "HEAD_SIZE", "D_PAD", "BLOCK_SIZE", "TILE", "num_stages")}
@@ -133,7 +178,7 @@ def attend_prefixes(
     alibi_slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> PrefixParts:
-    """query [N, H, D], one new token a row -> what paged_decode needs as `prefix`; one launch.
+    """query [N, H, D], one new token a row -> what paged_decode needs as `prefix`; two launches.
 
     `plan` from plan_prefixes, `constants` from prefix_constants; the rest as in paged_decode.
     """
@@ -144,7 +189,18 @@ def attend_prefixes(
         NUM_KV_HEADS=key_cache.shape[1], IS_FP8=key_cache.element_size() == 1, HAS_ALIBI=alibi_slopes is not None,
         HAS_SOFT_CAP=soft_cap is not None, **constants, **overlap(query.device),
     )  # fmt: skip
-    return PrefixParts(prefixes.row_lens, prefixes.row_places, plan, constants["MEMBERS"] * constants["GROUP"])
+    num_rows, num_heads, head_size = query.shape
+    memory = torch.empty(num_rows * num_heads * (head_size + 2), dtype=torch.float32, device=query.device)
+    entries = num_rows * num_heads
+    row_peaks, row_totals, row_partial = memory.split((entries, entries, entries * head_size))
+    rows = triton.next_power_of_2(constants["GROUP"])
+    merge_prefixes_kernel[(num_rows, key_cache.shape[1])](
+        row_peaks, row_totals, row_partial, plan.partial, plan.peaks, plan.totals, plan.plan, prefixes.row_lens,
+        prefixes.row_places, plan.programs, MEMBERS=constants["MEMBERS"], GROUP=constants["GROUP"], ROWS=rows,
+        CHUNK=max(2, min(16, MERGED_ELEMENTS // (rows * constants["D_PAD"]))), HEAD_SIZE=constants["HEAD_SIZE"],
+        D_PAD=constants["D_PAD"], NUM_KV_HEADS=key_cache.shape[1], num_warps=4, **overlap(query.device),
+    )  # fmt: skip
+    return PrefixParts(prefixes.row_lens, row_peaks, row_totals, row_partial)
 
 
 def could_share(constants: dict[str, Any], itemsize: int) -> bool:

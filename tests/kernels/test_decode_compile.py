@@ -18,16 +18,20 @@ from tandem.kernels.triton_kernels.block_sparse import list_tiles_kernel  # noqa
 from tandem.kernels.triton_kernels.decode_launch import decode_constants  # noqa: E402
 from tandem.kernels.triton_kernels.decode_plan import plan_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.shared_prefix import prefix_constants, shared_prefix_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.shared_prefix import (  # noqa: E402
+    merge_prefixes_kernel,
+    prefix_constants,
+    shared_prefix_kernel,
+)
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FP32 = {"k_scale", "v_scale", "alibi_slopes", "peaks", "totals", "partial"} | {
-    f"prefix_{name}" for name in ("peaks", "totals", "partial")
+FP32 = {"k_scale", "v_scale", "alibi_slopes"} | {
+    f"{whose}{name}" for whose in ("", "prefix_", "row_") for name in ("peaks", "totals", "partial")
 }
-INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts", "chunk_lens", "chunk_rows"} | {
-    f"prefix_{name}" for name in ("lens", "places", "plan")
-}
+INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts", "prefix_lens"} | {
+    "chunk_lens", "chunk_rows", "row_lens", "row_places",
+}  # fmt: skip
 PLAIN: dict[str, Any] = {
     "NUM_KV_HEADS": 8, "SPLIT": True, "IS_FP8": False, "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False,
     "HAS_PREFIX": False, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0, "PDL": False,
@@ -82,6 +86,9 @@ def shared(dtype: torch.dtype, group: int, head_size: int, **options: Any) -> An
 
 
 PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8, "PDL": True}
+MERGE = {
+    "MEMBERS": 16, "GROUP": 4, "ROWS": 4, "CHUNK": 16, "HEAD_SIZE": 128, "D_PAD": 128, "NUM_KV_HEADS": 8, "PDL": True,
+}  # fmt: skip
 LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256, "PDL": False}
 CASES = {
     "one-pass-bf16": (90, decode(BF16, 4, 128, SPLIT=False)),
@@ -102,6 +109,7 @@ CASES = {
     "shared-fp8": (90, shared(BF16, 4, 128, IS_FP8=True)),
     "shared-256": (90, shared(BF16, 4, 256)),
     "shared-fp32": (80, shared(FP32_TYPE, 4, 128)),
+    "merge": (90, (merge_prefixes_kernel, BF16, MERGE)),
     "plan": (90, (plan_kernel, BF16, PLAN | {"HAS_WINDOW": True, "HAS_PREFIX": True, "HAS_COUNTS": False})),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }

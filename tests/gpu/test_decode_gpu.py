@@ -1,0 +1,207 @@
+"""Decode attention on a GPU against float64: lengths that are hard, shared prefixes, graphs over groups that change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tandem.deploy
+from tandem.engine.batch_state import BatchState
+from tandem.engine.config import ModelOptions, SchedulerOptions
+from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.loader import load_model
+from tandem.engine.model_config import load_model_config
+from tandem.engine.prefix_sharing import PrefixSharing
+from tandem.engine.runner import ModelRunner
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels import prefix_groups, reference
+from tandem.kernels.backends.native import NativeOps
+from tandem.kernels.backends.triton import TritonOps
+from tandem.kernels.metadata import RowBatch
+from tandem.kernels.prefix_groups import PrefixGroup
+from tandem.kernels.quantization import FP8_DTYPE
+from tandem.kernels.sample_batches import PagedBatch, random_batch, share_prefix
+from tandem.kernels.shared_prefix import PrefixBuffers, SharedPrefixes
+from tandem.kernels.spec import AttentionSpec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+CUDA = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+SIZES: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 64, "device": "cuda"}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+SPEC = AttentionSpec(32, 128, 128**-0.5, 8)
+LENGTHS = (1088, 1030, 1025, 700, 513, 2000, 1, 64, 600, 577)
+GROUPS = (((0, 1, 2), 16), ((3, 4), 8), ((8, 9), 9))  # rows, shared blocks
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "soft-cap": {"logits_soft_cap": 5.0},
+    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(32))},
+}
+
+
+def stored(lengths: Sequence[int], scales: tuple[float, ...] = (), **sizes: Any) -> PagedBatch:
+    batch = random_batch((1,) * len(lengths), lengths, **{**SIZES, "dtype": torch.bfloat16, **sizes})
+    return write(batch, *scales)
+
+
+def write(batch: PagedBatch, *scales: float) -> PagedBatch:
+    TritonOps.write(batch.key, batch.value, batch.kv(*scales), batch.metadata.slot_mapping)
+    return batch
+
+
+def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
+    """float64 by the native backend, which the CPU tests hold to the reference."""
+    return NativeOps.decode(batch.query.double(), batch.kv(*scales), batch.metadata.all_rows(), spec)
+
+
+def rows_of(batch: PagedBatch, prefixes: SharedPrefixes | None = None) -> RowBatch:
+    return replace(batch.metadata.all_rows(), shared_prefixes=prefixes, scratch={})
+
+
+def groups_of(entries: Sequence[tuple[Sequence[int], int]]) -> list[PrefixGroup]:
+    return [PrefixGroup(np.array(rows), num_blocks) for rows, num_blocks in entries]
+
+
+def sharing_batch(scales: tuple[float, ...] = (), **sizes: Any) -> PagedBatch:
+    batch = random_batch((1,) * len(LENGTHS), LENGTHS, **{**SIZES, "dtype": torch.bfloat16, **sizes})
+    for rows, num_blocks in GROUPS:
+        share_prefix(batch, rows, num_blocks)
+    return write(batch, *scales)
+
+
+def check(output: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("lengths", [(1, 63, 64, 65, 127, 4097), (1,), (2048,) * 3 + (1,) * 60, (131072, 3)])
+def test_lengths(lengths: tuple[int, ...], cache: str) -> None:
+    scales = (0.5, 0.25) if cache == "fp8" else ()
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "cache_dtype": FP8_DTYPE if cache == "fp8" else None}
+    batch = stored(lengths, scales, **sizes)
+    spec = AttentionSpec(8, 128, 128**-0.5, 2, kv_cache_dtype=cache)
+    output = TritonOps.decode(batch.query, batch.kv(*scales), rows_of(batch), spec)
+    check(output, exact(batch, spec, *scales), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_shared_prefixes(options: str, dtype: torch.dtype) -> None:
+    batch = sharing_batch(dtype=dtype)
+    spec = replace(SPEC, **OPTIONS[options])
+    expected = exact(batch, spec)
+    buffers = PrefixBuffers(16, 16, CUDA)
+    buffers.load(groups_of(GROUPS), 64)
+    rows = rows_of(batch, buffers.prefixes.first(len(LENGTHS)))
+    TritonOps.decode(batch.query, batch.kv(), rows, spec)  # the first call runs the other kernels, too
+    for members, num_blocks in GROUPS:
+        batch.metadata.block_tables[list(members[1:]), :num_blocks] = 0x7FFFFFFF  # only the first row's table is read
+    output = TritonOps.decode(batch.query, batch.kv(), rows, spec)
+    check(output, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("size", [64, 80, 256])
+def test_shared_prefixes_of_other_sizes_and_many_rows(size: int) -> None:
+    """A group of three chunks, in blocks smaller than a tile."""
+    lengths = tuple(530 + 3 * row for row in range(40))
+    sizes = {**SIZES, "num_heads": 6, "num_kv_heads": 2, "head_size": size, "block_size": 16}
+    batch = random_batch((1,) * 40, lengths, dtype=torch.bfloat16, **sizes)
+    share_prefix(batch, range(39), 32)
+    write(batch)
+    spec = AttentionSpec(6, size, size**-0.5, 2)
+    buffers = PrefixBuffers(40, prefix_groups.chunk_members(3), CUDA)
+    buffers.load(groups_of([(range(39), 32)]), 16)
+    output = TritonOps.decode(batch.query, batch.kv(), rows_of(batch, buffers.prefixes), spec)
+    check(output, exact(batch, spec), TOLERANCE[torch.bfloat16])
+
+
+def test_shared_prefixes_in_fp8() -> None:
+    batch = sharing_batch((0.5, 0.25), cache_dtype=FP8_DTYPE)
+    spec = replace(SPEC, kv_cache_dtype="fp8")
+    buffers = PrefixBuffers(len(LENGTHS), 16, CUDA)
+    buffers.load(groups_of(GROUPS), 64)
+    output = TritonOps.decode(batch.query, batch.kv(0.5, 0.25), rows_of(batch, buffers.prefixes), spec)
+    check(output, exact(batch, spec, 0.5, 0.25), TOLERANCE[torch.bfloat16])
+
+
+def test_a_graph_follows_groups_and_lengths() -> None:
+    """One capture, replayed over other groups, over none and over shorter rows; outputs are poisoned in between."""
+    batch = sharing_batch()
+    buffers = PrefixBuffers(len(LENGTHS), 16, CUDA)
+    rows = rows_of(batch, buffers.prefixes)
+    TritonOps.decode(batch.query, batch.kv(), rows, SPEC)
+    rows.scratch.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = TritonOps.decode(batch.query, batch.kv(), rows, SPEC)
+    shorter = tuple(length - 1 for length in LENGTHS)
+    for entries in (GROUPS, (), GROUPS[1:], (((1, 2), 16), ((4, 3), 8)), ()):
+        buffers.load(groups_of(entries), 64)
+        output.fill_(float("nan"))
+        graph.replay()
+        check(output, exact(batch, SPEC), TOLERANCE[torch.bfloat16])
+    rows.seq_lens.copy_(torch.tensor(shorter))
+    buffers.load(groups_of(GROUPS[:2]), 64)
+    graph.replay()
+    fewer = replace(rows, seq_lens_cpu=shorter, shared_prefixes=None, scratch={})
+    check(output, NativeOps.decode(batch.query.double(), batch.kv(), fewer, SPEC), TOLERANCE[torch.bfloat16])
+
+
+def test_an_engine_step_shares_what_its_slots_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The captured step over shared prefixes gives the logits of the plain one, while slots come and go."""
+    monkeypatch.setattr(prefix_groups, "SHORTEST_PREFIX", 0)
+    monkeypatch.setattr(prefix_groups, "WORTHWHILE", 1)
+    folder = Path(tandem.deploy.__file__).parent / "demo_model"
+    config = load_model_config(folder)
+    model = load_model(folder, config, ModelOptions(str(folder)), CUDA, torch.float32)
+    pool = torch.zeros(64, config.num_kv_heads, config.num_layers, 2, 16, config.head_dim, device=CUDA)
+    runner = ModelRunner(model, pool, SchedulerOptions(16, 2048), 16, 256, ())
+    assert runner.sharing is not None
+    runner.warmup()
+    plain = DecodeGraphs(model, runner.state, 16, 256)
+    plain.capture()
+    shared = DecodeGraphs(model, runner.state, 16, 256, runner.sharing)
+    shared.capture()
+    tokens = np.random.default_rng(0).integers(10, 2000, 150).astype(np.int32)
+    start = {slot: start_slot(runner, slot, tokens, (*range(8), 8 + 2 * slot, 9 + 2 * slot)) for slot in range(6)}
+    replaced = start_slot(runner, 6, tokens[::-1].copy(), range(40, 50))
+    for slots in ((0, 1, 2, 3, 4, 5), (6, 5, 3), (6,), (2, 6, 0, 1)):
+        rows = [ScheduledRow(slot, replaced if slot == 6 else start[slot], 1) for slot in slots]
+        expected = plain.run(rows).clone()
+        output = shared.run(rows)
+        assert (runner.sharing.of_rows(rows) is None) == (len(slots) == 1)
+        torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+
+
+def start_slot(runner: ModelRunner, slot: int, tokens: np.ndarray, blocks: Sequence[int]) -> int:
+    """Computes a prompt of all but `slot` of the tokens; -> the position of the token to compute next."""
+    length = len(tokens) - slot
+    new = NewSlot(slot, tokens[:length], length, tuple(blocks), SamplingParams(temperature=0.0), 0)
+    rows = (ScheduledRow(slot, 0, length),)
+    runner.execute(SchedulerOutput(slot, rows, (SampleRow(0, slot, length, 0, 0),), (new,))).result()
+    return length
+
+
+def test_sharing_follows_tables_and_batches() -> None:
+    state = BatchState(4, 8192, 64, 32, (), CUDA)
+    sharing = PrefixSharing(state, 4, 4)
+    sampling = SamplingParams(temperature=0.0)
+    prefix = tuple(range(100))
+    slots = [NewSlot(s, np.zeros(6500, np.int32), 6500, (*prefix, 200 + s, 210 + s), sampling, 0) for s in range(3)]
+    state.apply(slots, [])
+    rows = [ScheduledRow(slot, 6500, 1) for slot in (2, 0, 1)]
+    found = sharing.of_rows(rows)
+    assert found is not None
+    assert found.row_lens.tolist() == [6400] * 3
+    assert found.chunk_rows[0, :4].tolist() == [0, 1, 2, -1]
+    assert sharing.of_rows(rows[:1]) is None
+    state.apply([replace(slots[0], block_ids=tuple(range(300, 402)))], [])
+    found = sharing.of_rows(rows)
+    assert found is None or found.row_lens.tolist() == [6400, 0, 6400]
