@@ -88,7 +88,8 @@ def _test(shape: Shape, backend: str) -> int:
     backends = None
     if backend != "auto":
         try:
-            backends = [select_backend(shape.device, shape.dtype, shape.spec.head_size, shape.spec, backend)[0]]
+            layer = (shape.device, shape.dtype, shape.spec.head_size, shape.spec)
+            backends = [select_backend(*layer, backend, shape.block_size)[0]]
         except BackendUnavailableError as error:
             raise ConfigError(str(error)) from error
     limits = measure_limits(shape.device, shape.dtype)

@@ -69,7 +69,7 @@ class Attention(nn.Module):
         self.k_scale: Scale = 1.0
         self.v_scale: Scale = 1.0
         self._requested = _backend_name(attn_backend)
-        self._chains: dict[tuple[torch.device, torch.dtype, str], list[type[AttentionBackend]]] = {}
+        self._chains: dict[tuple[torch.device, torch.dtype, str, int | None], list[type[AttentionBackend]]] = {}
         self._impls: dict[type[AttentionBackend], AttentionImpl] = {}
 
     @property
@@ -87,15 +87,17 @@ class Attention(nn.Module):
     def _first_backend(self) -> type[AttentionBackend]:
         cache = self.kv_cache[0]
         dtype = cache.dtype if cache.element_size() > 1 else torch.get_default_dtype()
-        return self.backends(cache.device, dtype, self.spec.attn_type)[0]
+        return self.backends(cache.device, dtype, self.spec.attn_type, _block_size(cache))[0]
 
-    def backends(self, device: torch.device, dtype: torch.dtype, attn_type: str) -> list[type[AttentionBackend]]:
+    def backends(
+        self, device: torch.device, dtype: torch.dtype, attn_type: str, block_size: int | None = None
+    ) -> list[type[AttentionBackend]]:
         """The backend that serves such tensors, then those it may fall to. Chosen once."""
-        key = (device, dtype, attn_type)
+        key = (device, dtype, attn_type, block_size)
         if key not in self._chains:
             spec = self.spec if attn_type == self.spec.attn_type else _with_type(self.spec, attn_type)
-            first, _ = select_backend(device, dtype, spec.head_size, spec, self._requested)
-            usable, _ = rank_backends(device, dtype, spec.head_size, spec)
+            first, _ = select_backend(device, dtype, spec.head_size, spec, self._requested, block_size)
+            usable, _ = rank_backends(device, dtype, spec.head_size, spec, block_size)
             self._chains[key] = usable[usable.index(first) :]
         return self._chains[key]
 
@@ -134,7 +136,7 @@ class Attention(nn.Module):
                 return impl.attend(q, k, v, kv_cache, attn_metadata, k_scale, v_scale)
             return impl.forward(self, q, k, v, kv_cache, attn_metadata, k_scale, v_scale, attn_type)
 
-        output = run_with_fallback(self.backends(query.device, query.dtype, attn_type), attempt)
+        output = run_with_fallback(self.backends(query.device, query.dtype, attn_type, _block_size(kv_cache)), attempt)
         if picked is None:
             return output.view(query.shape)
         padded = query.new_zeros(query.shape[0] * query.shape[1], query.shape[2])
@@ -147,7 +149,7 @@ class Attention(nn.Module):
         """Stores key/value [T, K, D] without attending. Raises what the backend raises."""
         if self.calculate_kv_scales:
             self.maybe_calc_kv_scales(key, value)
-        first = self.backends(key.device, key.dtype, self.spec.attn_type)[0]
+        first = self.backends(key.device, key.dtype, self.spec.attn_type, _block_size(kv_cache))[0]
         self._impl_of(first).store(key, value, kv_cache, attn_metadata, self.k_scale, self.v_scale)
 
     def maybe_calc_kv_scales(self, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
@@ -217,6 +219,10 @@ def _backend_name(backend: type[AttentionBackend] | AttentionBackend | str | Non
     if name != "auto":
         load_backend(name)  # an unknown name fails here, not at the first step
     return name
+
+
+def _block_size(kv_cache: torch.Tensor) -> int | None:
+    return kv_cache.shape[3] if kv_cache.dim() == 5 else None
 
 
 def _with_type(spec: AttentionSpec, attn_type: str) -> AttentionSpec:

@@ -126,6 +126,7 @@ class AttentionBackend(ABC):
 
     accept_output_buffer: bool = False
     supports_quant_query_input: bool = False
+    block_multiple: int = 1  # a cache's block size must be a multiple of this
     shares_prefixes: bool = False  # whether decode reads metadata.shared_prefixes
 
     @staticmethod

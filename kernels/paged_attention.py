@@ -70,7 +70,7 @@ class PagedAttention:
             ops.write(key, value, kv, slot_mapping.reshape(-1))
             return key
 
-        _run(key, spec, backend, write)
+        _run(key, spec, backend, key_cache.shape[2], write)
 
     @staticmethod
     def forward_decode(
@@ -111,7 +111,7 @@ class PagedAttention:
             raise ValueError(f"max_seq_len {max_seq_len} is below the longest row's {max(lengths)}")
         rows = _rows(block_tables, torch.arange(len(lengths) + 1), seq_lens, lengths, (1,) * len(lengths))
         kv = PagedKV(key_cache, value_cache, k_scale, v_scale)
-        return _run(query, spec, backend, lambda ops: ops.decode(query, kv, rows, spec))
+        return _run(query, spec, backend, key_cache.shape[2], lambda ops: ops.decode(query, kv, rows, spec))
 
     @staticmethod
     def forward_prefix(
@@ -162,7 +162,7 @@ class PagedAttention:
             ops.write(k, v, kv, slots)
             return ops.prefill(q, k, v, kv, rows, spec)
 
-        return _run(q, spec, backend, prefill).view(query.shape)
+        return _run(q, spec, backend, block_size, prefill).view(query.shape)
 
 
 def calculate_cache_memory_usage(
@@ -175,11 +175,16 @@ def calculate_cache_memory_usage(
 
 
 def _run(
-    tensor: torch.Tensor, spec: AttentionSpec, backend: str, call: Callable[[type[PagedOps]], torch.Tensor]
+    tensor: torch.Tensor,
+    spec: AttentionSpec,
+    backend: str,
+    block_size: int,
+    call: Callable[[type[PagedOps]], torch.Tensor],
 ) -> torch.Tensor:
     """Runs `call(ops)` on the first backend with paged operations that serves the arguments, or falls to the next."""
-    first, _ = select_backend(tensor.device, tensor.dtype, spec.head_size, spec, backend)
-    usable, _ = rank_backends(tensor.device, tensor.dtype, spec.head_size, spec)
+    layer = (tensor.device, tensor.dtype, spec.head_size, spec)
+    first, _ = select_backend(*layer, backend, block_size)
+    usable, _ = rank_backends(*layer, block_size)
     return run_with_fallback(usable[usable.index(first) :], lambda candidate: call(candidate.get_ops()))
 
 

@@ -1,4 +1,8 @@
-"""Which backend serves a layer: one table, in the order that measures fastest, and the fall to the next at run time."""
+"""Which backend serves a layer: one table, in the order that measures fastest, and the fall to the next at run time.
+
+A backend serves all of a layer, but may hand single operations on: those that only know prompts, and FlashInfer, leave
+decode to our kernels, which are as fast and follow the lengths of a captured graph.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from tandem.kernels.spec import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
-# Name -> module and class; the first that supports device, dtype, head size and options serves the layer.
+# Name -> module and class; the first that supports device, dtype, head size, options and block size serves the layer.
 TABLE: tuple[tuple[str, str], ...] = (
     ("flash_attn", "FlashAttentionBackend"),
     ("flashinfer", "FlashInferBackend"),
@@ -25,6 +29,8 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("native", "NativeBackend"),
 )
 NAMES = tuple(name for name, _ in TABLE)
+# Where our Hopper kernel computes prompts it is faster than FlashAttention 3 and FlashInfer (docs/measurements.md).
+OURS_FIRST = ("triton", *(name for name in NAMES if name != "triton"))
 
 _fallbacks: Counter[tuple[str, str]] = Counter()
 
@@ -72,15 +78,30 @@ def load_backend(name: str) -> type[AttentionBackend]:
     raise BackendUnavailableError(f"no attention backend is called {name!r}; choose auto or one of {', '.join(NAMES)}")
 
 
+def order_for(device: torch.device, dtype: torch.dtype, options: AttentionSpec) -> tuple[str, ...]:
+    """Names of all backends, fastest first on such a device."""
+    if device.type == "cuda" and load_backend("triton").is_available():
+        from tandem.kernels.backends.triton_prefill import why_general_layer
+
+        if why_general_layer(device, dtype, options) is None:
+            return OURS_FIRST
+    return NAMES
+
+
 def rank_backends(
-    device: torch.device | str, dtype: torch.dtype, head_size: int, options: AttentionSpec
+    device: torch.device | str,
+    dtype: torch.dtype,
+    head_size: int,
+    options: AttentionSpec,
+    block_size: int | None = None,
 ) -> tuple[list[type[AttentionBackend]], dict[str, str]]:
-    """(all backends that can serve the layer, best first; why each of the others can't)."""
+    """(all backends that can serve the layer, best first; why each of the others can't). `block_size` None: no cache,
+    or one whose blocks are still to be chosen."""
     device = torch.device(device)
     usable, reasons = [], {}
-    for name in NAMES:
+    for name in order_for(device, dtype, options):
         backend = load_backend(name)
-        reason = _why_not(backend, device, dtype, head_size, options)
+        reason = _why_not(backend, device, dtype, head_size, options, block_size)
         if reason is None:
             usable.append(backend)
         else:
@@ -94,21 +115,24 @@ def select_backend(
     head_size: int,
     options: AttentionSpec,
     requested: str = "auto",
+    block_size: int | None = None,
 ) -> tuple[type[AttentionBackend], str]:
     """(backend, why it was chosen). Raises BackendUnavailableError when the requested one can't serve the layer."""
     device = torch.device(device)
     if requested != "auto":
         backend = load_backend(requested)
-        reason = _why_not(backend, device, dtype, head_size, options)
+        reason = _why_not(backend, device, dtype, head_size, options, block_size)
         if reason is not None:
-            usable, _ = rank_backends(device, dtype, head_size, options)
+            usable, _ = rank_backends(device, dtype, head_size, options, block_size)
             names = ", ".join(other.get_name().lower() for other in usable)
             raise BackendUnavailableError(f"attention backend {requested!r}: {reason}; usable here: {names}")
         return backend, "requested"
-    usable, reasons = rank_backends(device, dtype, head_size, options)
+    usable, reasons = rank_backends(device, dtype, head_size, options, block_size)
     if not usable:
         raise BackendUnavailableError(f"no attention backend serves {dtype} on {device}: {reasons}")
-    skipped = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if _precedes(name, usable[0]))
+    order = order_for(device, dtype, options)
+    before = order[: next(index for index, name in enumerate(order) if load_backend(name) is usable[0])]
+    skipped = "; ".join(f"{name}: {reasons[name]}" for name in before)
     return usable[0], f"first that fits ({skipped})" if skipped else "first in the table"
 
 
@@ -160,12 +184,15 @@ def is_sticky(error: BaseException) -> bool:
 _ALIASES = {"flash_attention": "flash_attn", "paged_attention": "native", "torch": "native"}
 
 
-def _precedes(name: str, backend: type[AttentionBackend]) -> bool:
-    chosen = next(index for index, (_, class_name) in enumerate(TABLE) if class_name == backend.__name__)
-    return NAMES.index(name) < chosen
-
-
 def _why_not(
-    backend: type[AttentionBackend], device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec
+    backend: type[AttentionBackend],
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    options: AttentionSpec,
+    block_size: int | None,
 ) -> str | None:
-    return backend.unavailable_reason() or backend.unsupported_reason(device, dtype, head_size, options)
+    reason = backend.unavailable_reason() or backend.unsupported_reason(device, dtype, head_size, options)
+    if reason is None and block_size is not None and block_size % backend.block_multiple:
+        return f"block_size {block_size}: needs a multiple of {backend.block_multiple}"
+    return reason

@@ -14,12 +14,11 @@ import torch
 from tandem.kernels import fused_ops, matmul
 from tandem.kernels.backend import AttentionBackend
 from tandem.kernels.cache_cases import copy_case, digest_case, gather_case, push_case, swap_case
-from tandem.kernels.errors import BackendUnavailableError
 from tandem.kernels.kernel_cases import Case, Shape, decode_case, prefill_case
 from tandem.kernels.layer_cases import greedy_case, norm_case, product_case, rope_case, sampling_case, silu_case
 from tandem.kernels.measure import Limits, median_seconds
 from tandem.kernels.partitions import choose_paged_attention_version, num_partitions
-from tandem.kernels.selection import NAMES, load_backend, rank_backends, select_backend
+from tandem.kernels.selection import load_backend, order_for, rank_backends, select_backend
 
 
 @dataclass(frozen=True)
@@ -70,16 +69,14 @@ class Result:
 
 
 def report_backends(shape: Shape) -> list[BackendReport]:
-    """Every attention backend, best first as the selection table has them."""
-    _, reasons = rank_backends(shape.device, shape.dtype, shape.spec.head_size, shape.spec)
-    try:
-        chosen, why = select_backend(shape.device, shape.dtype, shape.spec.head_size, shape.spec)
-    except BackendUnavailableError:
-        return [BackendReport(name, False, reasons[name]) for name in NAMES]
+    """Every attention backend, best first as the selection table has them for this device."""
+    layer = (shape.device, shape.dtype, shape.spec.head_size, shape.spec)
+    usable, reasons = rank_backends(*layer, shape.block_size)
     reports = []
-    for name in NAMES:
-        is_chosen = load_backend(name) is chosen
-        reports.append(BackendReport(name, is_chosen, why.split(" (")[0] if is_chosen else reasons.get(name, "")))
+    for name in order_for(shape.device, shape.dtype, shape.spec):
+        is_chosen = bool(usable) and load_backend(name) is usable[0]
+        why = select_backend(*layer, block_size=shape.block_size)[1].split(" (")[0] if is_chosen else ""
+        reports.append(BackendReport(name, is_chosen, reasons.get(name, why)))
     return reports
 
 
@@ -107,7 +104,7 @@ def describe_kernels(shape: Shape, num_rows: int, length: int) -> list[tuple[str
 def run_cases(shape: Shape, backends: list[type[AttentionBackend]] | None = None) -> Iterator[Result]:
     """One result after the other; a kernel that fails doesn't stop the rest. `backends`: default all usable ones."""
     if backends is None:
-        backends, _ = rank_backends(shape.device, shape.dtype, shape.spec.head_size, shape.spec)
+        backends, _ = rank_backends(shape.device, shape.dtype, shape.spec.head_size, shape.spec, shape.block_size)
     for name, make in _cases(shape, backends):
         yield measure(name, make, shape.device)
 

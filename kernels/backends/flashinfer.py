@@ -1,4 +1,7 @@
-"""FlashInfer's paged attention, when installed. Plans once a step and option set, then runs each layer."""
+"""FlashInfer's paged prefill, when installed. Plans once a step and option set, then runs each layer.
+
+Its plans are made on the host from lengths that a captured graph would freeze, so decode rows go to our kernels.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ from typing import Any
 import torch
 
 from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
-from tandem.kernels.backends.native import NativeOps
-from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
+from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal, general_ops
 from tandem.kernels.metadata import RowBatch
 from tandem.kernels.spec import AttentionSpec
 
@@ -29,7 +31,7 @@ class FlashInferOps(PagedOps):
 
     @staticmethod
     def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
-        return _planned(query, kv, rows, spec).run(query, (kv.key_cache, kv.value_cache))
+        return general_ops(query, kv, spec).decode(query, kv, rows, spec)
 
     @staticmethod
     def prefill(
@@ -41,7 +43,7 @@ class FlashInferOps(PagedOps):
         spec: AttentionSpec,
     ) -> torch.Tensor:
         if kv is None:
-            return NativeOps.prefill(query, key, value, kv, rows, spec)
+            return general_ops(query, kv, spec).prefill(query, key, value, kv, rows, spec)
         return _planned(query, kv, rows, spec).run(query, (kv.key_cache, kv.value_cache))
 
 
@@ -84,9 +86,12 @@ def _planned(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSp
         if device not in _workspaces:
             _workspaces[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(_workspaces[device], "HND")
+        query_starts, block_starts, block_ids, last_slots = _block_lists(rows, kv.block_size)
         wrapper.plan(
-            rows.query_start_loc,
-            *_block_lists(rows, kv.block_size),
+            query_starts,
+            block_starts,
+            block_ids,
+            last_slots,
             spec.num_heads,
             spec.num_kv_heads,
             spec.head_size,
@@ -102,11 +107,16 @@ def _planned(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSp
     return rows.scratch[key]
 
 
-def _block_lists(rows: RowBatch, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(starts int32 [N+1], block ids int32 [sum], valid slots of each last block int32 [N]), for the plan."""
+def _block_lists(rows: RowBatch, block_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(starts of queries and of blocks int32 [N+1], block ids int32 [sum], valid slots of each last block int32 [N]).
+
+    All but the ids stay on the host, where the plan reads them.
+    """
     counts = [-(-length // block_size) for length in rows.seq_lens_cpu]
-    starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    query_starts, block_starts = (
+        torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        for lengths in (rows.query_lens_cpu, counts)
+    )
     ids = torch.cat([table[:count] for table, count in zip(rows.block_tables, counts, strict=True)])
-    last = torch.tensor([(length - 1) % block_size + 1 if length else 0 for length in rows.seq_lens_cpu])
-    device = rows.block_tables.device
-    return starts.to(device), ids, last.to(device, torch.int32)
+    last = [(length - 1) % block_size + 1 if length else 0 for length in rows.seq_lens_cpu]
+    return query_starts, block_starts, ids, torch.tensor(last, dtype=torch.int32)

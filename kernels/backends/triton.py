@@ -58,6 +58,7 @@ class TritonImpl(PagedImpl):
 
 class TritonBackend(AttentionBackend):
     shares_prefixes = True
+    block_multiple = 16  # the smallest tile of a product
 
     @staticmethod
     def get_name() -> str:

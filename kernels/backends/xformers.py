@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedOps, refuse
@@ -9,13 +11,15 @@ from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
 from tandem.kernels.metadata import RowBatch
 from tandem.kernels.spec import AttentionSpec
 
+memory_efficient_attention_forward: Any = None
+BlockDiagonalCausalMask: Any = None
 try:
-    from xformers import ops as xformers_ops
-    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask
+    # By name: without the package that implements them since 0.0.36, `xformers.ops` still imports, but lacks these.
+    from xformers.ops import memory_efficient_attention_forward  # type: ignore[no-redef]
+    from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask  # type: ignore[no-redef]
 
     _import_error = None
 except Exception as error:  # a broken build raises more than ImportError
-    xformers_ops = None
     _import_error = f"xformers can't be imported: {error}"
 
 
@@ -26,11 +30,12 @@ class XFormersOps(PromptOnlyOps):
     ) -> torch.Tensor:
         bias = rows.scratch.get("xformers_bias")
         if bias is None:
-            bias = BlockDiagonalCausalMask.from_seqlens([n for n in rows.query_lens_cpu if n])
+            lengths = [length for length in rows.query_lens_cpu if length]
+            bias = BlockDiagonalCausalMask.from_seqlens(lengths, device=query.device)
             rows.scratch["xformers_bias"] = bias
         grouped = (1, -1, spec.num_kv_heads, spec.group_size, spec.head_size)
         k, v = (x[None, :, :, None].expand(-1, -1, -1, spec.group_size, -1) for x in (key, value))
-        out = xformers_ops.memory_efficient_attention_forward(query.reshape(grouped), k, v, bias, scale=spec.scale)
+        out = memory_efficient_attention_forward(query.reshape(grouped), k, v, bias, scale=spec.scale)
         return out.reshape(query.shape)
 
 
