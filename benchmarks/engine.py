@@ -1,6 +1,7 @@
 """The engine alone, without HTTP: the yardstick's workloads, each beside its physical floor measured in the same run.
 
     python benchmarks/engine.py MODEL_FOLDER [--only NAME] [--load-format dummy] [--eager] [--json FILE]
+                                [--tensor-parallel-size N]
 
 Floors: a decode step reads every weight and the batch's KV once (bytes / copy bandwidth); a prompt costs its FLOPs
 (/ the rate of a large matrix product). `idle` is the time the GPU waited between decode steps (events, median).
@@ -24,6 +25,7 @@ from tandem.engine.core import EngineCore
 from tandem.engine.hashing import root_hash
 from tandem.engine.kv_pool import allocate_pool
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
+from tandem.engine.parallel.ranks import start_ranks
 from tandem.engine.request import FailedEvent, Request, TokenEvent
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
@@ -70,22 +72,30 @@ class Engine:
     """One engine on one device, driven by `run`."""
 
     def __init__(
-        self, model: str, load_format: str, cuda_graphs: bool, max_model_len: int, prompt_budget: int = 0
+        self,
+        model: str,
+        load_format: str,
+        cuda_graphs: bool,
+        max_model_len: int,
+        prompt_budget: int = 0,
+        num_ranks: int = 1,
     ) -> None:
         options = NodeOptions(
             "unified",
             ModelOptions(model, load_format=load_format, max_model_len=max_model_len),  # type: ignore[arg-type]
             scheduler=SchedulerOptions(decode_prompt_budget=prompt_budget),
             cuda_graphs=cuda_graphs,
+            tensor_parallel_size=num_ranks,
         )
         started = time.monotonic()
-        self.loaded: LoadedModel = load(options)
+        self.ranks = start_ranks(options)
+        self.loaded: LoadedModel = load(options, None if self.ranks is None else self.ranks.membership)
         self.options = with_device_defaults(options, self.loaded.device)
         num_blocks = size_pool(self.loaded, self.options)
         pool = allocate_pool(self.loaded.layout, num_blocks, self.loaded.device)
         block_size = self.options.cache.block_size
         self.runner = ModelRunner(
-            self.loaded.model, pool, self.options.scheduler, block_size, self.loaded.max_model_len, ()
+            self.loaded.model, pool, self.options.scheduler, block_size, self.loaded.max_model_len, (), None, self.ranks
         )
         self.runner.warmup()
         self.on_gpu = self.loaded.device.type == "cuda"
@@ -222,13 +232,14 @@ def best_of(call, repeat: int = 10) -> float:  # type: ignore[no-untyped-def]
 
 def floors(engine: Engine, workload: Workload, limits: Limits) -> tuple[float, float]:
     """(seconds of a decode step of the whole batch, seconds of one prompt)."""
-    config, layout = engine.loaded.config, engine.loaded.layout
+    model, layout = engine.loaded.model, engine.loaded.layout
+    config = model.config if model.group is None else model.group.shard.config(model.config)
     weights = sum(p.numel() for name, p in engine.loaded.model.named_parameters() if "embed" not in name)
     kv_bytes = layout.payload_bytes // layout.block_size
     length = workload.num_prompt_tokens + workload.num_output_tokens // 2
     step = (weights * engine.loaded.dtype.itemsize + workload.concurrency * length * kv_bytes) / limits.bytes_per_s
     new = workload.num_prompt_tokens
-    matrices = weights - config.vocab_size * config.hidden_size
+    matrices = weights - model.lm_head.weight.numel()
     attention = 2 * new * new * config.num_heads * config.head_dim * config.num_layers
     return step, (2 * matrices * new + attention) / limits.flops
 
@@ -245,9 +256,11 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--prompt-budget", type=int, default=0, help="prompt tokens in a step beside decodes")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="floors are then those of one rank")
     parser.add_argument("--json")
     args = parser.parse_args()
-    engine = Engine(args.model, args.load_format, not args.eager, args.max_model_len, args.prompt_budget)
+    sizes = args.max_model_len, args.prompt_budget, args.tensor_parallel_size
+    engine = Engine(args.model, args.load_format, not args.eager, *sizes)
     limits = Limits.measure(engine.loaded.dtype)
     print(f"copy {limits.bytes_per_s / 1e12:.2f} TB/s, product {limits.flops / 1e12:.0f} TFLOP/s", flush=True)
     meter = None if args.eager else IdleMeter(engine.runner)
@@ -279,6 +292,8 @@ def main() -> None:
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)
+    if engine.ranks is not None:
+        engine.ranks.close()
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ class Model(Protocol):
 class Followers(Protocol):
     """The other ranks, as rank 0 leads them."""
 
-    def announce(self, verb: Literal["step", "warm_up", "capture"], step: SchedulerOutput | None = None) -> None: ...
+    def announce(
+        self, verb: Literal["step", "dummy", "warm_up", "capture"], step: SchedulerOutput | None = None
+    ) -> None: ...
 
 
 class ModelRunner:
@@ -276,9 +278,11 @@ class ModelRunner:
     @torch.inference_mode()
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None:
         """One step of such rows (single tokens first), greedy; writes no KV and leaves the batch state as it is."""
+        if self._followers is not None:
+            self._followers.announce("dummy", SchedulerOutput(0, tuple(rows), ()))
         inputs = self._inputs.build_dummy(rows)
         hidden_NH = self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
-        sample(self.model.project(hidden_NH), SamplingBatch())
+        self._choose(self.model.project(hidden_NH), SamplingBatch())
 
     def capture_decode_steps(self) -> None:
         """CUDA: from here on decode steps replay graphs. Once, after `warmup`."""

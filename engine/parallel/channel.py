@@ -13,7 +13,7 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.step import SchedulerOutput
 
 LENGTH_BYTES = 4
-Verb = Literal["step", "warm_up", "capture"]
+Verb = Literal["step", "dummy", "warm_up", "capture"]
 
 
 class RankSetup(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class RankSetup(msgspec.Struct, frozen=True):
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True):
-    """What all ranks do next. `step`: for the verb of that name."""
+    """What all ranks do next. `step`: a step's plan; of a dummy the rows alone count."""
 
     verb: Verb
     step: SchedulerOutput | None = None

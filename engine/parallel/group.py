@@ -19,6 +19,7 @@ from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm
 from tandem.kernels.fused_ops import add_rms_norm, argmax_tokens
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 STUCK_S = 600  # longer than a rank may need to load weights and compile kernels; a rank's death is noticed at once
 
 
@@ -61,7 +62,7 @@ class TensorParallel:
         )  # fmt: skip
         group = cls(shard, device)
         if on_gpu:
-            group._mail = open_mail(shard, device, max_rows, hidden_size, dtype)
+            group._mail = open_mail(shard, device, group._gathered, max_rows, hidden_size, dtype)
         return group
 
     def leave(self) -> None:
@@ -108,5 +109,5 @@ class TensorParallel:
     def _gathered(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *shape], in the order of ranks."""
         out = tensor.new_empty((self.shard.size, *tensor.shape))
-        dist.all_gather_into_tensor(out.flatten(0, 1), tensor.contiguous())
+        _all_gather(out.flatten(0, 1), tensor.contiguous())
         return out

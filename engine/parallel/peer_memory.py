@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-import torch.distributed as dist
 
 from tandem.engine.cuda_driver import HANDLE_BYTES, export_memory, map_memory
 from tandem.engine.parallel.sharding import Shard
@@ -13,19 +14,24 @@ OFFSET_BYTES = 8
 _kept: list[torch.Tensor] = []  # peers map it until their end, so it is never freed
 
 
-def open_mail(shard: Shard, device: torch.device, max_rows: int, hidden_size: int, dtype: torch.dtype) -> Mail:
-    """A collective: every rank makes its mail and maps the others'. Raises TransportError where GPUs of this host
-    can't reach each other's memory."""
+def open_mail(
+    shard: Shard,
+    device: torch.device,
+    gather: Callable[[torch.Tensor], torch.Tensor],
+    max_rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+) -> Mail:
+    """A collective: every rank makes its mail and maps the others'. `gather` gives every rank's tensor, in the order of
+    ranks. Raises TransportError where GPUs of this host can't reach each other's memory."""
     memory = torch.zeros(mail_bytes(max_rows, hidden_size, dtype, shard.size), dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)  # zeroed before a peer may write
     _kept.append(memory)
     index = torch.cuda.current_device() if device.index is None else device.index
     handle, offset = export_memory(index, memory.data_ptr())
     ticket = torch.frombuffer(bytearray(handle + offset.to_bytes(OFFSET_BYTES, "little")), dtype=torch.uint8).to(device)
-    tickets = torch.empty((shard.size, HANDLE_BYTES + OFFSET_BYTES), dtype=torch.uint8, device=device)
-    dist.all_gather_into_tensor(tickets, ticket[None])
     addresses = []
-    for rank, raw in enumerate(bytes(row) for row in tickets.cpu().numpy()):
+    for rank, raw in enumerate(bytes(row) for row in gather(ticket).cpu().numpy()):
         if rank == shard.rank:
             addresses.append(memory.data_ptr())
         else:

@@ -63,4 +63,7 @@ def _run(commands: socket.socket) -> None:
             runner.capture_decode_steps()
         else:
             assert command.step is not None
-            runner.execute(command.step)
+            if command.verb == "step":
+                runner.execute(command.step)
+            else:
+                runner.run_dummy(command.step.rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from near_ties import check_against_reference
 
 import tandem.deploy
 from in_process_cluster import Client, Node, node_options
@@ -17,32 +18,13 @@ from tandem.engine.model_config import load_model_config
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tiny_models import random_prompt, reference_greedy, reference_model
+from tiny_models import random_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 LENGTHS = (1, 17, 64, 333, 700)
 NUM_TOKENS = 64
-
-
-def check_against_reference(prompt: list[int], tokens: list[int], dtype: torch.dtype) -> int:
-    """How many tokens agree; asserts that the first that does not was a tie within 3 × the measured logit error."""
-    expected = reference_greedy(DEMO, prompt, NUM_TOKENS).token_ids
-    agree = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), NUM_TOKENS)
-    if agree == NUM_TOKENS:
-        return agree
-    sequence = torch.tensor([prompt + expected[:agree]])
-    exact = reference_model(DEMO)
-    with torch.inference_mode():
-        logits = exact(sequence).logits[0, -1]
-        rounded_model = type(exact)(exact.config).to(dtype)
-        rounded_model.load_state_dict(exact.state_dict())
-        rounded = rounded_model.to("cuda")(sequence.cuda()).logits[0, -1].float().cpu()
-    error = float((logits - rounded).abs().max())
-    gap = float(logits[expected[agree]] - logits[tokens[agree]])
-    assert gap < 3 * error, f"token {agree} differs though the gap {gap:.4f} is wide (logit error {error:.4f})"
-    return agree
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -68,7 +50,7 @@ def test_greedy_against_fp32(way: str, dtype: str) -> None:
         client.wait()
         for length, prompt in prompts.items():
             assert results[length].failed is None, results[length].failed
-            check_against_reference(prompt, results[length].output(), getattr(torch, dtype))
+            check_against_reference(DEMO, prompt, results[length].output(), getattr(torch, dtype))
         if len(nodes) > 1:
             assert nodes[0].process.logic.sink.counters.commits == len(LENGTHS)
         for node in nodes:

@@ -1,0 +1,115 @@
+"""Ranks that exchange rows through each other's GPU memory, against NCCL: one process a rank, started by `run_ranks`.
+
+Run as a script: `gpu_ranks.py RANK RANKS PORT`. Rank 0 prints one line of JSON: rows -> [us of our exchange, us of NCCL
+and norm].
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HIDDEN, VOCAB, EPS = 4096, 128256, 1e-5
+ROWS = (1, 3, 16, 64, 256, 512)
+REPLAYS = 50
+
+
+def run_ranks(num_ranks: int, timeout_s: float = 100) -> dict[str, list[float]]:
+    """For tests: what rank 0 says, when every rank found every exchange exact."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    command = [sys.executable, str(Path(__file__))]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(num_ranks), port], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for rank in range(num_ranks)
+    ]
+    try:
+        answers = []
+        for rank in ranks:
+            out, errors = rank.communicate(timeout=timeout_s)
+            assert rank.returncode == 0, errors.decode()[-4000:]
+            answers.append(out)
+        return json.loads(answers[0].splitlines()[-1])
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _graph_of(call) -> torch.cuda.CUDAGraph:  # type: ignore[no-untyped-def]
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(REPLAYS):
+            call()
+    return graph
+
+
+def _microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / REPLAYS
+
+
+def _run(rank: int, num_ranks: int, port: int) -> None:
+    import torch.distributed as dist
+
+    from tandem.engine.parallel.group import Membership, TensorParallel
+    from tandem.engine.parallel.sharding import Shard
+    from tandem.kernels.all_reduce import sum_add_rms_norm_twin
+    from tandem.kernels.fused_ops import add_rms_norm
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False) if rank == 0 else None
+    group = TensorParallel.join(
+        Membership(Shard(rank, num_ranks), port, store), device, max(ROWS), HIDDEN, torch.bfloat16
+    )
+    generator = torch.Generator(device).manual_seed(1)
+    weight = torch.rand(HIDDEN, device=device, dtype=torch.bfloat16, generator=generator)
+    took = {}
+    for rows in (*ROWS, *reversed(ROWS)):
+        shape = (num_ranks, rows, HIDDEN)
+        parts = torch.randn(shape, device=device, dtype=torch.bfloat16, generator=generator)
+        residual = torch.randn(shape[1:], device=device, dtype=torch.bfloat16, generator=generator)
+        twin = residual.clone()
+        for _ in range(3):
+            normed = group.sum_add_rms_norm(parts[rank].clone(), residual, weight, EPS)
+            expected = sum_add_rms_norm_twin(parts, twin, weight, EPS)
+            assert torch.equal(residual, twin), f"{rows} rows: the sum differs"
+            torch.testing.assert_close(normed, expected)
+        logits = torch.randint(0, 50, (rows, VOCAB), device=device, generator=generator).bfloat16()
+        shard = VOCAB // num_ranks
+        own = logits[:, rank * shard : (rank + 1) * shard]
+        assert torch.equal(group.argmax(own), logits.float().argmax(-1)), f"{rows} rows: another token"
+        assert torch.equal(group.gather_logits(own), logits)
+        x, stream = parts[rank].clone(), torch.zeros_like(residual)
+        ours = _microseconds(_graph_of(lambda x=x, stream=stream: group.sum_add_rms_norm(x, stream, weight, EPS)))
+
+        def by_nccl(x=x, stream=stream) -> None:  # type: ignore[no-untyped-def]
+            dist.all_reduce(x)
+            add_rms_norm(x, stream, weight, EPS)
+
+        x.zero_()
+        took[rows] = [ours, _microseconds(_graph_of(by_nccl))]
+    torch.cuda.synchronize()
+    group.smallest(0)
+    if rank == 0:
+        print(json.dumps(took), flush=True)
+
+
+if __name__ == "__main__":
+    import os
+
+    _run(*map(int, sys.argv[1:]))
+    os._exit(0)  # without NCCL's teardown

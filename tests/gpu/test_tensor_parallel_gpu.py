@@ -1,0 +1,46 @@
+"""Ranks on GPUs of their own: exact exchanges, and the tokens that one GPU makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_ranks import run_ranks
+from near_ties import check_against_reference
+from tensor_parallel_engine import run_in_child
+
+import tandem.deploy
+from tiny_models import random_prompt
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
+LENGTHS = (1, 17, 64, 333)
+NUM_TOKENS = 48
+SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+def test_exchanges_are_exact_eager_and_replayed(num_ranks: int) -> None:
+    took = run_ranks(num_ranks)
+    for rows, (ours, nccl) in took.items():
+        print(
+            f"\n{num_ranks} ranks, {rows} rows of 4096, sum and norm: {ours:.1f} us; NCCL, then norm: {nccl:.1f} us",
+            end="",
+        )
+    assert took["1"][0] < took["1"][1], "slower than NCCL"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_greedy_against_fp32(dtype: str) -> None:
+    """Chunked prompts, then decode steps from graphs; twice, so that prompts are found in the cache."""
+    prompts = {n: random_prompt(n, seed=n, vocab_size=2048) for n in LENGTHS}
+    requests = [{"name": str(n), "prompt": prompts[n], "max_tokens": NUM_TOKENS} for n in LENGTHS]
+    drawn = {"name": "drawn", "prompt": random_prompt(20, 1), "max_tokens": 16, "temperature": 1.0, "seed": 5}
+    spec = {"model": DEMO, "dtype": dtype, "device": "cuda", "num_blocks": 256, "rounds": 2}
+    (result,) = run_in_child({**spec, "sizes": [SIZES[-1]], "requests": [*requests, drawn]})
+    for turn in range(2):
+        for length, prompt in prompts.items():
+            check_against_reference(DEMO, prompt, result["tokens"][f"{turn}-{length}-0"], getattr(torch, dtype))
+    assert len(result["tokens"]["1-drawn-0"]) == 16
+    assert result["num_cached"] > 0
