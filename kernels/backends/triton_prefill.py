@@ -15,6 +15,8 @@ from tandem.kernels.spec import AttentionSpec
 logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
+# A load whose rows are all left out still touches the page where its descriptor starts, and that may not be mapped.
+UNSAFE: str | None = "the Hopper kernel may touch memory before a tensor"
 GLUON_VERSIONS = ((3, 6), (3, 8))  # first and last release whose Gluon the Hopper kernel is compiled with in tests
 _failures: list[str] = []
 
@@ -48,6 +50,8 @@ def why_general(
         return reason
     from tandem.kernels.triton_kernels.prefill_launch import why_not_cache, why_not_tiles
 
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        return f"keys are {key.dtype}, values {value.dtype}, queries {query.dtype}"
     if kv is not None:
         if kv.key_cache.dtype != query.dtype:
             return f"the cache holds {kv.key_cache.dtype}, queries are {query.dtype}"
@@ -67,7 +71,7 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return "the Hopper kernel has no ALiBi"
     if spec.scale <= 0:
         return f"the Hopper kernel needs a positive scale, not {spec.scale}"
-    return _why_no_gluon()
+    return UNSAFE or _why_no_gluon()
 
 
 @cache

@@ -49,8 +49,12 @@ class CacheTiles:
 
 def why_not_tiles(name: str, tensor: torch.Tensor) -> str | None:
     """Why the copy engine can't read [T, heads, D] rows, or None."""
-    if tensor.data_ptr() % 16 or any(stride * tensor.element_size() % 16 for stride in tensor.stride()[:2]):
+    token, head, element = tensor.stride()
+    size = tensor.element_size()
+    if element != 1 or tensor.data_ptr() % 16 or token * size % 16 or head * size % 16:
         return f"{name} rows don't start at multiples of 16 bytes"
+    if token == 0 or head == 0:
+        return f"{name} rows lie on each other"
     return None
 
 

@@ -82,6 +82,32 @@ def test_shapes(heads: int, kv_heads: int, size: int, block: int) -> None:
     check(batch, AttentionSpec(heads, size, size**-0.5, kv_heads))
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_at_head_size_64(options: str) -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "device": "cuda", "seed": 2}
+    batch = random_batch(*CHUNKED, dtype=torch.bfloat16, **sizes)
+    check(batch, AttentionSpec(8, 64, 0.125, 2, **OPTIONS[options]))
+
+
+def test_programs_that_take_many_items() -> None:
+    """More than ten items a program, of every length, so that what one leaves behind would meet the next."""
+    lengths = (2500, 17, 1300, 128, 640, 1, 129, 2047)
+    earlier = (0, 300, 64, 1000, 1, 0, 0, 129)
+    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 64, "device": "cuda", "seed": 4}
+    totals = tuple(new + old for new, old in zip(lengths, earlier, strict=True))
+    check(random_batch(lengths, totals, dtype=torch.bfloat16, **sizes), AttentionSpec(32, 128, 128**-0.5, 8))
+
+
+def test_rows_without_new_tokens() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
+    spec = AttentionSpec(8, 128, 128**-0.5, 2)
+    batch = random_batch((0, 130, 0, 2, 0), (70, 200, 0, 2, 64), dtype=torch.bfloat16, **sizes)
+    check(batch, spec)
+    nothing = random_batch((0, 0), (70, 0), dtype=torch.bfloat16, **sizes)
+    rows = nothing.metadata.all_rows()
+    assert TritonOps.prefill(nothing.query, nothing.key, nothing.value, nothing.kv(), rows, spec).shape == (0, 8, 128)
+
+
 @pytest.mark.parametrize("size", [80, 96, 256])
 def test_other_head_sizes_take_the_general_kernel(size: int) -> None:
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": size, "block_size": 64, "device": "cuda"}

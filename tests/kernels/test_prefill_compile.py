@@ -1,0 +1,114 @@
+"""The Hopper prefill kernel compiles without a GPU; its list of work and what its launch refuses."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing to compile")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+import torch  # noqa: E402
+
+pytest.importorskip("triton.experimental.gluon", reason="this triton has no Gluon")
+
+from tandem.kernels.triton_kernels import prefill_launch  # noqa: E402
+from tandem.kernels.triton_kernels.prefill_hopper import prefill_hopper_kernel  # noqa: E402
+
+SHARED_MEMORY_BYTES = 227 << 10  # a block's limit of sm_90, from the CUDA programming guide
+INTEGERS = {"num_items", "window", "table_row", "block_units", "head_units", "value_units"}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("bf16", {"head_size": 128, "block_size": 64, "has_cache": True}),
+    "everything": (
+        "fp16", {"head_size": 128, "block_size": 16, "has_cache": True, "has_window": True, "has_soft_cap": True}
+    ),
+    "small-heads": ("bf16", {"head_size": 64, "block_size": 128, "has_cache": False}),
+}  # fmt: skip
+
+
+def compile_variant(dtype: str, **options: Any) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    constants = prefill_launch.hopper_constants(
+        32, 4, **({"has_window": False, "has_soft_cap": False} | options)
+    )  # fmt: skip
+    rows, box = prefill_launch.BOX_ROWS, constants["BOX"]
+    boxes = {"q_desc": (1, rows), "cache_desc": (1, 1, box if constants["HAS_CACHE"] else rows)}
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_desc"):
+            shape = (*boxes.get(name, (1, 1, rows)), prefill_launch.BOX_COLUMNS)
+            return f"tensordesc<{dtype}{list(shape)},{prefill_launch._layout(len(shape))!r}>"
+        if name in INTEGERS:
+            return "i32"
+        return "fp32" if name in {"scale", "soft_cap"} else "*i32"
+
+    signature = {name: kind(name) for name in prefill_hopper_kernel.arg_names}
+    source = GluonASTSource(prefill_hopper_kernel, signature, constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_compiles_and_fits_shared_memory(variant: str) -> None:
+    from triton.backends import backends
+
+    if "nvidia" not in backends:
+        pytest.skip("this triton build has no NVIDIA backend")
+    dtype, options = VARIANTS[variant]
+    compiled = compile_variant(dtype, **options)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= SHARED_MEMORY_BYTES
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
+
+
+def test_every_piece_of_work_is_listed_once_longest_first() -> None:
+    new, total = (1, 0, 128, 129, 300, 2), (10, 7, 128, 500, 3000, 2)
+    work = prefill_launch.list_work(new, total)
+    assert work.dtype == np.int32
+    assert sorted(map(tuple, work[:, :2])) == [
+        (row, tile) for row, count in enumerate(new) for tile in range(-(-count // 128))
+    ]
+    starts = np.cumsum((0, *new))
+    for row, tile, first_token, query_len, num_earlier, *rest in work:
+        assert (first_token, query_len, num_earlier) == (starts[row], new[row], total[row] - new[row])
+        assert tile * 128 < query_len
+        assert not any(rest)
+    keys = work[:, 4] + 128 * work[:, 1]
+    assert (np.diff(keys) <= 0).all()
+
+
+def test_no_rows_no_work() -> None:
+    assert prefill_launch.list_work((), ()).shape == (0, prefill_launch.FIELDS)
+    assert prefill_launch.list_work((0, 0), (5, 0)).shape == (0, prefill_launch.FIELDS)
+
+
+def test_boxes_divide_blocks() -> None:
+    assert [prefill_launch.box_of(size) for size in (16, 32, 48, 64, 96, 128, 256)] == [16, 32, 16, 64, 32, 64, 64]
+
+
+def test_refuses_rows_the_copy_engine_cannot_read() -> None:
+    rows = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    assert prefill_launch.why_not_tiles("query", rows) is None
+    assert prefill_launch.why_not_tiles("query", rows.transpose(0, 1)) is None
+    assert "16 bytes" in (prefill_launch.why_not_tiles("query", rows[:, :, 1:]) or "")
+    assert "16 bytes" in (prefill_launch.why_not_tiles("query", rows.transpose(1, 2)) or "")
+    assert "on each other" in (prefill_launch.why_not_tiles("key", rows[:, :1].expand(4, 2, 64)) or "")
+
+
+def test_refuses_caches_that_are_no_line_of_tiles() -> None:
+    pool = torch.zeros(5, 2, 3, 2, 16, 64, dtype=torch.bfloat16)
+    keys, values = pool[:, :, 1, 0], pool[:, :, 1, 1]
+    assert prefill_launch.why_not_cache(keys, values) is None
+    assert "whole tiles after" in (prefill_launch.why_not_cache(values, keys) or "")
+    assert "no multiple" in (prefill_launch.why_not_cache(keys[:, :, :8], values[:, :, :8]) or "")
+    by_slot = torch.zeros(5, 2, 16, 2, 64, dtype=torch.bfloat16)
+    assert "tiles apart" in (prefill_launch.why_not_cache(by_slot[:, :, :, 0], by_slot[:, :, :, 1]) or "")
