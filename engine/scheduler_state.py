@@ -68,7 +68,7 @@ class SchedulerState:
     def add(self, request: Request) -> None:
         """Queues a request whose KV is to be computed here. What can never run here fails with the next events."""
         self._adopt(request)
-        self._admit_or_fail(request)
+        self._admit_or_fail([request])
 
     def add_committed(
         self, request: Request, block_ids: Sequence[int], first_tokens: Sequence[tuple[int, int, bool]]
@@ -97,8 +97,7 @@ class SchedulerState:
         for sequence, (sample, token) in zip(sequences, alive, strict=True):
             sequence.sample_indices = (sample,)
             sequence.output_token_ids.append(token)
-        for sequence in sequences:
-            self._admit_or_fail(sequence)
+        self._admit_or_fail(sequences)
 
     def make_child(self, parent: Request, sample_indices: tuple[int, ...]) -> Request:
         """A request for some of the parent's samples; it has no blocks and is in no queue yet."""
@@ -129,20 +128,24 @@ class SchedulerState:
         request.max_num_tokens = stop.max_num_tokens(request, self.max_model_len)
         del request.block_hashes[request.num_tokens // self.block_size :]
 
-    def _admit_or_fail(self, request: Request) -> None:
+    def _admit_or_fail(self, sequences: Sequence[Request]) -> None:
+        """All sequences of one request: equally long, so all can run here or none. One event if none."""
+        request = sequences[0]
         num_blocks = self.kv.num_blocks_for(request.num_tokens)
         if num_blocks > self.pool.num_blocks:
             text = f"the prompt needs {num_blocks} KV blocks and the pool has {self.pool.num_blocks}"
-            self._refuse(request, "too_large_for_pool", text)
+            self._refuse(sequences, "too_large_for_pool", text)
         elif not request.can_advance:
             text = f"{request.num_tokens} tokens are known and {request.max_num_tokens} are all that it may have"
-            self._refuse(request, "too_long", text)
+            self._refuse(sequences, "too_long", text)
         else:
-            self.enqueue(request)
+            for sequence in sequences:
+                self.enqueue(sequence)
 
-    def _refuse(self, request: Request, code: str, text: str) -> None:
-        self.events.append(FailedEvent(request, code, text, retryable=False))
-        self._end(request)
+    def _refuse(self, sequences: Sequence[Request], code: str, text: str) -> None:
+        self.events.append(FailedEvent(sequences[0], code, text, retryable=False))
+        for sequence in sequences:
+            self._end(sequence)
 
     def enqueue(self, request: Request) -> None:
         self._requests.setdefault(request.key, []).append(request)

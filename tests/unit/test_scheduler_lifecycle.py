@@ -348,6 +348,20 @@ def test_an_aborted_requests_blocks_cool_until_its_step_has_run() -> None:
     assert harness.pool.num_grantable == 4
 
 
+def test_committed_samples_that_outgrow_the_pool_at_once_fail_together() -> None:
+    """The prompt fills the pool to the last slot: no sample has room for the token that it brings along."""
+    harness = Harness(num_blocks=4)
+    request = harness.request("a", range(16), samples=(0, 1, 2), mode="decode", max_tokens=9)
+    blocks = harness.pool.allocate_grantable(4)
+    assert blocks is not None
+    harness.runner.peer_writes(blocks, range(16))
+    harness.commit(request, blocks)
+    harness.run()
+    harness.step()
+    assert harness.failed == {"a": "too_large_for_pool"}
+    harness.assert_empty()
+
+
 # --- steps that fail ----------------------------------------------------------------------------------------
 
 
