@@ -23,6 +23,15 @@ def _weighted_sum(word, position, mask, keys, table, SEGMENT: tl.constexpr):
     return tl.sum(word * (first | 1) + (word >> 32) * (second | 1), 0)
 
 
+@triton.jit
+def _sum_in_segment(word, place, keys, table, SEGMENT: tl.constexpr, CHUNK: tl.constexpr):
+    """The same of words that follow each other from `place` on and share one segment."""
+    segment = keys + 2 * (place // SEGMENT)
+    inside = table + place % SEGMENT + tl.arange(0, CHUNK)
+    first, second = tl.load(inside) ^ tl.load(segment), tl.load(inside + SEGMENT) ^ tl.load(segment + 1)
+    return tl.sum(word * (first | 1) + (word >> 32) * (second | 1), 0)
+
+
 @triton.jit(do_not_specialize=["num_pairs", "first_layer", "num_layers"])
 def move_blocks_kernel(
     source,  # address, an integer: where layer `first_layer` of block 0 begins
@@ -63,11 +72,15 @@ def move_blocks_kernel(
         origin = here + tl.load(pairs + pair) * source_block + source_place
         destination = there + tl.load(pairs + num_pairs + pair) * target_block + target_place
         num_words = (tl.load(pairs + 2 * num_pairs + pair) * SLOT_WORDS).to(tl.int32)
-        before = ((head * POOL_LAYERS + first_layer + layer) * PLANES + plane) * num_words
+        index = (head * POOL_LAYERS + first_layer + layer) * PLANES + plane
         for first in tl.static_range(0, PLANE_WORDS, CHUNK):
             words = first + tl.arange(0, CHUNK)
             mask = words < num_words
             word = tl.load(origin + words, mask=mask, other=0)
             tl.store(destination + words, word, mask=mask)
             if HAS_SUMS:
-                tl.atomic_add(sums + pair, _weighted_sum(word, before + words, mask, keys, table, SEGMENT))
+                if (PLANE_WORDS % CHUNK == 0) & (SEGMENT % CHUNK == 0) & (num_words == PLANE_WORDS):
+                    total = _sum_in_segment(word, index * PLANE_WORDS + first, keys, table, SEGMENT, CHUNK)
+                else:
+                    total = _weighted_sum(word, index * num_words + words, mask, keys, table, SEGMENT)
+                tl.atomic_add(sums + pair, total)

@@ -22,7 +22,7 @@ LARGEST: tl.constexpr = tl.constexpr((1 << 52) - 1)
 NOISE_ERROR: tl.constexpr = tl.constexpr(1e-4)  # bounds the error of _rough_noise with room to spare
 ROUNDING: tl.constexpr = tl.constexpr(1e-6)  # relative, of fp32 sums
 MAX_SPLITS = 64
-PARTS_BLOCK, PARTS_WARPS = 1024, 4
+PARTS_BLOCK, PARTS_WARPS = 512, 4
 
 
 @triton.jit
@@ -113,8 +113,12 @@ def sampling_parts_kernel(
         values = tl.load(own + columns, mask=columns < end, other=float("-inf")).to(tl.float32)
         score = tl.div_rn(values, divisor)
         if is_random:
-            noisy = score + _rough_noise(key, columns)
-            score = tl.where(_kept(values, score, columns, cut, threshold, last), noisy, float("-inf"))
+            if FILTERED:
+                score = tl.where(_kept(values, score, columns, cut, threshold, last), score, float("-inf"))
+                if tl.max(score, 0) > float("-inf"):  # most parts keep nothing
+                    score += _rough_noise(key, columns)
+            else:
+                score += _rough_noise(key, columns)
         better = score > best
         second = tl.where(better, best, tl.maximum(second, score))
         best = tl.where(better, score, best)

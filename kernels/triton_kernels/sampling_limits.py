@@ -1,7 +1,9 @@
 """Which tokens top_k, top_p and min_p leave of each row, found without sorting: limits that the sampling kernel reads.
 
-R rows, V vocabulary. The limits are found by narrowing an interval of logits around the boundary: each pass over a row
-counts (top_k) or weighs (top_p) what lies above three inner points.
+R rows, V vocabulary, G groups of neighbouring logits. A program a row: from its groups' summaries (sampling_groups.py)
+it takes a floor that the boundary surely lies above, and lists the groups that reach beyond it, usually few. In those
+it narrows an interval of logits around the boundary: each pass counts (top_k) or weighs (top_p) what lies above three
+inner points.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,34 +14,44 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import LOG2_E, begin, overlap
+from tandem.kernels.triton_kernels.sampling_groups import (
+    GROUP,
+    list_groups,
+    row_summary,
+    safe_floor,
+    summarize_groups,
+    wants_limits,
+)
 
-LIMITS_BLOCK, LIMITS_WARPS = 4096, 32
+LIMITS_BLOCK, LIMITS_WARPS = 2048, 8
+ROUNDING: tl.constexpr = tl.constexpr(1e-5)  # beyond the relative error of fp32 sums
 MAX_PASSES: tl.constexpr = tl.constexpr(160)  # quarters of all of fp32's range; ends the search of an infinite logit
 
 
 @triton.jit
-def _finite_range(logits, size, BLOCK: tl.constexpr):
-    """(least finite logit, largest logit) of a row."""
-    least = tl.full([BLOCK], float("inf"), tl.float32)
-    most = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-        least = tl.where(values > float("-inf"), tl.minimum(least, values), least)
-        most = tl.maximum(most, values)
-    return tl.min(least, 0), tl.max(most, 0)
+def _listed_logits(logits, listed, num_listed, start, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """(columns, logits fp32) of BLOCK logits in listed groups; past their end size and -inf."""
+    places = start + tl.arange(0, BLOCK)
+    inside = places < num_listed * GROUP
+    columns = tl.load(listed + places // GROUP, mask=inside, other=0) * GROUP + places % GROUP
+    columns = tl.where(inside, columns, size)
+    values = tl.load(logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+    return columns, tl.where(values == values, values, float("-inf"))
 
 
 @triton.jit
-def _boundary(logits, size, floor, least, peak, scale, target, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _boundary(
+    logits, listed, num_listed, size, floor, lower, base, peak, scale, target, WEIGHTED: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """(v, amount above v): v is the smallest logit >= floor such that the amount above it is below `target` (float64).
 
     Amount: number of logits, or if WEIGHTED the sum of exp2((logit - peak) * scale). The interval (lower, upper]
-    always holds v; it is cut in four until all logits inside are equal.
+    always holds v, and nothing of it that counts is below `base`; it is cut in four until all logits inside are equal.
     """
-    lower, base, upper = tl.full([], float("-inf"), tl.float32), least, peak
+    upper = peak
     above = tl.full([], 0.0, tl.float64)
-    inner_least, inner_most = least, peak
+    inner_least, inner_most = base, peak
     passes = 0
     while (inner_least < inner_most) & (passes < MAX_PASSES):
         passes += 1
@@ -50,9 +62,8 @@ def _boundary(logits, size, floor, least, peak, scale, target, WEIGHTED: tl.cons
         sum_3 = tl.zeros([BLOCK], tl.float32)
         lowest = tl.full([BLOCK], float("inf"), tl.float32)
         highest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, size, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            values = tl.load(logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+        for start in range(0, num_listed * GROUP, BLOCK):
+            _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
             counts = values >= floor
             inside = counts & (values > lower) & (values <= upper)
             lowest = tl.where(inside, tl.minimum(lowest, values), lowest)
@@ -80,23 +91,35 @@ def _boundary(logits, size, floor, least, peak, scale, target, WEIGHTED: tl.cons
 
 
 @triton.jit
-def _weight_above(logits, size, cut, peak, scale, BLOCK: tl.constexpr):
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-        total += tl.where(values > cut, tl.exp2((values - peak) * scale), 0.0)
-    return tl.sum(total.to(tl.float64), 0)
+def _least(logits, listed, num_listed, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """The least finite logit of listed groups."""
+    least = tl.full([BLOCK], float("inf"), tl.float32)
+    for start in range(0, num_listed * GROUP, BLOCK):
+        _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
+        least = tl.where(values > float("-inf"), tl.minimum(least, values), least)
+    return tl.min(least, 0)
 
 
 @triton.jit
-def _nth_equal(logits, size, value, count, BLOCK: tl.constexpr):
+def _weight_kept(logits, listed, num_listed, size, cut, kept, peak, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """float64: of the logits above `cut` and of up to `kept` of those at it."""
+    total = tl.zeros([BLOCK], tl.float32)
+    equal = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_listed * GROUP, BLOCK):
+        _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
+        total += tl.where(values > cut, tl.exp2((values - peak) * scale), 0.0)
+        equal += (values == cut).to(tl.int32)
+    num_kept = tl.minimum(kept, tl.sum(equal, 0).to(tl.float64))
+    return tl.sum(total.to(tl.float64), 0) + num_kept * tl.exp2((cut - peak) * scale).to(tl.float64)
+
+
+@triton.jit
+def _nth_equal(logits, listed, num_listed, size, value, count, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """Id of the `count`-th logit that equals `value`; size if there are fewer."""
     seen = tl.full([], 0, tl.int32)
     last = tl.full([], 0, tl.int32) + size
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
+    for start in range(0, num_listed * GROUP, BLOCK):
+        columns, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
         equal = (values == value).to(tl.int32)
         num_equal = tl.sum(equal, 0)
         if (seen < count) & (seen + num_equal >= count):
@@ -107,8 +130,8 @@ def _nth_equal(logits, size, value, count, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["size"],
-    do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"],  # parts of one buffer
+    do_not_specialize=["size", "num_groups"],
+    do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"],
 )
 def sampling_limits_kernel(
     logits,  # [R, V], strides (row_stride, 1)
@@ -116,10 +139,15 @@ def sampling_limits_kernel(
     top_ks,  # int64 [R]
     top_ps,  # fp32 [R]
     min_ps,  # fp32 [R]
+    peaks,  # fp32 [R, G]
+    masses,  # fp32 [R, G]
+    listed,  # int32 [R, G], written and read here
     cuts,  # fp32 [R, 2]: lowest kept logit, lowest kept logit / temperature
     last_ids,  # int32 [R]: largest kept id of those at the lowest kept logit
     row_stride,
     size,
+    num_groups,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -128,30 +156,46 @@ def sampling_limits_kernel(
     row = tl.program_id(0).to(tl.int64)
     temperature, top_k = tl.load(temperatures + row), tl.load(top_ks + row)
     top_p, min_p = tl.load(top_ps + row), tl.load(min_ps + row)
-    cut = tl.full([], float("-inf"), tl.float32)
-    last, threshold = tl.full([], 0, tl.int32) + size, cut
-    by_rank = (top_k > 0) & (top_k < size)
-    if (temperature > 0.0) & (by_rank | (top_p < 1.0) | (min_p > 0.0)):
-        own = logits + row * row_stride
+    nothing = tl.full([], float("-inf"), tl.float32)
+    cut, threshold = nothing, nothing
+    last = tl.full([], 0, tl.int32) + size
+    if wants_limits(temperature, top_k, top_p, min_p, size):
+        own, mine = logits + row * row_stride, listed + row * num_groups
+        own_peaks, own_masses = peaks + row * num_groups, masses + row * num_groups
         scale = LOG2_E / temperature
-        least, peak = _finite_range(own, size, BLOCK)
-        kept = tl.full([], 0.0, tl.float64) + size  # how many of those at the cut
+        least_peak, peak, total = row_summary(own_peaks, own_masses, num_groups, scale, BLOCK)
+        by_rank = (top_k > 0) & (top_k < size)
+        wanted, floor = top_k.to(tl.float64), nothing
+        target = tl.maximum(top_p.to(tl.float64) * total, 1e-300)
         if by_rank:
-            cut, above = _boundary(own, size, float("-inf"), least, peak, scale, top_k.to(tl.float64), False, BLOCK)
-            kept = top_k.to(tl.float64) - above
-        if top_p < 1.0:
-            weight = tl.exp2((cut - peak) * scale).to(tl.float64)
-            total = _weight_above(own, size, cut, peak, scale, BLOCK)
+            floor = safe_floor(own_peaks, own_masses, num_groups, least_peak, peak, scale, wanted, False, GROUP, BLOCK)
+        elif top_p < 1.0:
+            enough = target + total * ROUNDING
+            floor = safe_floor(own_peaks, own_masses, num_groups, least_peak, peak, scale, enough, True, GROUP, BLOCK)
+        kept = tl.full([], 0.0, tl.float64) + size  # how many of those at the cut
+        if by_rank | (top_p < 1.0):
+            count = list_groups(own_peaks, mine, num_groups, floor, BLOCK)
+            base = floor
+            if floor == float("-inf"):
+                base = _least(own, mine, count, size, GROUP, BLOCK)
             if by_rank:
-                total += kept * weight
-            target = tl.maximum(top_p.to(tl.float64) * total, 1e-300)
-            start = tl.maximum(cut, least)
-            lowest, weight_above = _boundary(own, size, cut, start, peak, scale, target, True, BLOCK)
-            needed = tl.ceil((target - weight_above) / tl.exp2((lowest - peak) * scale).to(tl.float64))
-            kept = tl.where(lowest == cut, tl.minimum(kept, needed), needed)
-            cut = lowest
-        if kept < size:
-            last = _nth_equal(own, size, cut, tl.maximum(kept, 1.0).to(tl.int32), BLOCK)
+                cut, above = _boundary(
+                    own, mine, count, size, nothing, floor, base, peak, scale, wanted, False, GROUP, BLOCK
+                )
+                kept = wanted - above
+            if top_p < 1.0:
+                if by_rank:
+                    total = _weight_kept(own, mine, count, size, cut, kept, peak, scale, GROUP, BLOCK)
+                    target = tl.maximum(top_p.to(tl.float64) * total, 1e-300)
+                    floor, base = nothing, cut
+                lowest, weight_above = _boundary(
+                    own, mine, count, size, cut, floor, base, peak, scale, target, True, GROUP, BLOCK
+                )
+                needed = tl.ceil((target - weight_above) / tl.exp2((lowest - peak) * scale).to(tl.float64))
+                kept = tl.where(lowest == cut, tl.minimum(kept, needed), needed)
+                cut = lowest
+            if kept < size:
+                last = _nth_equal(own, mine, count, size, cut, tl.maximum(kept, 1.0).to(tl.int32), GROUP, BLOCK)
         if min_p > 0.0:
             threshold = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
     tl.store(cuts + 2 * row, cut)
@@ -169,7 +213,12 @@ def find_limits(
     last_ids_R: torch.Tensor,
 ) -> None:
     """Writes `cuts_R2` fp32 and `last_ids_R` int32, as `sampling_limits_kernel` says."""
-    sampling_limits_kernel[(len(logits_RV),)](
-        logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, cuts_R2, last_ids_R, logits_RV.stride(0),
-        logits_RV.shape[1], BLOCK=LIMITS_BLOCK, num_warps=LIMITS_WARPS, **overlap(logits_RV.device),
+    (num_rows, size), device = logits_RV.shape, logits_RV.device
+    num_groups = triton.cdiv(size, GROUP)
+    settings = (temperature_R, top_k_R, top_p_R, min_p_R)
+    peaks, masses = summarize_groups(logits_RV, *settings)
+    listed = torch.empty((num_rows, num_groups), dtype=torch.int32, device=device)
+    sampling_limits_kernel[(num_rows,)](
+        logits_RV, *settings, peaks, masses, listed, cuts_R2, last_ids_R, logits_RV.stride(0), size, num_groups,
+        GROUP=GROUP, BLOCK=LIMITS_BLOCK, num_warps=LIMITS_WARPS, **overlap(device),
     )  # fmt: skip

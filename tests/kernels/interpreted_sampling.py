@@ -25,7 +25,7 @@ FILTERS: dict[str, tuple[int, float, float]] = {
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_limits, "LIMITS_BLOCK", 512)
+    monkeypatch.setattr(sampling_limits, "LIMITS_BLOCK", 128)
     monkeypatch.setattr(sampling, "PARTS_BLOCK", 128)
 
 
@@ -53,18 +53,27 @@ def test_tokens_are_those_of_the_twin(name: str, dtype: torch.dtype) -> None:
     check(logits, settings_of(3, 0.8, *FILTERS[name]))
 
 
-def test_limits_keep_exactly_the_tokens_of_the_definition() -> None:
+LOGITS = {
+    "equal ones": lambda size: (torch.randn(1, size) * 2 * 8).round() / 8,
+    "flat": lambda size: torch.randn(1, size) * 0.1,
+    "peaked": lambda size: torch.randn(1, size) * 0.5 + 12.0 * (torch.rand(1, size) < 0.01),
+    "bans": lambda size: torch.randn(1, size).masked_fill(torch.rand(1, size) < 0.97, float("-inf")),
+}
+
+
+@pytest.mark.parametrize("size", [900, 70])
+@pytest.mark.parametrize("kind", LOGITS)
+def test_limits_keep_exactly_the_tokens_of_the_definition(kind: str, size: int) -> None:
     for name, filters in FILTERS.items():
-        logits = (torch.randn(1, 900) * 2 * 8).round() / 8  # many equal logits
+        logits = LOGITS[kind](size)
         temperature, top_k, top_p, min_p, *_ = settings_of(1, 1.3, *filters)
         cuts, last = torch.empty(1, 2), torch.empty(1, dtype=torch.int32)
-        sampling_limits.sampling_limits_kernel[(1,)](
-            logits, temperature, top_k, top_p, min_p, cuts, last, logits.stride(0), 900, BLOCK=512, PDL=False
-        )
-        scaled, ids = logits[0] / 1.3, torch.arange(900)
+        sampling_limits.find_limits(logits, temperature, top_k, top_p, min_p, cuts, last)
+        scaled, ids = logits[0] / 1.3, torch.arange(size)
         kept = (logits[0] > cuts[0, 0]) | ((logits[0] == cuts[0, 0]) & (ids <= last[0]))
         kept &= scaled >= cuts[0, 1]
-        assert torch.equal(kept, reference.kept_tokens(logits[0], scaled, *filters)), name
+        finite = logits[0] > float("-inf")
+        assert torch.equal(kept & finite, reference.kept_tokens(logits[0], scaled, *filters) & finite), name
 
 
 def test_unfiltered_rows_need_no_limits() -> None:

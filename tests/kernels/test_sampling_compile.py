@@ -15,19 +15,25 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels import sampling, sampling_limits  # noqa: E402
+from tandem.kernels.triton_kernels import sampling, sampling_groups, sampling_limits  # noqa: E402
 
 TYPES = {
     "temperatures": "*fp32", "top_ks": "*i64", "top_ps": "*fp32", "min_ps": "*fp32", "cuts": "*fp32",
-    "last_ids": "*i32", "seeds": "*i64", "sample_indices": "*i64", "output_indices": "*i64", "scores": "*fp64",
+    "peaks": "*fp32", "masses": "*fp32", "listed": "*i32", "last_ids": "*i32",
+    "seeds": "*i64", "sample_indices": "*i64", "output_indices": "*i64", "scores": "*fp64",
     "places": "*i32", "tokens": "*i64",
 }  # fmt: skip
 PARTS = {"MAX_SPLITS": sampling.MAX_SPLITS, "BLOCK": sampling.PARTS_BLOCK}
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "limits": (
         sampling_limits.sampling_limits_kernel,
-        {"BLOCK": sampling_limits.LIMITS_BLOCK},
+        {"BLOCK": sampling_limits.LIMITS_BLOCK, "GROUP": sampling_groups.GROUP},
         sampling_limits.LIMITS_WARPS,
+    ),
+    "groups": (
+        sampling_groups.sampling_groups_kernel,
+        {"GROUPS": sampling_groups.GROUPS_AT_ONCE, "GROUP": sampling_groups.GROUP},
+        sampling_groups.GROUPS_WARPS,
     ),
     "parts": (sampling.sampling_parts_kernel, {**PARTS, "FILTERED": False}, sampling.PARTS_WARPS),
     "parts-filtered": (sampling.sampling_parts_kernel, {**PARTS, "FILTERED": True}, sampling.PARTS_WARPS),
