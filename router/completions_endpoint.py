@@ -12,8 +12,6 @@ from tandem.engine.errors import ClientGoneError, TandemError
 from tandem.router.completion import PromptPlan
 from tandem.router.http_io import (
     ApiKeys,
-    abort_connection,
-    connection_is_closing,
     read_body,
     send_error,
     send_whole,
@@ -21,6 +19,7 @@ from tandem.router.http_io import (
 )
 from tandem.router.listeners import Collector, EventStream
 from tandem.router.openai_api import CompletionBody
+from tandem.router.server import Client
 from tandem.router.service import CompletionService
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class CompletionsEndpoint:
                 try:
                     await self._stream(completion_id, body, plans, scope, receive, send)
                 except RuntimeError as error:  # of the transport, when the client left a moment before this write
-                    if not connection_is_closing(scope):
+                    if not _client(scope).is_leaving:
                         raise
                     raise _client_gone() from error
             else:
@@ -81,13 +80,13 @@ class CompletionsEndpoint:
         receive: Receive,
         send: Send,
     ) -> None:
-        service = self._service
+        service, client = self._service, _client(scope)
 
         def give_up_on_client() -> None:
             service.metrics.stuck_clients.inc()
             logger.warning("%s: the client does not read its stream; aborted", completion_id)
             service.abort(stream.generations, ClientGoneError("the client stopped reading"))
-            abort_connection(scope)
+            client.abort()
 
         stream = EventStream(
             completion_id,
@@ -95,6 +94,7 @@ class CompletionsEndpoint:
             plans,
             service.facts(),
             service.tokenizer,
+            client=client,
             limit=service.options.stream_queue,
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )
@@ -104,6 +104,7 @@ class CompletionsEndpoint:
         try:
             batch = await stream.next_batch()
             await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            stream.begun = True
             while batch:
                 await send({"type": "http.response.body", "body": batch, "more_body": True})
                 batch = await stream.next_batch()
@@ -111,6 +112,11 @@ class CompletionsEndpoint:
         finally:
             service.abort(generations, _client_gone())
             watcher.cancel()
+
+
+def _client(scope: Scope) -> Client:
+    client: Client = scope["extensions"]["tandem.client"]
+    return client
 
 
 def _client_gone() -> ClientGoneError:

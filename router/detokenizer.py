@@ -22,16 +22,26 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For byte-level BPE, where each token stands for a fixed run of bytes. `token_bytes` is indexed by token id."""
+    """For byte-level BPE, where each token stands for a fixed run of bytes.
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
-        self._token_bytes = token_bytes
+    Both lists are indexed by token id; `token_texts` has None for tokens that are not whole characters.
+    """
+
+    def __init__(self, token_bytes: Sequence[bytes], token_texts: Sequence[str | None]) -> None:
+        self._token_bytes, self._token_texts = token_bytes, token_texts
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False  # a character
 
     def feed(self, token_id: int) -> str:
         if token_id >= len(self._token_bytes):
             return ""
-        return self._decoder.decode(self._token_bytes[token_id])
+        if not self._is_inside:
+            text = self._token_texts[token_id]
+            if text is not None:
+                return text
+        text = self._decoder.decode(self._token_bytes[token_id])
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)

@@ -112,17 +112,6 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def abort_connection(scope: Scope) -> None:
-    """Closes the client's connection without waiting for it to read what was written."""
-    scope["extensions"]["tandem.transport"].abort()
-
-
-def connection_is_closing(scope: Scope) -> bool:
-    """True from the moment at which nothing more can be written, which is before `http.disconnect` arrives."""
-    closing: bool = scope["extensions"]["tandem.transport"].is_closing()
-    return closing
-
-
 class ApiKeys:
     """Bearer keys, one a line of the file; without a file everybody may ask. Raises ConfigError."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.engine.errors import TandemError
 from tandem.engine.messages import TokenLogprobs
@@ -110,15 +110,26 @@ class Collector(_Listener):
         return complete
 
 
+class ChunkWriter(Protocol):
+    def write_chunk(self, body: bytes) -> bool:
+        """False, and nothing is written: not now."""
+
+
 class EventStream(_Listener):
     """Server-sent events through a bounded queue; a client that does not read makes it overflow, once.
 
-    `next_batch` returns what is there, b"" at the end; it raises the error of a request that failed before its first
+    What a turn of the event loop brings is one write: when there is a single choice, and the response has `begun`, and
+    nothing waits, an event is that write, past the queue; the events of several choices are gathered in it.
+
+    `next_batch` returns what waits, b"" at the end; it raises the error of a request that failed before its first
     event, so that it can still become an HTTP status.
     """
 
-    def __init__(self, *arguments: Any, limit: int, on_overflow: Callable[[], object]) -> None:
+    def __init__(self, *arguments: Any, client: ChunkWriter, limit: int, on_overflow: Callable[[], object]) -> None:
         super().__init__(*arguments)
+        self._client = client
+        self._is_single = len(self._plans) * self._body.num_samples == 1
+        self.begun = False
         options = self._body.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._writer = EventWriter(
@@ -127,22 +138,26 @@ class EventStream(_Listener):
         self._limit, self._on_overflow = limit, on_overflow
         self._events: deque[bytes] = deque()
         self._wakeup: asyncio.Future[None] | None = None
-        self._begun: set[tuple[int, int]] = set()
+        self._seen: set[int] = set()  # choices that have begun
         self._closed = False
         self._early_error: TandemError | None = None
         self._has_output = False
 
     def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None:
         index = prompt_index * self._body.num_samples + sample_index
-        extra: dict[str, Any] | None = None
-        if (prompt_index, sample_index) not in self._begun:
-            self._begun.add((prompt_index, sample_index))
-            if self._body.return_token_ids:
-                extra = {"prompt_token_ids": self._plans[prompt_index].token_ids.tolist()}
-            if self._body.echo:
-                self._push(self._writer.piece(index, self._echo(prompt_index), extra))
-                extra = None
+        extra = self._first_of(prompt_index, index) if index not in self._seen else None
         self._push(self._writer.piece(index, self._shown(piece), extra))
+
+    def _first_of(self, prompt_index: int, index: int) -> dict[str, Any] | None:
+        """What a choice begins with: its echo, as an event of its own, or what its first event says besides."""
+        self._seen.add(index)
+        extra: dict[str, Any] | None = None
+        if self._body.return_token_ids:
+            extra = {"prompt_token_ids": self._plans[prompt_index].token_ids.tolist()}
+        if self._body.echo:
+            self._push(self._writer.piece(index, self._echo(prompt_index), extra))
+            return None
+        return extra
 
     def finished(self, prompt_index: int) -> None:
         self._num_open -= 1
@@ -170,12 +185,15 @@ class EventStream(_Listener):
                 return b""
             self._wakeup = asyncio.get_running_loop().create_future()
             await self._wakeup
+            self._wakeup = None
         batch = b"".join(self._events)
         self._events.clear()
         return batch
 
     def _push(self, event: bytes) -> None:
         if self._closed:
+            return
+        if self._may_pass() and self._client.write_chunk(event):
             return
         if len(self._events) >= self._limit:
             self._close()
@@ -184,6 +202,10 @@ class EventStream(_Listener):
         self._has_output = True
         self._events.append(event)
         self._wake()
+
+    def _may_pass(self) -> bool:
+        """Nothing is on its way to be written while the endpoint waits for more."""
+        return self._is_single and self.begun and self._wakeup is not None and not self._events
 
     def _close(self) -> None:
         self._closed = True

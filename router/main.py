@@ -39,7 +39,7 @@ def run_router(options: RouterOptions) -> int:
 
 
 def default_workers(num_cores: int) -> int:
-    """One process streams some 10,000 tokens a second; nodes on the same host need most of the cores."""
+    """One process streams tens of thousands of tokens a second; nodes on the same host need most of the cores."""
     return max(1, min(8, num_cores // 4))
 
 

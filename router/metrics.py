@@ -52,8 +52,17 @@ class RouterMetrics:
         )
         self.queue_s = _histogram("queue_s", "Seconds from arrival to placement", LATENCY_BUCKETS_S, registry)
         self.ttft_s = _histogram("ttft_s", "Seconds from arrival to the first token", LATENCY_BUCKETS_S, registry)
-        self.itl_s = _histogram("itl_s", "Seconds between tokens of one sample", TOKEN_BUCKETS_S, registry)
+        self.itl_s = _WeightedHistogram(
+            "tandem_router_itl_s", "Seconds between tokens of one sample", buckets=TOKEN_BUCKETS_S, registry=registry
+        )
         self.e2e_s = _histogram("e2e_s", "Seconds from arrival to the end of a prompt", LATENCY_BUCKETS_S, registry)
+
+    def observe_step(self, gaps_s: dict[float, int], num_tokens: int) -> None:
+        """What one message brought: how often each gap between tokens occurred, and tokens. Most gaps of a step are
+        equal, since the tokens before came in one message too."""
+        for gap_s, count in gaps_s.items():
+            self.itl_s.observe_many(gap_s, count)
+        self.output_tokens.inc(num_tokens)
 
     def exposition(self) -> bytes:
         """Text format 0.0.4. With several workers, the sum over them (prometheus_client's multiprocess mode)."""
@@ -62,6 +71,16 @@ class RouterMetrics:
         combined = CollectorRegistry()
         multiprocess.MultiProcessCollector(combined)
         return generate_latest(combined) + generate_latest(_only(self._nodes))
+
+
+class _WeightedHistogram(Histogram):
+    def observe_many(self, amount: float, count: int) -> None:
+        """As `observe(amount)`, `count` times."""
+        self._sum.inc(amount * count)
+        for bound, bucket in zip(self._upper_bounds, self._buckets, strict=True):
+            if amount <= bound:
+                bucket.inc(count)
+                break
 
 
 class _NodeCollector(Collector):

@@ -40,7 +40,7 @@ from tandem.router.placement import NodeKey, NodeView
 
 logger = logging.getLogger(__name__)
 
-READ_BURST = 256  # messages read before other work gets its turn
+READ_BURST_S = 0.01  # reading before other work gets its turn
 RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled
 
 
@@ -153,19 +153,22 @@ class NodeLink:
             asyncio.get_running_loop().call_soon(self._read)
 
     def _read(self) -> None:
-        for _ in range(READ_BURST):
+        now = time.monotonic()
+        end = now + READ_BURST_S
+        while now < end:
             if self._socket is None:
                 return
             try:
                 payload = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            now = time.monotonic()
             try:
                 message = wire.decode_from_node(payload)
             except msgspec.DecodeError:
                 self.num_undecodable += 1
                 continue
-            self._last_seen = time.monotonic()
+            self._last_seen = now
             self._on_message(message)
         asyncio.get_running_loop().call_soon(self._read)
 
@@ -178,7 +181,7 @@ class NodeLink:
             self._on_refused(message)
         elif self.view is not None and isinstance(message, RequestMessage):
             if isinstance(message, Tokens):
-                for delta in message.deltas:
+                for delta in message.deltas if self.outbox else ():
                     self.outbox.answered(delta)
             elif not isinstance(message, PromptLogprobs):
                 self.outbox.answered(message)

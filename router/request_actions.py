@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -47,8 +48,7 @@ class EmitPromptLogprobs:
     entries: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class EmitTokens:
+class EmitTokens(msgspec.Struct, frozen=True):
     """The next tokens of a sample, in order and without gaps."""
 
     sample_index: int

@@ -84,7 +84,7 @@ class RequestCore:
 
     def _current(self, node: NodeKey, request_id: str, number: int) -> Attempt | None:
         attempt = self.live.get(request_id)
-        if attempt is None or attempt.number != number or node not in attempt.nodes:
+        if attempt is None or attempt.number != number or node not in (attempt.primary, attempt.prefill):
             return None
         return attempt
 

@@ -70,9 +70,9 @@ class RequestMachine(RequestCore):
             return []
         sample = self.samples[delta.sample_index]
         attempt.awaiting.discard(node)
-        if node == attempt.primary:
-            attempt.handed_off = True
-        self._note_cached(delta.num_cached_tokens)
+        attempt.handed_off |= node == attempt.primary
+        if delta.num_cached_tokens:
+            self._note_cached(delta.num_cached_tokens)
         ready = sample.take(delta, self.spec.sampling.max_tokens)
         if not ready:
             self.num_dropped_deltas += sample.finish_reason is not None or delta.output_index < len(sample.token_ids)

@@ -75,8 +75,15 @@ class EventWriter:
         self._start = b"data: " + head[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
         self._with_token_ids = with_token_ids
+        self._plain: dict[int, bytes] = {}  # per choice, all that comes before the text of most events
+        self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._end
 
     def piece(self, index: int, piece: Piece, extra: dict[str, Any] | None = None) -> bytes:
+        if piece.finish_reason is None and piece.logprobs is None and not self._with_token_ids and extra is None:
+            start = self._plain.get(index)
+            if start is None:
+                start = self._plain[index] = self._start + b'{"index":%d,"text":' % index
+            return start + _encode(piece.text) + self._plain_end
         choice: dict[str, Any] = {
             "index": index,
             "text": piece.text,

@@ -72,7 +72,8 @@ class SampleOutput:
         self._tokenizer, self._detokenizer = tokenizer, detokenizer
         self._search = StopSearch(stops)
         self._num_logprobs, self._min_tokens = num_logprobs, min_tokens
-        self._offset = text_offset
+        self._offset = text_offset  # kept for log-probabilities alone
+        self._is_plain = num_logprobs is None and not stops
         self.stopped = False
         self.finish_reason: FinishReason | None = None
         self.num_tokens = 0
@@ -82,6 +83,12 @@ class SampleOutput:
         """None when the sample had ended before."""
         if self.finish_reason is not None:
             return None
+        if self._is_plain and emitted.finish_reason is None and emitted.logprobs is None:
+            text = ""
+            for token_id in emitted.token_ids:
+                text += self._detokenizer.feed(token_id)
+            self.num_tokens += len(emitted.token_ids)
+            return Piece(text, emitted.token_ids, None, None)
         piece = Piece("", emitted.token_ids, None if self._num_logprobs is None else Logprobs(), None)
         last = len(emitted.token_ids) - 1
         for i, token_id in enumerate(emitted.token_ids):

@@ -3,6 +3,7 @@ aborted, and a signal drains without ending the process by that signal."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Generator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tandem.engine.errors import ConfigError, InvalidRequestError
@@ -18,13 +20,37 @@ from tandem.router.openai_api import error_body
 BACKLOG = 2048
 
 
+class Client:
+    """What an endpoint may do with its client's connection past ASGI."""
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport, self._flow = transport, flow
+
+    @property
+    def is_leaving(self) -> bool:
+        """True from the moment at which nothing more can be written, which is before `http.disconnect` arrives."""
+        return self._transport.is_closing()
+
+    def write_chunk(self, body: bytes) -> bool:
+        """Writes a part of a response that was started without a length. False: the client must read first, or is
+        leaving. Each call is a system call."""
+        if self._flow.write_paused or self._transport.is_closing():
+            return False
+        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+    def abort(self) -> None:
+        """Closes the connection without waiting for the client to read what was written."""
+        self._transport.abort()
+
+
 class HttpProtocol(HttpToolsProtocol):
     _in_message = False  # between a request's first byte and its last
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_message = True
-        self.scope["extensions"] = {"tandem.transport": self.transport}  # type: ignore[dict-item]
+        self.scope["extensions"] = {"tandem.client": Client(self.transport, self.flow)}  # type: ignore[dict-item]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

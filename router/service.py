@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
@@ -34,6 +35,15 @@ from tandem.router.request_machine import RequestMachine
 from tandem.router.tokenizer import Tokenizer
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """What one message of tokens brings, for the metrics."""
+
+    now: float
+    num_tokens: int = 0
+    gaps_s: dict[float, int] = field(default_factory=dict)  # how often each gap between two tokens of a sample
+
+
 class CompletionService:
     def __init__(
         self,
@@ -51,6 +61,7 @@ class CompletionService:
         self._by_id: dict[str, Generation] = {}
         self._waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
         self._orphans = Orphans()
+        self._step = StepCounts(0.0)
         cluster.on_up, cluster.on_lost = self._on_up, self._on_lost
         cluster.on_message, cluster.on_room = self._on_message, self._on_room
 
@@ -120,20 +131,26 @@ class CompletionService:
     def _on_message(self, node: NodeKey, message: RequestMessage) -> None:
         now = self._clock()
         if isinstance(message, Tokens):
-            for delta in message.deltas:
-                generation = self._by_id.get(delta.request_id)
-                if generation is None:
-                    self.metrics.dropped_deltas.inc()
-                    continue
-                dropped = generation.machine.num_dropped_deltas
-                actions = generation.machine.tokens(node, delta, now)
-                if generation.machine.num_dropped_deltas != dropped:
-                    self.metrics.dropped_deltas.inc()
-                self._carry_out(generation, actions)
+            self._on_tokens(node, message, now)
             return
         generation = self._by_id.get(message.request_id)
         if generation is not None:
             self._carry_out(generation, self._answer(generation.machine, node, message, now))
+
+    def _on_tokens(self, node: NodeKey, message: Tokens, now: float) -> None:
+        self._step = StepCounts(now)
+        for delta in message.deltas:
+            generation = self._by_id.get(delta.request_id)
+            if generation is None:
+                self.metrics.dropped_deltas.inc()
+                continue
+            machine = generation.machine
+            dropped = machine.num_dropped_deltas
+            actions = machine.tokens(node, delta, now)
+            if machine.num_dropped_deltas != dropped:
+                self.metrics.dropped_deltas.inc()
+            self._carry_out(generation, actions)
+        self.metrics.observe_step(self._step.gaps_s, self._step.num_tokens)
 
     @staticmethod
     def _answer(
@@ -199,15 +216,16 @@ class CompletionService:
             self._carry_out(generation, generation.machine.stop_sample(action.sample_index))
 
     def _measure(self, generation: Generation, sample_index: int, num_tokens: int) -> None:
-        now = self._clock()
+        step = self._step
         if generation.first_token_at is None:
-            generation.first_token_at = now
-            self.metrics.ttft_s.observe(now - generation.started_at)
+            generation.first_token_at = step.now
+            self.metrics.ttft_s.observe(step.now - generation.started_at)
         previous = generation.last_token_at[sample_index]
         if previous:
-            self.metrics.itl_s.observe(now - previous)
-        generation.last_token_at[sample_index] = now
-        self.metrics.output_tokens.inc(num_tokens)
+            gap_s = step.now - previous
+            step.gaps_s[gap_s] = step.gaps_s.get(gap_s, 0) + 1
+        generation.last_token_at[sample_index] = step.now
+        step.num_tokens += num_tokens
 
     def _send(self, generation: Generation, action: Send) -> None:
         generation.submitted_ids.add(action.message.request_id)

@@ -42,6 +42,7 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._is_byte_level = _is_byte_level(json.loads(self._tokenizer.to_str())["decoder"])
+        self.detokenizer([])  # makes the tables now, not on the first request's time
 
     @property
     def vocab_size(self) -> int:
@@ -65,15 +66,13 @@ class Tokenizer:
         if not self._is_byte_level:
             return self.decode([token_id], skip_special_tokens=False)
         raw = self._token_bytes_with_special[token_id] if token_id < len(self._token_bytes_with_special) else b""
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+        text = _text_of(raw)
+        return text if text is not None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def detokenizer(self, prompt_token_ids: list[int]) -> Detokenizer:
         """A fresh incremental detokenizer of output that follows this prompt (its last few tokens are enough)."""
         if self._is_byte_level:
-            return ByteDetokenizer(self._token_bytes)
+            return ByteDetokenizer(self._token_bytes, self._token_texts)
         return WindowDetokenizer(self.decode, prompt_token_ids[-PROMPT_TAIL:])
 
     @cached_property
@@ -91,6 +90,17 @@ class Tokenizer:
     @cached_property
     def _token_bytes(self) -> list[bytes]:
         return [b"" if i in self._special_ids else raw for i, raw in enumerate(self._token_bytes_with_special)]
+
+    @cached_property
+    def _token_texts(self) -> list[str | None]:
+        return [_text_of(raw) for raw in self._token_bytes]
+
+
+def _text_of(raw: bytes) -> str | None:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _is_byte_level(decoder: dict[str, Any] | None) -> bool:

@@ -277,6 +277,20 @@ def test_state_and_metrics(router: RouterInThread, node: StandInNode) -> None:
     assert 'tandem_router_prompts_ended_total{outcome="finished"}' in text
 
 
+def test_token_metrics_count_every_token_once(router: RouterInThread) -> None:
+    def figures() -> dict[str, float]:
+        lines = (line.rpartition(" ") for line in router.client.get("/metrics").text.splitlines() if line[0] != "#")
+        return {name: float(value) for name, _, value in lines}
+
+    before = figures()
+    complete(router, max_tokens=6, n=2, ignore_eos=True)
+    gained = {name: value - before.get(name, 0.0) for name, value in figures().items()}
+    assert gained["tandem_router_output_tokens_total"] == 12
+    assert gained["tandem_router_itl_s_count"] == gained['tandem_router_itl_s_bucket{le="+Inf"}'] == 10
+    assert 0 < gained["tandem_router_itl_s_sum"] < 10
+    assert (gained["tandem_router_ttft_s_count"], gained["tandem_router_e2e_s_count"]) == (1, 1)
+
+
 def test_paths_and_methods_that_are_not_there(router: RouterInThread) -> None:
     for method, path, status in [
         ("GET", "/", 404),
