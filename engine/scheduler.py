@@ -9,7 +9,8 @@ yet (docs/architecture.md, "The step loop").
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+import msgspec
 
 from tandem.engine import stop
 from tandem.engine.block_pool import BlockPool
@@ -72,7 +73,7 @@ class Scheduler(SchedulerState):
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
         self.prompt_order.launched(step_id, prompts)
         if self.connector is not None:
-            output = replace(output, connector_meta=self.connector.build_connector_meta(output))
+            output = msgspec.structs.replace(output, connector_meta=self.connector.build_connector_meta(output))
         return output
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineEvent]:

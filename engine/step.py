@@ -4,20 +4,23 @@ Slots: the runner keeps batch state on the device in `max_num_seqs` slots (token
 parameters, penalty counts). The scheduler owns the slot numbers; a step patches only what changed. The input of
 a decode row is gathered from the slot's token table at the row's start position, so a token sampled by the step
 before never has to visit the host.
+
+The plan is made of msgspec structs: a step has one or two for each sequence, they are made ten times as fast as frozen
+dataclasses, and they go to other ranks as they are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from tandem.engine.messages import TokenLogprobs
 from tandem.engine.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class NewSlot:
+class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sequence enters (or re-enters after preemption) the batch; the slot's old content is void.
 
     `token_ids` are all tokens known to the host, prompt and output. Tokens from index `num_prompt_tokens` on are
@@ -32,8 +35,7 @@ class NewSlot:
     sample_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForkSlot:
+class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`slot` becomes a copy of `parent_slot` (token table and block table) before its sampled token is written."""
 
     slot: int
@@ -43,8 +45,7 @@ class ForkSlot:
     sample_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockAppend:
+class BlockAppend(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Block table patch: entry `index` of `slot` is `block_id` from this step on."""
 
     slot: int
@@ -52,8 +53,7 @@ class BlockAppend:
     block_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Copy the first `num_tokens` slots of a block, all layers, on the compute stream before the step's forward."""
 
     source: int
@@ -61,8 +61,7 @@ class BlockCopy:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token to sample. `row` indexes `rows`; `slot` gets the token at table position `position`."""
 
     row: int
@@ -72,8 +71,7 @@ class SampleRow:
     output_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRow:
+class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """`num_tokens` tokens of `slot` from position `start` on, to be computed in this step."""
 
     slot: int
@@ -82,8 +80,7 @@ class ScheduledRow:
     prompt_logprobs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step. Order of effect: new_slots, block_appends, copies, forward over rows, forks, sampling."""
 
     step_id: int

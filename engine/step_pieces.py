@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from tandem.engine.step import ScheduledRow, SchedulerOutput
 
@@ -38,7 +40,7 @@ def split_step(output: SchedulerOutput, max_tokens: int) -> list[StepPiece]:
                 pieces.append(StepPiece())
                 room = max_tokens
             count = min(room, row.num_tokens - done)
-            pieces[-1].rows.append(replace(row, start=row.start + done, num_tokens=count))
+            pieces[-1].rows.append(msgspec.structs.replace(row, start=row.start + done, num_tokens=count))
             pieces[-1].parents.append(parent)
             done += count
             room -= count

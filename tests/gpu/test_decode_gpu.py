@@ -7,17 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 import tandem.deploy
-from tandem.engine.batch_state import BatchState
 from tandem.engine.config import ModelOptions, SchedulerOptions
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.loader import load_model
 from tandem.engine.model_config import load_model_config
-from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
@@ -156,8 +155,8 @@ def test_a_graph_follows_groups_and_lengths() -> None:
 
 def test_an_engine_step_shares_what_its_slots_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     """The captured step over shared prefixes gives the logits of the plain one, while slots come and go."""
-    monkeypatch.setattr(prefix_groups, "SHORTEST_PREFIX", 0)
-    monkeypatch.setattr(prefix_groups, "WORTHWHILE", 1)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_ROW", 0)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 0)
     folder = Path(tandem.deploy.__file__).parent / "demo_model"
     config = load_model_config(folder)
     model = load_model(folder, config, ModelOptions(str(folder)), CUDA, torch.float32)
@@ -187,21 +186,3 @@ def start_slot(runner: ModelRunner, slot: int, tokens: np.ndarray, blocks: Seque
     rows = (ScheduledRow(slot, 0, length),)
     runner.execute(SchedulerOutput(slot, rows, (SampleRow(0, slot, length, 0, 0),), (new,))).result()
     return length
-
-
-def test_sharing_follows_tables_and_batches() -> None:
-    state = BatchState(4, 8192, 64, 32, (), CUDA)
-    sharing = PrefixSharing(state, 4, 4)
-    sampling = SamplingParams(temperature=0.0)
-    prefix = tuple(range(100))
-    slots = [NewSlot(s, np.zeros(6500, np.int32), 6500, (*prefix, 200 + s, 210 + s), sampling, 0) for s in range(3)]
-    state.apply(slots, [])
-    rows = [ScheduledRow(slot, 6500, 1) for slot in (2, 0, 1)]
-    found = sharing.of_rows(rows)
-    assert found is not None
-    assert found.row_lens.tolist() == [6400] * 3
-    assert found.chunk_rows[0, :4].tolist() == [0, 1, 2, -1]
-    assert sharing.of_rows(rows[:1]) is None
-    state.apply([replace(slots[0], block_ids=tuple(range(300, 402)))], [])
-    found = sharing.of_rows(rows)
-    assert found is None or found.row_lens.tolist() == [6400, 0, 6400]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_a_step_in_pieces_makes_the_tokens_of_the_whole(most: int) -> None:
     runner = make_runner(tiny_model("llama"))
     device = runner.model = SmallDevice(runner.model, most)  # type: ignore[assignment]
     step = prompt_step(PROMPTS, BLOCKS)
-    backwards = replace(step, samples=step.samples[::-1])
+    backwards = msgspec.structs.replace(step, samples=step.samples[::-1])
     tokens = runner.execute(backwards).result().token_ids.tolist()[::-1]
     assert tokens == [reference_greedy(tiny_model("llama"), prompt, 1).token_ids[0] for prompt in PROMPTS.values()]
     assert sum(device.sizes) == 59
@@ -80,7 +80,7 @@ def test_the_connector_sees_a_step_in_pieces_once() -> None:
     num_layers = len(runner.model.attention_layers)
     runner.model = SmallDevice(runner.model, 30)  # type: ignore[assignment]
     connector.calls.clear()
-    runner.execute(replace(prompt_step(PROMPTS, BLOCKS), connector_meta=object()))  # type: ignore[arg-type]
+    runner.execute(msgspec.structs.replace(prompt_step(PROMPTS, BLOCKS), connector_meta=object()))
     assert connector.calls == ["start", *["wait"] * num_layers, *["save"] * num_layers, "saved"]
 
 
