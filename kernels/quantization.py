@@ -9,6 +9,7 @@ from tandem.kernels.spec import FP8_CACHE_DTYPES
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
+HEADROOM = 2.0
 
 Scale = float | torch.Tensor
 
@@ -56,11 +57,12 @@ def scale_tensor(scale: Scale, device: torch.device) -> torch.Tensor:
 
 
 def scale_for(values: torch.Tensor) -> torch.Tensor:
-    """float32 scalar: the scale that maps the largest magnitude of `values` to fp8's largest (1.0 for all zeros)."""
+    """float32 scalar: the scale that maps the largest magnitude of `values` to half of fp8's largest (1.0 for all
+    zeros): later values may be larger, and a floating-point format loses no precision by it."""
     if values.numel() == 0:
         return torch.ones((), device=values.device)
     peak = values.detach().abs().amax().float()
-    return torch.where((peak > 0) & peak.isfinite(), peak / FP8_MAX, torch.ones_like(peak))
+    return torch.where((peak > 0) & peak.isfinite(), HEADROOM * peak / FP8_MAX, torch.ones_like(peak))
 
 
 def check_cache_dtype(kv_cache_dtype: str, cache: torch.Tensor) -> None:

@@ -131,7 +131,8 @@ def test_scales_are_computed_once_from_the_first_kv() -> None:
         unified_attention(batch.query, batch.key, batch.value, "layers.0")
         first = float(attention.k_scale), float(attention.v_scale)
         unified_attention(batch.query, batch.key * 9, batch.value, "layers.0")
-    assert first == pytest.approx((float(batch.key.abs().max()) / 448, float(batch.value.abs().max()) / 448))
+    # Twice what the first values need: later ones may be larger.
+    assert first == pytest.approx((float(batch.key.abs().max()) / 224, float(batch.value.abs().max()) / 224))
     assert (float(attention.k_scale), float(attention.v_scale)) == first
 
 
