@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
 import json
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from tandem.kernels import matmul
-from tandem.kernels.matmul import Plan
+from tandem.kernels.fused_ops import silu_mul
+from tandem.kernels.matmul_plans import GATE_UP_GROUP, Plan, RowsPlan, StreamPlan, choose_plan
 
-LADDER = (1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192, 256, 320)
+LADDER = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128)
 # Name -> outputs, inputs, times a step.
 PRODUCTS = {
     "qkv": (6144, 4096, 32),
@@ -29,10 +31,11 @@ PRODUCTS = {
     "down": (4096, 14336, 32),
     "lm_head": (128256, 4096, 1),
 }
+GATED = ("gate_up",)  # measured with its SiLU times up
 SHARED_BYTES = 226 << 10
 MULTIPROCESSORS = 132
-WORTH = 0.985  # a plan is taken when it needs less than this share of torch's time
-REUSE = 1.01  # a plan whose kernel is compiled for other sizes anyway may be this much slower than the best
+WORTH = 0.98  # a plan is taken when it needs less than this share of torch's time
+REUSE = 1.015  # a plan whose kernel is compiled for other sizes anyway may be this much slower than the best
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
@@ -76,127 +79,160 @@ def relative_error(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> 
     return ((out.double() - expected).norm() / expected.norm()).item()
 
 
-def candidates(rows: int, outputs: int, inputs: int) -> Iterator[Plan]:
-    """Plans worth measuring for one product."""
-    seen = set()
-    smallest = next((tile for tile in (8, 16, 32, 64, 128, 256) if tile >= rows), 256)
-    tiles_m = {smallest, *(tile for tile in (32, 64, 128) if rows >= 96 and -(-rows // tile) <= 5)}
-    for tile_m, (tile_n, warps), tile_k in itertools.product(
-        tiles_m, ((64, 4), (128, 4), (128, 8), (256, 8)), (64, 128, 256)
-    ):
-        registers = tile_n * tile_m // (warps * 32)
-        if (
-            registers > 128
-            or (tile_k > 64 and tile_m > 64)
-            or (tile_k == 256 and tile_m > 16)
-            or (warps == 8 and tile_m < 64)
-        ):
-            continue
+def stream_tiles(rows: int) -> Iterator[tuple[int, int, int, int]]:
+    """(tile_n, tile_m, tile_k, warps) worth measuring for a number of rows."""
+    tile_m = next(tile for tile in (8, 16, 32, 64, 128, 256) if tile >= rows or tile == 256)
+    if rows <= 16:
+        yield from ((64, tile_m, 128, 4), (64, tile_m, 256, 4))
+    elif rows <= 64:
+        yield from ((64, tile_m, 128, 4), (64, tile_m, 256, 4), (128, tile_m, 64, 4), (128, tile_m, 128, 4))
+        yield (256, tile_m, 64, 8)
+    elif rows <= 128:
+        yield from ((64, 128, 128, 4), (128, 128, 64, 4), (256, 128, 64, 8))
+    else:
+        yield from ((128, 128, 64, 4), (128, 256, 64, 8))
+
+
+def stream_plans(rows: int, outputs: int, inputs: int) -> Iterator[StreamPlan]:
+    for tile_n, tile_m, tile_k, warps in stream_tiles(rows):
         stage = (tile_n + tile_m) * tile_k * 2
-        staged_out = tile_n * (tile_m // 2 if tile_m > 128 else tile_m) * 2
+        staged_out = tile_n * min(tile_m, 128) * 2
         tiles, lanes = -(-outputs // tile_n), -(-rows // tile_m)
         for resident in (1, 2):
-            stages = min(8, (SHARED_BYTES // resident - staged_out - 1024) // stage)
-            if stages < 3 or (resident == 2 and (warps == 8 or registers > 96)):
+            stages = min(12, (SHARED_BYTES // resident - staged_out - 2048) // stage)
+            if stages < 2 + (resident == 1) or (resident == 2 and tile_n * tile_m > 128 * 128):
                 continue
             most = MULTIPROCESSORS * resident // lanes
-            whole = tiles * (most // tiles) if tiles <= most else most
-            for programs in {most, whole, MULTIPROCESSORS // lanes}:
-                plan = Plan(tile_n, tile_m, tile_k, stages, warps, programs)
-                if plan not in seen and plan.is_valid(rows, outputs, inputs):
-                    seen.add(plan)
-                    yield plan
+            plan = StreamPlan(tile_n, tile_m, tile_k, stages, warps, most)
+            yield plan
+            if tiles <= most:
+                whole = plan._replace(programs=most // tiles * tiles)
+                yield from (whole._replace(lead=lead) for lead in (0, 128 // tile_k, 256 // tile_k, 512 // tile_k))
 
 
-def compile_plan(plan: Plan) -> tuple[Plan, str]:
-    """Runs one small product, so that the compiled kernel lies in Triton's cache; -> (plan, why it can't run)."""
+def candidates(rows: int, outputs: int, inputs: int) -> list[Plan]:
+    """Plans worth measuring for one product."""
+    plans: set[Plan] = set(stream_plans(rows, outputs, inputs))
+    if rows <= 4:
+        plans |= {RowsPlan(tile_n, 2048, warps) for tile_n in (2, 4) for warps in (4, 8)}
+    return sorted(plan for plan in plans if plan.is_valid(rows, outputs, inputs))
+
+
+class Kernel(NamedTuple):
+    """What is compiled for a plan, with a product to try it on."""
+
+    plan: Plan
+    gated: bool
+    rows: int
+    outputs: int
+    inputs: int
+
+
+def kernel_of(plan: Plan, rows: int, inputs: int, gated: bool) -> Kernel:
+    if isinstance(plan, StreamPlan):  # the same for all sizes
+        return Kernel(plan._replace(programs=1, lead=0), gated, min(plan.tile_m, 64), 512, 1024)
+    return Kernel(plan, gated, rows, 512, inputs)
+
+
+def compile_kernel(kernel: Kernel) -> str:
+    """Runs one small product, so that the compiled kernel lies in Triton's cache; -> why it can't be used, or ''."""
+    plan, gated, rows, outputs, inputs = kernel
     try:
-        x, weight = random_matrix(min(plan.tile_m, 64), 1024), random_matrix(512, 1024)
-        error = relative_error(matmul.run_plan(plan, x, weight), x, weight)
+        x, weight = random_matrix(rows, inputs), random_matrix(outputs, inputs)
+        out = matmul.run_plan(plan, x, weight, silu=gated)
+        expected = by_torch(x, weight, gated)
         torch.cuda.synchronize()
     except Exception as failure:
-        return plan, f"{type(failure).__name__}: {str(failure)[:120]}"
-    return plan, "" if error < 1e-2 else f"error {error:.1e}"
+        return f"{type(failure).__name__}: {str(failure)[:120]}"
+    return "" if (error := relative_distance(out, expected)) < 1e-2 else f"error {error:.1e}"
 
 
-def compile_all(plans: set[Plan], workers: int) -> set[Plan]:
-    """Kernels that run, by their tiles; -> those plans' tile choices that don't."""
+def compile_all(kernels: set[Kernel], workers: int) -> set[Kernel]:
+    """-> the kernels that can't be used."""
+    ordered = sorted(kernels)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        results = pool.map(compile_plan, sorted(plans), chunksize=1)
-    for plan, why in results:
+        reasons = pool.map(compile_kernel, ordered, chunksize=1)
+    for kernel, why in zip(ordered, reasons, strict=True):
         if why:
-            print(f"left out {tuple(plan)}: {why}")
-    return {plan for plan, why in results if why}
+            print(f"left out {kernel}: {why}")
+    return {kernel for kernel, why in zip(ordered, reasons, strict=True) if why}
 
 
-def measure_product(rows: int, weights: list[torch.Tensor], product: Product, check: bool = False) -> float:
-    """Microseconds of one of many products in a graph, each with its own weight."""
+def by_torch(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> torch.Tensor:
+    product = functional.linear(x, weight)
+    return silu_mul(product, GATE_UP_GROUP) if gated else product
+
+
+def relative_distance(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((out.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def measure_plans(
+    rows: int, weights: list[torch.Tensor], gated: bool, plans: Iterable[Plan]
+) -> dict[Plan | None, float]:
+    """Microseconds of one of many products in a graph, each with its own weight; None: by torch."""
     x = random_matrix(rows, weights[0].shape[1])
-    out = torch.empty(rows, weights[0].shape[0], device="cuda", dtype=torch.bfloat16)
+    expected = by_torch(x, weights[0], gated)
+    out = torch.empty_like(expected)
 
-    def run() -> None:
-        for weight in weights:
-            product(x, weight, out)
+    def time_of(product: Callable[[torch.Tensor], object]) -> float:
+        return replay_ms(lambda: [product(weight) for weight in weights], 5) * 1e3 / len(weights)
 
-    if check:
+    times: dict[Plan | None, float] = {None: time_of(lambda weight: by_torch(x, weight, gated))}
+    for plan in plans:
+        run = functools.partial(matmul.run_plan, plan, x, out_MN=out, silu=gated)
         out.fill_(float("nan"))
-        product(x, weights[0], out)
-        expected = functional.linear(x, weights[0]).float()
-        if not ((out.float() - expected).norm() / expected.norm()).item() < 1e-2:
-            return float("inf")
-    return replay_ms(run, 5) * 1e3 / len(weights)
+        run(weights[0])
+        if relative_distance(out, expected) < 1e-2:
+            times[plan] = time_of(run)
+        else:
+            print(f"wrong: {rows} rows of {tuple(weights[0].shape)} by {plan}")
+    return times
 
 
 def tune(path: str, ladder: tuple[int, ...], workers: int, names: list[str]) -> None:
     """Measures all plans of all products and writes the table with the fastest of each."""
-    sizes = [(PRODUCTS[name][0], PRODUCTS[name][1]) for name in names]
-    grid = {(rows, *size): list(candidates(rows, *size)) for rows in ladder for size in sizes}
-    kernels = {plan._replace(programs=1) for plans in grid.values() for plan in plans}
+    grid = {(rows, name): list(candidates(rows, *PRODUCTS[name][:2])) for rows in ladder for name in names}
+    kernels = {
+        kernel_of(plan, rows, PRODUCTS[name][1], name in GATED)
+        for (rows, name), plans in grid.items()
+        for plan in plans
+    }
     print(f"{len(kernels)} kernels, {sum(map(len, grid.values()))} plans", flush=True)
     broken = compile_all(kernels, workers)
     measured: dict[tuple[int, int, int], dict[Plan | None, float]] = {}
-    for outputs, inputs in sizes:
+    for name in names:
+        outputs, inputs, _ = PRODUCTS[name]
         copies = max(2, min(16, int(2.5e9 / (outputs * inputs * 2))))
         weights = [random_matrix(outputs, inputs) for _ in range(copies)]
         for rows in ladder:
-            times: dict[Plan | None, float] = {None: measure_product(rows, weights, torch_product)}
-            for plan in grid[rows, outputs, inputs]:
-                if plan._replace(programs=1) not in broken:
-                    run = lambda x, weight, out, plan=plan: matmul.run_plan(plan, x, weight, out)  # noqa: E731
-                    times[plan] = measure_product(rows, weights, run, check=True)
+            gated = name in GATED
+            plans = [plan for plan in grid[rows, name] if kernel_of(plan, rows, inputs, gated) not in broken]
+            times = measure_plans(rows, weights, gated, plans)
             measured[rows, outputs, inputs] = times
             best = sorted((time, plan) for plan, time in times.items() if plan is not None)[:4]
-            floor = outputs * inputs * 2 / 4.27e6
             listed = "; ".join(f"{time:.1f} {','.join(map(str, plan))}" for time, plan in best)
-            print(
-                f"{outputs}x{inputs} rows {rows}: torch {times[None]:.1f} floor {floor:.1f} us | {listed}", flush=True
-            )
-    write_table(path, measured)
+            floor = outputs * inputs * 2 / 4.27e6
+            print(f"{name} rows {rows}: torch {times[None]:.1f} floor {floor:.1f} us | {listed}", flush=True)
+        write_table(path, measured)
 
 
 def write_table(path: str, measured: dict[tuple[int, int, int], dict[Plan | None, float]]) -> None:
     """Picks plans, preferring kernels that serve other sizes too; what doesn't beat torch is null."""
-    used: dict[Plan, int] = {}
+    used: Counter[tuple[int, ...]] = Counter()
     for times in measured.values():
         limit = REUSE * min(times.values())
-        for kernel in {plan._replace(programs=1) for plan, time in times.items() if plan and time <= limit}:
-            used[kernel] = used.get(kernel, 0) + 1
+        used.update({tuple(plan[:5]) for plan, time in times.items() if plan and time <= limit})
     products: dict[str, list[list[object]]] = {}
     for (rows, outputs, inputs), times in sorted(measured.items()):
         ours = {plan: time for plan, time in times.items() if plan is not None}
         best = min(ours.values(), default=float("inf"))
-        near = [plan for plan, time in ours.items() if time <= REUSE * best]
-        chosen = (
-            max(near, key=lambda plan: (used[plan._replace(programs=1)], -ours[plan]), default=None)
-            if best <= WORTH * times[None]
-            else None
-        )
-        products.setdefault(f"{outputs},{inputs}", []).append([rows, list(chosen) if chosen else None])
+        near = [plan for plan, time in ours.items() if time <= REUSE * best and best <= WORTH * times[None]]
+        chosen = max(near, key=lambda plan: (used[tuple(plan[:5])], -ours[plan]), default=None)
+        products.setdefault(f"{outputs},{inputs}", []).append([rows, chosen])
     with open(path, "w") as file:
         lines = ",\n".join(f'    "{key}": {json.dumps(steps)}' for key, steps in products.items())
         file.write(f'{{\n  "device": "{torch.cuda.get_device_name()}",\n  "products": {{\n{lines}\n  }}\n}}\n')
-    kernels = {tuple(plan[:5]) for steps in products.values() for _, plan in steps if plan}  # type: ignore[index]
-    print(f"{len(kernels)} kernels chosen: {sorted(kernels)}")
 
 
 def measure_limits() -> tuple[float, float]:
@@ -238,7 +274,7 @@ def report(ladder: tuple[int, ...]) -> None:
             out = torch.full((rows, layers[0].shape[0]), float("nan"), device="cuda", dtype=torch.bfloat16)
             our_product(x, layers[0], out)
             worst = max(worst, relative_error(out, x, layers[0]))
-            if matmul.choose_plan(matmul.table_of(x.device), rows, *layers[0].shape) is None:
+            if choose_plan(matmul.table_of(x.device), rows, *layers[0].shape) is None:
                 by_torch.append(name)
         assert worst < 1e-2, f"wrong product at {rows} rows: relative error {worst}"
         floor = max(num_bytes / bandwidth, num_bytes * rows / rate) * 1e3

@@ -1,8 +1,8 @@
 """Matrix products of decode steps: y = x @ weight^T for 1 to 320 rows, by our Hopper kernel where it beats cuBLAS.
 
 M rows, N outputs, K inputs, G = 2 * intermediate size of a gated MLP. Which kernel runs is one pure function
-(`choose_plan`) of the sizes over a table measured on the device and shipped in `tuned/`; whatever the table doesn't
-name is torch's. Products are deterministic: parts of a sum are added in a fixed order.
+(matmul_plans.choose_plan) of the sizes over a table measured on the device and shipped in `tuned/`; whatever the table
+doesn't name is torch's. Products are deterministic: parts of a sum are added in a fixed order.
 
 Products launched one after another overlap: a kernel fetches weights before its predecessor has ended. So no kernel
 may write a weight on the stream just before its use, except one that itself doesn't let successors start early
@@ -12,81 +12,40 @@ may write a weight on the stream just before its use, except one that itself doe
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from tandem.kernels.fused_ops import silu_mul
+from tandem.kernels.matmul_plans import (
+    GATE_UP_GROUP,
+    LONGEST_TUNED,
+    WORKSPACE_WORDS,
+    Plan,
+    Table,
+    choose_plan,
+    parse_table,
+)
 
-GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernel's epilogue depends on it
-LONGEST_TUNED = 320  # rows
-MAX_PROGRAMS = 264
-WORKSPACE_FLOATS = 2 * 132 * 128 * 256
-MAX_TILES = 16384
-
-
-class Plan(NamedTuple):
-    """How the Hopper kernel cuts one product."""
-
-    tile_n: int
-    tile_m: int
-    tile_k: int
-    stages: int
-    warps: int
-    programs: int  # for each tile along M
-
-    def lanes(self, num_rows: int) -> int:
-        return -(-num_rows // self.tile_m)
-
-    def grid(self, num_rows: int, num_outputs: int, num_inputs: int) -> int:
-        units = -(-num_outputs // self.tile_n) * -(-num_inputs // self.tile_k)
-        return self.lanes(num_rows) * min(self.programs, units)
-
-    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        """Whether the workspace holds every program's two unfinished tiles, and all index arithmetic fits 32 bits."""
-        grid, lanes = self.grid(num_rows, num_outputs, num_inputs), self.lanes(num_rows)
-        tiles = -(-num_outputs // self.tile_n)
-        units = tiles * -(-num_inputs // self.tile_k)
-        fits = 2 * grid * self.tile_n * self.tile_m <= WORKSPACE_FLOATS and tiles * lanes <= MAX_TILES
-        return fits and grid <= MAX_PROGRAMS and units * (grid // lanes + 1) < 2**31
-
-
-Table = Mapping[tuple[int, int], tuple[tuple[int, Plan | None], ...]]
+__all__ = [
+    "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "group_gate_up", "linear", "linear_add", "linear_silu_mul",
+    "prepare", "run_plan", "table_of", "ungroup_gate_up",
+]  # fmt: skip
 
 
 class MatmulWorkspace:
-    """Unfinished sums and arrival counters of the products of one stream; the counters return to zero by themselves."""
+    """Unfinished sums of the products of one stream; a word is EMPTY until a product leaves a sum there, and is emptied
+    again by the same product."""
+
+    EMPTY = -1
 
     def __init__(self, device: torch.device) -> None:
-        self.partials = torch.empty(WORKSPACE_FLOATS, dtype=torch.float32, device=device)
-        self.counters = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+        self.words = torch.full((WORKSPACE_WORDS,), self.EMPTY, dtype=torch.int32, device=device)
 
     def check_integrity(self) -> None:
-        """Waits for the device; between products every counter is zero."""
-        assert not bool(self.counters.any()), "a product left its arrival counters behind"
-
-
-def parse_table(text: str) -> Table:
-    """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising, a plan lists Plan's fields."""
-    products = json.loads(text)["products"]
-    table: dict[tuple[int, int], tuple[tuple[int, Plan | None], ...]] = {}
-    for sizes, steps in products.items():
-        num_outputs, num_inputs = (int(size) for size in sizes.split(","))
-        table[num_outputs, num_inputs] = tuple((rows, Plan(*plan) if plan else None) for rows, plan in steps)
-    return table
-
-
-def choose_plan(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> Plan | None:
-    """The plan of the next larger number of rows measured for this weight; None: torch."""
-    for rows, plan in table.get((num_outputs, num_inputs), ()):
-        if num_rows <= rows:
-            valid = plan is not None and num_rows > 0 and plan.is_valid(num_rows, num_outputs, num_inputs)
-            return plan if valid else None
-    return None
+        """Waits for the device; between products every word is empty."""
+        assert bool((self.words == self.EMPTY).all()), "a product left sums behind"
 
 
 def linear(
@@ -99,7 +58,7 @@ def linear(
     plan = _plan(x_MK, weight_NK)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
         return _into(out_MN, functional.linear(x_MK, weight_NK, bias_N))
-    return _stream(plan, x_MK, weight_NK, bias_N, None, out_MN, silu=False)
+    return _by_plan(plan, x_MK, weight_NK, bias_N, None, out_MN, silu=False)
 
 
 def linear_add(
@@ -113,7 +72,7 @@ def linear_add(
     plan = _plan(x_MK, weight_NK)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN) or not _is_aligned_matrix(addend_MN):
         return _into(out_MN, functional.linear(x_MK, weight_NK, bias_N).add_(addend_MN))
-    return _stream(plan, x_MK, weight_NK, bias_N, addend_MN, out_MN, silu=False)
+    return _by_plan(plan, x_MK, weight_NK, bias_N, addend_MN, out_MN, silu=False)
 
 
 def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.Tensor | None = None) -> torch.Tensor:
@@ -121,7 +80,7 @@ def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.
     plan = _plan(x_MK, grouped_GK)
     if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
         return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
-    return _stream(plan, x_MK, grouped_GK, None, None, out_MI, silu=True)
+    return _by_plan(plan, x_MK, grouped_GK, None, None, out_MI, silu=True)
 
 
 def group_gate_up(gate_up_GK: torch.Tensor) -> torch.Tensor:
@@ -164,13 +123,13 @@ def run_plan(
     plan: Plan, x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor | None = None, *, silu: bool = False
 ) -> torch.Tensor:
     """The product by a given plan, whatever the table says: for tuning and tests. Needs a Hopper GPU."""
-    return _stream(plan, x_MK, weight_NK, None, None, out_MN, silu=silu)
+    return _by_plan(plan, x_MK, weight_NK, None, None, out_MN, silu=silu)
 
 
 @functools.cache
 def _can_stream() -> bool:
     try:
-        from tandem.kernels.triton_kernels import matmul_stream  # noqa: F401
+        from tandem.kernels.triton_kernels import matmul_launch  # noqa: F401
     except ImportError:
         return False
     return True
@@ -210,7 +169,7 @@ def _workspace(device: torch.device) -> MatmulWorkspace:
     return MatmulWorkspace(device)
 
 
-def _stream(
+def _by_plan(
     plan: Plan,
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
@@ -225,7 +184,5 @@ def _stream(
     num_rows, num_outputs = x_MK.shape[0], weight_NK.shape[0] // (2 if silu else 1)
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
-    workspace = _workspace(x_MK.device)
-    tensors: dict[str, Any] = {"bias_N": bias_N, "addend_MN": addend_MN, "silu": silu}
-    launch(plan, x_MK, weight_NK, out, workspace.partials, workspace.counters, **tensors)
+    launch(plan, x_MK, weight_NK, out, _workspace(x_MK.device).words, bias_N=bias_N, addend_MN=addend_MN, silu=silu)
     return out

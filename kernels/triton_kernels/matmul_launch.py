@@ -1,32 +1,34 @@
-"""Launches the Hopper product: descriptors, constants and grid from a plan."""
+"""Launches the Hopper products: descriptors, constants and grid from a plan."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tandem.kernels.matmul_plans import Plan, RowsPlan, StreamPlan
+from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel
 from tandem.kernels.triton_kernels.matmul_stream import matmul_stream_kernel
-
-if TYPE_CHECKING:
-    from tandem.kernels.matmul import Plan
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def stream_constants(plan: Plan, *, has_bias: bool, has_addend: bool, silu: bool) -> dict[str, Any]:
+def parts_of(plan: StreamPlan) -> int:
+    """In how many pieces a tile ends: 128 sums a thread are too many to add others to."""
+    return 2 if plan.tile_n * plan.tile_m >= 128 * 32 * plan.warps else 1
+
+
+def stream_constants(plan: StreamPlan, *, has_bias: bool, has_addend: bool, silu: bool) -> dict[str, Any]:
     """The kernel's compile-time constants and options for a plan."""
-    constants: dict[str, Any] = {
+    return {
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
-        "HAS_BIAS": has_bias, "HAS_ADDEND": has_addend, "SILU": silu, "PARTS": 2 if plan.tile_m > 128 else 1,
+        "HAS_BIAS": has_bias, "HAS_ADDEND": has_addend, "SILU": silu, "PARTS": parts_of(plan),
         "num_warps": plan.warps,
     }  # fmt: skip
-    if plan.tile_n * plan.tile_m <= 8192 and plan.warps == 4:
-        constants["maxnreg"] = 128  # two programs a multiprocessor; the multiplying warps take over the loader's share
-    return constants
 
 
 @functools.cache
@@ -34,21 +36,65 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
 
 
+def rows_constants(
+    plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, has_addend: bool, silu: bool
+) -> dict[str, Any]:
+    return {
+        "ROWS": triton.next_power_of_2(num_rows), "TILE_N": plan.tile_n, "TILE_K": plan.tile_k,
+        "STEPS": num_inputs // plan.tile_k, "HAS_BIAS": has_bias, "HAS_ADDEND": has_addend, "SILU": silu,
+        "num_warps": plan.warps,
+    }  # fmt: skip
+
+
 def launch(
     plan: Plan,
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
     out_MN: torch.Tensor,
-    partials: torch.Tensor,
-    counters: torch.Tensor,
+    workspace: torch.Tensor,
     *,
     bias_N: torch.Tensor | None,
     addend_MN: torch.Tensor | None,
     silu: bool,
 ) -> None:
     """out = x @ weight^T (+ bias, + addend, or gated). Rows of all matrices start at multiples of 16 bytes."""
+    assert plan.is_valid(x_MK.shape[0], *weight_NK.shape), f"{plan} for {x_MK.shape[0]} rows of {weight_NK.shape}"
+    if isinstance(plan, RowsPlan):
+        _launch_rows(plan, x_MK, weight_NK, out_MN, bias_N, addend_MN, silu)
+    else:
+        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, addend_MN, silu)
+
+
+def _launch_rows(
+    plan: RowsPlan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    addend_MN: torch.Tensor | None,
+    silu: bool,
+) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
-    assert plan.is_valid(num_rows, num_outputs, num_inputs), f"{plan} for {num_rows} rows of {weight_NK.shape}"
+    addend = out_MN if addend_MN is None else addend_MN
+    flags = {"has_bias": bias_N is not None, "has_addend": addend_MN is not None, "silu": silu}
+    matmul_rows_kernel[(num_outputs // plan.tile_n,)](
+        x_MK, weight_NK, out_MN, addend, weight_NK if bias_N is None else bias_N, out_MN.shape[1],
+        x_MK.stride(0), weight_NK.stride(0), out_MN.stride(0), addend.stride(0), num_rows,
+        launch_pdl=True, **rows_constants(plan, num_rows, num_inputs, **flags),
+    )  # fmt: skip
+
+
+def _launch_stream(
+    plan: StreamPlan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    workspace: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    addend_MN: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
     constants = stream_constants(plan, has_bias=bias_N is not None, has_addend=addend_MN is not None, silu=silu)
     y_tile = (plan.tile_m // constants["PARTS"], plan.tile_n // 2 if silu else plan.tile_n)
     y_desc = _describe(out_MN, *y_tile)
@@ -57,13 +103,13 @@ def launch(
         _describe(x_MK, plan.tile_m, plan.tile_k),
         y_desc,
         y_desc if addend_MN is None else _describe(addend_MN, *y_tile),
-        counters if bias_N is None else bias_N,
-        partials,
-        counters,
+        workspace if bias_N is None else bias_N,
+        workspace,
         num_outputs,
         -(-num_outputs // plan.tile_n),
         -(-num_inputs // plan.tile_k),
         plan.lanes(num_rows),
+        plan.lead,
         launch_pdl=True,
         **constants,
     )

@@ -1,0 +1,59 @@
+"""Products where no tuned kernel runs: torch's, with the same meaning; and the layout of gate and up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tandem.kernels import matmul
+
+
+def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(rows, columns, dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 330])
+def test_falls_back_to_torch(num_rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = random_matrix(num_rows, 64, dtype), random_matrix(48, 64, dtype), random_matrix(1, 48, dtype)[0]
+    expected = functional.linear(x, weight, bias)
+    torch.testing.assert_close(matmul.linear(x, weight, bias), expected, rtol=0, atol=0)
+    out = torch.full((num_rows, 48), float("nan"), dtype=dtype)
+    assert matmul.linear(x, weight, bias, out) is out
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_adds_in_place_or_elsewhere() -> None:
+    x, weight, addend = random_matrix(5, 64), random_matrix(48, 64), random_matrix(5, 48)
+    expected = (x.double() @ weight.double().t() + addend.double()).float()
+    torch.testing.assert_close(matmul.linear_add(x, weight, addend), expected)
+    assert matmul.linear_add(x, weight, addend, out_MN=addend) is addend
+    torch.testing.assert_close(addend, expected)
+
+
+def test_gated_product_of_grouped_rows() -> None:
+    x, gate_up = random_matrix(5, 64), random_matrix(2 * 24, 64)
+    gate, up = (x.double() @ gate_up.double().t()).chunk(2, 1)
+    out = matmul.linear_silu_mul(x, matmul.group_gate_up(gate_up))
+    torch.testing.assert_close(out, (functional.silu(gate) * up).float())
+
+
+def test_grouping_gate_and_up() -> None:
+    rows = torch.arange(48)
+    grouped = matmul.group_gate_up(rows)
+    assert grouped[:24].tolist() == [*range(8), *range(24, 32), *range(8, 16)]
+    assert torch.equal(matmul.ungroup_gate_up(grouped), rows)
+    matrix = random_matrix(48, 7)
+    assert torch.equal(matmul.ungroup_gate_up(matmul.group_gate_up(matrix)), matrix)
+
+
+@pytest.mark.parametrize("num_rows", [47, 40, 8])
+def test_refuses_to_group_an_odd_number_of_rows(num_rows: int) -> None:
+    with pytest.raises(ValueError, match="need a multiple of 16"):
+        matmul.group_gate_up(torch.zeros(num_rows, 4))
+
+
+def test_no_table_without_a_gpu() -> None:
+    assert matmul.table_of(torch.device("cpu")) == {}
+    matmul.prepare("cpu")

@@ -1,0 +1,119 @@
+"""The products' kernels compile for Hopper without a GPU, every one that a shipped table names; and the shares of a
+product's work, recomputed here, cover it once and never wait in a circle."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="triton is not installed: nothing to compile")
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("kernels are interpreted in this process, not compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from tandem.kernels import matmul  # noqa: E402
+from tandem.kernels.matmul_plans import RowsPlan, StreamPlan, parse_table  # noqa: E402
+from tandem.kernels.triton_kernels import matmul_launch  # noqa: E402
+from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.matmul_stream import matmul_stream_kernel  # noqa: E402
+
+TUNED = Path(matmul.__file__).parent / "tuned"
+GATED_OUTPUTS = 28672
+SHARED_LIMIT = 227 << 10
+
+
+def table_kernels() -> list[tuple[StreamPlan | RowsPlan, int, bool]]:
+    """(plan, inputs, gated) of every kernel that the shipped tables need."""
+    seen = set()
+    for file in sorted(TUNED.glob("matmul_*.json")):
+        for (num_outputs, num_inputs), steps in parse_table(file.read_text()).items():
+            for _, plan in steps:
+                if isinstance(plan, StreamPlan):
+                    seen.add((plan._replace(programs=1, lead=0), 0, num_outputs == GATED_OUTPUTS))
+                elif plan is not None:
+                    seen.add((plan, num_inputs, num_outputs == GATED_OUTPUTS))
+    return sorted(seen)
+
+
+def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
+    options = {"num_warps": constants["num_warps"]}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    source = GluonASTSource(kernel, signature, constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_stream(plan: StreamPlan, *, has_bias: bool, has_addend: bool, silu: bool) -> Any:
+    constants = matmul_launch.stream_constants(plan, has_bias=has_bias, has_addend=has_addend, silu=silu)
+
+    def descriptor(rows: int, columns: int) -> str:
+        return f"tensordesc<bf16{[rows, columns]},{matmul_launch.tile_layout(rows, columns, torch.bfloat16)!r}>"
+
+    y_tile = descriptor(plan.tile_m // constants["PARTS"], plan.tile_n // (2 if silu else 1))
+    types = {
+        "w_desc": descriptor(plan.tile_n, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
+        "y_desc": y_tile, "add_desc": y_tile, "bias": "*bf16", "workspace": "*i32",
+    }  # fmt: skip
+    return compile_kernel(matmul_stream_kernel, types, constants)
+
+
+def compile_rows(
+    plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, has_addend: bool, silu: bool
+) -> Any:
+    flags = {"has_bias": has_bias, "has_addend": has_addend, "silu": silu}
+    constants = matmul_launch.rows_constants(plan, num_rows, num_inputs, **flags)
+    types = dict.fromkeys(("x", "weight", "y", "addend", "bias"), "*bf16")
+    return compile_kernel(matmul_rows_kernel, types, constants)
+
+
+@pytest.mark.parametrize(("plan", "num_inputs", "gated"), table_kernels())
+def test_every_kernel_of_the_tables_compiles(plan: StreamPlan | RowsPlan, num_inputs: int, gated: bool) -> None:
+    flags = {"has_bias": False, "has_addend": False, "silu": gated}
+    if isinstance(plan, StreamPlan):
+        compiled = compile_stream(plan, **flags)
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+    else:
+        compiled = compile_rows(plan, 1, num_inputs, **flags)
+    assert compiled.metadata.shared <= SHARED_LIMIT
+    assert "griddepcontrol.wait" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_bias_and_addend_compile(gated: bool) -> None:
+    flags = {"has_bias": not gated, "has_addend": not gated, "silu": gated}
+    assert compile_stream(StreamPlan(128, 256, 64, 4, 8, 132), **flags).metadata.shared <= SHARED_LIMIT
+    assert compile_rows(RowsPlan(4, 1024, 8), 3, 2048, **flags).metadata.shared <= SHARED_LIMIT
+
+
+def shares(tiles: int, steps: int, programs: int, lead: int) -> list[int]:
+    """Where each program's share of tiles * steps units starts, as `share_start` of the kernel says."""
+    units = tiles * steps
+    return [p * units // programs + (lead if p * tiles % programs else 0) for p in range(programs + 1)]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_shares_cover_all_units_and_who_finishes_knows_all_others(seed: int) -> None:
+    draw = random.Random(seed)
+    tiles, steps = draw.randint(1, 40), draw.randint(1, 30)
+    even = draw.random() < 0.5 and steps > 2
+    programs = tiles * draw.randint(2, max(2, steps // 2)) if even else draw.randint(1, tiles * steps)
+    plan = StreamPlan(64, 64, 64, 4, 4, programs)
+    leads = [lead for lead in range(steps) if plan._replace(lead=lead).is_valid(64, tiles * 64, steps * 64)]
+    lead = draw.choice(leads or [0])
+    starts = shares(tiles, steps, programs, lead)
+    assert (starts[0], starts[-1]) == (0, tiles * steps)
+    assert starts == sorted(set(starts))  # no program without work
+    for tile in range(tiles):
+        begin, end = tile * steps, (tile + 1) * steps
+        parts = [p for p in range(programs) if starts[p] < end and starts[p + 1] > begin]
+        finisher, last = parts[0], (end * programs - 1) // (tiles * steps)
+        assert parts == list(range(finisher, last + 1))
+        assert starts[finisher] <= begin  # the finisher has the first step, so no other program has part and start
+        assert all(starts[p] > begin for p in parts[1:])

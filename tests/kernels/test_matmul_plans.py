@@ -1,0 +1,86 @@
+"""The tuned tables of matrix products: parsing, choice and validity of plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.kernels import matmul
+from tandem.kernels.matmul_plans import MAX_PROGRAMS, WORKSPACE_WORDS, RowsPlan, StreamPlan, choose_plan, parse_table
+
+TUNED = sorted((Path(matmul.__file__).parent / "tuned").glob("matmul_*.json"))
+STREAM, ROWS = StreamPlan(64, 64, 128, 6, 4, 128, 2), RowsPlan(2, 2048, 4)
+
+
+def table_text(steps: list[list[object]], sizes: str = "4096,4096") -> str:
+    return json.dumps({"device": "some GPU", "products": {sizes: steps}})
+
+
+def test_parses_both_kinds_of_plan() -> None:
+    table = parse_table(table_text([[1, list(ROWS)], [40, None], [64, list(STREAM)]]))
+    assert table == {(4096, 4096): ((1, ROWS), (40, None), (64, STREAM))}
+
+
+@pytest.mark.parametrize(
+    ("steps", "complaint"),
+    [
+        ([[8, None], [8, None]], "do not rise"),
+        ([[8, None], [4, None]], "do not rise"),
+        ([[8, [64, 8]]], "plan of 2 fields"),
+        ([[8, [64, 8, 256, 6, 4, 96]]], "plan of 6 fields"),
+    ],
+)
+def test_refuses_tables_it_would_misread(steps: list[list[object]], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        parse_table(table_text(steps))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "plan"), [(0, None), (1, ROWS), (2, None), (40, None), (41, STREAM), (64, STREAM), (65, None)]
+)
+def test_takes_the_next_larger_number_of_rows(num_rows: int, plan: object) -> None:
+    table = parse_table(table_text([[1, list(ROWS)], [40, None], [64, list(STREAM)]]))
+    assert choose_plan(table, num_rows, 4096, 4096) == plan
+    assert choose_plan(table, num_rows, 4096, 14336) is None
+
+
+def test_takes_no_plan_that_does_not_fit_the_sizes() -> None:
+    table = parse_table(table_text([[1, list(ROWS)], [64, list(STREAM)]], sizes="4096,512"))
+    assert choose_plan(table, 1, 4096, 512) is None
+    assert choose_plan(table, 64, 4096, 512) is None
+
+
+@pytest.mark.parametrize(
+    ("plan", "num_rows", "sizes", "valid"),
+    [
+        (ROWS, 4, (4096, 4096), True),
+        (ROWS, 5, (4096, 4096), False),
+        (ROWS, 1, (4097, 4096), False),
+        (ROWS, 1, (4096, 4032), False),
+        (STREAM, 64, (4096, 4096), True),
+        (STREAM._replace(lead=16), 64, (4096, 4096), False),  # nothing left for the second program of a tile
+        (STREAM._replace(programs=64), 64, (4096, 4096), False),  # one program a tile: nobody to lead
+        (STREAM._replace(programs=64, lead=0), 64, (4096, 4096), True),
+        (STREAM._replace(programs=MAX_PROGRAMS + 1, lead=0), 64, (4096, 14336), False),
+        (StreamPlan(128, 256, 64, 4, 8, WORKSPACE_WORDS // (128 * 256)), 256, (28672, 4096), True),
+        (StreamPlan(128, 256, 64, 4, 8, WORKSPACE_WORDS // (128 * 256) + 1), 256, (28672, 4096), False),
+    ],
+)
+def test_validity(plan: StreamPlan | RowsPlan, num_rows: int, sizes: tuple[int, int], valid: bool) -> None:
+    assert plan.is_valid(num_rows, *sizes) is valid
+
+
+@pytest.mark.parametrize("file", TUNED, ids=lambda file: file.stem)
+def test_shipped_tables_hold_valid_plans_only(file: Path) -> None:
+    text = file.read_text()
+    assert file.stem == f"matmul_{json.loads(text)['device'].replace(' ', '_')}"
+    for sizes, steps in parse_table(text).items():
+        assert steps[-1][0] <= matmul.LONGEST_TUNED
+        for rows, plan in steps:
+            assert plan is None or plan.is_valid(rows, *sizes), f"{rows} rows of {sizes}"
+
+
+def test_a_table_is_shipped() -> None:
+    assert "matmul_NVIDIA_H200" in {file.stem for file in TUNED}
