@@ -13,28 +13,30 @@ import numpy as np
 from tandem.engine.batch_state import BatchState
 from tandem.engine.step import ScheduledRow
 from tandem.kernels.attention import Attention
-from tandem.kernels.prefix_groups import choose_groups, chunk_members
+from tandem.kernels.prefix_groups import SharingCosts, choose_groups, chunk_members
 from tandem.kernels.shared_prefix import PrefixBuffers, SharedPrefixes
 
 
 class PrefixSharing:
     """One per runner; its device buffers serve every step, replayed or not."""
 
-    def __init__(self, state: BatchState, max_rows: int, group_size: int) -> None:
-        """`group_size`: query heads a KV head."""
+    def __init__(self, state: BatchState, max_rows: int, costs: SharingCosts) -> None:
         self._state = state
-        self._members = chunk_members(group_size)
-        self._buffers = PrefixBuffers(max_rows, self._members, state.device)
+        self._costs = costs
+        self._buffers = PrefixBuffers(max_rows, costs.members, state.device)
         self._seen: tuple[int, bytes] | None = None
         self._found = False
 
     @classmethod
     def for_layers(cls, layers: Iterable[Attention], state: BatchState, max_rows: int) -> PrefixSharing | None:
         """None when no layer could use it. The layers' caches are bound."""
-        sizes = [layer.spec.group_size for layer in layers if layer.shares_prefixes]
-        if max_rows < 2 or not sizes or chunk_members(max(sizes)) < 2:
+        able = [layer for layer in layers if layer.shares_prefixes]
+        members = chunk_members(max((layer.spec.group_size for layer in able), default=1))
+        if max_rows < 2 or not able or members < 2:
             return None
-        return cls(state, max_rows, max(sizes))
+        _, kv_heads, planes, _, head_size = able[0].kv_cache[0].shape
+        token_bytes = kv_heads * planes * head_size * able[0].kv_cache[0].element_size()
+        return cls(state, max_rows, SharingCosts(members, token_bytes))
 
     def of_rows(self, rows: Sequence[ScheduledRow]) -> SharedPrefixes | None:
         """What these rows (one token each, in this order) share; None where reading it once would not pay.
@@ -46,7 +48,7 @@ class PrefixSharing:
         if seen != self._seen:
             block_size = self._state.block_size
             whole = np.fromiter((row.start for row in rows), np.int64, len(rows)) // block_size
-            groups = choose_groups(self._state.host_block_table_SB, slots, whole, block_size, self._members)
+            groups = choose_groups(self._state.host_block_table_SB, slots, whole, block_size, self._costs)
             if groups:
                 self._buffers.load(groups, block_size)
             self._seen, self._found = seen, bool(groups)

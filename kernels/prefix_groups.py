@@ -17,9 +17,10 @@ import numpy as np
 PREFIX_ROWS = 64  # query rows of a chunk
 LARGEST_TILE = 64  # tokens; prefixes end where tiles of every size do
 MAX_CHUNKS = 64
-# Tuned on an H200 with 32 query and 8 KV heads of 128, see benchmarks/decode_attention.py --prefixes.
-SHORTEST_PREFIX = 256  # tokens
-WORTHWHILE = 8192  # tokens that a batch must save: below it, a second launch a layer costs more
+# Tuned on an H200 with 32 query and 8 KV heads of 128 (benchmarks/decode_attention.py): what must be saved, in bytes of
+# a layer's keys and values, for two more launches a layer and for a row whose part is merged.
+BYTES_FOR_LAUNCHES = 80 << 20
+BYTES_FOR_ROW = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +36,26 @@ def chunk_members(group_size: int) -> int:
     return PREFIX_ROWS // group_size
 
 
-def saved_tokens(num_rows: int, num_tokens: int, members: int) -> int:
-    """How many tokens' keys and values of a KV head need not be read when `num_rows` rows share `num_tokens`.
+@dataclass(frozen=True)
+class SharingCosts:
+    """What reading a prefix once is worth: `members` as from chunk_members, `token_bytes` of a token's keys and values
+    of one layer here."""
 
-    0 where a group doesn't pay for merging its parts.
-    """
-    if num_tokens < SHORTEST_PREFIX:
-        return 0
-    return (num_rows - -(-num_rows // members)) * num_tokens
+    members: int
+    token_bytes: int
+
+    def saved_bytes(self, num_rows: int, num_tokens: int) -> int:
+        """What a group of rows over a prefix of so many tokens saves a layer; 0 or less where it doesn't pay."""
+        reads = num_rows - -(-num_rows // self.members)
+        return reads * num_tokens * self.token_bytes - num_rows * BYTES_FOR_ROW
+
+    def is_worthwhile(self, saved_bytes: int) -> bool:
+        """Whether all groups of a batch together pay for their launches."""
+        return self.members > 1 and saved_bytes > BYTES_FOR_LAUNCHES
 
 
 def choose_groups(
-    tables_SB: np.ndarray, slot_N: np.ndarray, whole_N: np.ndarray, block_size: int, members: int
+    tables_SB: np.ndarray, slot_N: np.ndarray, whole_N: np.ndarray, block_size: int, costs: SharingCosts
 ) -> list[PrefixGroup]:
     """The groups that save most, those that save more first; none if all together are not worth a launch.
 
@@ -54,12 +63,12 @@ def choose_groups(
     of its tokens. Rows are in one group at most.
     """
     rows = _rows_with_company(tables_SB, slot_N, whole_N)
-    if members < 2 or len(rows) < 2:
+    if len(rows) < 2:
         return []
     order, agreed = _sort_by_table(tables_SB[slot_N[rows], : int(whole_N[rows].max())], whole_N[rows])
     step = lcm(block_size, LARGEST_TILE) // block_size
-    runs = _best_runs((agreed // step * step).tolist(), block_size, members)
-    if sum(run.saved for run in runs) < WORTHWHILE:
+    runs = _best_runs((agreed // step * step).tolist(), block_size, costs)
+    if not costs.is_worthwhile(sum(run.saved for run in runs)):
         return []
     runs.sort(key=lambda run: -run.saved)
     return [PrefixGroup(np.sort(rows[order[run.first : run.last]]), run.num_blocks) for run in runs]
@@ -114,7 +123,7 @@ class _Node:
     runs: list[_Run]
 
 
-def _best_runs(agreed: list[int], block_size: int, members: int) -> list[_Run]:
+def _best_runs(agreed: list[int], block_size: int, costs: SharingCosts) -> list[_Run]:
     """The disjoint runs that save most. A node of the tree of beginnings is either one run or its children's best.
 
     One pass over the tree as the depths between neighbours describe it, open nodes on a stack.
@@ -127,7 +136,7 @@ def _best_runs(agreed: list[int], block_size: int, members: int) -> list[_Run]:
             top = stack.pop()
             top.saved += closed.saved
             top.runs += closed.runs
-            own = saved_tokens(index - top.first, top.num_blocks * block_size, members)
+            own = costs.saved_bytes(index - top.first, top.num_blocks * block_size)
             if own > 0 and own >= top.saved:
                 top.saved, top.runs = own, [_Run(top.first, index, top.num_blocks, own)]
             closed = top

@@ -65,6 +65,8 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
     version = choose_paged_attention_version(
         rows.max_seq_len, rows.num_rows, spec.num_heads, num_partitions(rows.max_seq_len)
     )
+    if constants["num_warps"] == 1:
+        version = "V2"  # a segment is too much for one warp
     if rows.shared_prefixes is not None and num_new == 1 and _may_share(spec, constants, query.dtype):
         version = "shared"
     kind = (id(constants), device, spec.num_kv_heads, spec.blocksparse, spec.sliding_window is None,

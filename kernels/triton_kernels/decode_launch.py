@@ -15,9 +15,10 @@ from tandem.kernels.triton_kernels.decode_plan import DecodePlan
 from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel
 
 MAX_NEW_TOKENS = 8  # of a row
-PROGRAMS_PER_MULTIPROCESSOR = 2
+WARPS_PER_MULTIPROCESSOR = 8
 MAX_PRODUCT_ROWS = 128  # query rows that one program multiplies with a tile of keys
 MERGED_ELEMENTS = 4096  # of parts loaded at once when they are merged
+MERGE_SET = 2 if INTERPRET else 16  # parts merged by one program
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +65,8 @@ def decode_constants(
         if tile < 16:
             raise UnsupportedOptionError("blocksparse_params", f"block_size {sparse_block} is no multiple of 16")
     padded_rows = triton.next_power_of_2(rows)
+    # Unpacking fp8 takes so long that waiting for other warps at every tile would halve the speed: a warp to a program.
+    alone = cache_itemsize == 1 and not wide and padded_rows <= 16
     return {
         "GROUP": group,
         "NUM_NEW": num_new,
@@ -73,18 +76,19 @@ def decode_constants(
         "HEAD_SIZE": head_size,
         "D_PAD": d_pad,
         "BLOCK_SIZE": block_size,
-        "TILE": tile,
-        "num_warps": 4,
+        "MERGE_SET": MERGE_SET,
+        "TILE": min(tile, 32) if alone else tile,
+        "num_warps": 1 if alone else 4,
         "num_stages": 1 if wide else 3,
     }
 
 
 @cache
-def num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device, num_warps: int) -> int:
     """Programs of a V2 launch: as many as run at once."""
     if INTERPRET:
         return 5
-    return PROGRAMS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+    return WARPS_PER_MULTIPROCESSOR // num_warps * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def plan_decode(
@@ -98,7 +102,8 @@ def plan_decode(
 ) -> DecodePlan:
     """The plan of a V2 launch over rows of these lengths (int32 [N]); to be filled anew when lengths change."""
     rows, device = constants["GROUP"] * constants["NUM_NEW"], seq_lens.device
-    plan = DecodePlan.allocate(len(seq_lens) * num_kv_heads, num_programs(device), rows, constants["HEAD_SIZE"], device)
+    programs = num_programs(device, constants["num_warps"])
+    plan = DecodePlan.allocate(len(seq_lens) * num_kv_heads, programs, rows, constants["HEAD_SIZE"], device)
     plan.fill(
         seq_lens, num_kv_heads, constants["TILE"], num_new=constants["NUM_NEW"], window=window,
         prefix_lens=prefix_lens, counts=None if sparse is None else sparse.counts,

@@ -8,7 +8,8 @@ Osama et al. 2023, for attention). Everything is computed on the device from the
 balanced when lengths change.
 
 The plan is one int32 tensor: [share, total, first segment of each program (P), first tile of each segment (S + 1),
-arrivals of each segment (S, zero between launches)].
+arrivals of each segment (S), arrivals of each set of parts (by the set's first slot, S + P)]; arrivals are zero
+between launches.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -92,12 +93,14 @@ def plan_kernel(
         tiles = tl.where(mask, tl.maximum(tiles, MIN_TILES), 0)
         tl.store(starts + 1 + segments, total + tl.cumsum(tiles, 0), mask=mask)
         tl.store(arrivals + segments, 0, mask=mask)
+        tl.store(arrivals + num_segments + segments, 0, mask=mask)
         total += tl.sum(tiles, 0)
     share = tl.maximum((total + programs - 1) // programs, min_share)
     tl.store(plan, share)
     tl.store(plan + 1, total)
     tl.debug_barrier()  # the search below reads what other threads stored
     program = tl.arange(0, PROGRAMS_PAD)
+    tl.store(arrivals + 2 * num_segments + program, 0, mask=program < programs)
     target = program * share
     low = tl.zeros([PROGRAMS_PAD], tl.int32)  # starts[low] <= target
     step = 1
@@ -133,7 +136,7 @@ class DecodePlan:
         slots = num_segments + programs
         memory = torch.empty(slots * slot_rows * (head_size + 2), dtype=torch.float32, device=device)
         peaks, totals, partial = memory.split((slots * slot_rows, slots * slot_rows, slots * slot_rows * head_size))
-        plan = torch.empty(3 + programs + 2 * num_segments, dtype=torch.int32, device=device)
+        plan = torch.empty(3 + 2 * programs + 3 * num_segments, dtype=torch.int32, device=device)
         return cls(plan, peaks, totals, partial, num_segments, programs)
 
     def fill(

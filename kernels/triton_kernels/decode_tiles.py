@@ -179,20 +179,20 @@ def attend_tiles(
 @triton.jit
 def store_part(
     slot,
+    used,  # bool [M]: rows to store
     peak,
     total,
     accumulator,
-    peaks,  # fp32 [slots, rows]
-    totals,  # fp32 [slots, rows]
-    partial,  # fp32 [slots, rows, HEAD_SIZE]
-    num_rows,  # of a slot
+    peaks,  # fp32 [slots, slot_rows]
+    totals,  # fp32 [slots, slot_rows]
+    partial,  # fp32 [slots, slot_rows, HEAD_SIZE]
+    slot_rows,
     HEAD_SIZE: tl.constexpr,
     D_PAD: tl.constexpr,
 ):
     members = tl.arange(0, peak.shape[0])
     columns = tl.arange(0, D_PAD)
-    entries = slot.to(tl.int64) * num_rows + members
-    used = members < num_rows
+    entries = slot.to(tl.int64) * slot_rows + members
     tl.store(peaks + entries, peak, mask=used)
     tl.store(totals + entries, total, mask=used)
     mask = used[:, None] & (columns < HEAD_SIZE)[None, :]
@@ -228,10 +228,8 @@ def merge_two(peak, total, accumulator, other_peak, other_total, other_accumulat
 
 @triton.jit
 def merge_parts(
-    peak,  # [ROWS]
-    total,
-    accumulator,  # [ROWS, D_PAD]
     first_slot,
+    stride,  # between the parts' slots
     num_parts,
     peaks,
     totals,
@@ -244,12 +242,15 @@ def merge_parts(
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Adds the parts of slots first_slot … to a part. Reads past L1: other programs have just written them."""
+    """The part [ROWS] over the keys of all these parts. Reads past L1: other programs have just written them."""
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    accumulator = tl.zeros([ROWS, D_PAD], tl.float32)
     members = tl.arange(0, ROWS)
     columns = tl.arange(0, D_PAD)
     for first in range(0, num_parts, CHUNK):
         parts = first + tl.arange(0, CHUNK)
-        entries = (first_slot + parts).to(tl.int64)[:, None] * slot_rows + first_row + members[None, :]
+        entries = (first_slot + parts * stride).to(tl.int64)[:, None] * slot_rows + first_row + members[None, :]
         used = (parts < num_parts)[:, None] & (members < num_rows)[None, :]
         some_peaks = tl.load(peaks + entries, mask=used, other=float("-inf"), cache_modifier=".cg")
         some_totals = tl.load(totals + entries, mask=used, other=0.0, cache_modifier=".cg")

@@ -1,8 +1,9 @@
 """Paged decode attention: one to eight new tokens a row, keys and values read once through the block table.
 
 V1 gives each KV head of each row to one program. V2 cuts all the keys of the batch into equal runs of tiles
-(decode_plan.py); the program that finishes a row's last part merges its parts. What rows make of the prefixes they
-share is given (shared_prefix.py), and counts with their first part. N rows, T new tokens, H query heads in groups of G
+(decode_plan.py); whoever finishes the last of a set of neighbouring parts merges the set, and whoever finishes a
+segment's last set merges the sets: no program reads many parts alone. What rows make of the prefixes they share is
+given (shared_prefix.py), and counts with their first part. N rows, T new tokens, H query heads in groups of G
 over K KV heads, D head size, S slots a block, B table columns, P programs. Launched by
 decode_launch.py.
 """
@@ -67,6 +68,7 @@ def paged_decode_kernel(
     M_PAD: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    MERGE_SET: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     D_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -136,22 +138,41 @@ def paged_decode_kernel(
             )  # fmt: skip
         elif SPLIT:
             slot_rows: tl.constexpr = GROUP * NUM_NEW
-            store_part(segment + program, peak, total, accumulator, peaks, totals, partial, slot_rows, HEAD_SIZE, D_PAD)
+            used = tl.arange(0, M_PAD) < slot_rows
+            store_part(
+                segment + program, used, peak, total, accumulator, peaks, totals, partial, slot_rows, HEAD_SIZE, D_PAD
+            )
             tl.debug_barrier()  # every thread's part is stored before the program says so
-            arrivals = plan + 3 + programs + num_segments + segment  # after the S + 1 first tiles
-            arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
-            if arrived == num_parts - 1:
-                tl.store(arrivals, 0)  # ready for the next launch
-                peak_R = tl.full([ROWS], float("-inf"), tl.float32)
-                total_R = tl.zeros([ROWS], tl.float32)
-                accumulator_R = tl.zeros([ROWS, D_PAD], tl.float32)
+            arrivals = plan + 3 + programs + num_segments  # of segments, after the S + 1 first tiles; then of sets
+            first_slot = segment + first_program
+            set_slot = first_slot + (program - first_program) // MERGE_SET * MERGE_SET
+            set_parts = tl.minimum(first_slot + num_parts - set_slot, MERGE_SET)
+            if tl.atomic_add(arrivals + num_segments + set_slot, 1, sem="acq_rel", scope="gpu") == set_parts - 1:
+                tl.store(arrivals + num_segments + set_slot, 0)  # ready for the next launch
                 peak_R, total_R, accumulator_R = merge_parts(
-                    peak_R, total_R, accumulator_R, segment + first_program, num_parts, peaks, totals, partial,
-                    slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD, ROWS, CHUNK,
+                    set_slot, 1, set_parts, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD, ROWS,
+                    CHUNK,
                 )  # fmt: skip
-                store_output(
-                    total_R, accumulator_R, output, query_starts, v_scale, row, kv_head,
-                    GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
-                )  # fmt: skip
+                complete = num_parts <= MERGE_SET
+                if not complete:
+                    used_R = tl.arange(0, ROWS) < slot_rows
+                    store_part(
+                        set_slot, used_R, peak_R, total_R, accumulator_R, peaks, totals, partial, slot_rows, HEAD_SIZE,
+                        D_PAD,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                    sets = tl.cdiv(num_parts, MERGE_SET)
+                    if tl.atomic_add(arrivals + segment, 1, sem="acq_rel", scope="gpu") == sets - 1:
+                        tl.store(arrivals + segment, 0)
+                        peak_R, total_R, accumulator_R = merge_parts(
+                            first_slot, MERGE_SET, sets, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE,
+                            D_PAD, ROWS, CHUNK,
+                        )  # fmt: skip
+                        complete = True
+                if complete:
+                    store_output(
+                        total_R, accumulator_R, output, query_starts, v_scale, row, kv_head,
+                        GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
+                    )  # fmt: skip
         at = stop
         segment += 1

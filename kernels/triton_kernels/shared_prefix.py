@@ -97,7 +97,7 @@ def shared_prefix_kernel(
             HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, HAS_ALIBI, False, HAS_SOFT_CAP, 0, 0,
         )  # fmt: skip
         store_part(
-            segment + program, peak, total, accumulator, peaks, totals, partial, MEMBERS * GROUP, HEAD_SIZE, D_PAD
+            segment + program, used, peak, total, accumulator, peaks, totals, partial, MEMBERS * GROUP, HEAD_SIZE, D_PAD
         )
         at = stop
         segment += 1
@@ -133,16 +133,13 @@ def merge_prefixes_kernel(
     segment = place // MEMBERS * NUM_KV_HEADS + kv_head
     segment_begin, segment_end = load_segment(plan, programs, segment)
     first_program, num_parts = parts_of(plan, segment_begin, segment_end)
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    accumulator = tl.zeros([ROWS, D_PAD], tl.float32)
     peak, total, accumulator = merge_parts(
-        peak, total, accumulator, segment + first_program, num_parts, peaks, totals, partial,
+        segment + first_program, 1, num_parts, peaks, totals, partial,
         MEMBERS * GROUP, place % MEMBERS * GROUP, GROUP, HEAD_SIZE, D_PAD, ROWS, CHUNK,
     )  # fmt: skip
     store_part(
-        row * NUM_KV_HEADS + kv_head, peak, total, accumulator, row_peaks, row_totals, row_partial, GROUP,
-        HEAD_SIZE, D_PAD,
+        row * NUM_KV_HEADS + kv_head, tl.arange(0, ROWS) < GROUP, peak, total, accumulator, row_peaks, row_totals,
+        row_partial, GROUP, HEAD_SIZE, D_PAD,
     )  # fmt: skip
 
 
@@ -158,7 +155,8 @@ def plan_prefixes(prefixes: SharedPrefixes, num_kv_heads: int, constants: dict[s
     """The plan of `attend_prefixes`, from prefix_constants; to be filled anew when the prefixes change."""
     device = prefixes.chunk_lens.device
     rows, segments = constants["MEMBERS"] * constants["GROUP"], len(prefixes.chunk_lens) * num_kv_heads
-    plan = DecodePlan.allocate(segments, num_programs(device), rows, constants["HEAD_SIZE"], device)
+    programs = num_programs(device, constants["num_warps"])
+    plan = DecodePlan.allocate(segments, programs, rows, constants["HEAD_SIZE"], device)
     plan.fill(prefixes.chunk_lens, num_kv_heads, constants["TILE"], min_tiles=0)
     return plan
 

@@ -150,10 +150,10 @@ def test_a_plan_gives_every_tile_to_one_program(programs: int) -> None:
     plan = DecodePlan.allocate(len(tiles), programs, 2, 16, torch.device("cpu"))
     plan.fill(lengths, 2, 16)
     share, total, *rest = plan.plan.tolist()
-    firsts, starts, arrivals = rest[:programs], rest[programs : programs + len(tiles) + 1], rest[-len(tiles) :]
+    firsts, starts = rest[:programs], rest[programs : programs + len(tiles) + 1]
     assert starts == [sum(tiles[:index]) for index in range(len(tiles) + 1)]
     assert (total, share) == (sum(tiles), -(-sum(tiles) // programs))
-    assert arrivals == [0] * len(tiles)
+    assert rest[programs + len(tiles) + 1 :] == [0] * (2 * len(tiles) + programs)
     for program, first in enumerate(firsts):
         if program * share < total:
             assert starts[first] <= program * share < starts[first + 1]

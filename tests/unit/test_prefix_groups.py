@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.kernels import prefix_groups
-from tandem.kernels.prefix_groups import PrefixGroup, PrefixLayout, choose_groups, saved_tokens
+from tandem.kernels.prefix_groups import PrefixGroup, PrefixLayout, SharingCosts, choose_groups
 
 BLOCK = 64
 
 
 @pytest.fixture(autouse=True)
 def _small_thresholds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_groups, "SHORTEST_PREFIX", 0)
-    monkeypatch.setattr(prefix_groups, "WORTHWHILE", 1)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_ROW", 0)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 0)
 
 
 def found(tables: np.ndarray, whole: np.ndarray, members: int = 16, block_size: int = BLOCK) -> list[PrefixGroup]:
-    return choose_groups(tables, np.arange(len(tables)), whole, block_size, members)
+    return choose_groups(tables, np.arange(len(tables)), whole, block_size, SharingCosts(members, 1))
 
 
 def agreed(tables: np.ndarray, whole: np.ndarray, rows: tuple[int, ...]) -> int:
@@ -39,14 +39,16 @@ def best_saving(tables: np.ndarray, whole: np.ndarray, rows: tuple[int, ...], me
     for size in range(len(rows)):
         for others in itertools.combinations(rows[1:], size):
             group = (rows[0], *others)
-            own = saved_tokens(len(group), agreed(tables, whole, group) * BLOCK, members) if others else 0
+            own = (
+                SharingCosts(members, 1).saved_bytes(len(group), agreed(tables, whole, group) * BLOCK) if others else 0
+            )
             rest = tuple(row for row in rows if row not in group)
             best = max(best, own + best_saving(tables, whole, rest, members))
     return best
 
 
 def saving(groups: list[PrefixGroup], members: int) -> int:
-    return sum(saved_tokens(len(group.rows), group.num_blocks * BLOCK, members) for group in groups)
+    return sum(SharingCosts(members, 1).saved_bytes(len(group.rows), group.num_blocks * BLOCK) for group in groups)
 
 
 @st.composite
@@ -62,7 +64,7 @@ def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 
 @settings(max_examples=150, deadline=None)
 @given(batches(), st.sampled_from([2, 3, 16]))
-def test_groups_are_true_apart_and_the_best(batch: tuple[np.ndarray, np.ndarray], members: int) -> None:
+def test_groups_are_true_apart_and_near_the_best(batch: tuple[np.ndarray, np.ndarray], members: int) -> None:
     tables, whole = batch
     groups = found(tables, whole, members)
     rows = [int(row) for group in groups for row in group.rows]
@@ -70,10 +72,7 @@ def test_groups_are_true_apart_and_the_best(batch: tuple[np.ndarray, np.ndarray]
     for group in groups:
         assert 1 <= group.num_blocks <= agreed(tables, whole, tuple(group.rows))
     best = best_saving(tables, whole, tuple(range(len(tables))), members)
-    if members == 16:  # one chunk a group: nothing is gained by cutting a group at another place than the tree does
-        assert saving(groups, members) == best
-    else:
-        assert best / 2 <= saving(groups, members) <= best
+    assert best / 2 <= saving(groups, members) <= best  # rows that a subtree's group leaves over stay alone
 
 
 def test_a_common_system_prompt_does_not_hide_longer_prefixes() -> None:
@@ -91,18 +90,22 @@ def test_prefixes_end_where_tiles_do() -> None:
 
 def test_slots_choose_the_tables() -> None:
     tables = np.array([[5, 6], [7, 8], [5, 9]], np.int32)
-    (group,) = choose_groups(tables, np.array([2, 1, 0]), np.array([1, 1, 1]), BLOCK, 4)
+    (group,) = choose_groups(tables, np.array([2, 1, 0]), np.array([1, 1, 1]), BLOCK, SharingCosts(4, 1))
     assert (group.rows.tolist(), group.num_blocks) == ([0, 2], 1)
 
 
 def test_what_does_not_pay_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     tables = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [8, 9, 10, 11]], np.int32)
     whole = np.full(3, 4)
-    monkeypatch.setattr(prefix_groups, "WORTHWHILE", 3 * BLOCK + 1)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 3 * BLOCK)
     assert found(tables, whole) == []
-    monkeypatch.setattr(prefix_groups, "WORTHWHILE", 3 * BLOCK)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 3 * BLOCK - 1)
     assert len(found(tables, whole)) == 1
-    monkeypatch.setattr(prefix_groups, "SHORTEST_PREFIX", 3 * BLOCK + 1)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_ROW", 1)
+    assert found(tables, whole) == []
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 0)
+    assert len(found(tables, whole)) == 1
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_ROW", 2 * BLOCK)
     assert found(tables, whole) == []
     assert found(tables, whole, members=1) == []
 
