@@ -51,7 +51,8 @@ class TensorParallel:
         """Meets the other ranks. `max_rows`: of the exchanges through peers' memory."""
         shard, on_gpu = membership.shard, device.type == "cuda"
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast: one process that misuses it can stop a whole host
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        for library in ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # one host: nobody else needs to reach a rank
         timeout = timedelta(seconds=STUCK_S)
         store: Any = membership.store
         if store is None:

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,13 +59,20 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
     return Ranks(options)
 
 
+def make_store() -> Any:
+    """Where ranks find each other: a server in this process, on loopback only (left alone it listens everywhere)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, timeout = listener.getsockname()[1], timedelta(seconds=STUCK_S)
+    return dist.TCPStore("127.0.0.1", port, None, True, timeout, False, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
+
+
 class Ranks:
     """Ranks 1 and up. `membership` is rank 0's own place."""
 
     def __init__(self, options: NodeOptions, on_death: Callable[[str], None] | None = None) -> None:
         """`on_death` is told which rank ended unasked, from a thread of its own; by default this process ends."""
         size = options.tensor_parallel_size
-        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=STUCK_S), False)  # type: ignore[attr-defined]
+        store = make_store()
         self.membership = Membership(Shard(0, size), store.port, store)
         self._on_death = on_death or _end_process
         self._closing = threading.Event()
