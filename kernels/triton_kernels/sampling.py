@@ -70,7 +70,7 @@ def _kept(values, scaled, columns, cut, threshold, last):
 
 
 @triton.jit(
-    do_not_specialize=["num_splits", "size"],
+    do_not_specialize=["num_splits"],
     do_not_specialize_on_alignment=["temperatures", "seeds", "sample_indices", "output_indices"],  # of one buffer
 )
 def sampling_parts_kernel(

@@ -23,7 +23,7 @@ def wants_limits(temperature, top_k, top_p, min_p, size):
 
 
 @triton.jit(
-    do_not_specialize=["size", "num_groups"],
+    do_not_specialize=["num_groups"],  # a model has one vocabulary: its size tells how rows can be read
     do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"],  # parts of one buffer
 )
 def sampling_groups_kernel(

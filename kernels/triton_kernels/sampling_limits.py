@@ -23,26 +23,27 @@ from tandem.kernels.triton_kernels.sampling_groups import (
     wants_limits,
 )
 
-LIMITS_BLOCK, LIMITS_WARPS = 2048, 8
+LIMITS_BLOCK, LIMITS_WARPS = 2048, 8  # groups
+LISTED_AT_ONCE = 64  # groups, logit by logit
 ROUNDING: tl.constexpr = tl.constexpr(1e-5)  # beyond the relative error of fp32 sums
 MAX_PASSES: tl.constexpr = tl.constexpr(160)  # quarters of all of fp32's range; ends the search of an infinite logit
 
 
 @triton.jit
-def _listed_logits(logits, listed, num_listed, start, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """(columns, logits fp32) of BLOCK logits in listed groups; past their end size and -inf."""
-    places = start + tl.arange(0, BLOCK)
-    inside = places < num_listed * GROUP
-    columns = tl.load(listed + places // GROUP, mask=inside, other=0) * GROUP + places % GROUP
-    columns = tl.where(inside, columns, size)
-    values = tl.load(logits + columns, mask=columns < size, other=float("-inf")).to(tl.float32)
-    return columns, tl.where(values == values, values, float("-inf"))
+def _listed_logits(logits, listed, num_listed, start, size, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """(columns, logits fp32) [GROUPS, GROUP] of listed groups from `start` on; past their end size and -inf."""
+    places = start + tl.arange(0, GROUPS)
+    groups = tl.load(listed + places, mask=places < num_listed, other=0)
+    columns = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    inside = (places < num_listed)[:, None] & (columns < size)
+    values = tl.load(logits + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    return tl.where(inside, columns, size), tl.where(values == values, values, float("-inf"))
 
 
 @triton.jit
 def _boundary(
     logits, listed, num_listed, size, floor, lower, base, peak, scale, target, WEIGHTED: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """(v, amount above v): v is the smallest logit >= floor such that the amount above it is below `target` (float64).
 
@@ -57,13 +58,13 @@ def _boundary(
         passes += 1
         step = upper * 0.25 - base * 0.25
         cut_1, cut_2, cut_3 = base + step, base + 2.0 * step, base + 3.0 * step
-        sum_1 = tl.zeros([BLOCK], tl.float32)
-        sum_2 = tl.zeros([BLOCK], tl.float32)
-        sum_3 = tl.zeros([BLOCK], tl.float32)
-        lowest = tl.full([BLOCK], float("inf"), tl.float32)
-        highest = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, num_listed * GROUP, BLOCK):
-            _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
+        sum_1 = tl.zeros([GROUPS, GROUP], tl.float32)
+        sum_2 = tl.zeros([GROUPS, GROUP], tl.float32)
+        sum_3 = tl.zeros([GROUPS, GROUP], tl.float32)
+        lowest = tl.full([GROUPS, GROUP], float("inf"), tl.float32)
+        highest = tl.full([GROUPS, GROUP], float("-inf"), tl.float32)
+        for start in range(0, num_listed, GROUPS):
+            _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, GROUPS)
             counts = values >= floor
             inside = counts & (values > lower) & (values <= upper)
             lowest = tl.where(inside, tl.minimum(lowest, values), lowest)
@@ -74,11 +75,11 @@ def _boundary(
             sum_1 += tl.where(values > cut_1, weights, 0.0)
             sum_2 += tl.where(values > cut_2, weights, 0.0)
             sum_3 += tl.where(values > cut_3, weights, 0.0)
-        inner_least, inner_most = tl.min(lowest, 0), tl.max(highest, 0)
+        inner_least, inner_most = tl.min(tl.min(lowest, 1), 0), tl.max(tl.max(highest, 1), 0)
         if inner_least < inner_most:
-            above_1 = tl.sum(sum_1.to(tl.float64), 0)
-            above_2 = tl.sum(sum_2.to(tl.float64), 0)
-            above_3 = tl.sum(sum_3.to(tl.float64), 0)
+            above_1 = tl.sum(tl.sum(sum_1.to(tl.float64), 1), 0)
+            above_2 = tl.sum(tl.sum(sum_2.to(tl.float64), 1), 0)
+            above_3 = tl.sum(tl.sum(sum_3.to(tl.float64), 1), 0)
             if above_1 < target:
                 upper, above = cut_1, above_1
             elif above_2 < target:
@@ -91,46 +92,47 @@ def _boundary(
 
 
 @triton.jit
-def _least(logits, listed, num_listed, size, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _least(logits, listed, num_listed, size, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """The least finite logit of listed groups."""
-    least = tl.full([BLOCK], float("inf"), tl.float32)
-    for start in range(0, num_listed * GROUP, BLOCK):
-        _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
+    least = tl.full([GROUPS, GROUP], float("inf"), tl.float32)
+    for start in range(0, num_listed, GROUPS):
+        _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, GROUPS)
         least = tl.where(values > float("-inf"), tl.minimum(least, values), least)
-    return tl.min(least, 0)
+    return tl.min(tl.min(least, 1), 0)
 
 
 @triton.jit
-def _weight_kept(logits, listed, num_listed, size, cut, kept, peak, scale, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _weight_kept(logits, listed, num_listed, size, cut, kept, peak, scale, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """float64: of the logits above `cut` and of up to `kept` of those at it."""
-    total = tl.zeros([BLOCK], tl.float32)
-    equal = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, num_listed * GROUP, BLOCK):
-        _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
+    total = tl.zeros([GROUPS, GROUP], tl.float32)
+    equal = tl.zeros([GROUPS, GROUP], tl.int32)
+    for start in range(0, num_listed, GROUPS):
+        _, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, GROUPS)
         total += tl.where(values > cut, tl.exp2((values - peak) * scale), 0.0)
         equal += (values == cut).to(tl.int32)
-    num_kept = tl.minimum(kept, tl.sum(equal, 0).to(tl.float64))
-    return tl.sum(total.to(tl.float64), 0) + num_kept * tl.exp2((cut - peak) * scale).to(tl.float64)
+    num_kept = tl.minimum(kept, tl.sum(tl.sum(equal, 1), 0).to(tl.float64))
+    return tl.sum(tl.sum(total.to(tl.float64), 1), 0) + num_kept * tl.exp2((cut - peak) * scale).to(tl.float64)
 
 
 @triton.jit
-def _nth_equal(logits, listed, num_listed, size, value, count, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _nth_equal(logits, listed, num_listed, size, value, count, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     """Id of the `count`-th logit that equals `value`; size if there are fewer."""
     seen = tl.full([], 0, tl.int32)
     last = tl.full([], 0, tl.int32) + size
-    for start in range(0, num_listed * GROUP, BLOCK):
-        columns, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, BLOCK)
+    for start in range(0, num_listed, GROUPS):
+        columns, values = _listed_logits(logits, listed, num_listed, start, size, GROUP, GROUPS)
         equal = (values == value).to(tl.int32)
-        num_equal = tl.sum(equal, 0)
+        num_equal = tl.sum(tl.sum(equal, 1), 0)
         if (seen < count) & (seen + num_equal >= count):
-            rank = tl.cumsum(equal, 0) + seen
-            last = tl.min(tl.where((rank == count) & (equal == 1), columns, size), 0)
+            in_order = tl.reshape(equal, [GROUPS * GROUP])
+            reached = (tl.cumsum(in_order, 0) + seen == count) & (in_order == 1)
+            last = tl.min(tl.where(reached, tl.reshape(columns, [GROUPS * GROUP]), size), 0)
         seen += num_equal
     return last
 
 
 @triton.jit(
-    do_not_specialize=["size", "num_groups"],
+    do_not_specialize=["num_groups"],  # a model has one vocabulary: its size tells how rows can be read
     do_not_specialize_on_alignment=["temperatures", "top_ks", "top_ps", "min_ps"],
 )
 def sampling_limits_kernel(
@@ -148,6 +150,7 @@ def sampling_limits_kernel(
     size,
     num_groups,
     GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -177,25 +180,25 @@ def sampling_limits_kernel(
             count = list_groups(own_peaks, mine, num_groups, floor, BLOCK)
             base = floor
             if floor == float("-inf"):
-                base = _least(own, mine, count, size, GROUP, BLOCK)
+                base = _least(own, mine, count, size, GROUP, GROUPS)
             if by_rank:
                 cut, above = _boundary(
-                    own, mine, count, size, nothing, floor, base, peak, scale, wanted, False, GROUP, BLOCK
+                    own, mine, count, size, nothing, floor, base, peak, scale, wanted, False, GROUP, GROUPS
                 )
                 kept = wanted - above
             if top_p < 1.0:
                 if by_rank:
-                    total = _weight_kept(own, mine, count, size, cut, kept, peak, scale, GROUP, BLOCK)
+                    total = _weight_kept(own, mine, count, size, cut, kept, peak, scale, GROUP, GROUPS)
                     target = tl.maximum(top_p.to(tl.float64) * total, 1e-300)
                     floor, base = nothing, cut
                 lowest, weight_above = _boundary(
-                    own, mine, count, size, cut, floor, base, peak, scale, target, True, GROUP, BLOCK
+                    own, mine, count, size, cut, floor, base, peak, scale, target, True, GROUP, GROUPS
                 )
                 needed = tl.ceil((target - weight_above) / tl.exp2((lowest - peak) * scale).to(tl.float64))
                 kept = tl.where(lowest == cut, tl.minimum(kept, needed), needed)
                 cut = lowest
             if kept < size:
-                last = _nth_equal(own, mine, count, size, cut, tl.maximum(kept, 1.0).to(tl.int32), GROUP, BLOCK)
+                last = _nth_equal(own, mine, count, size, cut, tl.maximum(kept, 1.0).to(tl.int32), GROUP, GROUPS)
         if min_p > 0.0:
             threshold = tl.div_rn(peak, temperature) + tl.log(min_p.to(tl.float64)).to(tl.float32)
     tl.store(cuts + 2 * row, cut)
@@ -220,5 +223,5 @@ def find_limits(
     listed = torch.empty((num_rows, num_groups), dtype=torch.int32, device=device)
     sampling_limits_kernel[(num_rows,)](
         logits_RV, *settings, peaks, masses, listed, cuts_R2, last_ids_R, logits_RV.stride(0), size, num_groups,
-        GROUP=GROUP, BLOCK=LIMITS_BLOCK, num_warps=LIMITS_WARPS, **overlap(device),
+        GROUP=GROUP, GROUPS=LISTED_AT_ONCE, BLOCK=LIMITS_BLOCK, num_warps=LIMITS_WARPS, **overlap(device),
     )  # fmt: skip

@@ -26,6 +26,7 @@ FILTERS: dict[str, tuple[int, float, float]] = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_limits, "LIMITS_BLOCK", 128)
+    monkeypatch.setattr(sampling_limits, "LISTED_AT_ONCE", 4)
     monkeypatch.setattr(sampling, "PARTS_BLOCK", 128)
 
 

@@ -27,7 +27,11 @@ PARTS = {"MAX_SPLITS": sampling.MAX_SPLITS, "BLOCK": sampling.PARTS_BLOCK}
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "limits": (
         sampling_limits.sampling_limits_kernel,
-        {"BLOCK": sampling_limits.LIMITS_BLOCK, "GROUP": sampling_groups.GROUP},
+        {
+            "BLOCK": sampling_limits.LIMITS_BLOCK,
+            "GROUPS": sampling_limits.LISTED_AT_ONCE,
+            "GROUP": sampling_groups.GROUP,
+        },
         sampling_limits.LIMITS_WARPS,
     ),
     "groups": (
