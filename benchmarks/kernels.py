@@ -11,8 +11,10 @@ decode and matrix products have benchmarks of their own: prefill_attention.py, d
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -46,32 +48,41 @@ class Outcome:
     peer_seconds: float | None
 
 
-def rows_of(shape: Shape, small: bool) -> Iterator[Callable[[], Row]]:
-    """One after the other, so that only one case holds memory."""
+def rows_of(shape: Shape, small: bool) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """(name, what makes the row): one after the other, so that only one case holds memory."""
     tokens, blocks, vocabulary = (256, 4, 8000) if small else (8192, 128, VOCABULARY)
     fp8 = Shape(AttentionSpec(32, 128, 128**-0.5, 8, kv_cache_dtype="fp8"), 64, shape.dtype, shape.device)
-    yield lambda: Row(rope_case(shape, tokens), target=0.75)
-    yield lambda: Row(rope_case(fp8, tokens))
-    yield lambda: Row(digest_case(shape, blocks, LAYERS), target=3.5 / 4.27)
-    yield lambda: Row(copy_case(shape, blocks // 2, LAYERS))
-    yield lambda: Row(gather_case(shape, blocks, LAYERS), torch_gather(shape, blocks, None))
-    yield lambda: Row(gather_case(shape, blocks, LAYERS, layer=5), torch_gather(shape, blocks, 5))
+    yield "rope", lambda: Row(rope_case(shape, tokens), target=0.75)
+    yield "rope fp8", lambda: Row(rope_case(fp8, tokens))
+    yield "digest", lambda: Row(digest_case(shape, blocks, LAYERS), target=3.5 / 4.27)
+    yield "copy", lambda: Row(copy_case(shape, blocks // 2, LAYERS))
+    yield "gather", lambda: Row(gather_case(shape, blocks, LAYERS), torch_gather(shape, blocks, None))
+    yield "gather layer", lambda: Row(gather_case(shape, blocks, LAYERS, layer=5), torch_gather(shape, blocks, 5))
     if shape.device.type == "cuda":
-        for with_sums in (False, True):
-            for programs in (16, 64, 1024):
-                yield lambda s=with_sums, p=programs: Row(push_case(shape, blocks, LAYERS, s, p))
-        for to_host in (True, False):
-            yield lambda h=to_host: Row(swap_case(shape, blocks // 2, LAYERS, h), over_bus=True)
-            yield lambda h=to_host: Row(swap_case(shape, blocks // 2, LAYERS, h, layer=5), over_bus=True)
+        for with_sums, programs in itertools.product((False, True), (16, 64, 1024)):
+            yield "push", partial(push_row, shape, blocks, with_sums, programs)
+        for to_host, layer in itertools.product((True, False), (None, 5)):
+            yield "swap", partial(swap_row, shape, blocks // 2, to_host, layer)
     for count in (64, tokens):
-        yield lambda n=count: Row(norm_case(shape, n, HIDDEN), torch_norm(shape, n))
-        yield lambda n=count: Row(silu_case(shape, n, MLP), torch_silu(shape, n))
+        yield "norm", lambda n=count: Row(norm_case(shape, n, HIDDEN), torch_norm(shape, n))
+        yield "silu", lambda n=count: Row(silu_case(shape, n, MLP), torch_silu(shape, n))
     for count in (4, 8) if small else (1, 64, 256):
-        yield lambda n=count: Row(greedy_case(shape, n, vocabulary), torch_argmax(shape, n, vocabulary))
+        yield "greedy", lambda n=count: Row(greedy_case(shape, n, vocabulary), torch_argmax(shape, n, vocabulary))
         for filters in FILTERS:
-            yield lambda n=count, f=filters: Row(
-                sampling_case(shape, n, vocabulary, f), torch_sampling(shape, n, vocabulary, f)
-            )
+            yield "sampling", partial(sampling_row, shape, count, vocabulary, filters)
+
+
+def push_row(shape: Shape, num_blocks: int, with_sums: bool, programs: int) -> Row:
+    return Row(push_case(shape, num_blocks, LAYERS, with_sums, programs))
+
+
+def swap_row(shape: Shape, num_blocks: int, to_host: bool, layer: int | None) -> Row:
+    return Row(swap_case(shape, num_blocks, LAYERS, to_host, layer), over_bus=True)
+
+
+def sampling_row(shape: Shape, num_rows: int, vocabulary: int, filters: str) -> Row:
+    peer = torch_sampling(shape, num_rows, vocabulary, filters)
+    return Row(sampling_case(shape, num_rows, vocabulary, filters), peer)
 
 
 def torch_gather(shape: Shape, num_blocks: int, layer: int | None) -> Peer:
@@ -154,7 +165,12 @@ def draw(outcomes: list[Outcome], title: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plot", metavar="FILE.svg", help="draw the shares")
-    parser.add_argument("--only", default="", metavar="NAME", help="cases whose name contains this")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="NAME",
+        help="rope, digest, copy, gather, push, swap, norm, silu, greedy or sampling",
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: small sizes, to try it out")
     arguments = parser.parse_args()
     device, small = torch.device(arguments.device), arguments.device == "cpu"
@@ -165,10 +181,9 @@ def main() -> None:
     print(f"{name}, torch {torch.__version__}: copy {limits.bytes_s / 1e9:.0f} GB/s, bus {bus / 1e9:.1f} GB/s")
     print(f"{'kernel':22} {'size':20} {'us':>10} {'GB/s':>9} {'share':>6} {'target':>6} {'torch us':>10}")
     outcomes = []
-    for make in rows_of(shape, small):
-        row = make()
-        if arguments.only in row.case.name:
-            outcomes.append(measure(row, device, limits, bus))
+    for case_name, make in rows_of(shape, small):
+        if arguments.only in case_name:
+            outcomes.append(measure(make(), device, limits, bus))
             print(format_outcome(outcomes[-1]), flush=True)
     if arguments.plot:
         with open(arguments.plot, "w", encoding="utf-8") as file:
