@@ -91,9 +91,16 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) ->
     monkeypatch.setattr(flash_attn, "version_2", packages.FlashAttention2)
 
 
+def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionSpec) -> str | None:
+    """As where the Hopper kernel serves all it can."""
+    hopper = torch.cuda.get_device_capability(device) == (9, 0) and dtype == torch.bfloat16
+    return None if hopper and spec.alibi_slopes is None else "the general kernel"
+
+
 @pytest.mark.skipif(triton.find_spec("triton") is None, reason="triton is not installed")
 def test_who_leads_on_which_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, (9, 0))
+    monkeypatch.setattr(triton_prefill, "why_general_layer", why_general_layer)
     device = torch.device("cuda", 0)
     plain, slopes = AttentionSpec(4, 128, 0.1, 2), torch.ones(4)
     assert order_for(device, torch.bfloat16, plain) == OURS_FIRST
