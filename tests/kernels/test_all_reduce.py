@@ -17,12 +17,10 @@ from tandem.kernels.all_reduce import mail_bytes
 pytest.importorskip("triton", reason="triton is not installed: no kernel to interpret")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_every_rank_gets_the_sum_and_the_token_of_all(num_ranks: int, tmp_path: Path) -> None:
+def test_every_rank_gets_the_sum_and_the_token_of_all(tmp_path: Path) -> None:
     """Different numbers of rows in turn: lanes count for themselves, and both halves are used again."""
-    sizes = [
-        mail_bytes(mail_ranks.MAX_ROWS, mail_ranks.HIDDEN, dtype, num_ranks) for dtype in (torch.half, torch.float)
-    ]
+    num_ranks = 3
+    sizes = [mail_bytes(mail_ranks.MAX_ROWS, mail_ranks.HIDDEN, dtype, num_ranks) for dtype in mail_ranks.ROUNDS]
     memory = tmp_path / "mail"
     memory.write_bytes(bytes(num_ranks * sum(sizes)))
     command = [sys.executable, mail_ranks.__file__]
@@ -33,7 +31,7 @@ def test_every_rank_gets_the_sum_and_the_token_of_all(num_ranks: int, tmp_path: 
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=90)
+            _, errors = rank.communicate(timeout=110)
             assert rank.returncode == 0, errors.decode()
     finally:
         for rank in ranks:
