@@ -1,21 +1,21 @@
 """Every error that Tandem raises on purpose, and how it looks over HTTP.
 
-    TandemError                    500 server_error
-    ├── InvalidRequestError        400 invalid_request_error   the client's fault; `param` names the field
-    │   ├── ModelNotFoundError     404                         no model of that name is served
-    │   ├── AuthenticationError    401 authentication_error
-    │   └── BodyTooLargeError      413
-    ├── ConfigError (ValueError)   -                           bad flag, file or folder: ends the process with a remedy
-    │   └── CheckpointError        -                           the model folder can't be served; names the file
-    ├── HandshakeError             -                           two processes refuse each other; names the field
-    ├── GrantError                 -                           a grant is forged, foreign, replayed or out of date
-    ├── TransportError             -                           bytes could not be moved; retried or recomputed
-    │   └── PeerLostError          -                           the peer is gone or fenced
-    ├── OverloadedError            429 rate_limit_error        queues are full; `retry_after_s` says when to come back
-    ├── UnavailableError           503 service_unavailable     no node can take the request now
-    ├── DeadlineError              504 timeout                 the request's deadline passed
-    ├── ClientGoneError            499                         the client closed the connection
-    └── NodeFailedError            502 server_error            a node failed the request and no attempt is left
+TandemError                    500 server_error
+├── InvalidRequestError        400 invalid_request_error   the client's fault; `param` names the field
+│   ├── ModelNotFoundError     404                         no model of that name is served
+│   ├── AuthenticationError    401 authentication_error
+│   └── BodyTooLargeError      413
+├── ConfigError (ValueError)   -                           bad flag, file or folder: ends the process with a remedy
+│   └── CheckpointError        -                           the model folder can't be served; names the file
+├── HandshakeError             -                           two processes refuse each other; names the field
+├── GrantError                 -                           a grant is forged, foreign, replayed or out of date
+├── TransportError             -                           bytes could not be moved; retried or recomputed
+│   └── PeerLostError          -                           the peer is gone or fenced
+├── OverloadedError            429 rate_limit_error        queues are full; `retry_after_s` says when to come back
+├── UnavailableError           503 service_unavailable     no node can take the request now
+├── DeadlineError              504 timeout                 the request's deadline passed
+├── ClientGoneError            499                         the client closed the connection
+└── NodeFailedError            502 server_error            a node failed the request and no attempt is left
 """
 
 from __future__ import annotations

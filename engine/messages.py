@@ -193,15 +193,25 @@ class FlushBlocks(Message, frozen=True, kw_only=True):
 
 
 RouterToNode = Hello | Ping | Submit | Cancel | FlushBlocks
-NodeToRouter = (
-    Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled
-)
+NodeToRouter = Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled
 SourceToSink = Hello | Ping | KVClaim | KVReady | KVRelease | KVDrained
 SinkToSource = Welcome | Refused | Status | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
 ToNode = Hello | Ping | Submit | Cancel | FlushBlocks | KVClaim | KVReady | KVRelease | KVDrained
 FromNode = (
-    Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled
-    | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
+    Welcome
+    | Refused
+    | Status
+    | Accepted
+    | Tokens
+    | PromptLogprobs
+    | RequestFailed
+    | Cancelled
+    | KVWait
+    | KVGrant
+    | KVCommitted
+    | KVResend
+    | KVRefused
+    | KVDrainedAck
 )
 
 encode = msgspec.msgpack.Encoder().encode
