@@ -18,7 +18,7 @@ def make_logic(context: NodeContext) -> ServingNode:
     from tandem.decode_node.node import DecodeNode
     from tandem.kv_connector.sink import SinkManager
 
-    sink = SinkManager(context.info, context.keys, context.pool, options)
+    sink = SinkManager(context.info, context.keys, context.pool, options, context.is_settled)
     return DecodeNode(context.info, context.book, scheduler, context.pool, max_queue, sink)
 
 

@@ -85,7 +85,7 @@ class NodeOptions:
     tensor_parallel_size: int = 1  # GPUs of this node, from device_index on
     attention_backend: str = "auto"
     cuda_graphs: bool = True  # decode steps replay captured graphs; off: every step runs kernel by kernel
-    transport: str = "auto"  # or local, shm, tcp
+    transport: str = "auto"  # or a name out of kv_connector/transports/selection.py
     redis_url: str = ""  # "": no Redis (single node, or routers given --node)
     namespace: str = "tandem"
     cluster_secret_file: str = ""

@@ -65,6 +65,7 @@ class NodeContext:
     pool: BlockPool
     book: RequestBook
     make_scheduler: Callable[[KVConnectorScheduler | None], Scheduler]
+    is_settled: Callable[[int], bool]  # NodeTransports.is_settled
 
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
@@ -221,7 +222,9 @@ class NodeProcess:
                 prompt_order=self._prompt_order(),
             )
 
-        return NodeContext(self.options, self.info, self.keys, self.pool, book, make_scheduler)
+        return NodeContext(
+            self.options, self.info, self.keys, self.pool, book, make_scheduler, self.transports.is_settled
+        )
 
     def _prompt_order(self) -> PromptOrder | None:
         target_ms = self.options.scheduler.ttft_target_ms
@@ -251,6 +254,7 @@ class NodeProcess:
     def _counters(self) -> dict[str, float]:
         return {
             **self.transfer.counters,
+            **self.transports.counters,
             **self.control.counters.as_dict(),
             **self.runner.counters,
             "attention_fallbacks": float(sum(fallback_counts().values())),

@@ -7,6 +7,7 @@ each until the machine says COMMIT, UNPIN or FREE.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tandem.engine.block_pool import BlockPool
@@ -43,10 +44,19 @@ _UNTIL_SAFE = (S.QUARANTINED,)
 
 
 class SinkManager(SinkQueue):
-    """`pool` is shared with the scheduler."""
+    """`pool` is shared with the scheduler. `is_settled` (grant id) says whether a source's word that it writes no more
+    may be believed (Transport.is_settled): if not, the word is not heard, and comes again."""
 
-    def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
+    def __init__(
+        self,
+        info: NodeInfo,
+        keys: ClusterKeys,
+        pool: BlockPool,
+        options: NodeOptions,
+        is_settled: Callable[[int], bool] = lambda grant_id: True,
+    ) -> None:
         super().__init__(info, keys, pool, options)
+        self._is_settled = is_settled
         self._lost: OrderedDict[tuple[str, int], None] = OrderedDict()  # and not greeted since
         self._fences: Counter[tuple[str, int]] = Counter()  # asked for and not ended
 
@@ -106,7 +116,7 @@ class SinkManager(SinkQueue):
         elif isinstance(message, KVRelease):
             self._because(record, message.reason)
             self._run(record, machine.on_release(message.source_epoch))
-        else:
+        elif self._is_settled(message.grant_id):
             self._run(record, machine.on_drained(message.source_epoch, message.grant_id))
         self._settle(record)
 

@@ -88,6 +88,11 @@ class Transport(Protocol):
     def close_grant(self, grant_id: int) -> None:
         """Sink: if `receiver_writes`, returns when no write under this grant can land any more. Idempotent."""
 
+    def is_settled(self, grant_id: int) -> bool:
+        """Sink: False while writes that the source began under this grant were not flushed, whatever the source says.
+
+        A Drained must not be believed then; its repetition may be: what stands against it is being ended."""
+
     def fence(self, node_id: str, epoch: int) -> Future[None]:
         """Sink: done when no write under any grant of that source epoch opened so far can land any more.
 

@@ -70,6 +70,9 @@ class LocalTransport:
     def close_grant(self, grant_id: int) -> None:
         self.grants.close(grant_id)
 
+    def is_settled(self, grant_id: int) -> bool:
+        return True
+
     def fence(self, node_id: str, epoch: int) -> Future[None]:
         self.grants.fence(node_id, epoch)
         fenced: Future[None] = Future()

@@ -20,6 +20,7 @@ from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.transports.base import Channel, OnLost, Transport
 from tandem.kv_connector.transports.cuda_ipc import CudaIpcTransport
 from tandem.kv_connector.transports.local import LocalTransport
+from tandem.kv_connector.transports.nixl import NixlTransport
 from tandem.kv_connector.transports.selection import ORDER, candidates, choose_transport
 from tandem.kv_connector.transports.shm import ShmTransport
 from tandem.kv_connector.transports.tcp import TcpTransport
@@ -34,7 +35,14 @@ def make_transports(
     if requested != "auto" and requested not in ORDER:
         raise ConfigError(f"there is no transport {requested!r}: choose auto, {', '.join(ORDER)}")
     made: list[Transport] = []
-    for transport in (LocalTransport(), ShmTransport(), CudaIpcTransport(), TcpTransport(keys, host, timeout_s)):
+    known: tuple[Transport, ...] = (
+        LocalTransport(),
+        ShmTransport(),
+        CudaIpcTransport(),
+        NixlTransport(keys, host, timeout_s),
+        TcpTransport(keys, host, timeout_s),
+    )
+    for transport in known:
         usable, reason = transport.is_usable(device)
         if requested in ("auto", transport.name) and usable:
             made.append(transport)
@@ -52,6 +60,7 @@ class NodeTransports:
         self._device = torch.device("cpu")
         self._lock = threading.Lock()
         self._sources: dict[tuple[str, int], list[Transport]] = {}
+        self.counters = {f"kv_channels_{name}": 0.0 for name in self._transports}  # opened by this node as a source
 
     def pool_storage(self, nbytes: int) -> memoryview | None:
         """Memory for a CPU pool, to be given to `allocate_pool`; None: any memory will do."""
@@ -76,7 +85,10 @@ class NodeTransports:
         failures = []
         for name in candidates(ours, peer)[0]:
             try:
-                return self._transports[name].connect(peer, on_lost)
+                channel = self._transports[name].connect(peer, on_lost)
+                self.counters[f"kv_channels_{name}"] += 1
+                logger.info("KV goes to %s over %s", peer.node_id, name)
+                return channel
             except PeerLostError:
                 raise
             except TransportError as error:
@@ -108,6 +120,11 @@ class NodeTransports:
         """Sink: before the grant's blocks are given to anyone, whatever ended the grant. Idempotent."""
         for transport in self._transports.values():
             transport.close_grant(grant_id)
+
+    def is_settled(self, grant_id: int) -> bool:
+        """Sink: whether a source's word that it writes no more under this grant may be believed now."""
+        settled = [transport.is_settled(grant_id) for transport in self._transports.values()]  # each is asked
+        return all(settled)
 
     def fence(self, node_id: str, epoch: int) -> Future[None]:
         """Sink: as Transport.fence, for every way that the source may have taken."""

@@ -11,7 +11,7 @@ import torch
 from tandem.engine.errors import TransportError
 from tandem.engine.messages import NodeInfo
 
-ORDER = ("local", "shm", "cuda_ipc", "tcp")
+ORDER = ("local", "shm", "cuda_ipc", "nixl", "tcp")
 
 
 def candidates(ours: NodeInfo, theirs: NodeInfo) -> tuple[list[str], dict[str, str]]:

@@ -1,211 +1,32 @@
 """Transport over plain sockets: works between any two machines, for CPU and CUDA pools. The sink does the writing.
 
-Source: `TcpChannel`, blocking sends with deadlines. Sink: a listener thread, and one `Receiver` thread a connection.
+Source: `TcpChannel`, blocking sends with deadlines. Sink: one `Receiver` thread a link.
 """
 
 from __future__ import annotations
 
-import logging
 import socket
-import threading
-import time
-from concurrent.futures import Future
 
-import msgspec
 import torch
 
-from tandem.engine.errors import PeerLostError, TransportError
-from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import KVGrant, NodeInfo
-from tandem.engine.security import ClusterKeys
-from tandem.kv_connector.transports.base import OnLost, RegisteredPool
-from tandem.kv_connector.transports.grants import GrantTable
-from tandem.kv_connector.transports.tcp_channel import TcpChannel, dial
+from tandem.engine.messages import NodeInfo
+from tandem.kv_connector.transports.base import OnLost
+from tandem.kv_connector.transports.link_transport import LinkTransport
+from tandem.kv_connector.transports.tcp_channel import TcpChannel
 from tandem.kv_connector.transports.tcp_receiver import Receiver
-from tandem.kv_connector.transports.tcp_wire import (
-    PrefaceReply,
-    decode_preface,
-    new_nonce,
-    preface_is_genuine,
-    receive_header,
-    reply_mac,
-    send_frame,
-    send_views,
-)
-
-logger = logging.getLogger(__name__)
-_WILDCARDS = ("", "0.0.0.0", "::")
 
 
-class TcpExport(msgspec.Struct, frozen=True):
-    host: str  # a wildcard: take the host of the node's control address
-    port: int
-
-
-class TcpTransport:
-    """`timeout_s` bounds every wait for a peer's progress, on both sides."""
-
+class TcpTransport(LinkTransport):
     name = "tcp"
     receiver_writes = True
-
-    def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1", timeout_s: float = 5.0) -> None:
-        self.grants = GrantTable()
-        self.pool: RegisteredPool | None = None
-        self._key = keys.derive("tcp")
-        self._host = host
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._channels: dict[str, TcpChannel] = {}  # by sink's node_id: the newest epoch
-        self._receivers: dict[Receiver, threading.Thread] = {}
-        self._fences: list[tuple[set[Receiver], Future[None]]] = []  # with the receivers each waits for
-        self._listener: socket.socket | None = None
-        self._closed = False
 
     def is_usable(self, device: torch.device) -> tuple[bool, str]:
         return True, ""
 
-    def pool_storage(self, nbytes: int) -> memoryview | None:
-        return None
-
-    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
-        """Starts to listen. Raises OSError when the address can't be bound."""
-        assert self.pool is None, "a pool is registered once"
-        self.pool = RegisteredPool(pool, layout, node_id, epoch)
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._listener = socket.create_server((self._host, 0), family=family, backlog=64)
-        threading.Thread(target=self._accept, args=(self._listener,), name="kv-tcp-listener", daemon=True).start()
-
-    def export(self) -> bytes:
-        assert self._listener is not None, "register the pool first"
-        return msgspec.msgpack.encode(TcpExport(self._host, self._listener.getsockname()[1]))
-
-    # --- source ---------------------------------------------------------------------------------------------
-
-    def connect(self, peer: NodeInfo, on_lost: OnLost) -> TcpChannel:
+    def _make_channel(self, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> TcpChannel:
         assert self.pool is not None, "register the pool first"
-        try:
-            export = msgspec.msgpack.decode(peer.transports[self.name], type=TcpExport)
-        except (KeyError, msgspec.MsgspecError) as error:
-            raise TransportError(f"{peer.node_id} exports no pool for tcp") from error
-        host = _control_host(peer) if export.host in _WILDCARDS else export.host
-        me = (self.pool.node_id, self.pool.epoch)
-        sock = dial((host, export.port), me, (peer.node_id, peer.epoch), self._key, self._timeout_s)
-        channel = TcpChannel(self.pool, sock, peer, on_lost)
-        with self._lock:
-            superseded = self._channels.get(peer.node_id)
-            self._channels[peer.node_id] = channel
-        if superseded is not None:
-            superseded.close()
-        return channel
+        return TcpChannel(self.pool, sock, peer, on_lost)
 
-    # --- sink -----------------------------------------------------------------------------------------------
-
-    def admit(self, peer: NodeInfo) -> None:
-        self.grants.admit(peer.node_id, peer.epoch)
-
-    def open_grant(self, grant: KVGrant) -> None:
-        self.grants.open(grant)
-
-    def close_grant(self, grant_id: int) -> None:
-        self.grants.close(grant_id)
-
-    def fence(self, node_id: str, epoch: int) -> Future[None]:
-        """Bars the epoch until it is admitted again, breaks its connections; done when their threads have ended."""
-        self.grants.fence(node_id, epoch)
-        fenced: Future[None] = Future()
-        with self._lock:
-            receivers = {each for each in self._receivers if each.source == (node_id, epoch)}
-            self._fences.append((receivers, fenced))
-        for receiver in receivers:
-            receiver.drop()
-        self._settle_fences()
-        return fenced
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            channels, self._channels = list(self._channels.values()), {}
-            receivers = dict(self._receivers)
-        if self._listener is not None:
-            try:
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close alone does not
-            except OSError:
-                pass
-            self._listener.close()
-        for channel in channels:
-            channel.close()
-        for receiver, thread in receivers.items():
-            receiver.drop()
-            thread.join()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, address = listener.accept()
-            except OSError as error:
-                with self._lock:
-                    if self._closed:
-                        return
-                logger.warning("can't accept KV connections for a moment: %s", error)
-                time.sleep(0.1)  # out of file descriptors: the kernel would refuse at once again
-                continue
-            threading.Thread(target=self._greet, args=(sock, address), name="kv-tcp-receiver", daemon=True).start()
-
-    def _greet(self, sock: socket.socket, address: object) -> None:
-        """Thread of one connection: who is it, then its frames."""
-        try:
-            receiver = self._authenticate(sock)
-        except (TransportError, msgspec.MsgspecError) as error:
-            logger.warning("refused a KV connection from %s: %s", address, error)
-            sock.close()
-            return
-        receiver.run()
-
-    def _authenticate(self, sock: socket.socket) -> Receiver:
-        assert self.pool is not None
-        sock.settimeout(self._timeout_s)
-        nonce = new_nonce()
-        send_views(sock, [memoryview(nonce)])
-        preface = decode_preface(receive_header(sock))
-        if not preface_is_genuine(self._key, preface, nonce):
-            raise TransportError("it doesn't hold this cluster's secret")
-        source = (preface.node_id, preface.epoch)
-        error = ""
-        if (preface.sink_id, preface.sink_epoch) != (self.pool.node_id, self.pool.epoch):
-            error = f"this is {self.pool.node_id} epoch {self.pool.epoch:#x}"
-        receiver = Receiver(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
-        with self._lock:
-            # Listed before it is asked whether the source is fenced: a fence sees one or the other.
-            self._receivers[receiver] = threading.current_thread()
-            closed = self._closed
-        if closed or self.grants.is_fenced(*source):
-            error = f"{preface.node_id} epoch {preface.epoch:#x} is fenced"
-        try:
-            send_frame(sock, PrefaceReply(error, reply_mac(self._key, error, preface.nonce)))
-            if error:
-                raise TransportError(error)
-        except TransportError:
-            receiver.abandon()
-            raise
-        return receiver
-
-    def _receiver_ended(self, receiver: Receiver) -> None:
-        with self._lock:
-            self._receivers.pop(receiver, None)
-        self._settle_fences()
-
-    def _settle_fences(self) -> None:
-        with self._lock:
-            busy = self._receivers.keys()
-            done = [future for receivers, future in self._fences if not receivers & busy]
-            self._fences = [(receivers, future) for receivers, future in self._fences if receivers & busy]
-        for future in done:
-            future.set_result(None)
-
-
-def _control_host(peer: NodeInfo) -> str:
-    """tcp://host:port or tcp://[host]:port -> host."""
-    host = peer.control_address.rpartition(":")[0].rpartition("/")[2].strip("[]")
-    if not host:
-        raise PeerLostError(f"{peer.node_id} listens on all interfaces and names no control address")
-    return host
+    def _make_receiver(self, sock: socket.socket, source: tuple[str, int]) -> Receiver:
+        assert self.pool is not None, "register the pool first"
+        return Receiver(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)

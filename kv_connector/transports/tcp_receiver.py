@@ -104,6 +104,9 @@ class Receiver:
         """Instead of `run`, when the connection is refused after all."""
         self._end()
 
+    def has_direct_writes(self, grant_id: int) -> bool:
+        return False
+
     def _end(self) -> None:
         with self._end_lock:
             self._ended = True

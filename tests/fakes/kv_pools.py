@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 
 from tandem.engine.kv_layout import KVGroup, KVLayout
@@ -16,7 +17,15 @@ from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.transports.base import Transport
+from tandem.kv_connector.transports.nixl_agent import nixl_problem
 from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
+
+
+def needs(transport: str) -> pytest.MarkDecorator:
+    """Skips, with the reason, where the package that `transport` stands on is missing."""
+    problem = {"nixl": nixl_problem}[transport]()
+    return pytest.mark.skipif(bool(problem), reason=problem)
+
 
 KEYS = ClusterKeys(b"a secret for tests", curve=False)
 

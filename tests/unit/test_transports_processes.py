@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import threading
 import time
@@ -12,18 +13,20 @@ import torch
 
 from tandem.engine.errors import GrantError, PeerLostError, TransportError
 from tandem.kv_connector.fence import ProcessRef, host_id, process_watcher
+from tandem.kv_connector.transports.nixl_agent import nixl_problem
 from tests.fakes.kv_peer import KVPeer
-from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, grant_of, wait_until
+from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, grant_of, needs, wait_until
 
-TRANSPORTS = ["shm", "tcp"]
+TRANSPORTS = ["shm", pytest.param("nixl", marks=needs("nixl")), "tcp"]
+NAMES = ["shm", "tcp"] if nixl_problem() else ["shm", "nixl", "tcp"]
 
 
 @pytest.fixture(scope="module")
 def peers():
     """Two spare processes a transport, started together because each takes a while to import torch."""
-    spares = {name: [KVPeer(f"peer-{name}-{i}", name, seed=20 + i) for i in range(2)] for name in TRANSPORTS}
+    spares = {name: [KVPeer(f"peer-{name}-{i}", name, seed=20 + i) for i in range(2)] for name in NAMES}
     yield spares
-    for peer in [*spares["shm"], *spares["tcp"]]:
+    for peer in itertools.chain(*spares.values()):
         peer.kill()
 
 
@@ -82,6 +85,10 @@ def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transpor
         assert torch.equal(sink.pool, quiet)
         peer.signal(signal.SIGSTOP)
         sink.transports.fence(peer.info.node_id, peer.info.epoch).result(1)
+    elif transport == "nixl":  # the source writes, but through an agent of the sink's, which ends here
+        sink.transports.close_grant(grant.grant_id)
+        assert is_changing(sink.pool)
+        sink.transports.fence(peer.info.node_id, peer.info.epoch).result(3)
     else:
         fence = sink.transports.fence(peer.info.node_id, peer.info.epoch)
         assert is_changing(sink.pool)  # nothing stops a one-sided writer but its end
@@ -147,9 +154,10 @@ def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
         source.connect(peer.info)
 
 
-def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node):
-    peer = peers["tcp"][1]
-    source = make_node("p", "tcp", timeout_s=0.5)
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transport):
+    peer = peers[transport][1]
+    source = make_node("p", transport, timeout_s=0.5)
     channel = source.connect(peer.info)
     grant = sink_grant(peer, source, range(16))
     everything = [(block, block) for block in range(16)]

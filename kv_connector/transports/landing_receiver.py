@@ -1,0 +1,189 @@
+"""Sink's end of a link whose bytes travel beside it: a thread that stores what has landed, and drives the library.
+
+What reaches the pool by this thread (LandFrame) passes the gate of grants, as with tcp. What the source writes into
+the pool itself (after an OpenFrame) can't be turned away any more: only the end of this thread, which takes down the
+library's agent and with it every way into the pool, proves that nothing more lands.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from tandem.engine.errors import GrantError, PeerLostError, TandemError, TransportError
+from tandem.kv_connector.transports.base import RegisteredPool
+from tandem.kv_connector.transports.block_slots import NUM_SLOTS, BlockSlots
+from tandem.kv_connector.transports.geometry import BlockGeometry, pool_stride_bytes
+from tandem.kv_connector.transports.grants import GrantTable
+from tandem.kv_connector.transports.landing_wire import (
+    Answer,
+    FlushFrame,
+    Frame,
+    LandFrame,
+    OpenFrame,
+    WakeFrame,
+    decode_frame,
+)
+from tandem.kv_connector.transports.tcp_wire import receive_header, send_frame
+
+logger = logging.getLogger(__name__)
+_SHORTEST_PAUSE_S = 50e-6  # a socket's buffer takes many times what comes in this time
+_LONGEST_PAUSE_S = 1e-3
+_PAUSE_SHARE = 0.005  # of the time since the last frame
+
+
+class LandingReceiver(ABC):
+    """`source` is (node_id, epoch), `timeout_s` bounds each stall inside a frame."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        source: tuple[str, int],
+        pool: RegisteredPool,
+        grants: GrantTable,
+        timeout_s: float,
+        on_end: Callable[[LandingReceiver], None],
+    ) -> None:
+        self.source = source
+        self._sock = sock
+        self._pool = pool
+        self._grants = grants
+        self._timeout_s = timeout_s
+        self._on_end = on_end
+        self._geometry = BlockGeometry(pool.layout, pool_stride_bytes(pool.pool_NHLPBD))
+        self._slots = BlockSlots(self._geometry, pool.pool_NHLPBD.device)
+        self._lock = threading.Lock()
+        self._direct: set[int] = set()  # grants with direct writes that were not flushed
+        self._ended = False
+
+    # --- what the library does ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _start(self) -> msgspec.Struct:
+        """What the source must know to reach this node's memory. Raises TransportError."""
+
+    @abstractmethod
+    def _progress(self) -> None:
+        """Lets the library handle what has arrived; doesn't wait."""
+
+    @abstractmethod
+    def _fetch(self, frame: LandFrame) -> None:
+        """Returns when the slot of `frame` is filled. Raises TransportError."""
+
+    @abstractmethod
+    def _stop(self) -> None:
+        """Returns when this source can reach no memory of this node any more. Idempotent."""
+
+    # --- any thread -----------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            try:
+                self._sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # the peer was faster
+
+    def abandon(self) -> None:
+        self._end()
+
+    def has_direct_writes(self, grant_id: int) -> bool:
+        with self._lock:
+            return grant_id in self._direct
+
+    # --- the link's thread ----------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            if self._pool.pool_NHLPBD.is_cuda:
+                torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # a thread's own setting
+            send_frame(self._sock, self._start())
+            self._serve_frames()
+        except PeerLostError:
+            pass
+        except (TandemError, msgspec.MsgspecError) as error:
+            logger.warning("dropped the KV link of %s: %s", self.source[0], error)
+        except Exception:
+            logger.exception("KV link of %s failed", self.source[0])
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        self._stop()
+        with self._lock:
+            self._ended = True
+            self._sock.close()
+        self._on_end(self)
+
+    def _serve_frames(self) -> None:
+        readable = select.poll()
+        readable.register(self._sock, select.POLLIN)
+        busy, last_frame_at = False, 0.0
+        while True:
+            if not busy:
+                readable.poll()
+            else:
+                waited = time.monotonic() - last_frame_at
+                self._progress()
+                if not readable.poll(0):
+                    time.sleep(min(max(_PAUSE_SHARE * waited, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S))
+                    continue
+            frame = decode_frame(receive_header(self._sock))
+            busy = isinstance(frame, WakeFrame) or (busy and not isinstance(frame, FlushFrame))
+            last_frame_at = time.monotonic()
+            if not isinstance(frame, WakeFrame):
+                error = self._serve(frame)
+                send_frame(self._sock, Answer(frame.sequence, error))
+
+    def _serve(self, frame: Frame) -> str:
+        try:
+            if isinstance(frame, OpenFrame):
+                self._open(frame)
+            elif isinstance(frame, LandFrame):
+                self._land(frame)
+            elif isinstance(frame, FlushFrame):
+                with self._lock:
+                    self._direct.clear()
+        except GrantError as error:
+            return error.message
+        return ""
+
+    def _open(self, frame: OpenFrame) -> None:
+        with self._lock:
+            self._direct.add(frame.grant_id)
+        try:
+            with self._grants.writing(frame.grant_id, self.source, frame.block_ids):
+                pass  # only asks: what lands later is answered for by this link's end
+        except GrantError:
+            with self._lock:
+                self._direct.discard(frame.grant_id)
+            raise
+
+    def _land(self, frame: LandFrame) -> None:
+        self._check_shape(frame)
+        self._fetch(frame)
+        layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
+        with self._grants.writing(frame.grant_id, self.source, frame.block_ids):
+            self._slots.unpack(frame.slot, self._pool.pool_NHLPBD, frame.block_ids, layers, frame.num_valid)
+
+    def _check_shape(self, frame: LandFrame) -> None:
+        """A frame that makes no sense ends the link."""
+        geometry = self._geometry
+        if not (frame.first_layer >= 0 and 0 < frame.num_layers <= geometry.num_layers - frame.first_layer):
+            raise TransportError(f"layers {frame.first_layer}+{frame.num_layers} of {geometry.num_layers}")
+        if len(frame.block_ids) != len(frame.num_valid) or not frame.block_ids:
+            raise TransportError("block_ids and num_valid differ in length, or there are none")
+        if not all(0 < valid <= geometry.block_size for valid in frame.num_valid):
+            raise TransportError(f"num_valid {frame.num_valid} in blocks of {geometry.block_size} slots")
+        nbytes = sum(geometry.payload_bytes(frame.num_layers, valid) for valid in frame.num_valid)
+        if nbytes != frame.nbytes or nbytes > self._slots.slot_bytes or not 0 <= frame.slot < NUM_SLOTS:
+            raise TransportError(f"{frame.nbytes} bytes for blocks of {nbytes} in slot {frame.slot}")
