@@ -5,6 +5,9 @@ decode node does; clients that read sockets and count. Then the same clients aga
 uvicorn that writes the same event to every stream each step. Tokens per CPU second of the serving process is what one
 process can stream on a core of its own; with it, `kept up` must be 100 %: all that was offered arrived.
 
+The first table is endless streams: the cost of a token. The second is short ones, each followed by the next: 512 prompt
+token ids, 16 tokens; it adds what a request costs to be read, placed, submitted and ended.
+
     python benchmarks/front.py --streams 256 --steps-per-s 40
 """
 
@@ -19,104 +22,27 @@ import select
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from ctypes import c_double, c_uint64
+from ctypes import c_uint64
+from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
-from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import Any, Protocol
 
 import uvicorn
-import zmq
+from front_node import MAX_MODEL_LEN, MODEL, node_main
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from tandem.engine import messages as wire
 from tandem.engine.config import ModelOptions, RouterOptions
-from tandem.engine.kv_layout import ModelIdentity
-from tandem.engine.messages import (
-    Accepted,
-    Cancel,
-    Cancelled,
-    Hello,
-    NodeInfo,
-    Ping,
-    Status,
-    Submit,
-    TokenDelta,
-    Tokens,
-    Welcome,
-)
 from tandem.router.main import run_router
-from tandem.router.tokenizer import Tokenizer
 
-MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo_model"
 SPAWN = multiprocessing.get_context("spawn")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
-ENDLESS = 10_000_000
-BODY = {"prompt": "def read", "max_tokens": ENDLESS // 2, "ignore_eos": True, "stream": True, "temperature": 0}
-
-
-# --- the node -----------------------------------------------------------------------------------------------
-
-
-class StandInNode:
-    """Every stream gets the same text, token by token, for ever."""
-
-    def __init__(self, address: str, steps_per_s: float) -> None:
-        self._socket = zmq.Context().socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.bind(address)
-        self._step_s = 1 / steps_per_s
-        self._token_ids = Tokenizer(MODEL).encode((MODEL / "README.md").read_text())
-        self._running: dict[bytes, dict[tuple[str, int], int]] = {}  # per router: stream -> its next output_index
-        identity = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r", hash_block_size=64)
-        self._info = NodeInfo(
-            node_id="node",
-            epoch=1,
-            role="unified",
-            identity=identity,
-            model_name="demo",
-            max_model_len=ENDLESS,
-            vocab_size=max(self._token_ids) + 1,
-        )
-
-    def serve(self) -> None:
-        next_step = time.monotonic()
-        while True:
-            while self._socket.poll(max(0.0, 1000 * (next_step - time.monotonic()))):
-                peer, payload = self._socket.recv_multipart()
-                self._on_message(peer, wire.decode_to_node(payload))
-            next_step = max(next_step + self._step_s, time.monotonic() - self._step_s)
-            for peer, streams in self._running.items():
-                self._socket.send_multipart([peer, wire.encode(Tokens(deltas=self._step(streams)))])
-
-    def _step(self, streams: dict[tuple[str, int], int]) -> tuple[TokenDelta, ...]:
-        ids, deltas = self._token_ids, []
-        for stream, index in streams.items():
-            deltas.append(TokenDelta(*stream, 0, index, (ids[index % len(ids)],)))
-            streams[stream] = index + 1
-        return tuple(deltas)
-
-    def _on_message(self, peer: bytes, message: wire.Message) -> None:
-        if isinstance(message, Hello):
-            self._send(peer, Welcome(info=self._info))
-        elif isinstance(message, Ping):
-            self._send(peer, Status(node_id="node", epoch=1, sequence=message.sequence, num_blocks=1, block_size=64))
-        elif isinstance(message, Submit):
-            self._send(peer, Accepted(request_id=message.request_id, attempt=message.attempt))
-            self._running.setdefault(peer, {})[message.request_id, message.attempt] = 0
-        elif isinstance(message, Cancel):
-            self._running[peer].pop((message.request_id, message.attempt), None)
-            self._send(peer, Cancelled(request_id=message.request_id, attempt=message.attempt))
-
-    def _send(self, peer: bytes, message: wire.Message) -> None:
-        self._socket.send_multipart([peer, wire.encode(message)])
-
-
-def node_main(address: str, steps_per_s: float) -> None:
-    StandInNode(address, steps_per_s).serve()
+BODY = {"prompt": "def read", "max_tokens": MAX_MODEL_LEN // 2, "ignore_eos": True, "stream": True, "temperature": 0}
+SHORT_TOKENS = 16
+SHORT = {**BODY, "prompt": list(range(100, 612)), "max_tokens": SHORT_TOKENS}
 
 
 # --- the servers --------------------------------------------------------------------------------------------
@@ -131,29 +57,30 @@ class BareStream:
 
     def __init__(self, event: bytes, steps_per_s: float) -> None:
         self._event, self._step_s = event, 1 / steps_per_s
-        self._next_step: asyncio.Future[None] | None = None
+        self._waiting: list[asyncio.Future[None]] = []
         self._ticker: asyncio.Task[None] | None = None
 
     async def complete(self, request: Request) -> StreamingResponse:
-        await request.json()
+        body = await request.json()
         if self._ticker is None:
-            self._next_step = asyncio.get_running_loop().create_future()
             self._ticker = asyncio.ensure_future(self._tick())
-        return StreamingResponse(self._events(), media_type="text/event-stream")
+        return StreamingResponse(self._events(body["max_tokens"]), media_type="text/event-stream")
 
     async def _tick(self) -> None:
         next_step = time.monotonic()
         while True:
             next_step = max(next_step + self._step_s, time.monotonic() - self._step_s)
             await asyncio.sleep(max(0.0, next_step - time.monotonic()))
-            assert self._next_step is not None
-            done, self._next_step = self._next_step, asyncio.get_running_loop().create_future()
-            done.set_result(None)
+            waiting, self._waiting = self._waiting, []
+            for stream in waiting:
+                if not stream.done():  # its client has left
+                    stream.set_result(None)
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        while True:
-            assert self._next_step is not None
-            await self._next_step
+    async def _events(self, max_tokens: int) -> AsyncIterator[bytes]:
+        for _ in range(max_tokens):
+            next_step = asyncio.get_running_loop().create_future()
+            self._waiting.append(next_step)
+            await next_step
             yield self._event
 
 
@@ -164,28 +91,34 @@ def bare_main(port: int, event: bytes, steps_per_s: float) -> None:
     )
 
 
+class Counter(Protocol):
+    """Shared with the measuring process."""
+
+    value: int
+
+
 # --- the clients --------------------------------------------------------------------------------------------
 
 
-def clients_main(port: int, num_streams: int, num_events: Synchronized[int], last_event: Synchronized[float]) -> None:
-    """Opens all streams, then counts events until it is terminated. One event is left in a file for the other side."""
-    body = json.dumps(BODY).encode()
+def clients_main(port: int, num_streams: int, body: bytes, num_events: Counter, num_ended: Counter) -> None:
+    """Opens all streams and counts events until it is terminated; where a stream ends, its connection asks again."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    request = head % len(body) + body
     poller, sockets = select.epoll(), {}
     for _ in range(num_streams):
         sock = socket.create_connection(("127.0.0.1", port))
-        sock.sendall(head % len(body) + body)
-        sock.setblocking(False)
+        sock.sendall(request)
         sockets[sock.fileno()] = sock
         poller.register(sock.fileno(), select.EPOLLIN)
-    count = 0
     while True:
         for fileno, _ in poller.poll():
             data = sockets[fileno].recv(1 << 16)
             if not data:
-                raise EOFError("the server closed a stream")
-            count += data.count(b"data: ")
-        num_events.value, last_event.value = count, time.monotonic()
+                raise EOFError("the server closed a connection")
+            num_events.value += data.count(b'"text"')
+            if data.endswith(b"0\r\n\r\n"):
+                num_ended.value += 1
+                sockets[fileno].sendall(request)
 
 
 def one_event(port: int) -> bytes:
@@ -242,18 +175,36 @@ def wait_for(port: int, path: str) -> None:
         time.sleep(0.1)
 
 
-def measure(server: SpawnProcess, port: int, args: argparse.Namespace) -> tuple[float, float]:
-    """(tokens per CPU second of the server, tokens per second)."""
+@dataclass(frozen=True)
+class Rates:
+    tokens_per_s: float
+    requests_per_s: float
+    cpu_share: float  # CPU seconds of the server per second
+
+
+def measure(server: SpawnProcess, port: int, body: dict[str, Any], args: argparse.Namespace) -> Rates:
     assert server.pid is not None
-    num_events, last_event = SPAWN.Value(c_uint64, lock=False), SPAWN.Value(c_double, lock=False)
-    clients = start(clients_main, port, args.streams, num_events, last_event)
+    num_events, num_ended = SPAWN.Value(c_uint64, lock=False), SPAWN.Value(c_uint64, lock=False)
+    clients = start(clients_main, port, args.streams, json.dumps(body).encode(), num_events, num_ended)
     time.sleep(args.warm_up_s)
-    events, cpu, begin = num_events.value, cpu_s(server.pid), time.monotonic()
+    events, ended, cpu, begin = num_events.value, num_ended.value, cpu_s(server.pid), time.monotonic()
     time.sleep(args.seconds)
-    events, cpu, seconds = num_events.value - events, cpu_s(server.pid) - cpu, time.monotonic() - begin
+    seconds = time.monotonic() - begin
+    events, ended, cpu = num_events.value - events, num_ended.value - ended, cpu_s(server.pid) - cpu
     assert clients.is_alive(), "the clients failed"
     end(clients)
-    return events / cpu, events / seconds
+    return Rates(events / seconds, ended / seconds, cpu / seconds)
+
+
+def report(ours: Rates, bare: Rates, offered: float, of_requests: bool) -> None:
+    unit = "requests" if of_requests else "tokens"
+    costs = []
+    for name, rates in (("router", ours), ("bare Starlette", bare)):
+        per_s = rates.requests_per_s if of_requests else rates.tokens_per_s
+        costs.append(per_s / rates.cpu_share)
+        kept_up = rates.tokens_per_s / offered
+        print(f"{name:>14}: {costs[-1]:8.0f} {unit} per CPU second, {per_s:8.0f} {unit}/s, kept up {kept_up:4.0%}")
+    print(f"{'ratio':>14}: {costs[0] / costs[1]:.2f}")
 
 
 def main() -> None:
@@ -268,18 +219,16 @@ def main() -> None:
     node, router = start(node_main, node_address, args.steps_per_s), start(router_main, port, node_address)
     wait_for(port, "/ready")
     event = one_event(port)
-    ours = measure(router, port, args)
+    ours = [measure(router, port, body, args) for body in (BODY, SHORT)]
     end(router, node)
     bare = start(bare_main, port, event, args.steps_per_s)
     wait_for(port, "/")
-    theirs = measure(bare, port, args)
+    theirs = [measure(bare, port, body, args) for body in (BODY, SHORT)]
     end(bare)
     print(f"{args.streams} streams, {args.steps_per_s:g} steps/s, events of {len(event)} bytes")
-    for name, (per_cpu_s, per_s) in (("router", ours), ("bare Starlette", theirs)):
-        print(
-            f"{name:>14}: {per_cpu_s:8.0f} tokens per CPU second, {per_s:8.0f} tokens/s, kept up {per_s / offered:4.0%}"
-        )
-    print(f"{'ratio':>14}: {ours[0] / theirs[0]:.2f}")
+    report(ours[0], theirs[0], offered, of_requests=False)
+    print(f"512 token ids in, {SHORT_TOKENS} out")
+    report(ours[1], theirs[1], offered, of_requests=True)
 
 
 if __name__ == "__main__":

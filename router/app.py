@@ -11,11 +11,12 @@ from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import InvalidRequestError, TandemError, UnavailableError
 from tandem.router.completion import check_model
 from tandem.router.completions_endpoint import CompletionsEndpoint
-from tandem.router.http_io import ApiKeys, error_headers, read_body
+from tandem.router.http_io import ApiKeys, error_headers, our_fault, read_body
 from tandem.router.openai_api import DetokenizeBody, TokenizeBody, error_body, parse_body
 from tandem.router.service import CompletionService
 
@@ -30,18 +31,31 @@ class _MethodNotAllowedError(InvalidRequestError):
     status, code = 405, "method_not_allowed"
 
 
-def make_app(service: CompletionService, keys: ApiKeys) -> FastAPI:
+class App:
+    """The hot path goes to its endpoint at once, everything else through FastAPI."""
+
+    def __init__(self, completions: CompletionsEndpoint, rest: FastAPI) -> None:
+        self._completions, self._rest = completions, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == "/v1/completions" and scope["method"] == "POST":
+            await self._completions(scope, receive, send)
+        else:
+            await self._rest(scope, receive, send)
+
+
+def make_app(service: CompletionService, keys: ApiKeys) -> App:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     limit = service.options.max_body_bytes
     started = int(time.time())
-    app.router.routes.append(
-        Route("/v1/completions", endpoint=CompletionsEndpoint(service, keys, limit), methods=["POST"])
-    )
+    completions = CompletionsEndpoint(service, keys, limit)
+    # For every method that `App` does not send there itself: 405.
+    app.router.routes.append(Route("/v1/completions", endpoint=completions, methods=["POST"]))
     _add_model_routes(app, service, keys, started)
     _add_tokenizer_routes(app, service, keys, limit)
     _add_state_routes(app, service)
     _add_error_handlers(app)
-    return app
+    return App(completions, app)
 
 
 def _add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, created: int) -> None:
@@ -131,7 +145,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_our_fault(request: Request, error: Exception) -> Response:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return _error(TandemError("the server made an error; its log says more"))
+        return _error(our_fault())
 
 
 def _error(error: TandemError, extra: dict[str, str] | None = None) -> Response:

@@ -12,6 +12,7 @@ from tandem.engine.errors import ClientGoneError, TandemError
 from tandem.router.completion import PromptPlan
 from tandem.router.http_io import (
     ApiKeys,
+    our_fault,
     read_body,
     send_error,
     send_whole,
@@ -36,25 +37,30 @@ class CompletionsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 200
         try:
-            self._keys.check(scope["headers"])
-            raw = await read_body(scope, receive, self._max_body_bytes)
-            body, plans = await self._service.plan(raw)
-            completion_id = f"cmpl-{uuid.uuid4().hex}"
-            if body.stream:
-                try:
-                    await self._stream(completion_id, body, plans, scope, receive, send)
-                except RuntimeError as error:  # of the transport, when the client left a moment before this write
-                    if not _client(scope).is_leaving:
-                        raise
-                    raise _client_gone() from error
-            else:
-                await self._collect(completion_id, body, plans, receive, send)
+            await self._answer(scope, receive, send)
         except TandemError as error:
             status = error.status
             if not isinstance(error, ClientGoneError):
                 await send_error(send, error)
+        except Exception as error:
+            if _client(scope).is_leaving:  # the transport says so a moment before `http.disconnect` does
+                status = ClientGoneError.status
+                return
+            status = 500
+            logger.error("a completion failed", exc_info=error)
+            await send_error(send, our_fault())  # refused, and the connection closed, once a stream has begun
         finally:
             self._service.metrics.responses.labels(str(status)).inc()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._keys.check(scope["headers"])
+        raw = await read_body(scope, receive, self._max_body_bytes)
+        body, plans = await self._service.plan(raw)
+        completion_id = f"cmpl-{uuid.uuid4().hex}"
+        if body.stream:
+            await self._stream(completion_id, body, plans, scope, receive, send)
+        else:
+            await self._collect(completion_id, body, plans, receive, send)
 
     async def _collect(
         self, completion_id: str, body: CompletionBody, plans: list[PromptPlan], receive: Receive, send: Send

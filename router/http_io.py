@@ -98,6 +98,10 @@ async def send_error(send: Send, error: TandemError) -> None:
     await send_whole(send, error.status, error_body(error), error_headers(error))
 
 
+def our_fault() -> TandemError:
+    return TandemError("the server made an error; its log says more")
+
+
 def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
     headers = [JSON_TYPE]
     if isinstance(error, OverloadedError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -58,10 +59,15 @@ def _run(
     on_serving: Callable[[int], None],
     on_beat: Callable[[], None],
 ) -> None:
+    def serving(port: int) -> None:
+        gc.collect()
+        gc.freeze()  # the collector need not look at what start-up made, again and again
+        on_serving(port)
+
     async def serve() -> None:
         stop_on_signals(worker)
         async with open_sources(options) as sources:
-            await worker.run(sock, sources, on_serving, on_beat)
+            await worker.run(sock, sources, serving, on_beat)
 
     loop = uvloop.new_event_loop()
     try:

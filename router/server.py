@@ -86,6 +86,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=75,

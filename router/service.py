@@ -96,10 +96,14 @@ class CompletionService:
             self._factory.make(name, i, body, plan, listener, self._clock())
             for i, (name, plan) in enumerate(zip(names, plans, strict=True))
         ]
-        for generation in generations:
-            self._active.add(generation)
-            self.metrics.prompt_tokens.inc(len(generation.plan.token_ids))
-            self._carry_out(generation, generation.machine.start())
+        try:
+            for generation in generations:
+                self._active.add(generation)
+                self.metrics.prompt_tokens.inc(len(generation.plan.token_ids))
+                self._carry_out(generation, generation.machine.start())
+        except Exception:  # our own fault: nobody listens, so nothing of it may go on
+            self.abort(generations, TandemError("the request could not be started"))
+            raise
         self.metrics.active.set(len(self._active))
         return generations
 

@@ -359,6 +359,19 @@ def test_a_client_that_stops_reading_is_aborted(folder: Path, nodes: Nodes) -> N
         sock.close()
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_our_own_fault_is_a_500_in_the_same_shape(folder: Path, nodes: Nodes, stream: bool) -> None:
+    node = nodes.start()
+    with RouterInThread(folder, addresses(node)) as router:
+        router.wait_ready()
+        del router.worker.service.metrics.prompt_tokens  # start() trips over it
+        response = router.client.post("/v1/completions", json={"prompt": PROMPT, "stream": stream})
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "server_error"
+        assert 'tandem_router_responses_total{status="500"} 1.0' in router.client.get("/metrics").text
+        router.wait_idle()
+
+
 def test_api_keys(folder: Path, nodes: Nodes, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# people\nsecret-one\nsecret-two\n")

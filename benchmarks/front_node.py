@@ -1,0 +1,99 @@
+"""A node without a model for `front.py`: it sends tokens as fast as it is told to, and costs little itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from tandem.engine import messages as wire
+from tandem.engine.kv_layout import ModelIdentity
+from tandem.engine.messages import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Hello,
+    NodeInfo,
+    Ping,
+    Status,
+    Submit,
+    TokenDelta,
+    Tokens,
+    Welcome,
+)
+from tandem.router.tokenizer import Tokenizer
+
+MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo_model"
+MAX_MODEL_LEN = 10_000_000
+
+
+@dataclass(slots=True)
+class Stream:
+    max_tokens: int
+    num_tokens: int = 0
+
+
+class StandInNode:
+    """Every stream gets the same text, token by token, for ever."""
+
+    def __init__(self, address: str, steps_per_s: float) -> None:
+        self._socket = zmq.Context().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.bind(address)
+        self._step_s = 1 / steps_per_s
+        self._token_ids = Tokenizer(MODEL).encode((MODEL / "README.md").read_text())
+        self._running: dict[bytes, dict[tuple[str, int], Stream]] = {}  # per router
+        identity = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r", hash_block_size=64)
+        self._info = NodeInfo(
+            node_id="node",
+            epoch=1,
+            role="unified",
+            identity=identity,
+            model_name="demo",
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=max(self._token_ids) + 1,
+        )
+
+    def serve(self) -> None:
+        next_step = time.monotonic()
+        while True:
+            while self._socket.poll(max(0.0, 1000 * (next_step - time.monotonic()))):
+                peer, payload = self._socket.recv_multipart()
+                self._on_message(peer, wire.decode_to_node(payload))
+            next_step = max(next_step + self._step_s, time.monotonic() - self._step_s)
+            for peer, streams in self._running.items():
+                self._socket.send_multipart([peer, wire.encode(Tokens(deltas=self._step(streams)))])
+
+    def _step(self, streams: dict[tuple[str, int], Stream]) -> tuple[TokenDelta, ...]:
+        ids, deltas = self._token_ids, []
+        for key, stream in list(streams.items()):
+            index = stream.num_tokens
+            stream.num_tokens = index + 1
+            ends = stream.num_tokens == stream.max_tokens
+            deltas.append(TokenDelta(*key, 0, index, (ids[index % len(ids)],), "length" if ends else None))
+            if ends:
+                del streams[key]
+        return tuple(deltas)
+
+    def _on_message(self, peer: bytes, message: wire.Message) -> None:
+        if isinstance(message, Hello):
+            self._send(peer, Welcome(info=self._info))
+        elif isinstance(message, Ping):
+            self._send(peer, Status(node_id="node", epoch=1, sequence=message.sequence, num_blocks=1, block_size=64))
+        elif isinstance(message, Submit):
+            self._send(peer, Accepted(request_id=message.request_id, attempt=message.attempt))
+            stream = Stream(message.sampling.max_tokens)
+            self._running.setdefault(peer, {})[message.request_id, message.attempt] = stream
+        elif isinstance(message, Cancel):
+            self._running[peer].pop((message.request_id, message.attempt), None)
+            self._send(peer, Cancelled(request_id=message.request_id, attempt=message.attempt))
+
+    def _send(self, peer: bytes, message: wire.Message) -> None:
+        self._socket.send_multipart([peer, wire.encode(message)])
+
+
+def node_main(address: str, steps_per_s: float) -> None:
+    StandInNode(address, steps_per_s).serve()
