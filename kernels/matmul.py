@@ -29,7 +29,7 @@ from tandem.kernels.matmul_plans import (
 )
 
 __all__ = [
-    "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "group_gate_up", "linear", "linear_add", "linear_silu_mul",
+    "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "group_gate_up", "linear", "linear_silu_mul",
     "prepare", "run_plan", "table_of", "ungroup_gate_up",
 ]  # fmt: skip
 
@@ -58,21 +58,7 @@ def linear(
     plan = _plan(x_MK, weight_NK)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
         return _into(out_MN, functional.linear(x_MK, weight_NK, bias_N))
-    return _by_plan(plan, x_MK, weight_NK, bias_N, None, out_MN, silu=False)
-
-
-def linear_add(
-    x_MK: torch.Tensor,
-    weight_NK: torch.Tensor,
-    addend_MN: torch.Tensor,
-    bias_N: torch.Tensor | None = None,
-    out_MN: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """x @ weight^T + bias + addend, rounded once where our kernel runs. `out_MN` may be `addend_MN` itself."""
-    plan = _plan(x_MK, weight_NK)
-    if plan is None or not _is_aligned(x_MK, weight_NK, out_MN) or not _is_aligned_matrix(addend_MN):
-        return _into(out_MN, functional.linear(x_MK, weight_NK, bias_N).add_(addend_MN))
-    return _by_plan(plan, x_MK, weight_NK, bias_N, addend_MN, out_MN, silu=False)
+    return _by_plan(plan, x_MK, weight_NK, bias_N, out_MN, silu=False)
 
 
 def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.Tensor | None = None) -> torch.Tensor:
@@ -80,7 +66,7 @@ def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.
     plan = _plan(x_MK, grouped_GK)
     if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
         return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
-    return _by_plan(plan, x_MK, grouped_GK, None, None, out_MI, silu=True)
+    return _by_plan(plan, x_MK, grouped_GK, None, out_MI, silu=True)
 
 
 def group_gate_up(gate_up_GK: torch.Tensor) -> torch.Tensor:
@@ -123,7 +109,7 @@ def run_plan(
     plan: Plan, x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor | None = None, *, silu: bool = False
 ) -> torch.Tensor:
     """The product by a given plan, whatever the table says: for tuning and tests. Needs a Hopper GPU."""
-    return _by_plan(plan, x_MK, weight_NK, None, None, out_MN, silu=silu)
+    return _by_plan(plan, x_MK, weight_NK, None, out_MN, silu=silu)
 
 
 @functools.cache
@@ -174,7 +160,6 @@ def _by_plan(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
-    addend_MN: torch.Tensor | None,
     out: torch.Tensor | None,
     *,
     silu: bool,
@@ -184,5 +169,5 @@ def _by_plan(
     num_rows, num_outputs = x_MK.shape[0], weight_NK.shape[0] // (2 if silu else 1)
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
-    launch(plan, x_MK, weight_NK, out, _workspace(x_MK.device).words, bias_N=bias_N, addend_MN=addend_MN, silu=silu)
+    launch(plan, x_MK, weight_NK, out, _workspace(x_MK.device).words, bias_N=bias_N, silu=silu)
     return out

@@ -22,11 +22,11 @@ def parts_of(plan: StreamPlan) -> int:
     return 2 if plan.tile_n * plan.tile_m >= 128 * 32 * plan.warps else 1
 
 
-def stream_constants(plan: StreamPlan, *, has_bias: bool, has_addend: bool, silu: bool) -> dict[str, Any]:
+def stream_constants(plan: StreamPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
     """The kernel's compile-time constants and options for a plan."""
     return {
         "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
-        "HAS_BIAS": has_bias, "HAS_ADDEND": has_addend, "SILU": silu, "PARTS": parts_of(plan),
+        "HAS_BIAS": has_bias, "SILU": silu, "PARTS": parts_of(plan),
         "num_warps": plan.warps,
     }  # fmt: skip
 
@@ -36,12 +36,10 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
 
 
-def rows_constants(
-    plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, has_addend: bool, silu: bool
-) -> dict[str, Any]:
+def rows_constants(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, silu: bool) -> dict[str, Any]:
     return {
         "ROWS": triton.next_power_of_2(num_rows), "TILE_N": plan.tile_n, "TILE_K": plan.tile_k,
-        "STEPS": num_inputs // plan.tile_k, "HAS_BIAS": has_bias, "HAS_ADDEND": has_addend, "SILU": silu,
+        "STEPS": num_inputs // plan.tile_k, "HAS_BIAS": has_bias, "SILU": silu,
         "num_warps": plan.warps,
     }  # fmt: skip
 
@@ -54,15 +52,14 @@ def launch(
     workspace: torch.Tensor,
     *,
     bias_N: torch.Tensor | None,
-    addend_MN: torch.Tensor | None,
     silu: bool,
 ) -> None:
-    """out = x @ weight^T (+ bias, + addend, or gated). Rows of all matrices start at multiples of 16 bytes."""
+    """out = x @ weight^T (+ bias, or gated). Rows of all matrices start at multiples of 16 bytes."""
     assert plan.is_valid(x_MK.shape[0], *weight_NK.shape), f"{plan} for {x_MK.shape[0]} rows of {weight_NK.shape}"
     if isinstance(plan, RowsPlan):
-        _launch_rows(plan, x_MK, weight_NK, out_MN, bias_N, addend_MN, silu)
+        _launch_rows(plan, x_MK, weight_NK, out_MN, bias_N, silu)
     else:
-        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, addend_MN, silu)
+        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
 
 
 def _launch_rows(
@@ -71,15 +68,13 @@ def _launch_rows(
     weight_NK: torch.Tensor,
     out_MN: torch.Tensor,
     bias_N: torch.Tensor | None,
-    addend_MN: torch.Tensor | None,
     silu: bool,
 ) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
-    addend = out_MN if addend_MN is None else addend_MN
-    flags = {"has_bias": bias_N is not None, "has_addend": addend_MN is not None, "silu": silu}
+    flags = {"has_bias": bias_N is not None, "silu": silu}
     matmul_rows_kernel[(num_outputs // plan.tile_n,)](
-        x_MK, weight_NK, out_MN, addend, weight_NK if bias_N is None else bias_N, out_MN.shape[1],
-        x_MK.stride(0), weight_NK.stride(0), out_MN.stride(0), addend.stride(0), num_rows,
+        x_MK, weight_NK, out_MN, weight_NK if bias_N is None else bias_N, out_MN.shape[1],
+        x_MK.stride(0), weight_NK.stride(0), out_MN.stride(0), num_rows,
         launch_pdl=True, **rows_constants(plan, num_rows, num_inputs, **flags),
     )  # fmt: skip
 
@@ -91,18 +86,15 @@ def _launch_stream(
     out_MN: torch.Tensor,
     workspace: torch.Tensor,
     bias_N: torch.Tensor | None,
-    addend_MN: torch.Tensor | None,
     silu: bool,
 ) -> None:
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
-    constants = stream_constants(plan, has_bias=bias_N is not None, has_addend=addend_MN is not None, silu=silu)
+    constants = stream_constants(plan, has_bias=bias_N is not None, silu=silu)
     y_tile = (plan.tile_m // constants["PARTS"], plan.tile_n // 2 if silu else plan.tile_n)
-    y_desc = _describe(out_MN, *y_tile)
     matmul_stream_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
         _describe(weight_NK, plan.tile_n, plan.tile_k),
         _describe(x_MK, plan.tile_m, plan.tile_k),
-        y_desc,
-        y_desc if addend_MN is None else _describe(addend_MN, *y_tile),
+        _describe(out_MN, *y_tile),
         workspace if bias_N is None else bias_N,
         workspace,
         num_outputs,

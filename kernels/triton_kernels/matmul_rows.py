@@ -19,20 +19,17 @@ def matmul_rows_kernel(
     x,  # [ROWS, K], strides (x_row, 1)
     weight,  # [N, K], strides (w_row, 1)
     y,  # [ROWS, size_y], strides (y_row, 1): size_y is N, or N / 2 with SILU
-    addend,  # as y, strides (add_row, 1); y itself without HAS_ADDEND
     bias,  # [N], any float
     size_y,
     x_row,
     w_row,
     y_row,
-    add_row,
     num_rows,
     ROWS: gl.constexpr,  # rows computed: num_rows or more
     TILE_N: gl.constexpr,  # weight rows of a program; it divides N, and GROUP with SILU
     TILE_K: gl.constexpr,
     STEPS: gl.constexpr,  # K / TILE_K
     HAS_BIAS: gl.constexpr,
-    HAS_ADDEND: gl.constexpr,
     SILU: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -78,7 +75,4 @@ def matmul_rows_kernel(
             sums += gl.load(bias + first + index).to(gl.float32)[None, :]
         result = sums
     inside = (row < num_rows)[:, None] & (first + index < size_y)[None, :]
-    if HAS_ADDEND:
-        places = addend + (row * add_row)[:, None] + (first + index)[None, :]
-        result += gl.load(places, mask=inside, other=0.0).to(gl.float32)
     gl.store(y + (row * y_row)[:, None] + (first + index)[None, :], result.to(y.dtype.element_ty), mask=inside)

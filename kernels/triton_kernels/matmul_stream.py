@@ -90,12 +90,10 @@ def silu_mul(acc, TILE_N: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def finish_part(
-    acc, workspace, others_from, others_to, lane, lanes, y_desc, y_stage, add_desc, add_ready, phase, bias, size_n,
-    tile, row, part,
-    SIZE: gl.constexpr, TILE_N: gl.constexpr, TILE_M: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_ADDEND: gl.constexpr,
-    SILU: gl.constexpr,
+    acc, workspace, others_from, others_to, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, part,
+    SIZE: gl.constexpr, TILE_N: gl.constexpr, TILE_M: gl.constexpr, HAS_BIAS: gl.constexpr, SILU: gl.constexpr,
 ):  # fmt: skip
-    """SIZE rows of y: others' sums, bias, then SiLU times up or the addend, in fp32; one rounding; stores y."""
+    """SIZE rows of y: others' sums, bias, then SiLU times up, in fp32; rounded once and stored."""
     layout: gl.constexpr = acc.type.layout
     for other in range(others_from, others_to):
         places = part_places(other * lanes + lane, part, SIZE, TILE_N, TILE_M, layout)
@@ -108,12 +106,6 @@ def finish_part(
     place = [row + part * SIZE, tile * OUT_N]
     tma.store_wait(0)
     thread_barrier()
-    if HAS_ADDEND:
-        mbarrier.expect(add_ready, add_desc.block_type.nbytes)
-        copy_in(add_desc, place, add_ready, y_stage)
-        mbarrier.wait(add_ready, phase)
-        value += y_stage.permute((1, 0)).load(value.type.layout).to(gl.float32)
-        thread_barrier()
     y_stage.permute((1, 0)).store(value.to(y_desc.dtype))
     fence_async_shared()
     thread_barrier()
@@ -125,7 +117,6 @@ def matmul_stream_kernel(
     w_desc,  # [N, K], tiles [TILE_N, TILE_K]
     x_desc,  # [M, K], tiles [TILE_M, TILE_K]
     y_desc,  # [M, N] (N / 2 with SILU), tiles [TILE_M / PARTS, TILE_N]
-    add_desc,  # as y_desc; y_desc itself without HAS_ADDEND
     bias,  # [N], any float
     workspace,  # int32 [grid, TILE_N, TILE_M], EMPTY; EMPTY again afterwards
     size_n,
@@ -138,7 +129,6 @@ def matmul_stream_kernel(
     TILE_K: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_BIAS: gl.constexpr,
-    HAS_ADDEND: gl.constexpr,
     SILU: gl.constexpr,
     PARTS: gl.constexpr,
     num_warps: gl.constexpr,
@@ -160,10 +150,8 @@ def matmul_stream_kernel(
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, TILE_M, TILE_K], x_desc.layout)
     y_stage = gl.allocate_shared_memory(dtype, y_desc.block_type.shape, y_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    add_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for barrier in gl.static_range(STAGES):
         mbarrier.init(ready.index(barrier), count=1)
-    mbarrier.init(add_ready, count=1)
     fence_async_shared()
     thread_barrier()
     early = gl.minimum(count, STAGES)
@@ -178,7 +166,6 @@ def matmul_stream_kernel(
         copy_in(x_desc, [row, ((first + step) % k_tiles) * TILE_K], ready.index(step), x_ring.index(step))
 
     step = 0
-    added = 0
     while step < count:
         begin = step
         tile = (first + begin) // k_tiles
@@ -205,19 +192,18 @@ def matmul_stream_kernel(
             last = ((start + k_tiles) * programs - 1) // units  # whose share has the tile's last unit
             if PARTS == 1:
                 finish_part(
-                    acc, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, add_desc, add_ready, added & 1,
-                    bias, size_n, tile, row, 0, TILE_M, TILE_N, TILE_M, HAS_BIAS, HAS_ADDEND, SILU,
+                    acc, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, 0,
+                    TILE_M, TILE_N, TILE_M, HAS_BIAS, SILU,
                 )  # fmt: skip
             else:
                 HALF: gl.constexpr = TILE_M // 2
                 low, high = acc.reshape([TILE_N, 2, HALF]).permute(0, 2, 1).split()
                 finish_part(
-                    low, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, add_desc, add_ready, 0,
-                    bias, size_n, tile, row, 0, HALF, TILE_N, TILE_M, HAS_BIAS, HAS_ADDEND, SILU,
+                    low, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, 0,
+                    HALF, TILE_N, TILE_M, HAS_BIAS, SILU,
                 )  # fmt: skip
                 finish_part(
-                    high, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, add_desc, add_ready, 1,
-                    bias, size_n, tile, row, 1, HALF, TILE_N, TILE_M, HAS_BIAS, HAS_ADDEND, SILU,
+                    high, workspace, program + 1, last + 1, lane, lanes, y_desc, y_stage, bias, size_n, tile, row, 1,
+                    HALF, TILE_N, TILE_M, HAS_BIAS, SILU,
                 )  # fmt: skip
-            added += 1
     tma.store_wait(0)

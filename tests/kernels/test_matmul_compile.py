@@ -50,8 +50,8 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def compile_stream(plan: StreamPlan, *, has_bias: bool, has_addend: bool, silu: bool) -> Any:
-    constants = matmul_launch.stream_constants(plan, has_bias=has_bias, has_addend=has_addend, silu=silu)
+def compile_stream(plan: StreamPlan, *, has_bias: bool, silu: bool) -> Any:
+    constants = matmul_launch.stream_constants(plan, has_bias=has_bias, silu=silu)
 
     def descriptor(rows: int, columns: int) -> str:
         return f"tensordesc<bf16{[rows, columns]},{matmul_launch.tile_layout(rows, columns, torch.bfloat16)!r}>"
@@ -59,23 +59,21 @@ def compile_stream(plan: StreamPlan, *, has_bias: bool, has_addend: bool, silu: 
     y_tile = descriptor(plan.tile_m // constants["PARTS"], plan.tile_n // (2 if silu else 1))
     types = {
         "w_desc": descriptor(plan.tile_n, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
-        "y_desc": y_tile, "add_desc": y_tile, "bias": "*bf16", "workspace": "*i32",
+        "y_desc": y_tile, "bias": "*bf16", "workspace": "*i32",
     }  # fmt: skip
     return compile_kernel(matmul_stream_kernel, types, constants)
 
 
-def compile_rows(
-    plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, has_addend: bool, silu: bool
-) -> Any:
-    flags = {"has_bias": has_bias, "has_addend": has_addend, "silu": silu}
+def compile_rows(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, silu: bool) -> Any:
+    flags = {"has_bias": has_bias, "silu": silu}
     constants = matmul_launch.rows_constants(plan, num_rows, num_inputs, **flags)
-    types = dict.fromkeys(("x", "weight", "y", "addend", "bias"), "*bf16")
+    types = dict.fromkeys(("x", "weight", "y", "bias"), "*bf16")
     return compile_kernel(matmul_rows_kernel, types, constants)
 
 
 @pytest.mark.parametrize(("plan", "num_inputs", "gated"), table_kernels())
 def test_every_kernel_of_the_tables_compiles(plan: StreamPlan | RowsPlan, num_inputs: int, gated: bool) -> None:
-    flags = {"has_bias": False, "has_addend": False, "silu": gated}
+    flags = {"has_bias": False, "silu": gated}
     if isinstance(plan, StreamPlan):
         compiled = compile_stream(plan, **flags)
         assert "wgmma.mma_async" in compiled.asm["ptx"]
@@ -86,8 +84,8 @@ def test_every_kernel_of_the_tables_compiles(plan: StreamPlan | RowsPlan, num_in
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_bias_and_addend_compile(gated: bool) -> None:
-    flags = {"has_bias": not gated, "has_addend": not gated, "silu": gated}
+def test_bias_and_gating_compile(gated: bool) -> None:
+    flags = {"has_bias": not gated, "silu": gated}
     assert compile_stream(StreamPlan(128, 256, 64, 4, 8, 132), **flags).metadata.shared <= SHARED_LIMIT
     assert compile_rows(RowsPlan(4, 1024, 8), 3, 2048, **flags).metadata.shared <= SHARED_LIMIT
 
