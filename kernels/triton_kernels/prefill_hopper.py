@@ -7,9 +7,7 @@ Programs stay: each does one item after the other, QUERY_TILE queries of one hea
 in turns forwards and backwards through the programs, which keeps their sums even. The loading warp runs ahead into the
 next item. An item sees its keys in tiles of KEY_TILE in this order: the new tokens on the diagonal, the last tile of
 the prefix if it isn't full, then everything that needs no mask, backwards.
-Tiles arrive through the tensor memory accelerator in boxes of BOX rows and 64 columns, the width of its swizzle. Each
-descriptor has the token dimension twice, as (x, y) with y below BOX: a box that starts at y = BOX - n holds n rows and
-then zeros (loads) or nothing (stores), so that no value of another row, or of an unused slot, ever meets a weight.
+prefill_loads.py says how tiles arrive.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,157 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from tandem.kernels.triton_kernels.prefill_loads import (
+    COLUMNS,
+    HALF,
+    KEY_TILE,
+    QUERY_TILE,
+    count_items,
+    load_all,
+    place_of,
+    plan_item,
+    read_item,
+)
+
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name changed after 3.6
-COLUMNS: gl.constexpr = gl.constexpr(64)  # 128 bytes of 16-bit elements
-QUERY_TILE: gl.constexpr = gl.constexpr(128)
-KEY_TILE: gl.constexpr = gl.constexpr(128)
-HALF: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup
-ITEM_FIELDS: gl.constexpr = gl.constexpr(8)  # int32 a piece of work, so that one sector holds it
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def count_items(num_items):
-    """How many items this program does."""
-    place, programs = gl.program_id(0), gl.num_programs(0)
-    rounds = num_items // programs
-    last = gl.where(rounds % 2 == 0, place, programs - 1 - place)
-    return rounds + (last < num_items % programs).to(gl.int32)
-
-
-@gluon.jit
-def read_item(work, turn, num_items, HEADS: gl.constexpr):
-    """The turn-th item of this program (any one past the end): head, row, query tile, first token, new and earlier
-    tokens of the row."""
-    place, programs = gl.program_id(0), gl.num_programs(0)
-    item = turn * programs + gl.where(turn % 2 == 0, place, programs - 1 - place)
-    item = gl.minimum(item, num_items - 1)
-    piece = work + item // HEADS * ITEM_FIELDS
-    return (
-        item % HEADS, gl.load(piece), gl.load(piece + 1), gl.load(piece + 2), gl.load(piece + 3), gl.load(piece + 4),
-    )  # fmt: skip
-
-
-@gluon.jit
-def plan_item(query_tile, num_earlier, window, HAS_WINDOW: gl.constexpr):
-    """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask)."""
-    prefix_tiles = num_earlier // KEY_TILE
-    partial = (num_earlier % KEY_TILE != 0).to(gl.int32)
-    first_new = 0
-    num_old = prefix_tiles
-    if HAS_WINDOW:
-        lowest = gl.maximum(num_earlier + query_tile * QUERY_TILE - window + 1, 0)
-        first_new = gl.maximum(lowest - num_earlier, 0) // KEY_TILE
-        partial = gl.where(lowest < num_earlier, partial, 0)
-        num_old = gl.maximum(prefix_tiles - lowest // KEY_TILE, 0)
-    steps = 1 + partial + query_tile - first_new + num_old
-    masked_steps = steps if HAS_WINDOW else 1 + partial
-    return first_new, partial, prefix_tiles, steps, masked_steps
-
-
-@gluon.jit
-def place_of(step, query_tile, first_new, partial, prefix_tiles):
-    """The step-th tile a program sees: (whether it lies in the prefix, its index there or among the new tokens)."""
-    later = step - 1 - partial
-    num_new = query_tile - first_new
-    is_tail = (step == 1) & (partial == 1)
-    in_prefix = is_tail | (later >= num_new)
-    index = gl.where(in_prefix, prefix_tiles - 1 - later + num_new, query_tile - 1 - later)
-    return in_prefix, gl.where(step == 0, query_tile, gl.where(is_tail, prefix_tiles, index))
-
-
-@gluon.jit
-def load_tile(desc, chunks, barrier, slot, unit, start, count, BOX: gl.constexpr, PANELS: gl.constexpr):
-    """KEY_TILE rows from `start` of one head's tokens, zeros after the first `count`."""
-    PARTS: gl.constexpr = KEY_TILE // BOX
-    for part in gl.static_range(PARTS):
-        rows = gl.minimum(gl.maximum(count - part * BOX, 0), BOX)
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(
-                desc, [unit, start + part * BOX + rows, BOX - rows, panel * COLUMNS], barrier,
-                chunks.index((slot * PANELS + panel) * PARTS + part),
-            )  # fmt: skip
-
-
-@gluon.jit
-def read_blocks(table, start, count, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr):
-    """The block of each box of KEY_TILE slots from position `start` of a row's prefix."""
-    blocks = ()
-    for part in gl.static_range(KEY_TILE // BOX):
-        position = start + part * BOX
-        block = gl.load(table + position // BLOCK_SIZE, mask=part * BOX < count, other=0)
-        blocks += (block,)  # type: ignore[assignment]
-    return blocks
-
-
-@gluon.jit
-def load_blocks(
-    desc, chunks, barrier, slot, blocks, block_units, unit, start, count, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr,
-    PANELS: gl.constexpr,
-):  # fmt: skip
-    """KEY_TILE slots from position `start` of a row's prefix, zeros after the first `count`."""
-    PARTS: gl.constexpr = KEY_TILE // BOX
-    for part in gl.static_range(PARTS):
-        rows = gl.minimum(gl.maximum(count - part * BOX, 0), BOX)
-        slot_row = (start + part * BOX) % BLOCK_SIZE + rows
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_global_to_shared(
-                desc, [blocks[part] * block_units + unit, slot_row, BOX - rows, panel * COLUMNS], barrier,
-                chunks.index((slot * PANELS + panel) * PARTS + part),
-            )  # fmt: skip
-
-
-@gluon.jit
-def load_all(
-    q_desc, k_desc, v_desc, cache_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready, q_empty, k_ready, k_empty,
-    v_ready, v_empty, work, num_items, block_tables, table_row, window, block_units, head_units, value_units,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """The loading warp."""
-    TILE_BYTES: gl.constexpr = KEY_TILE * PANELS * COLUMNS * 2
-    head, row, query_tile, first_token, query_len, num_earlier = read_item(work, 0, num_items, HEADS)
-    count = 0
-    for turn in range(count_items(num_items)):
-        following = read_item(work, turn + 1, num_items, HEADS)
-        first_new, partial, prefix_tiles, steps, _ = plan_item(query_tile, num_earlier, window, HAS_WINDOW)
-        table = block_tables + row.to(gl.int64) * table_row
-        kv_head = head // GROUP
-        q_slot = turn % 2
-        mbarrier.wait(q_empty.index(q_slot), (turn // 2 - 1) & 1, pred=turn >= 2)
-        mbarrier.expect(q_ready.index(q_slot), TILE_BYTES)
-        for part in gl.static_range(2):
-            for panel in gl.static_range(PANELS):
-                tma.async_copy_global_to_shared(
-                    q_desc, [head, first_token + query_tile * QUERY_TILE + part * HALF, panel * COLUMNS],
-                    q_ready.index(q_slot), q_chunks.index((q_slot * 2 + part) * PANELS + panel),
-                )  # fmt: skip
-        for step in range(steps):
-            slot = count % STAGES
-            phase = (count // STAGES - 1) & 1
-            in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles)
-            start = index * KEY_TILE
-            left = num_earlier - start
-            if HAS_CACHE:
-                blocks = read_blocks(table, start, gl.where(in_prefix, left, 0), BLOCK_SIZE, BOX)
-            mbarrier.wait(k_empty.index(slot), phase, pred=count >= STAGES)
-            mbarrier.expect(k_ready.index(slot), TILE_BYTES)
-            if HAS_CACHE and in_prefix:
-                load_blocks(cache_desc, k_old, k_ready.index(slot), slot, blocks, block_units, kv_head * head_units,
-                            start, left, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
-            else:
-                load_tile(k_desc, k_new, k_ready.index(slot), slot, kv_head, first_token + start, query_len - start,
-                          HALF, PANELS)  # fmt: skip
-            mbarrier.wait(v_empty.index(slot), phase, pred=count >= STAGES)
-            mbarrier.expect(v_ready.index(slot), TILE_BYTES)
-            if HAS_CACHE and in_prefix:
-                load_blocks(cache_desc, v_old, v_ready.index(slot), slot, blocks, block_units,
-                            kv_head * head_units + value_units, start, left, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
-            else:
-                load_tile(v_desc, v_new, v_ready.index(slot), slot, kv_head, first_token + start, query_len - start,
-                          HALF, PANELS)  # fmt: skip
-            count += 1
-        head, row, query_tile, first_token, query_len, num_earlier = following
 
 
 @gluon.jit
@@ -315,11 +176,12 @@ def attend(
         fence_async_shared()
         thread_barrier()
         rows = gl.minimum(gl.maximum(query_len - first_query, 0), HALF)
-        for panel in gl.static_range(PANELS):
-            tma.async_copy_shared_to_global(
-                o_desc, [head, first_token + first_query + rows, HALF - rows, panel * COLUMNS],
-                o_chunks.index((q_slot * 2 + WHICH) * PANELS + panel),
-            )  # fmt: skip
+        if rows > 0:
+            for panel in gl.static_range(PANELS):
+                tma.async_copy_shared_to_global(
+                    o_desc, [head, first_token + first_query + rows, HALF - rows, panel * COLUMNS],
+                    o_chunks.index((q_slot * 2 + WHICH) * PANELS + panel),
+                )  # fmt: skip
         head, _row, query_tile, first_token, query_len, num_earlier = following
     tma.store_wait(0)
 
@@ -335,6 +197,7 @@ def prefill_hopper_kernel(
     k_desc,  # [K, T + 1, HALF, D] of the new keys, boxes [1, 1, HALF, COLUMNS]
     v_desc,  # as k_desc, the new values
     cache_desc,  # [tiles of S slots, S + 1, BOX, D], boxes [1, 1, BOX, COLUMNS]
+    nothing_desc,  # [1, 1, BOX, COLUMNS], boxes [1, 1, BOX, COLUMNS], of any memory: read past its end
     o_desc,  # [H, T + 1, HALF, D], boxes [1, 1, HALF, COLUMNS]
     work,  # int32 [pieces, ITEM_FIELDS]: row, query tile, first token, new tokens, earlier tokens; longest first
     num_items,  # pieces * H
@@ -401,9 +264,10 @@ def prefill_hopper_kernel(
                 1, HEADS, D, PANELS, STAGES, HAS_WINDOW, HAS_SOFT_CAP,
             )),
             (load_all, (
-                q_desc, k_desc, v_desc, cache_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready, q_empty, k_ready,
-                k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window, block_units, head_units,
-                value_units, HEADS, GROUP, BLOCK_SIZE, BOX, PANELS, STAGES, HAS_CACHE, HAS_WINDOW,
+                q_desc, k_desc, v_desc, cache_desc, nothing_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready,
+                q_empty, k_ready, k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window,
+                block_units, head_units, value_units, HEADS, GROUP, BLOCK_SIZE, BOX, PANELS, STAGES, HAS_CACHE,
+                HAS_WINDOW,
             )),
         ],
         [4, 1],

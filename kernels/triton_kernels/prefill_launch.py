@@ -12,13 +12,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tandem.kernels.triton_kernels.prefill_hopper import (
-    COLUMNS,
-    HALF,
-    ITEM_FIELDS,
-    QUERY_TILE,
-    prefill_hopper_kernel,
-)
+from tandem.kernels.triton_kernels.prefill_hopper import prefill_hopper_kernel
+from tandem.kernels.triton_kernels.prefill_loads import COLUMNS, HALF, ITEM_FIELDS, QUERY_TILE
 
 HEAD_SIZES = (64, 128)
 SMALLEST_BOX = 16
@@ -123,6 +118,15 @@ def _describe_rows(
     )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=4096)
+def _describe_nothing(pointer: int, dtype: torch.dtype, box: int) -> TensorDescriptor:
+    """A box of memory that is there, for reads past its end."""
+    return TensorDescriptor(
+        Address(pointer, dtype), [1, 1, box, BOX_COLUMNS], [box * BOX_COLUMNS, box * BOX_COLUMNS, BOX_COLUMNS, 1],
+        [1, 1, box, BOX_COLUMNS], _layout(4),
+    )  # fmt: skip
+
+
 @functools.lru_cache(maxsize=1024)
 def _cache_tiles(
     pointer: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], apart: int
@@ -190,6 +194,7 @@ def launch_prefill(
     arguments = (
         _describe_queries(query.data_ptr(), dtype, shape, query.stride()), keys,
         _describe_rows(value.data_ptr(), dtype, value.shape, value.stride()), tiles.desc,
+        _describe_nothing(query.data_ptr(), dtype, constants["BOX"]),
         _describe_rows(output.data_ptr(), dtype, shape, output.stride()), work, num_items, block_tables,
         scale, soft_cap or 0.0, window or 0, block_tables.stride(0),
         tiles.block_units, tiles.head_units, tiles.value_units, *constants.values(),

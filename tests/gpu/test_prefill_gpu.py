@@ -12,8 +12,10 @@ from tandem.kernels.backend import PagedKV
 from tandem.kernels.backends import triton_prefill
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
+from tandem.kernels.metadata import RowBatch
 from tandem.kernels.sample_batches import PagedBatch, random_batch
 from tandem.kernels.spec import AttentionSpec
+from tests.fakes.guarded_memory import guarded_copy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,6 +45,11 @@ def exact(batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
     query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
     kv = batch.kv()
     return NativeOps.prefill(query, key, value, kv, batch.metadata.all_rows(), spec)
+
+
+def rows_without_prefix(lengths: Sequence[int]) -> RowBatch:
+    sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 64, "block_size": 64, "device": "cuda"}
+    return random_batch(lengths, lengths, dtype=torch.bfloat16, **sizes).metadata.all_rows()
 
 
 def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
@@ -153,6 +160,22 @@ def test_offsets_beyond_2_to_the_31() -> None:
     batch = random_batch((100, 65), (400, 65), dtype=torch.bfloat16, first_block=first, **sizes)
     assert batch.pool.numel() > 1 << 31
     check(batch, AttentionSpec(8, 128, 0.1, 2))
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("block", [16, 64])
+def test_touches_no_memory_around_its_tensors(block: int, at_end: bool) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 1, "head_size": 128, "block_size": block, "device": "cuda", "seed": 5}
+    batch = random_batch((1, 2, 65, 200, 3), (1, 70, 100, 1000, 15), dtype=torch.bfloat16, **sizes)
+    spec, rows = AttentionSpec(4, 128, 128**-0.5, 1), batch.metadata.all_rows()
+    query, key, value, layer = (
+        guarded_copy(tensor, at_end=at_end)
+        for tensor in (batch.query, batch.key, batch.value, batch.kv_layer.contiguous())
+    )
+    output = TritonOps.prefill(query, key, value, PagedKV.of_layer(layer), rows, spec)
+    assert relative_error(output, exact(batch, spec)) < TOLERANCE[torch.bfloat16]
+    output = TritonOps.prefill(query, key, value, None, rows_without_prefix((1, 2, 65, 200, 3)), spec)
+    assert output.isfinite().all()
 
 
 def test_131072_tokens() -> None:

@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "everything": (
         "fp16", {"head_size": 128, "block_size": 16, "has_cache": True, "has_window": True, "has_soft_cap": True}
     ),
-    "small-heads": ("bf16", {"head_size": 64, "block_size": 128, "has_cache": False}),
+    "small-heads": ("bf16", {"head_size": 64, "block_size": 64, "has_cache": False}),
 }  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def compile_variant(dtype: str, **options: Any) -> Any:
         32, 4, **({"has_window": False, "has_soft_cap": False} | options)
     )  # fmt: skip
     rows, box = prefill_launch.BOX_ROWS, constants["BOX"]
-    boxes = {"q_desc": (1, rows), "cache_desc": (1, 1, box if constants["HAS_CACHE"] else rows)}
+    boxes = {"q_desc": (1, rows), "cache_desc": (1, 1, box), "nothing_desc": (1, 1, box)}
 
     def kind(name: str) -> str:
         if name in constants:
