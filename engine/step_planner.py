@@ -120,10 +120,7 @@ class StepPlanner:
     def _make_room(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
         """Blocks for `num_tokens` tokens, by preempting the less important. False: not in this step; what it has it
         keeps, and if that hinders someone more important it will be preempted in turn."""
-        if self._kv.num_blocks_for(num_tokens) > self._state.pool.num_blocks:
-            text = f"the sequence outgrew the pool of {self._state.pool.num_blocks} KV blocks"
-            for sequence in self._state.fail(request, "too_large_for_pool", text):
-                plan.drop(sequence)
+        if self._outgrew_pool(plan, request, num_tokens):
             return False
         while not self._kv.grow(request, num_tokens):
             victim = max(self._preemptable(), key=lambda r: r.sort_key, default=request)
@@ -132,6 +129,15 @@ class StepPlanner:
             plan.drop(victim)
             plan.preempted = True
             self._state.preempt(victim)
+        return True
+
+    def _outgrew_pool(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Whether `request` needs more blocks than there are; then it has failed."""
+        if self._kv.num_blocks_for(num_tokens) <= self._state.pool.num_blocks:
+            return False
+        text = f"the sequence outgrew the pool of {self._state.pool.num_blocks} KV blocks"
+        for sequence in self._state.fail(request, "too_large_for_pool", text):
+            plan.drop(sequence)
         return True
 
     def _preemptable(self) -> list[Request]:
@@ -175,6 +181,8 @@ class StepPlanner:
             return
         if request.num_in_flight:
             admission.num_passed_by += 1
+            return
+        if self._outgrew_pool(plan, request, request.num_tokens):  # preempted when it held all there is
             return
         if admission.num_reserved is None:
             admission.num_reserved = sum(self._kv.num_missing_blocks(other) for other in self._state.running)

@@ -362,6 +362,20 @@ def test_committed_samples_that_outgrow_the_pool_at_once_fail_together() -> None
     harness.assert_empty()
 
 
+def test_a_sequence_preempted_at_the_size_of_the_pool_fails_and_lets_others_pass() -> None:
+    harness = Harness(num_blocks=4)
+    harness.add("a", range(12), max_tokens=20)
+    while len(harness.tokens.get(("a", 0), ())) < 5:
+        harness.step()
+        if len(harness.tokens.get(("a", 0), ())) == 4:
+            harness.scheduler.preempt(harness.scheduler.running[0])
+    harness.add("b", range(6), max_tokens=3)
+    harness.run()
+    assert harness.failed == {"a": "too_large_for_pool"}
+    harness.assert_output("b")
+    harness.assert_empty()
+
+
 # --- steps that fail ----------------------------------------------------------------------------------------
 
 
