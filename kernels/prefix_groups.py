@@ -19,8 +19,8 @@ LARGEST_TILE = 64  # tokens; prefixes end where tiles of every size do
 MAX_CHUNKS = 64
 # Tuned on an H200 with 32 query and 8 KV heads of 128 (benchmarks/decode_attention.py): what must be saved, in bytes of
 # a layer's keys and values, for two more launches a layer and for a row whose part is merged.
-BYTES_FOR_LAUNCHES = 80 << 20
-BYTES_FOR_ROW = 1 << 20
+BYTES_FOR_LAUNCHES = 55_000_000
+BYTES_FOR_ROW = 1_700_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,4 +193,5 @@ class PrefixLayout:
 
 
 def max_chunks(rows: int) -> int:
-    return max(1, min(MAX_CHUNKS, rows // 2))
+    """How many chunks there can be: at worst three rows make two, where M is 2."""
+    return max(1, min(MAX_CHUNKS, 2 * rows // 3))

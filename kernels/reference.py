@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -122,6 +123,25 @@ def paged_decode(
                 visible=visible,
             )
     return output
+
+
+def shared_prefix_decode(
+    query_NHD: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: Sequence[Sequence[int]],
+    seq_lens: Sequence[int],
+    scale: float,
+    groups: Sequence[tuple[Sequence[int], int]],
+    **options: Any,
+) -> torch.Tensor:
+    """Twin of decode over shared prefixes: the rows of each group (rows, blocks) find their first `blocks` blocks in
+    the first row's table, whatever their own say. Options as for paged_decode."""
+    tables = [list(table) for table in block_tables]
+    for rows, num_blocks in groups:
+        for row in rows:
+            tables[row][:num_blocks] = block_tables[rows[0]][:num_blocks]
+    return paged_decode(query_NHD, key_cache, value_cache, tables, seq_lens, scale, **options)
 
 
 def paged_prefill(

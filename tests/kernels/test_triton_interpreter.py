@@ -22,5 +22,5 @@ def test_kernels_agree_with_their_references_under_the_interpreter(cases: Path) 
         command, env=environment, cwd=cases.parent, capture_output=True, text=True, timeout=110, check=False
     )
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
-    assert re.search(r"\b\d\d passed", finished.stdout), finished.stdout[-2000:]
+    assert re.search(r"\b[1-9]\d* passed", finished.stdout), finished.stdout[-2000:]
     assert "skipped" not in finished.stdout

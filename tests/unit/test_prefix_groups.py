@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.kernels import prefix_groups
-from tandem.kernels.prefix_groups import PrefixGroup, PrefixLayout, SharingCosts, choose_groups
+from tandem.kernels.prefix_groups import PrefixGroup, PrefixLayout, SharingCosts, choose_groups, max_chunks
 
 BLOCK = 64
 
@@ -131,3 +131,15 @@ def test_groups_beyond_the_last_chunk_are_left_out_whole() -> None:
     assert lengths.tolist() == [64, 0]
     assert row_lens.tolist() == [64, 64, 0, 0, 0, 0, 0, 0]
     assert chunk_rows.tolist() == [[0, 1], [-1, -1]]
+
+
+@pytest.mark.parametrize("members", [2, 3, 16])
+@pytest.mark.parametrize("sizes", [(2,), (3,), (3, 2), (3, 3), (5, 4), (17, 3), (33, 2, 2)])
+def test_a_view_of_the_batchs_rows_holds_all_chunks(sizes: tuple[int, ...], members: int) -> None:
+    """Kernels see max_chunks(rows of the batch) chunks of a layout for many more rows."""
+    ends = np.cumsum(sizes)
+    groups = [PrefixGroup(np.arange(end - size, end), 1) for end, size in zip(ends, sizes, strict=True)]
+    layout = PrefixLayout.for_rows(96, members)
+    lengths, _, row_lens, _ = layout.split(layout.pack(groups, BLOCK))
+    assert (row_lens > 0).sum() == ends[-1]
+    assert (lengths > 0).sum() <= max_chunks(int(ends[-1]))

@@ -43,7 +43,7 @@ def test_sharing_follows_slots_that_come_and_change() -> None:
     assert found is not None
     assert found.row_lens.tolist() == [PREFIX * BLOCK] * 3
     assert found.chunk_rows[0].tolist() == [0, 1, 2, -1]
-    assert found.chunk_lens.tolist() == [PREFIX * BLOCK]
+    assert found.chunk_lens.tolist() == [PREFIX * BLOCK, 0]
     assert sharing.of_rows(rows(1)) is None
     enter(state, 0, tuple(range(300, 402)))
     found = sharing.of_rows(rows(2, 0, 1))

@@ -1,0 +1,84 @@
+"""An engine's decode step over shared prefixes, kernels interpreted: its logits are those of the step without sharing.
+
+Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tandem.engine.config import ModelOptions, SchedulerOptions
+from tandem.engine.decode_graphs import DecodeBatch
+from tandem.engine.loader import load_model
+from tandem.engine.model_config import load_model_config
+from tandem.engine.runner import ModelRunner
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels import prefix_groups
+from tiny_models import random_prompt, tiny_model
+
+BLOCK, LENGTH, SLOTS = 16, 70, 5
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def runner() -> ModelRunner:
+    """Slots 0 to 3 begin with the same 4 blocks, slot 4 has blocks of its own; all prompts are stored."""
+    folder = tiny_model("llama")
+    config = load_model_config(folder)
+    model = load_model(folder, config, ModelOptions(model=str(folder)), CPU, torch.float32, "triton")
+    pool = torch.zeros(24, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
+    runner = ModelRunner(model, pool, SchedulerOptions(max_num_seqs=6, max_num_batched_tokens=512), BLOCK, 128, ())
+    prompt = random_prompt(LENGTH, seed=1)
+    for slot in range(SLOTS):
+        tokens = np.array(prompt if slot < 4 else prompt[::-1], np.int32)
+        blocks = (*range(4), 4 + slot) if slot < 4 else tuple(range(10, 15))
+        new = NewSlot(slot, tokens, LENGTH, blocks, SamplingParams(temperature=0.0), 0)
+        rows, samples = (ScheduledRow(slot, 0, LENGTH),), (SampleRow(0, slot, LENGTH, 0, 0),)
+        runner.execute(SchedulerOutput(slot, rows, samples, (new,))).result()
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def _share_whatever_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_ROW", 0)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 0)
+
+
+@pytest.mark.parametrize(("slots", "size"), [((0, 1, 2, 3, 4), 5), ((4, 3, 1), 6), ((1, 0), 2)])
+def test_a_batch_for_replay(slots: tuple[int, ...], size: int, runner: ModelRunner) -> None:
+    """As a graph would run it, with padding rows. fp32 sums in another order: equal to some 1e-6 of the largest."""
+    batch = DecodeBatch(runner.model, runner.state, 6, 128)
+    rows = [ScheduledRow(slot, LENGTH, 1) for slot in slots]
+    assert runner.sharing is not None
+    with torch.inference_mode():
+        batch.fill(rows, size)
+        expected = batch.forward(size)[: len(rows)]
+        captured = runner.sharing.nothing(size)
+        nothing = batch.forward(size, captured)[: len(rows)]
+        assert runner.sharing.of_rows(rows) is not None
+        assert captured.row_lens.any()
+        output = batch.forward(size, captured)[: len(rows)]
+    tolerance = 5e-6 * float(expected.abs().max())
+    torch.testing.assert_close(output, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(nothing, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("slots", [(4, 0, 1), (3, 2)])
+def test_a_mixed_step(slots: tuple[int, ...], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode rows beside a prompt, layer by layer: the tokens sampled are those of the step without sharing."""
+    prompt = np.array(random_prompt(9, seed=7), np.int32)
+    tokens = []
+    for step, shares in enumerate((True, False)):
+        if not shares:
+            monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 1 << 40)
+        new = NewSlot(5, prompt, 9, (20,), SamplingParams(temperature=0.0), 0)
+        rows = (ScheduledRow(5, 0, 9), *(ScheduledRow(slot, LENGTH, 1) for slot in slots))
+        samples = tuple(SampleRow(i, row.slot, row.start + row.num_tokens, 0, 0) for i, row in enumerate(rows))
+        output = runner.execute(SchedulerOutput(10 + step, rows, samples, (new,))).result()
+        tokens.append(output.token_ids.tolist())
+        assert runner.sharing is not None
+        assert (runner.sharing.of_rows(rows[1:]) is not None) == shares
+    assert tokens[0] == tokens[1]
