@@ -200,7 +200,23 @@ class LinkTransport(ABC):
             logger.warning("refused a KV connection from %s: %s", address, error)
             sock.close()
             return
+        if not self.receiver_writes:
+            self._end_older_links(receiver)
         receiver.run()
+
+    def _end_older_links(self, newest: LinkReceiver) -> None:
+        """What a source wrote by itself over an older link must have landed, or never will, before it flushes this one.
+        Returns when the threads of those links have ended."""
+        older = []
+        with self._lock:
+            for receiver, thread in self._receivers.items():
+                if receiver is newest:
+                    break
+                if receiver.source == newest.source:
+                    older.append((receiver, thread))
+        for receiver, thread in older:
+            receiver.drop()
+            thread.join()
 
     def _authenticate(self, sock: socket.socket) -> LinkReceiver:
         assert self.pool is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 
@@ -16,9 +18,10 @@ from tandem.kv_connector.sink import SinkManager
 SOURCE = peer_id_of("p", 7)
 
 
-def sink_of(pool: BlockPool) -> SinkManager:
+def sink_of(pool: BlockPool, is_settled: Callable[[int], bool] = lambda grant_id: True) -> SinkManager:
     options = NodeOptions("decode", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4))
-    return SinkManager(NodeInfo(node_id="d", epoch=9, role="decode"), ClusterKeys(b"k" * 16, False), pool, options)
+    info = NodeInfo(node_id="d", epoch=9, role="decode")
+    return SinkManager(info, ClusterKeys(b"k" * 16, False), pool, options, is_settled)
 
 
 def expect(sink: SinkManager, name: str, num_tokens: int, hashes: list[bytes]) -> int:
@@ -78,3 +81,21 @@ def test_headroom_is_kept_only_while_somebody_can_grow() -> None:
     pool.free(running, None)
     sink.on_tick(2.0)
     assert [type(m) for _, m in sink.drain_outbox()] == [KVGrant]
+
+
+def test_a_drained_is_not_believed_while_writes_may_land() -> None:
+    pool = BlockPool(10, enable_caching=True)
+    unsettled: set[int] = set()
+    sink = sink_of(pool, is_settled=lambda grant_id: grant_id not in unsettled)
+    expect(sink, "a", 20, [])
+    (grant,) = claim(sink, "a", 20)
+    unsettled.add(grant.grant_id)
+    sink.cancel("a", 0, 2.0)
+    drained = KVDrained(request_id="a", attempt=0, source_epoch=7, grant_id=grant.grant_id)
+    sink.on_message(SOURCE, drained, 2.0)
+    assert sink.num_quarantined == 5
+    assert pool.num_free == 5
+    unsettled.clear()
+    sink.on_message(SOURCE, drained, 3.0)
+    assert pool.num_free == 10
+    sink.check_integrity()
