@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.deploy.bench_options import add_bench_flags
+from tandem.deploy.explain import add_explain_flags
 from tandem.deploy.kernels_options import add_kernels_flags
 from tandem.deploy.options import (
     NODE_OPTIONS,
@@ -60,6 +61,10 @@ def make_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a running server", description="Measure a running server.")
     add_bench_flags(bench)
     bench.set_defaults(run=run_bench)
+    text = "say what each node would cost for a prompt now, and why"
+    explain = commands.add_parser("explain", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    add_explain_flags(explain)
+    explain.set_defaults(run=run_explain)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
     kernels = commands.add_parser("kernels", help=text, description=f"{text[0].upper()}{text[1:]}.")
     add_kernels_flags(kernels)
@@ -95,6 +100,12 @@ def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     from tandem.deploy.bench import run
+
+    return run(arguments)
+
+
+def run_explain(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.explain import run
 
     return run(arguments)
 

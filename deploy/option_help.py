@@ -61,6 +61,7 @@ OPTION_HELP: dict[str, str] = {
     "max_attempts": "attempts for a request whose nodes fail",
     "max_body_bytes": "largest request body",
     "stream_queue": "undelivered events of one stream after which its client counts as stuck",
+    "placement": "how nodes are chosen for requests (docs/placement.md)",
     "local_tail_tokens": "an uncached prompt tail up to this many tokens is computed on the decode node itself",
     "api_keys_file": "file with one accepted API key a line; empty: no authentication",
     # of the launcher alone

@@ -30,6 +30,17 @@ async def get_json(url: str, path: str, api_key: str = "") -> Any:
         writer.close()
 
 
+async def post_json(url: str, path: str, body: Any, api_key: str = "") -> Any:
+    """As `get_json`."""
+    payload = json.dumps(body).encode()
+    reader, writer = await _connect(url)
+    try:
+        writer.write(_head("POST", url, path, api_key, len(payload)) + payload)
+        return json.loads(b"".join([chunk async for chunk in _body(reader)]))
+    finally:
+        writer.close()
+
+
 async def stream_events(url: str, path: str, body: Any, api_key: str = "") -> AsyncIterator[bytes]:
     """The `data:` of each event as it comes. Raises HttpError for a status other than 200, EOFError when cut off."""
     payload = json.dumps(body).encode()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
+PlacementName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
@@ -113,6 +114,7 @@ class RouterOptions:
     max_body_bytes: int = 8 << 20
     max_queue: int = 1024  # requests without a node before 429
     stream_queue: int = 1024  # undelivered events of one stream before its client counts as stuck
+    placement: PlacementName = "prefix_aware"
     local_tail_tokens: int = 256  # an uncached tail up to this is computed on the decode node itself
     api_keys_file: str = ""
     ready_fd: int = -1

@@ -21,6 +21,10 @@ MARGIN = 0.1  # of the target: to spare for prompts that have not begun, since a
 
 
 class PromptOrder(Protocol):
+    @property
+    def seconds_per_token(self) -> float:
+        """Measured, of prompt tokens; 0: nothing measured."""
+
     def arrived(self, request: Request) -> None: ...
 
     def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
@@ -35,7 +39,9 @@ class PromptOrder(Protocol):
 
 
 class ArrivalOrder:
-    """What has begun goes on; then by priority and arrival, as the queue is sorted."""
+    """What has begun goes on; then by priority and arrival, as the queue is sorted. Measures nothing."""
+
+    seconds_per_token = 0.0
 
     def arrived(self, request: Request) -> None: ...
 

@@ -168,6 +168,7 @@ class ServingNode:
             num_blocks=self.pool.num_blocks,
             block_size=self.book.block_size,
             draining=self.draining,
+            prefill_s_per_token=self.scheduler.prompt_order.seconds_per_token,
             counters=counters,
         )
 

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.engine.errors import InvalidRequestError, TandemError, UnavailableError
 from tandem.router.completion import check_model
 from tandem.router.completions_endpoint import CompletionsEndpoint
+from tandem.router.explain import add_explain_route
 from tandem.router.http_io import ApiKeys, error_headers, our_fault, read_body
 from tandem.router.openai_api import DetokenizeBody, TokenizeBody, error_body, parse_body
 from tandem.router.service import CompletionService
@@ -54,6 +55,7 @@ def make_app(service: CompletionService, keys: ApiKeys) -> App:
     _add_model_routes(app, service, keys, started)
     _add_tokenizer_routes(app, service, keys, limit)
     _add_state_routes(app, service)
+    add_explain_route(app, service, keys, limit)
     _add_error_handlers(app)
     return App(completions, app)
 

@@ -19,7 +19,8 @@ from tandem.engine.security import ClusterKeys
 from tandem.router.completion import ModelFacts
 from tandem.router.discovery import NodeDiscovery
 from tandem.router.node_link import NodeLink, RequestMessage
-from tandem.router.placement import NodeKey, NodeView, Placement, PlacementRequest, find_placement, node_key
+from tandem.router.placement import NodeKey, NodeView, Placement, PlacementRequest, find_placement, offers
+from tandem.router.placement_policies import Choice, make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Cluster:
         self._unlisted: set[str] = set()  # addresses whose record is gone while the node can be reached
         self._last_tick = time.monotonic()
         self._root = b""
+        self._serving: list[NodeView] | None = None  # None: to be found out
+        self._policy = make_policy(options.placement, seed=hello.epoch)
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
         self.on_up: Callable[[NodeKey], None]
@@ -86,6 +89,7 @@ class Cluster:
             link.close()
         self._links.clear()
         self._links_by_key.clear()
+        self._serving = None
         self._context.term()
 
     # --- what is there ----------------------------------------------------------------------------------------
@@ -97,7 +101,9 @@ class Cluster:
 
     def serving(self) -> list[NodeView]:
         """Connected nodes of the model that is served."""
-        return [view for view in self.views if view.info.identity == self.identity]
+        if self._serving is None:
+            self._serving = [view for view in self.views if view.info.identity == self.identity]
+        return self._serving
 
     @property
     def ready(self) -> bool:
@@ -122,26 +128,25 @@ class Cluster:
             return []
         return hash_blocks(token_ids, self.identity.hash_block_size, self._root)
 
-    def place(self, request: PlacementRequest, block_hashes: list[bytes]) -> Placement | None:
-        nodes = self.serving()
-        cached: dict[NodeKey, int] = {}
-        if self._directory is not None and self.identity is not None and block_hashes:
-            size = self.identity.hash_block_size
-            cached = {key: n * size for key, n in self._directory.longest_prefix(block_hashes).items()}
-        placement = find_placement(request, nodes, cached, self._options.local_tail_tokens)
+    def place(self, request: PlacementRequest, block_hashes: list[bytes], now: float) -> Placement | None:
+        cached = self._cached_tokens(block_hashes)
+        tail = self._options.local_tail_tokens
+        placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
         if placement is not None:
-            self._note(placement, request, cached)
+            for choice in placement.choices:
+                link = self._links_by_key[choice.node.key]
+                choice.node.note_placement(link.ping_sequence, choice.num_computed_tokens, request.num_samples, now)
         return placement
 
-    def _note(self, placement: Placement, request: PlacementRequest, cached: dict[NodeKey, int]) -> None:
-        for ref in (placement.primary, placement.prefill):
-            if ref is None:
-                continue
-            link = self._links_by_key[node_key(ref)]
-            assert link.view is not None
-            computes = placement.prefill is None or ref is placement.prefill
-            tail = max(1, request.num_prompt_tokens - cached.get(node_key(ref), 0)) if computes else 0
-            link.view.note_placement(link.ping_sequence, tail, request.num_samples)
+    def offers(self, request: PlacementRequest, block_hashes: list[bytes], now: float) -> list[Choice]:
+        """What each node would cost now, cheapest first; nothing is placed."""
+        return offers(request, self.serving(), self._cached_tokens(block_hashes), now)
+
+    def _cached_tokens(self, block_hashes: list[bytes]) -> dict[NodeKey, int]:
+        if self._directory is None or self.identity is None or not block_hashes:
+            return {}
+        size = self.identity.hash_block_size
+        return {key: n * size for key, n in self._directory.longest_prefix(block_hashes).items()}
 
     def send(self, key: NodeKey, message: Submit | Cancel, now: float) -> bool:
         """False: that epoch of the node is not connected."""
@@ -161,6 +166,7 @@ class Cluster:
             self._links.pop(link.address).close()
             return
         self._links_by_key[view.key] = link
+        self._serving = None
         if self.identity is None or not self.serving():
             self._serve(view.info)
         elif view.info.identity != self.identity:
@@ -178,6 +184,7 @@ class Cluster:
         if link is None or link.view is not None:
             return  # a second address of a node that is still reached through the first
         del self._links_by_key[view.key]
+        self._serving = None
         rest = self.views
         if rest and not self.serving():
             self._serve(rest[0].info)
@@ -188,7 +195,7 @@ class Cluster:
         self.on_message(key, message)
 
     def _serve(self, info: NodeInfo) -> None:
-        self.identity = info.identity
+        self.identity, self._serving = info.identity, None
         self._root = root_hash(info.identity.key(), b"") if info.identity is not None else b""
 
     def _update_facts(self, nodes: Iterable[NodeView]) -> None:

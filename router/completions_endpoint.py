@@ -10,7 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import ClientGoneError, TandemError
 from tandem.router.completion import PromptPlan
+from tandem.router.explain import placement_headers, session_of
 from tandem.router.http_io import (
+    JSON_TYPE,
     ApiKeys,
     our_fault,
     read_body,
@@ -60,14 +62,20 @@ class CompletionsEndpoint:
         if body.stream:
             await self._stream(completion_id, body, plans, scope, receive, send)
         else:
-            await self._collect(completion_id, body, plans, receive, send)
+            await self._collect(completion_id, body, plans, scope, receive, send)
 
     async def _collect(
-        self, completion_id: str, body: CompletionBody, plans: list[PromptPlan], receive: Receive, send: Send
+        self,
+        completion_id: str,
+        body: CompletionBody,
+        plans: list[PromptPlan],
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
-        service = self._service
+        service, session = self._service, session_of(scope["headers"])
         collector = Collector(completion_id, body, plans, service.facts(), service.tokenizer)
-        generations = collector.generations = service.start(completion_id, body, plans, collector)
+        generations = collector.generations = service.start(completion_id, body, plans, collector, session)
         watcher = asyncio.ensure_future(wait_for_disconnect(receive))
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
@@ -75,7 +83,7 @@ class CompletionsEndpoint:
         finally:
             service.abort(generations, _client_gone())
             watcher.cancel()
-        await send_whole(send, 200, response)
+        await send_whole(send, 200, response, [JSON_TYPE, *placement_headers(generations)])
 
     async def _stream(
         self,
@@ -86,7 +94,7 @@ class CompletionsEndpoint:
         receive: Receive,
         send: Send,
     ) -> None:
-        service, client = self._service, _client(scope)
+        service, client, session = self._service, _client(scope), session_of(scope["headers"])
 
         def give_up_on_client() -> None:
             service.metrics.stuck_clients.inc()
@@ -104,12 +112,13 @@ class CompletionsEndpoint:
             limit=service.options.stream_queue,
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )
-        generations = stream.generations = service.start(completion_id, body, plans, stream)
+        generations = stream.generations = service.start(completion_id, body, plans, stream, session)
         watcher = asyncio.ensure_future(wait_for_disconnect(receive))
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
             batch = await stream.next_batch()
-            await send({"type": "http.response.start", "status": 200, "headers": EVENT_HEADERS})
+            headers = [*EVENT_HEADERS, *placement_headers(generations)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             stream.begun = True
             while batch:
                 await send({"type": "http.response.body", "body": batch, "more_body": True})

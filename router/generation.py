@@ -10,6 +10,7 @@ from tandem.engine.errors import TandemError
 from tandem.engine.messages import TokenLogprobs
 from tandem.router.completion import PromptPlan, echo_text
 from tandem.router.openai_api import CompletionBody
+from tandem.router.placement import Placement
 from tandem.router.request_actions import RequestSpec
 from tandem.router.request_machine import RequestMachine
 from tandem.router.sample_output import Piece, SampleOutput
@@ -39,7 +40,7 @@ class Generation:
     submitted_ids: set[str] = field(default_factory=set)  # every sub-request id that nodes have heard of
     first_token_at: float | None = None
     last_token_at: list[float] = field(default_factory=list)  # per sample; 0.0 before its first token
-    reason: str = ""  # of the first placement
+    placement: Placement | None = None  # the first
 
 
 class GenerationFactory:
@@ -54,12 +55,13 @@ class GenerationFactory:
         plan: PromptPlan,
         listener: GenerationListener,
         now: float,
+        session: str = "",
     ) -> Generation:
         samples = self._samples(body, plan)
-        machine = RequestMachine(self._spec(request_id, body, plan), now)
+        machine = RequestMachine(self._spec(request_id, body, plan, session), now)
         return Generation(index, plan, machine, samples, listener, now, last_token_at=[0.0] * body.num_generated)
 
-    def _spec(self, request_id: str, body: CompletionBody, plan: PromptPlan) -> RequestSpec:
+    def _spec(self, request_id: str, body: CompletionBody, plan: PromptPlan, session: str) -> RequestSpec:
         timeouts = self._options.timeouts
         return RequestSpec(
             request_id=request_id,
@@ -68,6 +70,7 @@ class GenerationFactory:
             num_samples=body.num_generated,
             priority=body.priority or 0,
             use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
+            session=session,
             max_attempts=self._options.max_attempts,
             deadline_s=timeouts.request_s,
             queue_s=timeouts.connect_s,

@@ -201,10 +201,10 @@ class NodeLink:
         if info is None or (status.node_id, status.epoch) != (info.node_id, info.epoch):
             return  # a late answer of an older epoch; its successor refuses our pings, which ends the old one
         if self.view is not None:
-            self.view.note_status(status)
+            self.view.note_status(status, self._last_seen)
             self._listener.node_status(self.view)
             return
-        self.view = NodeView(info, status)
+        self.view = NodeView(info, status, self._last_seen)
         logger.info("node %s (%s) is up at %s", info.node_id, info.role, self.address)
         self._listener.node_up(self.view)
 

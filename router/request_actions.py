@@ -24,6 +24,7 @@ class RequestSpec:
     num_samples: int = 1
     priority: int = 0
     use_prefix_cache: bool = True
+    session: str = ""  # requests of one session go to the same nodes
     max_attempts: int = 3
     deadline_s: float = 600.0
     queue_s: float = 10.0  # longest wait for a node that can take it

@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
 from tandem.engine.messages import Accepted, Cancel, Cancelled, PromptLogprobs, RequestFailed, Tokens
@@ -20,7 +23,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.node_link import RequestMessage
 from tandem.router.openai_api import CompletionBody, parse_body, parse_prompts
 from tandem.router.orphans import Orphans, Work
-from tandem.router.placement import NodeKey, PlacementRequest
+from tandem.router.placement import Choice, NodeKey, PlacementRequest
 from tandem.router.prompt_encoder import PromptEncoder
 from tandem.router.request_actions import (
     Action,
@@ -86,14 +89,19 @@ class CompletionService:
         return body, plan_prompts(body, prompts, prompt_ids, facts)
 
     def start(
-        self, completion_id: str, body: CompletionBody, plans: Sequence[PromptPlan], listener: GenerationListener
+        self,
+        completion_id: str,
+        body: CompletionBody,
+        plans: Sequence[PromptPlan],
+        listener: GenerationListener,
+        session: str = "",
     ) -> list[Generation]:
         """Sends every prompt on its way. Raises OverloadedError when too many wait for a node already."""
         if len(self._waiting) + len(plans) > self.options.max_queue and self._waiting:
             raise OverloadedError(f"{len(self._waiting)} requests are waiting for a node; try again later")
         names = [completion_id] if len(plans) == 1 else [f"{completion_id}-p{i}" for i in range(len(plans))]
         generations = [
-            self._factory.make(name, i, body, plan, listener, self._clock())
+            self._factory.make(name, i, body, plan, listener, self._clock(), session)
             for i, (name, plan) in enumerate(zip(names, plans, strict=True))
         ]
         try:
@@ -106,6 +114,10 @@ class CompletionService:
             raise
         self.metrics.active.set(len(self._active))
         return generations
+
+    def offers(self, request: PlacementRequest, token_ids: npt.NDArray[np.int32]) -> list[Choice]:
+        """What each node would cost now, cheapest first; nothing is placed."""
+        return self.cluster.offers(request, self.cluster.hash_prompt(token_ids), self._clock())
 
     def abort(self, generations: Sequence[Generation], error: TandemError) -> None:
         """Ends what is still under way, on every node."""
@@ -261,16 +273,17 @@ class CompletionService:
             num_samples=len(machine.live[request_id].sample_indices),
             prompt_logprobs=machine.wants_prompt_logprobs(),
             avoid=machine.nodes_to_avoid(request_id),
+            session=spec.session,
         )
-        placement = self.cluster.place(request, hashes if spec.use_prefix_cache else [])
+        now = self._clock()
+        placement = self.cluster.place(request, hashes if spec.use_prefix_cache else [], now)
         if placement is None:
             return False
-        now = self._clock()
         if machine.live[request_id].number > 1:
             self.metrics.retries.inc()
         else:
             self.metrics.queue_s.observe(now - generation.started_at)
-        generation.reason = generation.reason or placement.reason
+        generation.placement = generation.placement or placement
         self.metrics.placements.labels(placement.reason).inc()
         self._carry_out(generation, machine.placed(request_id, placement, b"".join(hashes), now))
         return True

@@ -6,21 +6,23 @@ import pytest
 
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.messages import NodeInfo, Role, Status
+from tandem.router.node_view import PREFILL_S_PER_TOKEN
 from tandem.router.placement import NodeKey, NodeView, Placement, PlacementRequest, find_placement
+from tandem.router.placement_policies import PrefixAware
 
 IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r")
 TAIL = 256
 LONG = PlacementRequest(num_prompt_tokens=8192, max_tokens=64)
 
 
-def node(role: Role, name: str, identity: ModelIdentity = IDENTITY, **status: int) -> NodeView:
+def node(role: Role, name: str, identity: ModelIdentity = IDENTITY, **status: float) -> NodeView:
     status = {"num_free_blocks": 1000, "num_blocks": 1000, "block_size": 64, **status}
     info = NodeInfo(node_id=name, epoch=1, role=role, control_address=f"tcp://{name}", identity=identity)
     return NodeView(info, Status(node_id=name, epoch=1, **status))
 
 
 def choose(request: PlacementRequest, *nodes: NodeView, cached: dict[NodeKey, int] | None = None) -> Placement | None:
-    return find_placement(request, nodes, cached or {}, TAIL)
+    return find_placement(request, nodes, cached or {}, TAIL, PrefixAware(), now=0.0)
 
 
 def names(placement: Placement | None) -> tuple[str, str | None]:
@@ -111,20 +113,18 @@ def test_nodes_that_failed_this_request_are_taken_only_when_there_is_no_other() 
 def test_own_placements_count_before_the_status_shows_them() -> None:
     """Sixteen requests between two statuses spread evenly instead of all going to the least loaded node."""
     nodes = [node("decode", f"d{i}") for i in range(4)] + [node("prefill", f"p{i}") for i in range(2)]
-    by_key = {view.key: view for view in nodes}
     for _ in range(16):
         placement = choose(LONG, *nodes)
         assert placement is not None
-        assert placement.prefill is not None
-        by_key[(placement.primary.node_id, 1)].note_placement(5, 0, 1)
-        by_key[(placement.prefill.node_id, 1)].note_placement(5, LONG.num_prompt_tokens, 1)
+        for choice in placement.choices:
+            choice.node.note_placement(5, choice.num_computed_tokens, 1, 0.0)
     assert [view.num_unseen for view in nodes] == [4, 4, 4, 4, 8, 8]
 
 
 def test_placements_are_forgotten_once_the_status_must_show_them() -> None:
     view = node("prefill", "p")
-    view.note_placement(5, 100, 1)
-    view.note_status(Status(node_id="p", epoch=1, sequence=6))
-    assert view.queued_tokens == 100
-    view.note_status(Status(node_id="p", epoch=1, sequence=7, num_waiting_tokens=100, num_waiting=1))
-    assert (view.queued_tokens, view.num_sequences) == (100, 1)
+    view.note_placement(5, 100, 1, 0.0)
+    view.note_status(Status(node_id="p", epoch=1, sequence=6), 0.0)
+    assert (view.backlog_s(0.0), view.num_sequences) == (pytest.approx(100 * PREFILL_S_PER_TOKEN), 1)
+    view.note_status(Status(node_id="p", epoch=1, sequence=7, num_waiting_tokens=100, num_waiting=1), 0.0)
+    assert (view.backlog_s(0.0), view.num_sequences) == (pytest.approx(100 * PREFILL_S_PER_TOKEN), 1)

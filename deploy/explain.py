@@ -1,0 +1,82 @@
+"""`tandem explain`: asks a router what each node would cost for a prompt now, and prints it, cheapest first."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+from tandem.deploy.sse_client import HttpError, get_json, post_json
+from tandem.engine.errors import ConfigError
+
+COLUMNS = (
+    ("node", "node_id", 1),
+    ("role", "role", 1),
+    ("cost ms", "cost_s", 1e3),
+    ("queue ms", "queue_s", 1e3),
+    ("compute ms", "compute_s", 1e3),
+    ("transfer ms", "transfer_s", 1e3),
+    ("sequences ms", "sequences_s", 1e3),
+    ("cached", "num_cached_tokens", 1),
+    ("fetched", "num_fetched_tokens", 1),
+)
+
+
+def add_explain_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("prompt", nargs="?", default="", metavar="PROMPT", help="text of the prompt")
+    add("--prompt-file", default="", metavar="FILE", help="file with the prompt instead; - for standard input")
+    add("--url", default="http://127.0.0.1:8000", help="router to ask (default: %(default)s)")
+    add("--max-tokens", type=int, default=16, metavar="N", help="as in the request (default: %(default)s)")
+    add("--api-key", default="", help="sent as a bearer token")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Raises ConfigError when there is no prompt, or the router doesn't answer."""
+    text = _prompt(arguments)
+    try:
+        answer = asyncio.run(_ask(arguments, text))
+    except (OSError, HttpError, ValueError, LookupError) as error:
+        raise ConfigError(f"{arguments.url} does not answer as a router should: {error}; check --url") from None
+    (prompt,) = answer["prompts"]
+    print(f"{prompt['num_prompt_tokens']} prompt tokens, placement {answer['placement']}; costs as prefix_aware counts")
+    print(table([name for name, _, _ in COLUMNS], [_row(node) for node in prompt["nodes"]]))
+    return 0
+
+
+def _prompt(arguments: argparse.Namespace) -> str:
+    if not arguments.prompt_file:
+        if not arguments.prompt:
+            raise ConfigError("give a PROMPT or --prompt-file")
+        return str(arguments.prompt)
+    try:
+        return sys.stdin.read() if arguments.prompt_file == "-" else Path(arguments.prompt_file).read_text()
+    except OSError as error:
+        raise ConfigError(f"can't read {arguments.prompt_file}: {error.strerror}") from None
+
+
+async def _ask(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
+    model = (await get_json(arguments.url, "/v1/models", arguments.api_key))["data"][0]["id"]
+    body = {"model": model, "prompt": text, "max_tokens": arguments.max_tokens}
+    answer: dict[str, Any] = await post_json(arguments.url, "/explain", body, arguments.api_key)
+    return answer
+
+
+def _row(node: dict[str, Any]) -> list[str]:
+    cells = []
+    for _, key, scale in COLUMNS:
+        value = node[key]
+        cells.append(value if isinstance(value, str) else f"{value * scale:.1f}" if scale != 1 else str(value))
+    return cells
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Columns as wide as their widest cell; the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(
+            zip(row, widths, strict=True)))
+        for row in [header, *rows]
+    )  # fmt: skip

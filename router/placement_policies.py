@@ -1,0 +1,196 @@
+"""How a node is chosen among those that can do a part of a request. Pure: time is passed in.
+
+    round_robin    each node in turn
+    least_loaded   the one with the least work
+    power_of_two   the one of two random ones with less work: needs no exact figures (Mitzenmacher 2001)
+    prefix_aware   the one that costs least, in seconds: work in front of it, prompt tokens to compute or to fetch from
+                   a peer, KV to move; what it has cached costs nothing
+
+Work and costs are in seconds by the rates that nodes measure and report.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem.engine.config import PlacementName
+from tandem.router.node_view import NodeKey, NodeView
+
+# What one running or waiting sequence costs others on a node, as prompt tokens.
+SEQUENCE_COST_TOKENS = 64
+# A node without room for the prompt makes it wait; any other node is better, however busy.
+NO_ROOM_S = 3600.0
+# Costs that differ by less than this count as equal; then the node whose cache got the least goes first.
+TIE_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A part of a request. `kind`: "prompt" (compute it), "tokens" (take its KV over, decode) or "all" (both)."""
+
+    kind: str
+    num_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A node for a part of a request and what that was expected to cost, in seconds."""
+
+    node: NodeView
+    kind: str
+    num_cached_tokens: int
+    num_fetched_tokens: int  # cheaper from a peer than computed
+    queue_s: float
+    compute_s: float
+    transfer_s: float
+    sequences_s: float
+    no_room: bool = False
+    why: str = ""  # the policy, or "session"
+    num_candidates: int = 1
+
+    @property
+    def cost_s(self) -> float:
+        return self.queue_s + self.compute_s + self.transfer_s + self.sequences_s + NO_ROOM_S * self.no_room
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Prompt tokens that this node will have to compute, by what is known."""
+        return round(self.compute_s / self.node.prefill_s_per_token)
+
+    def explanation(self) -> str:
+        seconds = {
+            "queue": self.queue_s,
+            "compute": self.compute_s,
+            "transfer": self.transfer_s,
+            "sequences": self.sequences_s,
+        }
+        words = [f"{self.kind}={self.node.info.node_id}"]
+        words += [f"by={self.why} of={self.num_candidates}"] if self.why else []
+        words += [f"cached={self.num_cached_tokens}"]
+        words += [f"fetched={self.num_fetched_tokens}"] if self.num_fetched_tokens else []
+        words += [f"{name}={value * 1e3:.1f}ms" for name, value in seconds.items() if value]
+        return " ".join([*words, "no_room"] if self.no_room else words)
+
+
+class PlacementPolicy(Protocol):
+    name: str
+
+    def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
+        """One of `nodes`, which are usable and at least one. `cached`: leading prompt tokens held, per node."""
+
+
+def price(
+    node: NodeView, work: Work, cached: Mapping[NodeKey, int], now: float, why: str = "", num_candidates: int = 1
+) -> Choice:
+    """What `work` would cost on `node`. The last token of a prompt is always computed."""
+    held = cached.get(node.key, 0)
+    tail = max(1, work.num_prompt_tokens - held)
+    queue_s = compute_s = transfer_s = sequences_s = 0.0
+    fetched, no_room = 0, False
+    if work.kind == "tokens":
+        transfer_s = tail * node.transfer_s_per_token
+    else:
+        queue_s = node.backlog_s(now)
+        if 0 < node.fetch_s_per_token < node.prefill_s_per_token:
+            fetched = max(0, min(max(cached.values(), default=0), work.num_prompt_tokens - 1) - held)
+        transfer_s = fetched * node.fetch_s_per_token
+        compute_s = (tail - fetched) * node.prefill_s_per_token
+    if work.kind != "prompt":
+        sequences_s = SEQUENCE_COST_TOKENS * node.prefill_s_per_token * node.num_sequences
+        no_room = node.free_tokens < tail
+    return Choice(
+        node, work.kind, held, fetched, queue_s, compute_s, transfer_s, sequences_s, no_room, why, num_candidates
+    )
+
+
+def costs(work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> list[float]:
+    """`price(…).cost_s` of each node, without the objects: a cluster may have hundreds of nodes."""
+    num_tokens, computes, decodes = work.num_prompt_tokens, work.kind != "tokens", work.kind != "prompt"
+    most = min(max(cached.values(), default=0), num_tokens - 1)
+    found = []
+    for node in nodes:
+        held = cached.get(node.key, 0) if cached else 0
+        tail = num_tokens - held if held < num_tokens else 1
+        rate = node.prefill_s_per_token
+        if computes:
+            cost = tail * rate
+            if most > held and 0 < node.fetch_s_per_token < rate:
+                cost -= (most - held) * (rate - node.fetch_s_per_token)
+            if node.idle_at > now:
+                cost += node.idle_at - now
+        else:
+            cost = tail * node.transfer_s_per_token
+        if decodes:
+            cost += SEQUENCE_COST_TOKENS * rate * node.num_sequences
+            if node.free_tokens < tail:
+                cost += NO_ROOM_S
+        found.append(cost)
+    return found
+
+
+def load_s(node: NodeView, kind: str, now: float) -> float:
+    """The work that a node has, whatever the request brings."""
+    load = 0.0 if kind == "tokens" else node.backlog_s(now)
+    if kind != "prompt":
+        load += SEQUENCE_COST_TOKENS * node.prefill_s_per_token * node.num_sequences
+        load += NO_ROOM_S * (node.free_tokens < 1)
+    return load
+
+
+class RoundRobin:
+    name = "round_robin"
+
+    def __init__(self) -> None:
+        self._last: dict[str, str] = {}  # kind of work -> node id
+
+    def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
+        last = self._last.get(work.kind, "")
+        ordered = sorted(nodes, key=lambda node: node.info.node_id)
+        node = next((node for node in ordered if node.info.node_id > last), ordered[0])
+        self._last[work.kind] = node.info.node_id
+        return price(node, work, cached, now, self.name, len(nodes))
+
+
+class LeastLoaded:
+    name = "least_loaded"
+
+    def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
+        node = min(nodes, key=lambda n: (load_s(n, work.kind, now), n.num_unseen, n.num_assigned_tokens(now), n.key))
+        return price(node, work, cached, now, self.name, len(nodes))
+
+
+class PowerOfTwo:
+    name = "power_of_two"
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
+        pair = self._random.sample(nodes, min(2, len(nodes)))
+        node = min(pair, key=lambda n: (load_s(n, work.kind, now), n.num_unseen))
+        return price(node, work, cached, now, self.name, len(nodes))
+
+
+class PrefixAware:
+    name = "prefix_aware"
+
+    def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
+        prices = costs(work, nodes, cached, now)
+        enough = min(prices) + TIE_S
+        best = [node for node, cost in zip(nodes, prices, strict=True) if cost <= enough]
+        node = best[0] if len(best) == 1 else min(best, key=lambda n: (n.num_unseen, n.num_assigned_tokens(now), n.key))
+        return price(node, work, cached, now, self.name, len(nodes))
+
+
+def make_policy(name: PlacementName, seed: int = 0) -> PlacementPolicy:
+    """`seed`: of the policies that draw; different in each router process, so that they don't draw alike."""
+    policies: dict[PlacementName, Callable[[], PlacementPolicy]] = {
+        "round_robin": RoundRobin,
+        "least_loaded": LeastLoaded,
+        "power_of_two": lambda: PowerOfTwo(seed),
+        "prefix_aware": PrefixAware,
+    }
+    return policies[name]()
