@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import InvalidRequestError, TandemError, UnavailableError
-from tandem.router.completion import check_model
+from tandem.router.completion import check_model, check_text
 from tandem.router.completions_endpoint import CompletionsEndpoint
 from tandem.router.explain import add_explain_route
 from tandem.router.http_io import ApiKeys, error_headers, our_fault, read_body
@@ -90,6 +90,7 @@ def _add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKey
         body = parse_body(TokenizeBody, raw := await read_body(request.scope, request.receive, limit))
         facts = service.facts()
         check_model(body.model, facts)
+        check_text(body.prompt, facts)
 
         def answer() -> Response:
             ids = service.tokenizer.encode(body.prompt, body.add_special_tokens)

@@ -192,9 +192,9 @@ def test_half_a_request(router: RouterInThread, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
-def test_a_long_text_holds_nobody_up(tmp_path: Path, node: StandInNode, path: str) -> None:
+def test_a_long_text_holds_nobody_up(tmp_path: Path, path: str) -> None:
     """The event loop goes on while a text is tokenized."""
-    folder = make_tokenizer_folder(tmp_path / "tokenizer")
+    folder, node = make_tokenizer_folder(tmp_path / "tokenizer"), StandInNode(max_model_len=50_000).start()
     body = {"prompt": "the quick brown fox " * 60_000}
     with RouterInThread(folder, (node.address,)) as router, ThreadPoolExecutor(1) as pool:
         router.wait_ready()
@@ -207,12 +207,16 @@ def test_a_long_text_holds_nobody_up(tmp_path: Path, node: StandInNode, path: st
         took = time.monotonic() - begin
         assert answer.result().status_code == (200 if path == "/tokenize" else 400)
         assert slowest < took / 2, f"of {took:.2f} s it held the event loop's thread for {slowest:.2f} s"
+    node.stop()
 
 
 def test_the_rest_of_a_text_that_is_far_too_long_is_not_tokenized(router: RouterInThread) -> None:
     error = fault(router.client.post("/v1/completions", json={"prompt": "the fox " * 20_000}))
     assert error["param"] == "prompt"
     assert "more than 1024 tokens" in error["message"]
+    error = fault(router.client.post("/tokenize", json={"prompt": "the fox " * 20_000}))
+    assert error["param"] == "prompt"
+    assert "at most 16384" in error["message"]
 
 
 # --- a thousand random bodies -----------------------------------------------------------------------------------
