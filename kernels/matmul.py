@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels.fused_ops import silu_mul
+from tandem.kernels.gluon_support import why_no_gluon
 from tandem.kernels.matmul_plans import (
     GATE_UP_GROUP,
     LONGEST_TUNED,
@@ -96,7 +97,7 @@ def prepare(device: torch.device | str) -> None:
 @functools.cache
 def table_of(device: torch.device) -> Table:
     """The table tuned for this device; empty where none was or the kernel can't run."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or not _can_stream():
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or why_no_gluon():
         return {}
     properties = torch.cuda.get_device_properties(device)
     file = Path(__file__).parent / "tuned" / f"matmul_{properties.name.replace(' ', '_')}.json"
@@ -110,15 +111,6 @@ def run_plan(
 ) -> torch.Tensor:
     """The product by a given plan, whatever the table says: for tuning and tests. Needs a Hopper GPU."""
     return _by_plan(plan, x_MK, weight_NK, None, out_MN, silu=silu)
-
-
-@functools.cache
-def _can_stream() -> bool:
-    try:
-        from tandem.kernels.triton_kernels import matmul_launch  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @functools.lru_cache(maxsize=4096)

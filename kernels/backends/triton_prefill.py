@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from tandem.kernels.backend import PagedKV
+from tandem.kernels.gluon_support import why_no_gluon
 from tandem.kernels.metadata import RowBatch
 from tandem.kernels.quantization import scale_tensor
 from tandem.kernels.spec import AttentionSpec
@@ -16,7 +17,6 @@ logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
 UNSAFE: str | None = "the Hopper kernel may touch memory before a tensor"  # None once its tests pass on a GPU
-GLUON_VERSIONS = ((3, 6), (3, 8))  # first and last release whose Gluon the Hopper kernel is compiled with in tests
 _failures: list[str] = []
 
 
@@ -70,23 +70,12 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return "the Hopper kernel has no ALiBi"
     if spec.scale <= 0:
         return f"the Hopper kernel needs a positive scale, not {spec.scale}"
-    return UNSAFE or _why_no_gluon()
+    return UNSAFE or why_no_gluon()
 
 
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-@cache
-def _why_no_gluon() -> str | None:
-    import triton
-
-    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    first, last = GLUON_VERSIONS
-    if not first <= version <= last:
-        return f"Gluon of triton {triton.__version__} is untested; known are {first} to {last}"
-    return None
 
 
 def _hopper(

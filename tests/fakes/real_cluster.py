@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import socket
@@ -79,8 +80,11 @@ class RealCluster:
 
     def pid_of(self, kind: str, index: int = 0) -> int:
         """Process of the index-th child that runs `tandem <kind>`."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        pids = [child.pid for child in children if kind in child.cmdline()]
+        pids = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # some live for a moment only
+                if kind in child.cmdline():
+                    pids.append(child.pid)
         return sorted(pids)[index]
 
     def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
