@@ -1,4 +1,4 @@
-"""Whether the Gluon of the installed Triton, which changes with every release, is one that our kernels are tested with."""
+"""Whether the Gluon of the installed Triton, another one in each release, is one that our kernels are tested with."""
 
 from __future__ import annotations
 

@@ -41,6 +41,12 @@ def poisoned_memory() -> None:
     torch.full((1 << 26,), float("nan"), device="cuda")
 
 
+@pytest.fixture(autouse=True)
+def hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tested whether or not it serves."""
+    monkeypatch.setattr(triton_prefill, "UNSAFE", None)
+
+
 def exact(batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
     query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
     kv = batch.kv()
