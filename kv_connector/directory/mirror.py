@@ -1,18 +1,20 @@
 """A router's bounded copy of the directory. Pure: batches and snapshots in, longest prefixes out.
 
-An entry (one hash of one owner) takes about 100 bytes: the 16-byte hash object, and its place in a dict that maps it
-to a mask of tiers. When `max_entries` is reached, the owner that helped no lookup for longest is forgotten.
+An entry is one hash of one owner; `holders` keeps it in less than 100 bytes. When `max_entries` is reached, the owner
+that helped no lookup for longest is forgotten.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange, split_hashes
+from tandem.kv_connector.directory.holders import Holders, keys_of, keys_of_joined
+from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange
 
-_TIER_BIT = {tier: 1 << index for index, tier in enumerate(TIERS)}
+_TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
+SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond
 
 
 class Outcome(enum.Enum):
@@ -23,10 +25,11 @@ class Outcome(enum.Enum):
 
 @dataclass(slots=True)
 class _OwnerView:
+    column: int  # in Holders
     sequence: int = 0
     whole: bool = False  # False: what is here may be out of date until the next snapshot or reset
     last_used: int = 0
-    tiers_of: dict[bytes, int] = field(default_factory=dict)  # hash -> mask of tiers
+    num_entries: int = 0
 
 
 class Mirror:
@@ -39,6 +42,8 @@ class Mirror:
         self.num_gaps = 0
         self.num_forgotten_owners = 0
         self._owners: dict[Owner, _OwnerView] = {}
+        self._owner_of: dict[int, Owner] = {}  # by column
+        self._holders = Holders()
         self._epochs: dict[str, int] = {}
         self._clock = 0
 
@@ -51,13 +56,17 @@ class Mirror:
             return
         self.drop(node_id)
         self._epochs[node_id] = epoch
-        self._owners[owner] = _OwnerView()
+        view = self._owners[owner] = _OwnerView(self._holders.open_column())
+        self._owner_of[view.column] = owner
 
     def drop(self, node_id: str) -> None:
         """The node is gone; forget it."""
         epoch = self._epochs.pop(node_id, None)
         if epoch is not None:
-            self.num_entries -= len(self._owners.pop((node_id, epoch)).tiers_of)
+            view = self._owners.pop((node_id, epoch))
+            self.num_entries -= view.num_entries
+            self._holders.close_column(view.column)
+            del self._owner_of[view.column]
 
     def owners(self) -> list[Owner]:
         return list(self._owners)
@@ -94,6 +103,7 @@ class Mirror:
         for change in batch.changes:
             self._change(view, change)
         self._stay_bounded(keep=view)
+        self._holders.sweep(SWEEP_BLOCKS)
         return Outcome.APPLIED
 
     def load(self, owner: Owner, sequence: int, hashes_by_tier: Mapping[str, Iterable[bytes]]) -> None:
@@ -104,71 +114,56 @@ class Mirror:
         self._clear(view)
         view.sequence, view.whole = sequence, True
         for tier, hashes in hashes_by_tier.items():
-            self._store(view, hashes, _TIER_BIT[tier])
+            self._store(view, _TIER_INDEX[tier], keys_of(list(hashes)))
         self._stay_bounded(keep=view)
 
     def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[Owner, int]:
         """Owner -> number of leading hashes it holds in any tier; owners with none are left out."""
         self._clock += 1
         found: dict[Owner, int] = {}
-        for owner, view in self._owners.items():
-            length = prefix_length(view.tiers_of, block_hashes)
-            if length:
-                found[owner] = length
-                view.last_used = self._clock
+        for column, length in self._holders.prefixes(keys_of(block_hashes)).items():
+            owner = self._owner_of[column]
+            found[owner] = length
+            self._owners[owner].last_used = self._clock
         return found
 
     def _change(self, view: _OwnerView, change: TierChange) -> None:
-        bit = _TIER_BIT.get(change.tier, 0)  # a tier of a newer version: not ours to place by
-        for block_hash in split_hashes(change.removed):
-            tiers = view.tiers_of.get(block_hash, 0)
-            if tiers & ~bit:
-                view.tiers_of[block_hash] = tiers & ~bit
-            elif tiers:
-                del view.tiers_of[block_hash]
-                self.num_entries -= 1
-        if bit:
-            self._store(view, split_hashes(change.stored), bit)
+        tier = _TIER_INDEX.get(change.tier)
+        if tier is None:  # of a newer version: not ours to place by
+            return
+        num_gone = self._holders.remove(view.column, tier, keys_of_joined(change.removed))
+        view.num_entries -= num_gone
+        self.num_entries -= num_gone
+        self._store(view, tier, keys_of_joined(change.stored))
 
-    def _store(self, view: _OwnerView, hashes: Iterable[bytes], bit: int) -> None:
+    def _store(self, view: _OwnerView, tier: int, keys: Iterable[int]) -> None:
         """Beyond the bound an owner's further hashes are left out: parents come first, so what stays is prefixes."""
-        tiers_of = view.tiers_of
-        for block_hash in hashes:
-            tiers = tiers_of.get(block_hash, 0)
-            if tiers or len(tiers_of) < self.max_entries:
-                self.num_entries += not tiers
-                tiers_of[block_hash] = tiers | bit
+        num_new = self._holders.add(view.column, tier, keys, self.max_entries - view.num_entries)
+        view.num_entries += num_new
+        self.num_entries += num_new
 
     def _clear(self, view: _OwnerView) -> None:
-        self.num_entries -= len(view.tiers_of)
-        view.tiers_of = {}
+        if not view.num_entries:
+            return
+        owner = self._owner_of.pop(view.column)
+        self._holders.close_column(view.column)
+        view.column = self._holders.open_column()
+        self._owner_of[view.column] = owner
+        self.num_entries -= view.num_entries
+        view.num_entries = 0
 
     def _stay_bounded(self, keep: _OwnerView) -> None:
         while self.num_entries > self.max_entries:
-            others = [view for view in self._owners.values() if view is not keep and view.tiers_of]
+            others = [view for view in self._owners.values() if view is not keep and view.num_entries]
             self._clear(min(others, key=lambda view: view.last_used))
             self.num_forgotten_owners += 1
 
     def check_integrity(self) -> None:
-        assert self.num_entries == sum(len(view.tiers_of) for view in self._owners.values())
+        self._holders.check_integrity()
+        assert self.num_entries == sum(view.num_entries for view in self._owners.values())
         assert self.num_entries <= self.max_entries
         assert {(node_id, epoch) for node_id, epoch in self._epochs.items()} == set(self._owners)
-        assert all(all(view.tiers_of.values()) for view in self._owners.values()), "an entry is in some tier"
-
-
-def prefix_length(held: Mapping[bytes, object], block_hashes: Sequence[bytes]) -> int:
-    """How many leading hashes are held.
-
-    Bisects, then verifies: an owner's set is nearly always prefix-closed (children are evicted first), but a mirror
-    at its bound, or a tier that lost a parent, is not. The answer is exact either way.
-    """
-    low, high = 0, len(block_hashes)
-    while low < high:
-        middle = (low + high) // 2
-        if block_hashes[middle] in held:
-            low = middle + 1
-        else:
-            high = middle
-    if all(map(held.__contains__, block_hashes[:low])):
-        return low
-    return next(index for index in range(low) if block_hashes[index] not in held)
+        for owner, view in self._owners.items():
+            assert self._owner_of[view.column] == owner
+            assert self._holders.count(view.column) == view.num_entries
+        assert len(self._owner_of) == len(self._owners)

@@ -23,6 +23,10 @@ class BlockSlots:
         self.slot_bytes = max(SLOT_BYTES, geometry.num_heads * geometry.head_bytes)
         self.memory = torch.empty(NUM_SLOTS * self.slot_bytes, dtype=torch.uint8, device=device)
 
+    def view(self, slot: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes], the slot's first bytes."""
+        return self.memory[slot * self.slot_bytes : slot * self.slot_bytes + nbytes]
+
     def groups(self, num_layers: int, num_valid: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         """(first, end, bytes) of consecutive blocks that fit into one slot."""
         first, nbytes = 0, 0

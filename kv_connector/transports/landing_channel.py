@@ -14,6 +14,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -27,6 +28,7 @@ from tandem.kv_connector.transports.landing_wire import (
     FlushFrame,
     LandFrame,
     OpenFrame,
+    Refusal,
     WakeFrame,
     decode_answer,
 )
@@ -34,6 +36,8 @@ from tandem.kv_connector.transports.pool_channel import PoolChannel
 from tandem.kv_connector.transports.tcp_wire import receive_header, send_frame
 
 POLL_PAUSE_S = 20e-6
+LIBRARY_START_S = 5.0  # a process's first agent loads plugins and looks at every network device
+OfferT = TypeVar("OfferT", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +107,15 @@ class LandingChannel(PoolChannel):
         with self._lock:
             self._stop()
             self._sock.close()
+
+    def _receive_offer(self, kind: type[OfferT]) -> OfferT:
+        """Raises TransportError when the sink refuses, PeerLostError when it is gone."""
+        self._sock.settimeout(max(self._timeout_s, LIBRARY_START_S))
+        offer = msgspec.msgpack.decode(receive_header(self._sock), type=kind | Refusal)  # type: ignore[arg-type]
+        self._sock.settimeout(self._timeout_s)
+        if isinstance(offer, Refusal):
+            raise TransportError(f"{self.peer_id}: {offer.error}")
+        return offer
 
     # --- inside, under the lock -----------------------------------------------------------------------------
 

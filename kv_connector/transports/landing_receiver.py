@@ -29,6 +29,7 @@ from tandem.kv_connector.transports.landing_wire import (
     Frame,
     LandFrame,
     OpenFrame,
+    Refusal,
     WakeFrame,
     decode_frame,
 )
@@ -68,7 +69,7 @@ class LandingReceiver(ABC):
 
     @abstractmethod
     def _start(self) -> msgspec.Struct:
-        """What the source must know to reach this node's memory. Raises TransportError."""
+        """The offer: what the source must know to reach this node's memory. Raises TransportError."""
 
     @abstractmethod
     def _progress(self) -> None:
@@ -106,7 +107,7 @@ class LandingReceiver(ABC):
         try:
             if self._pool.pool_NHLPBD.is_cuda:
                 torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # a thread's own setting
-            send_frame(self._sock, self._start())
+            self._offer()
             self._serve_frames()
         except PeerLostError:
             pass
@@ -116,6 +117,14 @@ class LandingReceiver(ABC):
             logger.exception("KV link of %s failed", self.source[0])
         finally:
             self._end()
+
+    def _offer(self) -> None:
+        try:
+            offer = self._start()
+        except TransportError as error:
+            send_frame(self._sock, Refusal(error.message))  # so that the source takes another way
+            raise
+        send_frame(self._sock, offer)
 
     def _end(self) -> None:
         self._stop()

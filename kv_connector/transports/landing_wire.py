@@ -1,5 +1,6 @@
 """Frames on a link whose bytes travel beside it (NIXL, UCX). The preface and the framing are those of tcp_wire.py.
 
+    sink → source   an offer (what the source needs to reach this node's memory) or Refusal
     source → sink   WakeFrame | OpenFrame | LandFrame | FlushFrame, any number
     sink → source   Answer, one for each frame but WakeFrame, in their order
 
@@ -9,6 +10,12 @@
 from __future__ import annotations
 
 import msgspec
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+    """Instead of an offer: this node can't do it, whatever its export says."""
+
+    error: str
 
 
 class WakeFrame(msgspec.Struct, frozen=True, tag="w"):

@@ -26,15 +26,13 @@ from tandem.kv_connector.transports.landing_receiver import LandingReceiver
 from tandem.kv_connector.transports.landing_wire import LandFrame, OpenFrame
 from tandem.kv_connector.transports.link_transport import LinkTransport
 from tandem.kv_connector.transports.nixl_agent import NixlAgent, device_id, memory_type, nixl_problem
-from tandem.kv_connector.transports.tcp_wire import receive_header
 
 MIN_RUN_BYTES = 64 << 10
 MAX_WRITE_BYTES = 8 << 20
 WINDOW_BYTES = 64 << 20  # under way at once
-AGENT_START_S = 5.0  # a process's first agent loads plugins and looks at every network device
 
 
-class NixlOffer(msgspec.Struct, frozen=True):
+class NixlOffer(msgspec.Struct, frozen=True, tag="nixl"):
     """The sink's first frame: the remote descriptors that this source may use."""
 
     metadata: bytes
@@ -92,10 +90,7 @@ class NixlChannel(LandingChannel):
     ) -> None:
         super().__init__(source, sock, peer, on_lost, timeout_s)
         self.max_write_bytes = MAX_WRITE_BYTES
-        sock.settimeout(max(timeout_s, AGENT_START_S))
-        offer = msgspec.msgpack.decode(receive_header(sock), type=NixlOffer)
-        sock.settimeout(timeout_s)
-        self._offer = _checked(offer, peer, self._slots.slot_bytes)
+        self._offer = _checked(self._receive_offer(NixlOffer), peer, self._slots.slot_bytes)
         self._peer_geometry = BlockGeometry(source.layout, self._offer.stride_bytes)
         self._memory, self._device = memory_type(source.pool_NHLPBD), device_id(source.pool_NHLPBD)
         self._flying: deque[_Transfer] = deque()

@@ -21,9 +21,10 @@ from tandem.kv_connector.transports.base import Channel, OnLost, Transport
 from tandem.kv_connector.transports.cuda_ipc import CudaIpcTransport
 from tandem.kv_connector.transports.local import LocalTransport
 from tandem.kv_connector.transports.nixl import NixlTransport
-from tandem.kv_connector.transports.selection import ORDER, candidates, choose_transport
+from tandem.kv_connector.transports.selection import ONLY_WHEN_ASKED, ORDER, candidates, choose_transport
 from tandem.kv_connector.transports.shm import ShmTransport
 from tandem.kv_connector.transports.tcp import TcpTransport
+from tandem.kv_connector.transports.ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,14 @@ def make_transports(
         ShmTransport(),
         CudaIpcTransport(),
         NixlTransport(keys, host, timeout_s),
+        UcxTransport(keys, host, timeout_s),
         TcpTransport(keys, host, timeout_s),
     )
     for transport in known:
+        if requested != transport.name and (requested != "auto" or transport.name in ONLY_WHEN_ASKED):
+            continue
         usable, reason = transport.is_usable(device)
-        if requested in ("auto", transport.name) and usable:
+        if usable:
             made.append(transport)
         elif requested == transport.name:
             raise ConfigError(f"transport {requested} can't be used: {reason}")

@@ -11,7 +11,8 @@ import torch
 from tandem.engine.errors import TransportError
 from tandem.engine.messages import NodeInfo
 
-ORDER = ("local", "shm", "cuda_ipc", "nixl", "tcp")
+ORDER = ("local", "shm", "cuda_ipc", "nixl", "ucx", "tcp")
+ONLY_WHEN_ASKED = ("ucx",)  # `auto` does not offer it: it is better than tcp only over a UCX build with RDMA
 
 
 def candidates(ours: NodeInfo, theirs: NodeInfo) -> tuple[list[str], dict[str, str]]:

@@ -14,9 +14,11 @@ from router_in_thread import RouterInThread, wait_until
 
 from in_process_cluster import Node, node_options
 from tandem.engine.config import Timeouts
+from tandem.kv_connector.transports.nixl_agent import nixl_problem
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 NUM_TOKENS = 16
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_problem()), reason=nixl_problem()))
 PROMPTS = [random_prompt(length, seed=length) for length in (90, 150, 200, 250)]
 TIMES = Timeouts(heartbeat_s=0.1, peer_lost_s=2.0, connect_s=1.5, resend_s=0.1, request_s=20.0, drain_s=5.0)
 
@@ -64,7 +66,7 @@ def check_results(answers: list[httpx.Response]) -> None:
 
 
 @pytest.mark.parametrize("spare", [True, False], ids=["another-prefill-node", "decode-node-alone"])
-@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize("way", ["shm", NIXL, "tcp"])
 def test_a_prefill_node_dies_while_it_writes(way: str, spare: bool) -> None:
     """Half of that write has arrived. The next attempt goes to the other prefill node, or the decode
     node computes the prompt itself; its granted blocks are free again once the dead writer is fenced."""

@@ -19,11 +19,12 @@ from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.transports.base import Transport
 from tandem.kv_connector.transports.nixl_agent import nixl_problem
 from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
+from tandem.kv_connector.transports.ucx import ucx_problem
 
 
 def needs(transport: str) -> pytest.MarkDecorator:
     """Skips, with the reason, where the package that `transport` stands on is missing."""
-    problem = {"nixl": nixl_problem}[transport]()
+    problem = {"nixl": nixl_problem, "ucx": ucx_problem}[transport]()
     return pytest.mark.skipif(bool(problem), reason=problem)
 
 

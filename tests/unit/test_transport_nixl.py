@@ -157,6 +157,19 @@ def test_a_sink_of_another_layout_is_not_written_to(make_node, pair):
         source.connect(msgspec.structs.replace(sink.info, layout=other))
 
 
+def test_a_sink_that_cannot_start_nixl_says_so(make_node, pair, monkeypatch):
+    """As a TransportError, after which `auto` goes on to the next transport; a lost peer would end the attempt."""
+    source, sink, _ = pair
+
+    def fails(self, memory: torch.Tensor) -> None:
+        raise TransportError("no locked memory left")
+
+    monkeypatch.setattr(NixlAgent, "register", fails)
+    with pytest.raises(TransportError, match="d: no locked memory left") as caught:
+        source.connect(sink.info)
+    assert not isinstance(caught.value, PeerLostError)
+
+
 def test_what_is_no_link_ends(pair):
     source, sink, channel = pair
     channel._sock.sendall(b"\x00\x00\x00\x02??")

@@ -38,9 +38,10 @@ from tests.fakes.kv_pools import (
 )
 
 NIXL = pytest.param("nixl", marks=needs("nixl"))
-ALL = ["local", "shm", NIXL, "tcp"]
+UCX = pytest.param("ucx", marks=needs("ucx"))
+ALL = ["local", "shm", NIXL, UCX, "tcp"]
 # What these ask of a sink's gate, NIXL fulfils for blocks that travel packed, which these small ones do.
-RECEIVER_WRITES = ["local", NIXL, "tcp"]
+RECEIVER_WRITES = ["local", NIXL, UCX, "tcp"]
 
 
 @pytest.fixture
@@ -513,7 +514,7 @@ def test_selection_follows_place_and_offer(make_node):
         choose_transport(a, elsewhere_host, "shm", cpu)
     with pytest.raises(TransportError, match="shm: b does not offer it"):
         choose_transport(a, tcp_only, "shm", cpu)
-    with pytest.raises(TransportError, match="choose auto, local, shm, cuda_ipc, nixl, tcp"):
+    with pytest.raises(TransportError, match="choose auto, local, shm, cuda_ipc, nixl, ucx, tcp"):
         choose_transport(a, b, "rdma", cpu)
 
 
