@@ -202,8 +202,8 @@ def report(ours: Rates, bare: Rates, offered: float, of_requests: bool) -> None:
     for name, rates in (("router", ours), ("bare Starlette", bare)):
         per_s = rates.requests_per_s if of_requests else rates.tokens_per_s
         costs.append(per_s / rates.cpu_share)
-        kept_up = rates.tokens_per_s / offered
-        print(f"{name:>14}: {costs[-1]:8.0f} {unit} per CPU second, {per_s:8.0f} {unit}/s, kept up {kept_up:4.0%}")
+        kept_up = "" if of_requests else f", kept up {rates.tokens_per_s / offered:4.0%}"
+        print(f"{name:>14}: {costs[-1]:8.0f} {unit} per CPU second, {per_s:8.0f} {unit}/s{kept_up}")
     print(f"{'ratio':>14}: {costs[0] / costs[1]:.2f}")
 
 
