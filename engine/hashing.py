@@ -34,12 +34,13 @@ def hash_blocks(
     if token_ids.ndim != 1 or token_ids.dtype != np.int32:
         raise ValueError(f"token_ids must be int32 [num_tokens], not {token_ids.dtype} {list(token_ids.shape)}")
     raw = np.ascontiguousarray(token_ids, "<i4").tobytes()
-    num_bytes = 4 * block_size
+    num_bytes, sha256 = 4 * block_size, hashlib.sha256
     last = root if parent is None else parent
-    hashes = []
+    hashes: list[bytes] = []
+    append = hashes.append
     for start in range(0, len(raw) - num_bytes + 1, num_bytes):
-        last = hashlib.sha256(last + raw[start : start + num_bytes] + extra).digest()[:HASH_BYTES]
-        hashes.append(last)
+        last = sha256(last + raw[start : start + num_bytes] + extra).digest()[:HASH_BYTES]
+        append(last)
     return hashes
 
 

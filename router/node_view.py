@@ -31,15 +31,19 @@ class NodeView:
     __slots__ = (
         "_assigned",
         "_assigned_at",
+        "draining",
+        "fetch_gain_s_per_token",
         "fetch_s_per_token",
         "free_tokens",
         "idle_at",
         "info",
         "key",
         "lost",
+        "model",
         "num_sequences",
         "num_unseen",
         "prefill_s_per_token",
+        "role",
         "seed",
         "status",
         "transfer_s_per_token",
@@ -49,6 +53,8 @@ class NodeView:
     def __init__(self, info: NodeInfo, status: Status, now: float = 0.0) -> None:
         self.info = info
         self.key: NodeKey = (info.node_id, info.epoch)
+        self.role = info.role
+        self.model = info.identity.key() if info.identity is not None else b""
         self.lost = False
         # ping sequence that was current when placed -> (prompt tokens to compute there, sequences)
         self.unseen: dict[int, tuple[int, int]] = {}
@@ -63,7 +69,7 @@ class NodeView:
 
     @property
     def usable(self) -> bool:
-        return not self.lost and not self.status.draining
+        return not (self.lost or self.draining)
 
     def backlog_s(self, now: float) -> float:
         """Seconds of prompt work that it has, as far as is known."""
@@ -86,12 +92,14 @@ class NodeView:
         """A node's step loop publishes its load a moment after its I/O thread took a message. What was placed after
         the ping is surely not in the answer; what was placed just before it may be, or may even be done."""
         self.status = status
+        self.draining = status.draining
         self.unseen = {sent: load for sent, load in self.unseen.items() if sent + 2 > status.sequence}
         self.num_unseen = sum(count for _, count in self.unseen.values())
         self.num_sequences = status.num_running + status.num_waiting + self.num_unseen
         self.prefill_s_per_token = status.prefill_s_per_token or PREFILL_S_PER_TOKEN
         self.transfer_s_per_token = status.transfer_s_per_token or TRANSFER_SHARE * self.prefill_s_per_token
-        self.fetch_s_per_token = status.fetch_s_per_token
+        self.fetch_s_per_token = fetch = status.fetch_s_per_token
+        self.fetch_gain_s_per_token = max(0.0, self.prefill_s_per_token - fetch) if fetch else 0.0  # 0: not worth it
         self.free_tokens = status.num_free_blocks * status.block_size if status.num_blocks else math.inf
         surely = sum(tokens for sent, (tokens, _) in self.unseen.items() if sent >= status.sequence)
         perhaps = sum(tokens for tokens, _ in self.unseen.values()) - surely

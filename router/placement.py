@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from tandem.engine.messages import PeerRef
 from tandem.router.node_view import NodeKey, NodeView, affinity, node_key
 from tandem.router.placement_policies import Choice, PlacementPolicy, Work, price
@@ -21,8 +23,7 @@ __all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "fi
 SESSION_PATIENCE_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     max_tokens: int
     num_samples: int = 1
@@ -31,8 +32,7 @@ class PlacementRequest:
     session: str = ""  # "": none
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     primary: PeerRef  # makes the tokens
     prefill: PeerRef | None  # computes the prompt and hands its KV to the primary; None: the primary does all
     reason: str
@@ -56,30 +56,29 @@ def find_placement(
     `cached_tokens`: leading prompt tokens that a node holds, per node; absent means none or unknown.
     """
     cached = {} if request.prompt_logprobs else cached_tokens
-    usable = [node for node in nodes if not node.lost and not node.status.draining]
     finder = _Finder(request, cached, local_tail_tokens, policy, now)
     if request.avoid:
-        placement = finder.place([node for node in usable if node.key not in request.avoid])
+        placement = finder.place([node for node in nodes if node.key not in request.avoid])
         if placement is not None:
             return placement
-    return finder.place(usable)
+    return finder.place(nodes)
 
 
 def offers(
     request: PlacementRequest, nodes: Sequence[NodeView], cached_tokens: Mapping[NodeKey, int], now: float
 ) -> list[Choice]:
     """What each usable node would cost for the part of the request that it could do, as prefix_aware counts."""
-    has_prefills = any(node.info.role == "prefill" for node in nodes)
+    has_prefills = any(node.role == "prefill" for node in nodes)
     found = []
     for node in nodes:
         if node.usable:
-            kind = "prompt" if node.info.role == "prefill" else "all"
-            work = Work("tokens" if node.info.role == "decode" and has_prefills else kind, request.num_prompt_tokens)
+            kind = "prompt" if node.role == "prefill" else "all"
+            work = Work("tokens" if node.role == "decode" and has_prefills else kind, request.num_prompt_tokens)
             found.append(price(node, work, cached_tokens, now))
     return sorted(found, key=lambda choice: choice.cost_s)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Finder:
     request: PlacementRequest
     cached: Mapping[NodeKey, int]
@@ -89,10 +88,13 @@ class _Finder:
 
     def place(self, nodes: Sequence[NodeView]) -> Placement | None:
         request = self.request
-        prefills = [node for node in nodes if node.info.role == "prefill"]
-        decoders = [node for node in nodes if node.info.role != "prefill"]
+        prefills: list[NodeView] = []
+        decoders: list[NodeView] = []
+        for node in nodes:
+            if not (node.lost or node.draining):
+                (prefills if node.role == "prefill" else decoders).append(node)
         if request.max_tokens == 1 and request.num_samples == 1 and prefills and not request.prompt_logprobs:
-            choice = self._choose("prompt", [*prefills, *(n for n in decoders if n.info.role == "unified")])
+            choice = self._choose("prompt", [*prefills, *(n for n in decoders if n.role == "unified")])
             return Placement(choice.node.ref, None, "the first token ends it", (choice,))
         if not decoders:
             return None
@@ -100,8 +102,8 @@ class _Finder:
         alone = self._why_alone(decode)
         if alone:
             return self._alone(decode, alone)
-        identity = decode.node.info.identity
-        partners = [n for n in prefills if n.info.identity is identity or n.info.identity == identity]
+        model = decode.node.model
+        partners = [node for node in prefills if node.model == model]
         if not partners:
             return self._alone(decode, "no prefill node")
         prefill = self._choose("prompt", partners)
@@ -114,7 +116,7 @@ class _Finder:
         return Placement(choice.node.ref, None, reason, (whole,))
 
     def _why_alone(self, decode: Choice) -> str:
-        if decode.node.info.role == "unified":
+        if decode.node.role == "unified":
             return "unified node"
         if self.request.prompt_logprobs:
             return "prompt logprobs are computed where the tokens are"

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from tandem.engine.config import PlacementName
 from tandem.router.node_view import NodeKey, NodeView
@@ -27,16 +28,14 @@ NO_ROOM_S = 3600.0
 TIE_S = 0.001
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """A part of a request. `kind`: "prompt" (compute it), "tokens" (take its KV over, decode) or "all" (both)."""
 
     kind: str
     num_prompt_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """A node for a part of a request and what that was expected to cost, in seconds."""
 
     node: NodeView
@@ -94,7 +93,7 @@ def price(
         transfer_s = tail * node.transfer_s_per_token
     else:
         queue_s = node.backlog_s(now)
-        if 0 < node.fetch_s_per_token < node.prefill_s_per_token:
+        if node.fetch_gain_s_per_token:
             fetched = max(0, min(max(cached.values(), default=0), work.num_prompt_tokens - 1) - held)
         transfer_s = fetched * node.fetch_s_per_token
         compute_s = (tail - fetched) * node.prefill_s_per_token
@@ -108,23 +107,23 @@ def price(
 
 def costs(work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> list[float]:
     """`price(…).cost_s` of each node, without the objects: a cluster may have hundreds of nodes."""
-    num_tokens, computes, decodes = work.num_prompt_tokens, work.kind != "tokens", work.kind != "prompt"
+    num_tokens, kind = work.num_prompt_tokens, work.kind
     most = min(max(cached.values(), default=0), num_tokens - 1)
     found = []
     for node in nodes:
-        held = cached.get(node.key, 0) if cached else 0
-        tail = num_tokens - held if held < num_tokens else 1
-        rate = node.prefill_s_per_token
-        if computes:
-            cost = tail * rate
-            if most > held and 0 < node.fetch_s_per_token < rate:
-                cost -= (most - held) * (rate - node.fetch_s_per_token)
+        tail = num_tokens
+        if node.key in cached:
+            tail = max(1, tail - cached[node.key])
+        if kind == "tokens":
+            cost = tail * node.transfer_s_per_token
+        else:
+            cost = tail * node.prefill_s_per_token
+            if node.fetch_gain_s_per_token and most > num_tokens - tail:
+                cost -= (most - num_tokens + tail) * node.fetch_gain_s_per_token
             if node.idle_at > now:
                 cost += node.idle_at - now
-        else:
-            cost = tail * node.transfer_s_per_token
-        if decodes:
-            cost += SEQUENCE_COST_TOKENS * rate * node.num_sequences
+        if kind != "prompt":
+            cost += SEQUENCE_COST_TOKENS * node.prefill_s_per_token * node.num_sequences
             if node.free_tokens < tail:
                 cost += NO_ROOM_S
         found.append(cost)

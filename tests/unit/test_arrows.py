@@ -71,6 +71,7 @@ SANS_IO = (
     "kv_connector/source_actions.py",
     "kv_connector/source_record.py",
     "kv_connector/directory/discovery.py",
+    "kv_connector/directory/holders.py",
     "kv_connector/directory/in_process.py",
     "kv_connector/directory/mirror.py",
     "kv_connector/directory/own_view.py",

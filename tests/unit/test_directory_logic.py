@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.discovery import Discovery
 from tandem.kv_connector.directory.in_process import InProcessDirectory
-from tandem.kv_connector.directory.mirror import Mirror, Outcome, prefix_length
+from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.own_view import BATCH_HASHES, OwnView
 from tandem.kv_connector.directory.records import (
     Batch,
@@ -178,7 +178,10 @@ def test_a_block_counts_until_it_left_every_tier() -> None:
 @given(held=st.sets(st.integers(0, 11)), length=st.integers(0, 12))
 def test_prefix_length_is_exact_without_prefix_closure(held: set[int], length: int) -> None:
     walked = next((number for number in range(length) if number not in held), length)
-    assert prefix_length(dict.fromkeys(hashes(*held)), hashes(*range(length))) == walked
+    mirror, view = mirror_of(OWNER), OwnView(OWNER)
+    view.record(stored(*held))
+    feed(mirror, view)
+    assert mirror.longest_prefix(hashes(*range(length))) == ({OWNER: walked} if walked else {})
 
 
 def test_a_gap_asks_for_a_snapshot_and_old_entries_serve_on() -> None:

@@ -1,0 +1,190 @@
+"""Who holds which block, in a few bytes an entry. Pure.
+
+One dict from 60 bits of a block's hash (an int of 32 bytes) to a mask with one bit for each (owner, tier) that holds
+it. Equal masks are one object, so a million blocks cost their keys and their places in the dict: 70 to 95 bytes each,
+however many owners hold them. An owner is a column of bits; dropping one takes it out of the columns that count, and
+its bits are swept up later, a few blocks at a time.
+
+Two hashes with the same 60 bits are taken for one: with a million entries that happens to one lookup in 10^10, and
+then a placement is worse than it could be. Nodes compare whole hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from tandem.kv_connector.directory.records import HASH_BYTES
+
+KEY_MASK = np.uint64((1 << 60) - 1)
+BITS_PER_OWNER = 4  # three tiers, and one to spare that keeps columns apart
+MAX_SHARED_MASKS = 65_536
+
+
+def keys_of(block_hashes: Sequence[bytes]) -> list[int]:
+    """60 bits of each 16-byte hash."""
+    return keys_of_joined(b"".join(block_hashes))
+
+
+def keys_of_joined(hashes: bytes) -> list[int]:
+    """As `keys_of`, of concatenated hashes. Raises ValueError when they are no whole number of hashes."""
+    if len(hashes) % HASH_BYTES:
+        raise ValueError(f"{len(hashes)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
+    keys: list[int] = (np.frombuffer(hashes, "<u8")[::2] & KEY_MASK).tolist()
+    return keys
+
+
+class Holders:
+    """Columns are small ints from `open_column`; tiers are 0, 1 and 2."""
+
+    def __init__(self) -> None:
+        self._mask_of: dict[int, int] = {}
+        self._shared: dict[int, int] = {}  # mask -> the object that stands for it
+        self._live = 0  # all bits of open columns
+        self._free: list[int] = []
+        self._closed: list[int] = []  # closed columns whose bits may still be in masks
+        self._num_columns = 0
+        self._num_sweeping = 0  # how many of the closed columns this sweep takes out
+        self._to_sweep: list[int] = []
+
+    def __len__(self) -> int:
+        """Blocks, with those of dropped owners that were not swept up yet."""
+        return len(self._mask_of)
+
+    def open_column(self) -> int:
+        if self._free:
+            column = self._free.pop()
+        else:
+            column, self._num_columns = self._num_columns, self._num_columns + 1
+        self._live |= _column_bits(column)
+        return column
+
+    def close_column(self, column: int) -> None:
+        """Nobody is in that column any more, at once. The column is used again when its bits were swept up."""
+        self._live &= ~_column_bits(column)
+        self._closed.append(column)
+
+    def add(self, column: int, tier: int, keys: Iterable[int], room: int) -> int:
+        """Returns how many of the blocks the column did not hold in any tier before; at most `room` of those are
+        taken, the others left out."""
+        mask_of, shared = self._mask_of, self._shared
+        bit, own = 1 << (BITS_PER_OWNER * column + tier), _column_bits(column)
+        num_new = 0
+        for key in keys:
+            mask = mask_of.get(key, 0)
+            if not mask & own:
+                if num_new == room:
+                    continue
+                num_new += 1
+            mask |= bit
+            mask_of[key] = shared.setdefault(mask, mask)
+        if len(shared) > MAX_SHARED_MASKS:
+            shared.clear()
+        return num_new
+
+    def remove(self, column: int, tier: int, keys: Iterable[int]) -> int:
+        """Returns how many of the blocks the column holds in no tier any more."""
+        mask_of, shared = self._mask_of, self._shared
+        bit, own = 1 << (BITS_PER_OWNER * column + tier), _column_bits(column)
+        num_gone = 0
+        for key in keys:
+            mask = mask_of.get(key, 0)
+            if not mask & bit:
+                continue
+            mask ^= bit
+            num_gone += not mask & own
+            if mask:
+                mask_of[key] = shared.setdefault(mask, mask)
+            else:
+                del mask_of[key]
+        return num_gone
+
+    def prefixes(self, keys: Sequence[int]) -> dict[int, int]:
+        """Column -> how many leading blocks it holds in any tier; columns with none are left out."""
+        live = self._live
+        found: dict[int, int] = {}
+        if not keys or keys[0] not in self._mask_of:
+            return found
+        masks = list(map(self._mask_of.get, keys))
+        previous = masks[0]
+        holding = _any_tier((previous or 0) & live)
+        for index, mask in enumerate(masks):
+            if mask is previous:
+                continue
+            previous = mask
+            still = holding & _any_tier((mask or 0) & live)
+            if still != holding:
+                for column in _columns(holding ^ still):
+                    found[column] = index
+                holding = still
+                if not holding:
+                    return found
+        for column in _columns(holding):
+            found[column] = len(keys)
+        return found
+
+    def sweep(self, num_blocks: int) -> None:
+        """Takes closed columns out of the next `num_blocks` blocks; once around, the columns may be used again."""
+        if not self._closed:
+            return
+        if not self._to_sweep:
+            self._to_sweep, self._num_sweeping = list(self._mask_of), len(self._closed)
+        part = self._to_sweep[-num_blocks:]
+        del self._to_sweep[-num_blocks:]
+        mask_of, shared, live = self._mask_of, self._shared, self._live
+        for key in part:
+            mask = mask_of.get(key, 0)
+            kept = mask & live
+            if kept == mask:
+                continue
+            if kept:
+                mask_of[key] = shared.setdefault(kept, kept)
+            else:
+                del mask_of[key]
+        if not self._to_sweep:
+            self._free += self._closed[: self._num_sweeping]
+            del self._closed[: self._num_sweeping]
+            self._shared.clear()
+
+    def count(self, column: int) -> int:
+        """Blocks that the column holds, by looking at all."""
+        own = _column_bits(column)
+        return sum(1 for mask in self._mask_of.values() if mask & own)
+
+    def check_integrity(self) -> None:
+        columns = {*self._free, *self._closed}
+        assert len(columns) == len(self._free) + len(self._closed), "a column is free or closed, once"
+        for column in range(self._num_columns):
+            assert bool(self._live & _column_bits(column)) == (column not in columns)
+        for column in self._free:
+            assert not self.count(column), "a free column has no bits left"
+        assert all(self._mask_of.values()), "a block without a holder"
+
+
+def _column_bits(column: int) -> int:
+    return 0b111 << BITS_PER_OWNER * column
+
+
+def _any_tier(mask: int) -> int:
+    """One bit for each column, whatever the tier."""
+    low = mask | mask >> 1 | mask >> 2
+    return low & _lowest_bits(mask.bit_length())
+
+
+_LOWEST: dict[int, int] = {}
+
+
+def _lowest_bits(num_bits: int) -> int:
+    """The first bit of each column, up to `num_bits` and a column beyond."""
+    num_columns = num_bits // BITS_PER_OWNER + 1
+    if num_columns not in _LOWEST:
+        _LOWEST[num_columns] = sum(1 << BITS_PER_OWNER * column for column in range(num_columns))
+    return _LOWEST[num_columns]
+
+
+def _columns(lowest_bits: int) -> Iterable[int]:
+    while lowest_bits:
+        lowest = lowest_bits & -lowest_bits
+        yield (lowest.bit_length() - 1) // BITS_PER_OWNER
+        lowest_bits ^= lowest
