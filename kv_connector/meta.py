@@ -107,8 +107,8 @@ class Finalize:
 class Retire:
     """End of a grant on the source. Queued jobs of it that have not begun are dropped, the one running is finished and
     flushed; pushes of it that are queued later (steps already launched) are dropped too. Then Retired: from that event
-    on no write of this grant can land (nixl, if its link broke: none once the sink believes it, see is_settled), none of
-    its source blocks is read, and no KVReady of it will be sent.
+    on no write of this grant can land (nixl, if its link broke: none once the sink believes it, see is_settled), none
+    of its source blocks is read, and no KVReady of it will be sent.
     """
 
     key: HandoffKey

@@ -36,7 +36,7 @@ from tandem.kv_connector.transports.landing_wire import (
 from tandem.kv_connector.transports.tcp_wire import receive_header, send_frame
 
 logger = logging.getLogger(__name__)
-_SHORTEST_PAUSE_S = 50e-6  # a socket's buffer takes many times what comes in this time
+_SHORTEST_PAUSE_S = 200e-6  # sockets buffer many times what comes in this time, and the GIL is left to others
 _LONGEST_PAUSE_S = 1e-3
 _PAUSE_SHARE = 0.005  # of the time since the last frame
 

@@ -93,7 +93,12 @@ def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transpor
     elif transport == "nixl":  # the source writes, but through an agent of the sink's, which ends here
         sink.transports.close_grant(grant.grant_id)
         assert is_changing(sink.pool)
+        peer.signal(signal.SIGSTOP)  # with bytes of it in the sockets' buffers
         sink.transports.fence(peer.info.node_id, peer.info.epoch).result(3)
+        quiet = sink.pool.clone()
+        peer.signal(signal.SIGCONT)
+        assert not is_changing(sink.pool)
+        assert torch.equal(sink.pool, quiet)
     else:
         fence = sink.transports.fence(peer.info.node_id, peer.info.epoch)
         assert is_changing(sink.pool)  # nothing stops a one-sided writer but its end
