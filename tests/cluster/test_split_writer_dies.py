@@ -11,14 +11,13 @@ import httpx
 import pytest
 from node_child import NodeChild
 from router_in_thread import RouterInThread, wait_until
+from split_pair import NIXL
 
 from in_process_cluster import Node, node_options
 from tandem.engine.config import Timeouts
-from tandem.kv_connector.transports.nixl_agent import nixl_problem
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 NUM_TOKENS = 16
-NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_problem()), reason=nixl_problem()))
 PROMPTS = [random_prompt(length, seed=length) for length in (90, 150, 200, 250)]
 TIMES = Timeouts(heartbeat_s=0.1, peer_lost_s=2.0, connect_s=1.5, resend_s=0.1, request_s=20.0, drain_s=5.0)
 

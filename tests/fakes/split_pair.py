@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import pytest
+
 from in_process_cluster import Client, Node, Result, node_options
 from tandem.engine.sampling_params import SamplingParams
+from tandem.kv_connector.transports.nixl_agent import nixl_problem
 from tiny_models import tiny_model
 
-WAYS = ("shm", "tcp", "local")
+NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_problem()), reason=nixl_problem()))
+WAYS = ("shm", NIXL, "tcp", "local")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(
     max_tokens=24,

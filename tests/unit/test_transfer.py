@@ -25,10 +25,10 @@ from tandem.kv_connector.meta import (
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports.cuda_ipc import CudaMapping
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
-from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, wait_until
+from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, needs, wait_until
 
 KEY = ("r", 0)
-ALL = ["local", "shm", "tcp"]
+ALL = ["local", "shm", pytest.param("nixl", marks=needs("nixl")), "tcp"]
 
 
 class Side:
@@ -269,12 +269,13 @@ def test_a_channel_says_how_much_goes_into_one_write(gated):
     assert sizes == [size for _, expected in pushes for size in expected]
 
 
-def test_every_channel_names_its_limit(make_sides):
-    for transport in ALL:
-        source, sink = make_sides(transport)
-        channel = source.node.connect(sink.node.info)
-        assert channel.max_write_bytes == 4 << 20, transport
-        assert FaultInjector(channel, parse_faults("drop:1")).max_write_bytes == 4 << 20
+@pytest.mark.parametrize("transport", ALL)
+def test_every_channel_names_its_limit(make_sides, transport):
+    source, sink = make_sides(transport)
+    channel = source.node.connect(sink.node.info)
+    limit = (8 if transport == "nixl" else 4) << 20
+    assert channel.max_write_bytes == limit
+    assert FaultInjector(channel, parse_faults("drop:1")).max_write_bytes == limit
     assert CudaMapping.max_write_bytes == 64 << 20
 
 
