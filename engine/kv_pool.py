@@ -38,6 +38,7 @@ def make_layout(model_config: ModelConfig, block_size: int, dtype: torch.dtype, 
         num_kv_heads=own.num_kv_heads,
         head_dim=model_config.head_dim,
         dtype=name,
+        num_all_kv_heads=model_config.num_kv_heads,
     )
     size, rank = (1, 0) if shard is None else (shard.size, shard.rank)
     return KVLayout(groups=(group,), block_size=block_size, tp_size=size, tp_rank=rank)

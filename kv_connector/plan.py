@@ -1,18 +1,23 @@
-"""Who may hand KV to whom, and which heads of which blocks go where. Pure.
+"""Who may hand KV to whom, and what becomes of a source's blocks on the way into a sink's. Pure.
 
 Two questions (docs/architecture.md): identities must be *equal*, layouts must be *convertible*. `check_hello` asks both
-for a peer that says Hello, `plan` answers the second with the copy that converts one layout into the other.
+for a peer that says Hello, `plan` answers the second: which tokens of which source block become which slots of which
+sink block (`BlockSizes`), which heads go to which rank (`HeadShare`), and what happens to each number (`Numbers`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.engine.errors import HandshakeError
-from tandem.engine.kv_layout import KVLayout, ModelIdentity
+from tandem.engine.kv_layout import DTYPE_BYTES, KVGroup, KVLayout, ModelIdentity
 from tandem.engine.messages import WIRE_VERSION, Hello, NodeInfo
+
+_MAY_DIFFER = ("num_kv_heads", "num_all_kv_heads", "dtype", "k_scales", "v_scales")  # of two groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,47 +30,140 @@ class HeadShare:
     sink_heads: range
 
 
+class Part(NamedTuple):
+    """Consecutive tokens: slots of a source block that become slots of a sink block."""
+
+    source_index: int  # counted from the source block in which the sink block begins
+    source_slot: int
+    sink_slot: int
+    num_slots: int
+
+
 @dataclass(frozen=True, slots=True)
-class TransferPlan:
+class BlockSizes:
+    """Tokens of a block on both sides. A prompt begins with a block on both; neither size need divide the other."""
+
+    source: int
+    sink: int
+
+    def num_sink_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.sink)
+
+    def num_valid(self, sink_index: int, num_prompt_tokens: int) -> int:
+        """Slots of the prompt's `sink_index`-th sink block that hold tokens of it."""
+        return min(self.sink, num_prompt_tokens - sink_index * self.sink)
+
+    def origin(self, sink_index: int, num_valid: int) -> tuple[range, int]:
+        """Where the first `num_valid` tokens of the prompt's `sink_index`-th sink block lie at the source: in which of
+        the prompt's blocks, and from which slot of the first of them."""
+        first = sink_index * self.sink
+        return range(first // self.source, -(-(first + num_valid) // self.source)), first % self.source
+
+    def parts(self, first_slot: int, num_valid: int) -> Iterator[Part]:
+        """How a sink block of `num_valid` tokens that begins at `first_slot` of a source block is put together."""
+        done = 0
+        while done < num_valid:
+            index, slot = divmod(first_slot + done, self.source)
+            num_slots = min(self.source - slot, num_valid - done)
+            yield Part(index, slot, done, num_slots)
+            done += num_slots
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """How numbers are kept: a dtype, and for fp8 each layer's scales of keys and values (value = stored * scale)."""
+
+    dtype: str
+    k_scales: tuple[float, ...] = ()  # one a layer; (): 1.0 for all
+    v_scales: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, group: KVGroup) -> Numbers:
+        return cls(group.dtype, group.k_scales, group.v_scales)
+
+
+@dataclass(frozen=True, slots=True)
+class ReshapePlan:
     """How one source rank's blocks become sink blocks. One write unit is (sink block × share), all layers."""
 
-    block_size: int
+    block_sizes: BlockSizes
     num_layers: int
     shares: tuple[HeadShare, ...]
+    num_source_heads: int  # of a rank
+    num_sink_heads: int
+    source_numbers: Numbers
+    sink_numbers: Numbers
+
+    @property
+    def keeps_heads(self) -> bool:
+        """One rank of the sink keeps just the heads of this rank."""
+        every = range(self.num_source_heads)
+        return self.num_source_heads == self.num_sink_heads and [s.source_heads for s in self.shares] == [every]
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """A sink block is a source block, byte for byte, but for the stride of the pools."""
+        sizes = self.block_sizes
+        return sizes.source == sizes.sink and self.source_numbers == self.sink_numbers and self.keeps_heads
 
 
-def plan(source: KVLayout, sink: KVLayout) -> TransferPlan:
-    """The copy that turns blocks of `source` into blocks of `sink`.
+def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
+    """What turns blocks of `source` (one rank's) into blocks of `sink` (any rank's: all its ranks get their shares).
 
     Raises HandshakeError (source is "ours") naming the first field that forbids it. The block stride may differ: it
     is padding of a pool, not of the bytes that move.
     """
     _require("layout.groups", len(source.groups), len(sink.groups))
     for index, (ours, theirs) in enumerate(zip(source.groups, sink.groups, strict=True)):
+        name = f"layout.groups[{index}]"
         for field in msgspec.structs.fields(ours):
-            if field.name != "num_kv_heads":
-                name = f"layout.groups[{index}].{field.name}"
-                _require(name, getattr(ours, field.name), getattr(theirs, field.name))
-        _require(
-            f"layout.groups[{index}].num_kv_heads (of all ranks)",
-            ours.num_kv_heads * source.tp_size,
-            theirs.num_kv_heads * sink.tp_size,
-        )
-    _require("layout.block_size", source.block_size, sink.block_size)
-    _require("layout.tp_size", source.tp_size, sink.tp_size)
-    _require("layout.tp_rank", source.tp_rank, sink.tp_rank)
-    return TransferPlan(source.block_size, source.group.num_layers, _share_heads(source, sink))
+            if field.name not in _MAY_DIFFER:
+                _require(f"{name}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
+        _require(f"{name}.num_kv_heads (of all ranks)", _all_heads(source, ours), _all_heads(sink, theirs))
+        _check_numbers(name, ours, theirs)
+    ours, theirs = source.group, sink.group
+    return ReshapePlan(
+        BlockSizes(source.block_size, sink.block_size),
+        ours.num_layers,
+        _share_heads(source, sink),
+        ours.num_kv_heads,
+        theirs.num_kv_heads,
+        Numbers.of(ours),
+        Numbers.of(theirs),
+    )
+
+
+def _check_numbers(name: str, ours: KVGroup, theirs: KVGroup) -> None:
+    """A dtype that is not known can't be converted, and scales that don't fit the layers say nothing."""
+    if ours.dtype not in DTYPE_BYTES or theirs.dtype not in DTYPE_BYTES:
+        _require(f"{name}.dtype", ours.dtype, theirs.dtype)
+    for field in ("k_scales", "v_scales"):
+        for group in (ours, theirs):
+            scales = getattr(group, field)
+            if scales and (len(scales) != group.num_layers or not all(scale > 0 for scale in scales)):
+                raise HandshakeError(f"{name}.{field}", getattr(ours, field), getattr(theirs, field))
+
+
+def _all_heads(layout: KVLayout, group: KVGroup) -> int:
+    return group.num_all_kv_heads or group.num_kv_heads * layout.tp_size
+
+
+def _first_head(layout: KVLayout, rank: int) -> int:
+    """As engine/parallel/sharding.py: equal runs, or copies of a head on neighbours where there are too few."""
+    return rank * _all_heads(layout, layout.group) // layout.tp_size
 
 
 def _share_heads(source: KVLayout, sink: KVLayout) -> tuple[HeadShare, ...]:
-    """Intersection of this source rank's heads with every sink rank's, in sink rank order."""
-    first = source.tp_rank * source.group.num_kv_heads
+    """What this source rank sends, in sink rank order: of its heads those that each sink rank keeps. Of source ranks
+    that hold copies of one head, each serves its share of the sink's ranks."""
+    ours, theirs = source.group.num_kv_heads, sink.group.num_kv_heads
+    num_copies = max(1, source.tp_size * ours // _all_heads(source, source.group))
+    first = _first_head(source, source.tp_rank)
     shares = []
     for sink_rank in range(sink.tp_size):
-        sink_first = sink_rank * sink.group.num_kv_heads
-        low = max(first, sink_first)
-        high = min(first + source.group.num_kv_heads, sink_first + sink.group.num_kv_heads)
-        if low < high:
+        sink_first = _first_head(sink, sink_rank)
+        low, high = max(first, sink_first), min(first + ours, sink_first + theirs)
+        if low < high and sink_rank % num_copies == source.tp_rank % num_copies:
             source_heads, sink_heads = range(low - first, high - first), range(low - sink_first, high - sink_first)
             shares.append(HeadShare(source.tp_rank, sink_rank, source_heads, sink_heads))
     return tuple(shares)
@@ -100,6 +198,10 @@ def check_hello(info_ours: NodeInfo, hello: Hello) -> None:
 
 def _check_layout(ours: KVLayout, theirs: KVLayout) -> None:
     """The one who says Hello is the source; its `plan` names the fields from the other side."""
+    for field in ("tp_size", "block_size"):  # a plan exists, but nothing carries it out yet
+        _require(f"layout.{field}", getattr(ours, field), getattr(theirs, field))
+    for field in ("dtype", "k_scales", "v_scales"):
+        _require(f"layout.groups[0].{field}", getattr(ours.group, field), getattr(theirs.group, field))
     try:
         plan(theirs, ours)
     except HandshakeError as error:
