@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -270,9 +271,10 @@ def test_a_channel_says_how_much_goes_into_one_write(gated):
 
 
 @pytest.mark.parametrize("transport", ALL)
-def test_every_channel_names_its_limit(make_sides, transport):
-    source, sink = make_sides(transport)
-    channel = source.node.connect(sink.node.info)
+def test_every_channel_names_its_limit(transport):
+    with closing(PoolNode("p", transport)) as source, closing(PoolNode("d", transport)) as sink:
+        sink.admit(source.info)
+        channel = source.connect(sink.info)
     limit = (8 if transport == "nixl" else 4) << 20
     assert channel.max_write_bytes == limit
     assert FaultInjector(channel, parse_faults("drop:1")).max_write_bytes == limit
