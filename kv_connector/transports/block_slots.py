@@ -49,7 +49,7 @@ class BlockSlots:
     ) -> None:
         """Blocks into a slot. On CUDA asynchronous, on the current stream."""
         for packed_nHLPbD, part in self._parts(slot, pool_NHLPBD, block_ids, layers, num_valid):
-            blocks = pool_NHLPBD[:, :, layers.start : layers.stop, :, : packed_nHLPbD.shape[4]]
+            blocks = _indexable(pool_NHLPBD)[:, :, layers.start : layers.stop, :, : packed_nHLPbD.shape[4]]
             if pool_NHLPBD.is_cuda:
                 packed_nHLPbD.copy_(blocks.index_select(0, torch.tensor(part, device=pool_NHLPBD.device)))
             else:
@@ -66,7 +66,7 @@ class BlockSlots:
     ) -> None:
         """A slot into blocks, other slots and layers untouched. Returns when it is done."""
         for packed_nHLPbD, part in self._parts(slot, pool_NHLPBD, block_ids, layers, num_valid):
-            blocks = pool_NHLPBD[:, :, layers.start : layers.stop, :, : packed_nHLPbD.shape[4]]
+            blocks = _indexable(pool_NHLPBD)[:, :, layers.start : layers.stop, :, : packed_nHLPbD.shape[4]]
             if pool_NHLPBD.is_cuda:
                 blocks.index_copy_(0, torch.tensor(part, device=pool_NHLPBD.device), packed_nHLPbD)
             else:
@@ -92,5 +92,10 @@ class BlockSlots:
             part, valid = list(block_ids[first:end]), num_valid[first]
             nbytes = len(part) * geometry.payload_bytes(len(layers), valid)
             shape = (len(part), geometry.num_heads, len(layers), geometry.num_planes, valid, pool_NHLPBD.shape[5])
-            yield self.memory[offset : offset + nbytes].view(pool_NHLPBD.dtype).view(shape), part
+            yield self.memory[offset : offset + nbytes].view(_indexable(pool_NHLPBD).dtype).view(shape), part
             offset, first = offset + nbytes, end
+
+
+def _indexable(pool_NHLPBD: torch.Tensor) -> torch.Tensor:
+    """torch indexes no fp8; bytes do as well."""
+    return pool_NHLPBD.view(torch.uint8) if pool_NHLPBD.element_size() == 1 else pool_NHLPBD
