@@ -156,6 +156,13 @@ class StandInNode:
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        try:
+            self._take_turns()
+        finally:  # an open socket would make the garbage collector wait for ever
+            self._socket.close(linger=0)
+            self._context.term()
+
+    def _take_turns(self) -> None:
         next_step = 0.0
         while not self._stop.is_set():
             idle = not self.running or self.hold_tokens or self.silent
@@ -165,8 +172,6 @@ class StandInNode:
             if self.running and not self.hold_tokens and not self.silent and time.monotonic() >= next_step:
                 next_step = time.monotonic() + self.step_s
                 self._step()
-        self._socket.close(linger=0)
-        self._context.term()
 
     def _read(self) -> None:
         while True:
@@ -233,12 +238,12 @@ class StandInNode:
             deltas.setdefault(running.peer, []).extend(self._advance(running))
             made = max(running.next_index.values(), default=0) - running.submit.num_prior_output_tokens
             if 0 <= self.fail_after_tokens <= made:
-                del self.running[key]
+                self.running.pop(key, None)
                 lost = RequestFailed(request_id=key[0], attempt=key[1], code="gone", message="gone", retryable=True)
                 self._tokens(running.peer, deltas.pop(running.peer))
                 self._send(running.peer, lost)
             elif not running.next_index:
-                del self.running[key]
+                self.running.pop(key, None)  # a router that is gone takes its requests with it
         for peer, items in deltas.items():
             self._tokens(peer, items)
             if self.repeat_deltas:
