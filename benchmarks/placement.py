@@ -3,7 +3,7 @@
     python benchmarks/placement.py [--nodes 64] [--entries 1000000] [--tokens 8192] [--requests 2000]
 
 The mirror holds `--entries` block hashes of `--nodes` nodes. Half of the prompts are cold, the others begin with a
-prefix of random length that one to eight nodes hold. Beside each figure: its ratio to plain SHA-256 over the same bytes,
+prefix of random length that one to eight nodes hold. Beside each figure: its ratio to plain SHA-256 of the same bytes,
 timed in the same run, so that figures of different machines compare. Target: 150 us median and 1 ms p99 for 8k tokens,
 with a million entries and 64 nodes, at most 100 bytes an entry.
 """

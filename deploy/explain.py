@@ -19,6 +19,7 @@ COLUMNS = (
     ("compute ms", "compute_s", 1e3),
     ("transfer ms", "transfer_s", 1e3),
     ("sequences ms", "sequences_s", 1e3),
+    ("duplicate ms", "duplicate_s", 1e3),
     ("cached", "num_cached_tokens", 1),
     ("fetched", "num_fetched_tokens", 1),
 )

@@ -58,6 +58,7 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "compute_s": round(choice.compute_s, 6),
         "transfer_s": round(choice.transfer_s, 6),
         "sequences_s": round(choice.sequences_s, 6),
+        "duplicate_s": round(choice.duplicate_s, 6),
         "num_cached_tokens": choice.num_cached_tokens,
         "num_fetched_tokens": choice.num_fetched_tokens,
         "no_room": choice.no_room,

@@ -22,6 +22,10 @@ from tandem.router.node_view import NodeKey, NodeView
 
 # What one running or waiting sequence costs others on a node, as prompt tokens.
 SEQUENCE_COST_TOKENS = 64
+# What it costs, besides computing or fetching it, to have a token here that a peer holds already: kept twice, it pushes
+# others out of this cache, and those behind it wait too. In shares of computing it; by simulation of a real trace, more
+# finds little more and lengthens queues.
+DUPLICATE_COST = 2.0
 # A node without room for the prompt makes it wait; any other node is better, however busy.
 NO_ROOM_S = 3600.0
 # Costs that differ by less than this count as equal; then the node whose cache got the least goes first.
@@ -46,13 +50,21 @@ class Choice(msgspec.Struct, frozen=True):
     compute_s: float
     transfer_s: float
     sequences_s: float
+    duplicate_s: float
     no_room: bool = False
     why: str = ""  # the policy, or "session"
     num_candidates: int = 1
 
     @property
     def cost_s(self) -> float:
-        return self.queue_s + self.compute_s + self.transfer_s + self.sequences_s + NO_ROOM_S * self.no_room
+        return (
+            self.queue_s
+            + self.compute_s
+            + self.transfer_s
+            + self.sequences_s
+            + self.duplicate_s
+            + NO_ROOM_S * self.no_room
+        )
 
     @property
     def num_computed_tokens(self) -> int:
@@ -65,6 +77,7 @@ class Choice(msgspec.Struct, frozen=True):
             "compute": self.compute_s,
             "transfer": self.transfer_s,
             "sequences": self.sequences_s,
+            "duplicate": self.duplicate_s,
         }
         words = [f"{self.kind}={self.node.info.node_id}"]
         words += [f"by={self.why} of={self.num_candidates}"] if self.why else []
@@ -87,21 +100,33 @@ def price(
     """What `work` would cost on `node`. The last token of a prompt is always computed."""
     held = cached.get(node.key, 0)
     tail = max(1, work.num_prompt_tokens - held)
-    queue_s = compute_s = transfer_s = sequences_s = 0.0
+    queue_s = compute_s = transfer_s = sequences_s = duplicate_s = 0.0
     fetched, no_room = 0, False
     if work.kind == "tokens":
         transfer_s = tail * node.transfer_s_per_token
     else:
         queue_s = node.backlog_s(now)
-        if node.fetch_gain_s_per_token:
-            fetched = max(0, min(max(cached.values(), default=0), work.num_prompt_tokens - 1) - held)
+        missing = max(0, min(max(cached.values(), default=0), work.num_prompt_tokens - 1) - held)
+        fetched = missing if node.fetch_gain_s_per_token else 0
+        duplicate_s = missing * DUPLICATE_COST * node.prefill_s_per_token
         transfer_s = fetched * node.fetch_s_per_token
         compute_s = (tail - fetched) * node.prefill_s_per_token
     if work.kind != "prompt":
         sequences_s = SEQUENCE_COST_TOKENS * node.prefill_s_per_token * node.num_sequences
         no_room = node.free_tokens < tail
     return Choice(
-        node, work.kind, held, fetched, queue_s, compute_s, transfer_s, sequences_s, no_room, why, num_candidates
+        node,
+        work.kind,
+        held,
+        fetched,
+        queue_s,
+        compute_s,
+        transfer_s,
+        sequences_s,
+        duplicate_s,
+        no_room,
+        why,
+        num_candidates,
     )
 
 
@@ -118,8 +143,9 @@ def costs(work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], 
             cost = tail * node.transfer_s_per_token
         else:
             cost = tail * node.prefill_s_per_token
-            if node.fetch_gain_s_per_token and most > num_tokens - tail:
-                cost -= (most - num_tokens + tail) * node.fetch_gain_s_per_token
+            if most > num_tokens - tail:
+                gain = node.fetch_gain_s_per_token - DUPLICATE_COST * node.prefill_s_per_token
+                cost -= (most - num_tokens + tail) * gain
             if node.idle_at > now:
                 cost += node.idle_at - now
         if kind != "prompt":

@@ -74,7 +74,7 @@ def test_prefixes_attract_until_the_queue_in_front_costs_more() -> None:
     policy = make_policy("prefix_aware")
     cached = {("b", 1): 6144}
     assert place(policy, [node("a"), node("b")], cached=cached).primary.node_id == "b"
-    less, more = (node("b", num_waiting_tokens=waiting) for waiting in (6000, 6300))
+    less, more = (node("b", num_waiting_tokens=waiting) for waiting in (18_000, 18_900))
     assert place(policy, [node("a"), less], cached=cached).primary.node_id == "b"
     assert place(policy, [node("a"), more], cached=cached).primary.node_id == "a"
 

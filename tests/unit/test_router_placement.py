@@ -87,7 +87,7 @@ def test_only_equal_identities_are_paired() -> None:
 def test_the_longest_cached_prefix_wins_until_load_outweighs_it() -> None:
     nodes = node("prefill", "p1"), node("prefill", "p2"), node("decode", "d")
     assert names(choose(LONG, *nodes, cached={("p2", 1): 4096})) == ("d", "p2")
-    busy = node("prefill", "p2", num_waiting_tokens=5000)
+    busy = node("prefill", "p2", num_waiting_tokens=13_000)
     assert names(choose(LONG, nodes[0], busy, nodes[2], cached={("p2", 1): 4096})) == ("d", "p1")
 
 
