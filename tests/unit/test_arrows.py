@@ -33,6 +33,10 @@ ROUTER_MAY = (
     "kv_connector.directory",
 )
 SANS_IO = (
+    "engine/parallel/sharding.py",
+    "kv_connector/transports/landing_wire.py",
+    "kernels/prefix_groups.py",
+    "kernels/matmul_plans.py",
     "engine/block_pool.py",
     "engine/config.py",
     "engine/control_events.py",
