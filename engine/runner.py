@@ -9,7 +9,7 @@ Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocab
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -21,11 +21,12 @@ from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.prefix_sharing import PrefixSharing
-from tandem.engine.sampler import LogitEdits, Logprobs, RandomSettings, SamplingBatch, logprobs_of, sample
+from tandem.engine.sampler import Logprobs, SamplingBatch, logprobs_of, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.step_pieces import StepPiece, split_step
 from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
+from tandem.engine.warm_up import every_way_to_sample, extreme_steps
 from tandem.kernels import matmul
 from tandem.kernels.attention import Attention
 from tandem.kernels.cache_ops import copy_blocks
@@ -264,13 +265,13 @@ class ModelRunner:
         if self._followers is not None:
             self._followers.announce("warm_up")
         matmul.prepare(self.device)
-        for rows in (self._longest_prompts(), self._decodes(), self._mixture()):
+        for rows in extreme_steps(self._max_num_tokens, self._max_chunk, self.max_model_len, self.max_decode_rows):
             inputs = self._inputs.build_dummy(rows)
             num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
             hidden_TH = self._forward(inputs, None)
             self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
             logits_NV = self.model.project(hidden_TH[:num_samples])
-            for batch in _dummy_batches(num_samples, self.device):
+            for batch in every_way_to_sample(num_samples, self.device):
                 self._choose(logits_NV, batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -297,34 +298,3 @@ class ModelRunner:
     @property
     def max_decode_rows(self) -> int:
         return min(self._max_num_seqs, self._max_num_tokens)
-
-    def _longest_prompts(self) -> list[ScheduledRow]:
-        """The token budget in as few rows as a step could have."""
-        longest = min(self._max_chunk, self.max_model_len)
-        full, rest = divmod(self._max_num_tokens, longest)
-        # A single token would count as a decode row, and those come first.
-        return [ScheduledRow(0, 0, length) for length in (*[longest] * full, rest) if length > 1]
-
-    def _mixture(self) -> list[ScheduledRow]:
-        """A decode beside a prompt that goes on where it had stopped."""
-        length = min(self._max_num_tokens - 1, self._max_chunk, self.max_model_len - 1)
-        return [ScheduledRow(0, 0, 1), ScheduledRow(0, 1, length)] if length > 1 else self._decodes()
-
-    def _decodes(self) -> list[ScheduledRow]:
-        return [ScheduledRow(0, 0, 1)] * self.max_decode_rows
-
-
-def _dummy_batches(num_rows: int, device: torch.device) -> Iterator[SamplingBatch]:
-    """Every way to sample: greedy, drawn, drawn with filters, each of logits as they are and of edited ones. Where
-    nothing is compiled, only the one that needs most."""
-    zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
-    half = torch.full((num_rows,), 0.5, device=device)
-    rows = torch.arange(num_rows, device=device)
-    edits = LogitEdits(rows, zeros, half)
-    unfiltered, filtered = (
-        RandomSettings(half, zeros + 8, half, half, rows, zeros, zeros, filtered=kind) for kind in (False, True)
-    )
-    if device.type == "cuda":
-        yield from (SamplingBatch(changed, random=kind) for changed in (None, edits) for kind in (None, unfiltered))
-        yield SamplingBatch(random=filtered)
-    yield SamplingBatch(edits, random=filtered, logprob_row_L=rows, max_num_logprobs=8)
