@@ -31,7 +31,7 @@ class GrantCheck:
         if grant.grant_id in self._used and grant.grant_id != record.machine.grant_id:
             raise GrantError(f"grant {grant.grant_id:#x} was used before", request_id=grant.request_id)
         sizes = (grant.first_block + len(grant.block_ids), grant.num_prompt_tokens)
-        if sizes != (record.num_blocks, record.num_prompt_tokens) or not grant.block_ids:
+        if sizes != (record.num_sink_blocks, record.num_prompt_tokens) or not grant.block_ids:
             raise GrantError(f"grant {grant.grant_id:#x} does not fit the prompt", request_id=grant.request_id)
 
     def note_use(self, grant_id: int) -> None:

@@ -35,10 +35,13 @@ def digest_key(request_id: str, attempt: int, grant_id: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LayerPush:
-    """Blocks of one request that become complete in this step (or the partial last block at the prompt's end).
+    """Sink blocks of one request that become complete in this step (or the partial last block at the prompt's end).
 
-    `save_kv_layer` pushes each layer of them as soon as it is written. The three tuples run in parallel;
-    `num_valid[i]` slots of block i hold tokens (block_size except for the prompt's last block).
+    `save_kv_layer` pushes each layer of them as soon as it is written. `num_valid[i]` slots of destination block i hold
+    tokens (the sink's block size except for the prompt's last block). Where both sides' block sizes are equal, source
+    block i goes there. Else destination block i begins at slot `first_slots[i]` of a source block and may take several:
+    `source_block_ids` lists those of each destination block one after the other, so that one may be listed twice
+    (BlockSizes in plan.py).
     """
 
     key: HandoffKey
@@ -46,6 +49,7 @@ class LayerPush:
     source_block_ids: tuple[int, ...]
     destination_block_ids: tuple[int, ...]
     num_valid: tuple[int, ...]
+    first_slots: tuple[int, ...] = ()
 
     @property
     def grant_id(self) -> int:
@@ -54,7 +58,8 @@ class LayerPush:
 
 @dataclass(frozen=True, slots=True)
 class WholePush:
-    """Blocks that were complete before: all layers in one go, after step `step_id` has completed on the device.
+    """Blocks that were complete before: all layers in one go, after step `step_id` has completed on the device. Which
+    ones is said as in LayerPush.
 
     Comes in `SourceStepMeta.whole`, or as a job of its own when no step is about to be launched and for resends.
     `step_id` is -1 when no launched step can still be writing them.
@@ -66,6 +71,7 @@ class WholePush:
     destination_block_ids: tuple[int, ...]
     num_valid: tuple[int, ...]
     step_id: int
+    first_slots: tuple[int, ...] = ()
 
     @property
     def grant_id(self) -> int:
@@ -85,8 +91,9 @@ class SourceStepMeta:
 class Finalize:
     """The prompt is computed. After all pushes of this grant queued before: flush, digest, send KVReady to the sink.
 
-    `source_block_ids[i]` was pushed into `grant.block_ids[i]`. The digests cover all slots of each block, of the last
-    one `num_valid_last`. `with_digests` False leaves `KVReady.digests` empty. Answered by ReadySent or PushFailed.
+    `source_block_ids` were pushed into `grant.block_ids`, as in LayerPush. The digests are those of the sink's blocks
+    as they arrive: of all slots of each, of the last one `num_valid_last`. `with_digests` False leaves
+    `KVReady.digests` empty. Answered by ReadySent or PushFailed.
     """
 
     key: HandoffKey
@@ -97,6 +104,7 @@ class Finalize:
     digest_key: int
     first_tokens: tuple[FirstToken, ...]
     with_digests: bool = True
+    first_slots: tuple[int, ...] = ()
 
     @property
     def grant_id(self) -> int:

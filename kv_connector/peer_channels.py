@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.engine.errors import PeerLostError, TandemError
+from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kv_connector.transports.base import Channel, OnLost
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 Connect = Callable[[NodeInfo, OnLost], Channel]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """To one epoch of a sink: the channel, and the layout of the pool that it leads to."""
+
+    channel: Channel
+    layout: KVLayout
 
 
 class PeerChannels:
@@ -23,9 +33,10 @@ class PeerChannels:
         self._on_lost = on_lost
         self._faults = parse_faults(fault_injection) if fault_injection else None
         self._lock = threading.Lock()
-        self._channels: dict[tuple[str, int], Channel] = {}
+        self._ways: dict[tuple[str, int], Way] = {}
 
     def open(self, peer: NodeInfo) -> None:
+        assert peer.layout is not None, "only nodes are connected to"
         try:
             channel = self._connect(peer, self._lost)
         except TandemError as error:
@@ -35,28 +46,28 @@ class PeerChannels:
             assert isinstance(channel, PoolChannel), "faults are injected into channels that read a pool"
             channel = FaultInjector(channel, self._faults)
         with self._lock:
-            self._channels[peer.node_id, peer.epoch] = channel
+            self._ways[peer.node_id, peer.epoch] = Way(channel, peer.layout)
 
-    def of(self, grant: KVGrant) -> Channel:
+    def of(self, grant: KVGrant) -> Way:
         """Raises PeerLostError when none leads to the sink that gave `grant`."""
         with self._lock:
-            channel = self._channels.get((grant.sink_id, grant.sink_epoch))
-        if channel is None:
+            way = self._ways.get((grant.sink_id, grant.sink_epoch))
+        if way is None:
             raise PeerLostError(f"no channel to {grant.sink_id} epoch {grant.sink_epoch:#x}")
-        return channel
+        return way
 
     def drop(self, node_id: str, epoch: int) -> None:
         """A write under way in it fails soon."""
         with self._lock:
-            channel = self._channels.pop((node_id, epoch), None)
-        if channel is not None:
-            channel.close()
+            way = self._ways.pop((node_id, epoch), None)
+        if way is not None:
+            way.channel.close()
 
     def close(self) -> None:
         with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+            ways, self._ways = list(self._ways.values()), {}
+        for way in ways:
+            way.channel.close()
 
     def _lost(self, node_id: str, epoch: int, reason: str) -> None:
         self.drop(node_id, epoch)

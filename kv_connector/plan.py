@@ -7,7 +7,7 @@ sink block (`BlockSizes`), which heads go to which rank (`HeadShare`), and what 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class HeadShare:
 class Part(NamedTuple):
     """Consecutive tokens: slots of a source block that become slots of a sink block."""
 
-    source_index: int  # counted from the source block in which the sink block begins
+    source_block: int
     source_slot: int
     sink_slot: int
     num_slots: int
@@ -59,14 +59,22 @@ class BlockSizes:
         first = sink_index * self.sink
         return range(first // self.source, -(-(first + num_valid) // self.source)), first % self.source
 
-    def parts(self, first_slot: int, num_valid: int) -> Iterator[Part]:
-        """How a sink block of `num_valid` tokens that begins at `first_slot` of a source block is put together."""
-        done = 0
-        while done < num_valid:
-            index, slot = divmod(first_slot + done, self.source)
-            num_slots = min(self.source - slot, num_valid - done)
-            yield Part(index, slot, done, num_slots)
-            done += num_slots
+    def parts(self, blocks: Sequence[int], first_slots: Sequence[int], num_valid: Sequence[int]) -> list[list[Part]]:
+        """How sink blocks are put together, the i-th of `num_valid[i]` tokens beginning at slot `first_slots[i]` of a
+        source block: `blocks` lists, one after the other, the source blocks of each."""
+        made, ahead = [], iter(blocks)
+        for first_slot, valid in zip(first_slots, num_valid, strict=True):
+            end = first_slot + valid
+            starts = (first_slot, *range(self.source, end, self.source))
+            stops = (*range(self.source, end, self.source), end)
+            made.append(
+                [
+                    Part(next(ahead), start % self.source, start - first_slot, stop - start)
+                    for start, stop in zip(starts, stops, strict=True)
+                ]
+            )
+        assert next(ahead, None) is None, "more source blocks than the sink blocks are made of"
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,8 +206,7 @@ def check_hello(info_ours: NodeInfo, hello: Hello) -> None:
 
 def _check_layout(ours: KVLayout, theirs: KVLayout) -> None:
     """The one who says Hello is the source; its `plan` names the fields from the other side."""
-    for field in ("tp_size", "block_size"):  # a plan exists, but nothing carries it out yet
-        _require(f"layout.{field}", getattr(ours, field), getattr(theirs, field))
+    _require("layout.tp_size", ours.tp_size, theirs.tp_size)  # a plan exists, but nothing carries it out yet
     for field in ("dtype", "k_scales", "v_scales"):
         _require(f"layout.groups[0].{field}", getattr(ours.group, field), getattr(theirs.group, field))
     try:

@@ -35,6 +35,7 @@ from tandem.kv_connector.handoff.source import SourceMachine
 from tandem.kv_connector.handoff.source import SourceState as S
 from tandem.kv_connector.meta import HandoffKey, PushFailed, ReadySent, Retired, SourceStepMeta
 from tandem.kv_connector.peer_effects import CloseChannel, OpenChannel, PeerFailed
+from tandem.kv_connector.plan import BlockSizes
 from tandem.kv_connector.source_actions import SourceActionRunner
 from tandem.kv_connector.source_record import SourceRecord
 
@@ -73,7 +74,7 @@ class SourceManager(SourceActionRunner):
             peer=peer,
             num_prompt_tokens=num_prompt_tokens,
             num_blocks=-(-num_prompt_tokens // self._block_size),
-            block_size=self._block_size,
+            block_sizes=BlockSizes(self._block_size, self._block_size),
             deadline=deadline,
             machine=SourceMachine(self.info.epoch, peer.epoch),
         )
@@ -94,6 +95,8 @@ class SourceManager(SourceActionRunner):
             return None
         record.request = request
         if record.machine.state is S.IDLE and self._fits_beside_parked(record):
+            layout = self._peers[record.peer.node_id, record.peer.epoch].layout
+            record.block_sizes = BlockSizes(self._block_size, layout.block_size if layout else self._block_size)
             self._run(record, record.machine.on(E.CLAIM))
         state = record.machine.state
         if state is S.CLAIMING:

@@ -9,6 +9,7 @@ from tandem.engine.messages import FirstToken, KVGrant, KVReady, PeerRef
 from tandem.engine.request import Request
 from tandem.kv_connector.handoff.source import SourceMachine, SourceState
 from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, WholePush, digest_key
+from tandem.kv_connector.plan import BlockSizes
 
 NO_STEP = -1
 # In these states transfer jobs may read the source blocks, or the blocks wait for a grant.
@@ -22,8 +23,8 @@ class SourceRecord:
     key: HandoffKey
     peer: PeerRef
     num_prompt_tokens: int
-    num_blocks: int  # of the prompt
-    block_size: int
+    num_blocks: int  # of the prompt, of this node's size
+    block_sizes: BlockSizes
     deadline: float
     machine: SourceMachine
     resend_at: float = 0.0
@@ -41,10 +42,15 @@ class SourceRecord:
     last_step: int = NO_STEP  # newest step that has a row of this request
 
     grant: KVGrant | None = None
-    num_pushed_blocks: int = 0  # blocks of the prompt that need no push any more, the sink's own included
+    num_pushed_blocks: int = 0  # sink blocks of the prompt that need no push any more, the sink's own included
     resend_indices: tuple[int, ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
     ready: KVReady | None = None
+
+    @property
+    def num_sink_blocks(self) -> int:
+        """Of the prompt; what is granted, pushed and asked for again counts in these."""
+        return self.block_sizes.num_sink_blocks(self.num_prompt_tokens)
 
     # --- progress -------------------------------------------------------------------------------------------
 
@@ -83,13 +89,15 @@ class SourceRecord:
 
     def finalize(self, round: int, with_digests: bool) -> Finalize:
         assert self.grant is not None
-        assert self.num_pushed_blocks == self.num_blocks, "KVReady would name blocks that were not pushed"
+        assert self.num_pushed_blocks == self.num_sink_blocks, "KVReady would name blocks that were not pushed"
+        source_block_ids, first_slots = self._origins(range(self.grant.first_block, self.num_sink_blocks))
         return Finalize(
             key=self.key,
             grant=self.grant,
             round=round,
-            source_block_ids=tuple(self.block_ids[self.grant.first_block : self.num_blocks]),
-            num_valid_last=self._num_valid(self.num_blocks - 1),
+            source_block_ids=source_block_ids,
+            first_slots=first_slots,
+            num_valid_last=self._num_valid(self.num_sink_blocks - 1),
             digest_key=digest_key(*self.key, self.grant.grant_id),
             first_tokens=self.first_tokens,
             with_digests=with_digests,
@@ -104,18 +112,29 @@ class SourceRecord:
 
     def _pairs(self, blocks: Sequence[int]) -> dict:
         assert self.grant is not None
+        source_block_ids, first_slots = self._origins(blocks)
         return {
             "key": self.key,
             "grant": self.grant,
-            "source_block_ids": tuple(self.block_ids[block] for block in blocks),
+            "source_block_ids": source_block_ids,
+            "first_slots": first_slots,
             "destination_block_ids": tuple(self.grant.block_ids[block - self.grant.first_block] for block in blocks),
             "num_valid": tuple(self._num_valid(block) for block in blocks),
         }
 
-    def _num_complete(self, num_tokens: int) -> int:
-        if num_tokens >= self.num_prompt_tokens:
-            return self.num_blocks
-        return num_tokens // self.block_size
+    def _origins(self, sink_blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(source_block_ids, first_slots) of a job for these sink blocks of the prompt."""
+        if self.block_sizes.source == self.block_sizes.sink:
+            return tuple(self.block_ids[block] for block in sink_blocks), ()
+        origins = [self.block_sizes.origin(block, self._num_valid(block)) for block in sink_blocks]
+        block_ids = tuple(self.block_ids[block] for blocks, _ in origins for block in blocks)
+        return block_ids, tuple(first_slot for _, first_slot in origins)
 
-    def _num_valid(self, block: int) -> int:
-        return min(self.block_size, self.num_prompt_tokens - block * self.block_size)
+    def _num_complete(self, num_tokens: int) -> int:
+        """Sink blocks of which this node has every token."""
+        if num_tokens >= self.num_prompt_tokens:
+            return self.num_sink_blocks
+        return num_tokens // self.block_sizes.sink
+
+    def _num_valid(self, sink_block: int) -> int:
+        return self.block_sizes.num_valid(sink_block, self.num_prompt_tokens)

@@ -40,6 +40,8 @@ from tandem.kv_connector.meta import (
     WholePush,
 )
 from tandem.kv_connector.peer_channels import Connect, PeerChannels
+from tandem.kv_connector.plan import plan
+from tandem.kv_connector.reshape import Reshaper
 from tandem.kv_connector.transports.base import OnLost
 from tandem.kv_connector.transports.geometry import BlockGeometry
 
@@ -76,6 +78,7 @@ class TransferWorker:
     ) -> None:
         self._pool_NHLPBD, self._layout = pool, layout
         self._geometry = BlockGeometry(layout)
+        self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
         self._source_id, self._source_epoch = source
         self._post_event, self._send_ready = post_event, send_ready
         self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
@@ -175,36 +178,44 @@ class TransferWorker:
         self._post_event(PushFailed(key, grant_id, reason))
 
     def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
-        channel = self._channels.of(push.grant)
-        pairs = tuple(zip(push.source_block_ids, push.destination_block_ids, strict=True))
-        num_layers = self._geometry.num_layers if layers is None else len(layers)
+        way = self._channels.of(push.grant)
+        channel, reshaper = way.channel, self._reshaper_to(way.layout)
+        geometry, max_blocks = self._geometry, len(push.num_valid)
+        if reshaper is not None:
+            geometry, max_blocks = reshaper.geometry, reshaper.max_blocks
+            parts = reshaper.parts(push.source_block_ids, push.first_slots, push.num_valid)
+        num_layers = geometry.num_layers if layers is None else len(layers)
+        sizes = [geometry.payload_bytes(num_layers, valid) for valid in push.num_valid]
         started = time.monotonic()
-        for first, end, nbytes in self._portions(num_layers, push.num_valid, channel.max_write_bytes):
+        for first, end, nbytes in _portions(sizes, channel.max_write_bytes, max_blocks):
             if self._book.is_over(push.grant_id):
                 break
             self._book.unflushed.add(push.grant_id)
-            channel.write(push.grant, pairs[first:end], layers, push.num_valid[first:end])
+            destinations, valid = push.destination_block_ids[first:end], push.num_valid[first:end]
+            if reshaper is None:
+                pairs = tuple(zip(push.source_block_ids[first:end], destinations, strict=True))
+                channel.write(push.grant, pairs, layers, valid)
+            else:
+                staged = reshaper.stage(parts[first:end], layers)
+                channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid)
             self.counters["kv_pushed_bytes"] += nbytes
         self.counters["kv_push_s"] += time.monotonic() - started
 
-    def _portions(self, num_layers: int, num_valid: Sequence[int], limit: int) -> Iterator[tuple[int, int, int]]:
-        """(first, end, bytes) of consecutive writes of about `limit` bytes."""
-        first, nbytes = 0, 0
-        for index, valid in enumerate(num_valid):
-            nbytes += self._geometry.payload_bytes(num_layers, valid)
-            if nbytes >= limit:
-                yield first, index + 1, nbytes
-                first, nbytes = index + 1, 0
-        if nbytes:
-            yield first, len(num_valid), nbytes
+    def _reshaper_to(self, sink: KVLayout) -> Reshaper | None:
+        """None when blocks go into such a pool as they are."""
+        if sink not in self._reshapers:
+            keeps_blocks = plan(self._layout, sink).keeps_blocks
+            self._reshapers[sink] = None if keeps_blocks else Reshaper(self._pool_NHLPBD, self._layout, sink)
+        return self._reshapers[sink]
 
     def _finalize(self, job: Finalize) -> None:
         grant = job.grant
-        self._channels.of(grant).flush(grant)
+        way = self._channels.of(grant)
+        way.channel.flush(grant)
         self._book.unflushed.discard(grant.grant_id)
         digests = b""
         if job.with_digests:
-            digests = self._digests(job.source_block_ids, job.digest_key, job.num_valid_last).tobytes()
+            digests = self._digests_as_sent(job, way.layout).tobytes()
         ready = KVReady(
             request_id=grant.request_id,
             attempt=grant.attempt,
@@ -226,7 +237,7 @@ class TransferWorker:
         grant = job.grant
         if grant.grant_id in self._book.unflushed:
             try:
-                self._channels.of(grant).flush(grant)
+                self._channels.of(grant).channel.flush(grant)
             except TandemError as error:  # refused or lost: either way nothing more is sent under this grant
                 logger.debug("grant %#x retired without a flush: %s", grant.grant_id, error)
         if self._stream is not None:
@@ -247,7 +258,28 @@ class TransferWorker:
         self.counters["kv_blocks_bad"] += len(bad)
         self._post_event(Verified(job.key, job.grant_id, job.round, bad))
 
+    def _digests_as_sent(self, job: Finalize, sink: KVLayout) -> np.ndarray:
+        """As `_digests`, of the sink's blocks: those that have to be reshaped are staged again, the same way."""
+        reshaper = self._reshaper_to(sink)
+        if reshaper is None:
+            return self._digests(job.source_block_ids, job.digest_key, job.num_valid_last)
+        num_valid = [reshaper.geometry.block_size] * (len(job.grant.block_ids) - 1) + [job.num_valid_last]
+        parts = reshaper.parts(job.source_block_ids, job.first_slots, num_valid)
+        return reshaper.digests(parts, job.digest_key, job.num_valid_last).cpu().numpy().astype("<i8")
+
     def _digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> np.ndarray:
         """Little-endian int64 [n]."""
         digests = block_digests(self._pool_NHLPBD, block_ids, key, num_valid_last, self._layout.block_size)
         return digests.cpu().numpy().astype("<i8")
+
+
+def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, bytes) of consecutive writes of about `limit` bytes and at most `max_blocks` blocks."""
+    first, nbytes = 0, 0
+    for index, size in enumerate(sizes):
+        nbytes += size
+        if nbytes >= limit or index + 1 - first == max_blocks:
+            yield first, index + 1, nbytes
+            first, nbytes = index + 1, 0
+    if nbytes:
+        yield first, len(sizes), nbytes

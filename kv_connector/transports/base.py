@@ -44,12 +44,24 @@ class Channel(Protocol):
     max_write_bytes: int  # a longer push is split: between two writes it is noticed that its grant was retired
 
     def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
-        """Starts (or does) the copy of `layers` (None: all) of each source block into its destination block.
+        """Starts (or does) the copy of `layers` (None: all) of each source block into its destination block, which is
+        laid out like it.
 
         Of pair i only slots 0 .. num_valid[i]-1 move. On CUDA, copies are ordered after the current stream's work.
         Raises GrantError (nothing moved) for a destination outside the grant or a grant of another sink epoch;
         TransportError, PeerLostError when the bytes can't be moved: the destination is then undefined.
         """
+
+    def write_from(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+    ) -> None:
+        """As `write`, but source block ids index `pool_NHLPBD`, whose blocks are laid out like the sink's. They have
+        been read when it returns; on CUDA when the current stream gets there."""
 
     def flush(self, grant: KVGrant) -> None:
         """Returns when every write made under `grant` is in the sink's memory; raises TransportError if one is not."""

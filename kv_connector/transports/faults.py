@@ -68,6 +68,16 @@ class FaultInjector:
         self.max_write_bytes = channel.max_write_bytes
 
     def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
+        self.write_from(self._channel.source.pool_NHLPBD, grant, pairs, layers, num_valid)
+
+    def write_from(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+    ) -> None:
         self._num_writes += 1
         number = self._num_writes
         time.sleep(self._plan.delay_s)
@@ -75,14 +85,14 @@ class FaultInjector:
             return
         if self._plan.hits("die", number):
             half = (len(pairs) + 1) // 2
-            self._channel.write(grant, pairs[:half], layers, num_valid[:half])
+            self._channel.write_from(pool_NHLPBD, grant, pairs[:half], layers, num_valid[:half])
             os.kill(os.getpid(), signal.SIGKILL)
-        self._channel.write(grant, pairs, layers, num_valid)
+        self._channel.write_from(pool_NHLPBD, grant, pairs, layers, num_valid)
         if self._plan.hits("duplicate", number):
-            self._channel.write(grant, pairs, layers, num_valid)
+            self._channel.write_from(pool_NHLPBD, grant, pairs, layers, num_valid)
         if self._plan.hits("corrupt", number) and pairs:
             source, destination = pairs[0]
-            altered = self._with_flipped_byte(source, 0 if layers is None else layers.start)
+            altered = _with_flipped_byte(pool_NHLPBD, source, 0 if layers is None else layers.start)
             self._channel.write_from(altered, grant, [(0, destination)], layers, num_valid[:1])
 
     def flush(self, grant: KVGrant) -> None:
@@ -91,8 +101,9 @@ class FaultInjector:
     def close(self) -> None:
         self._channel.close()
 
-    def _with_flipped_byte(self, block_id: int, layer: int) -> torch.Tensor:
-        """A pool of one block: a copy of `block_id`, changed in the first slot of `layer`."""
-        pool = self._channel.source.pool_NHLPBD[block_id : block_id + 1].clone()
-        pool[0, 0, layer, 0, 0].view(torch.uint8)[0] ^= 0x40
-        return pool
+
+def _with_flipped_byte(pool_NHLPBD: torch.Tensor, block_id: int, layer: int) -> torch.Tensor:
+    """A pool of one block: a copy of `block_id`, changed in the first slot of `layer`."""
+    pool = pool_NHLPBD[block_id : block_id + 1].clone()
+    pool[0, 0, layer, 0, 0].view(torch.uint8)[0] ^= 0x40
+    return pool

@@ -60,7 +60,8 @@ class LandingChannel(PoolChannel):
         self._lock = threading.RLock()
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._geometry = BlockGeometry(source.layout, pool_stride_bytes(source.pool_NHLPBD))
+        assert peer.layout is not None, "only nodes are connected to"
+        self._geometry = BlockGeometry(peer.layout, pool_stride_bytes(source.pool_NHLPBD))
         self._slots = BlockSlots(self._geometry, source.pool_NHLPBD.device)
         self._free_slots = list(range(NUM_SLOTS))
         self._sequence = 0

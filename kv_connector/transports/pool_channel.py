@@ -35,7 +35,6 @@ class PoolChannel(ABC):
         layers: range | None,
         num_valid: Sequence[int],
     ) -> None:
-        """As `write`, but source block ids index `pool_NHLPBD` (staged or, in fault injection, altered blocks)."""
         check_write(grant, pairs, num_valid, self.peer_epoch)
         self._raise_if_ended()
         if pairs:

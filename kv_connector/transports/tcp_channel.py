@@ -70,8 +70,10 @@ class TcpChannel(PoolChannel):
         super().__init__(source, peer.node_id, peer.epoch, on_lost)
         self._sock = sock
         self._sequence = 0
+        assert peer.layout is not None, "only nodes are connected to"
+        self._layout = peer.layout  # of every pool that is written from, but for its blocks' stride
         pool = source.pool_NHLPBD
-        self._staging = Staging(BlockGeometry(source.layout), pool.device) if pool.is_cuda else None
+        self._staging = Staging(BlockGeometry(peer.layout), pool.device) if pool.is_cuda else None
 
     def _copy(
         self,
@@ -81,7 +83,7 @@ class TcpChannel(PoolChannel):
         layers: range | None,
         num_valid: Sequence[int],
     ) -> None:
-        geometry = BlockGeometry(self.source.layout, pool_stride_bytes(pool_NHLPBD))
+        geometry = BlockGeometry(self._layout, pool_stride_bytes(pool_NHLPBD))
         span = range(geometry.num_layers) if layers is None else layers
         for first, end in _frames(geometry, len(span), num_valid):
             sources, destinations = zip(*pairs[first:end], strict=True)

@@ -39,9 +39,9 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=20.0, resend_s=0.2, drain_s=10.0)
 
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
-    """A small CPU node; `num_blocks`, `caching`, `chunk`, `max_num_seqs` beside the fields of NodeOptions."""
+    """A small CPU node; `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs` beside NodeOptions' fields."""
     cache = CacheOptions(
-        block_size=BLOCK,
+        block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
         hash_block_size=BLOCK,
         num_blocks=int(changes.pop("num_blocks", 256)),  # type: ignore[call-overload]
         enable_prefix_caching=bool(changes.pop("caching", True)),

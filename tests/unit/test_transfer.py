@@ -23,41 +23,13 @@ from tandem.kv_connector.meta import (
     WholePush,
     digest_key,
 )
-from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports.cuda_ipc import CudaMapping
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, needs, wait_until
+from tests.fakes.transfer_side import Side
 
 KEY = ("r", 0)
 ALL = ["local", "shm", pytest.param("nixl", marks=needs("nixl")), "tcp"]
-
-
-class Side:
-    """A node with its transfer thread; keeps all that the thread says."""
-
-    def __init__(self, node: PoolNode, fault_injection: str = "", connect=None) -> None:
-        self.node = node
-        self.events: list[object] = []
-        self.sent: list[tuple[str, KVReady]] = []
-        self.lost: list[tuple[str, int, str]] = []
-        self.transfer = TransferWorker(
-            node.pool,
-            node.layout,
-            (node.info.node_id, node.epoch),
-            connect or (lambda peer, on_lost: node.transports.connect(node.info, peer, on_lost)),
-            self.events.append,
-            lambda peer_id, message: self.sent.append((peer_id, message)),
-            lambda *what: self.lost.append(what),
-            fault_injection,
-        )
-        self.transfer.start()
-
-    def events_of(self, kind: type) -> list:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    def wait_for(self, kind: type, count: int = 1):
-        assert wait_until(lambda: len(self.events_of(kind)) >= count), f"no {kind.__name__} in {self.events}"
-        return self.events_of(kind)[count - 1]
 
 
 @pytest.fixture

@@ -1,0 +1,77 @@
+"""Blocks of this node's pool put together as a sink wants them: its block size, its dtype. What plan.py planned, done.
+
+They are staged: the transports move a staged block as if it were one of a pool like the sink's. Legend: base.py's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from tandem.engine.kv_layout import KVLayout
+from tandem.kernels.digest import block_digests
+from tandem.kv_connector.plan import Part, plan
+from tandem.kv_connector.transports.geometry import BlockGeometry
+
+STAGED_BYTES = 32 << 20  # at a time, unless one block is larger
+
+
+class Reshaper:
+    """One for each layout of sinks. What `stage` returned is overwritten by the next call: on CUDA in the order of the
+    current stream, so the same stream must do the reading."""
+
+    def __init__(self, pool_NHLPBD: torch.Tensor, source: KVLayout, sink: KVLayout) -> None:
+        self.plan = plan(source, sink)
+        assert self.plan.keeps_heads, "KV does not move between nodes whose ranks differ"
+        self.geometry = BlockGeometry(sink, sink.payload_bytes)
+        self.max_blocks = max(1, STAGED_BYTES // sink.payload_bytes)
+        self._pool_NHLPBD = pool_NHLPBD
+        group = sink.group
+        self._block_shape = (group.num_kv_heads, group.num_layers, group.num_planes, sink.block_size, group.head_dim)
+        self._staged_nHLPBD: torch.Tensor | None = None
+
+    def parts(
+        self, job_block_ids: Sequence[int], first_slots: Sequence[int], num_valid: Sequence[int]
+    ) -> list[list[Part]]:
+        """Of each sink block of a job of the transfer thread (meta.py) what it is made of."""
+        slots = first_slots or (0,) * len(num_valid)
+        return self.plan.block_sizes.parts(job_block_ids, slots, num_valid)
+
+    def stage(self, blocks: Sequence[Sequence[Part]], layers: range | None = None) -> torch.Tensor:
+        """[max_blocks, H, L, P, B, D] in the sink's layout: block i is made of `blocks[i]`, in `layers` (None: all).
+        Everything else in it is undefined. On CUDA asynchronous, on the current stream."""
+        assert len(blocks) <= self.max_blocks, "more blocks than fit"
+        if self._staged_nHLPBD is None:
+            shape, device = (self.max_blocks, *self._block_shape), self._pool_NHLPBD.device
+            self._staged_nHLPBD = torch.empty(shape, dtype=self._pool_NHLPBD.dtype, device=device)
+        span = slice(None) if layers is None else slice(layers.start, layers.stop)
+        ours, theirs = self._pool_NHLPBD[:, :, span], self._staged_nHLPBD[:, :, span]
+        alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
+        for index, parts in enumerate(blocks):
+            for block_id, source_slot, sink_slot, num_slots in parts:
+                alike[source_slot, sink_slot, num_slots].append((block_id, index))
+        for (source_slot, sink_slot, num_slots), pairs in alike.items():
+            source = ours[:, :, :, :, source_slot : source_slot + num_slots]
+            _copy(source, theirs[:, :, :, :, sink_slot : sink_slot + num_slots], pairs)
+        return self._staged_nHLPBD
+
+    def digests(self, blocks: Sequence[Sequence[Part]], key: int, num_valid_last: int) -> torch.Tensor:
+        """int64 [n]: of these sink blocks as they arrive (kernels/digest.py). They are staged for it once more."""
+        made, block_size = [], self.geometry.block_size
+        for first in range(0, len(blocks), self.max_blocks):
+            places = range(first, min(first + self.max_blocks, len(blocks)))
+            staged = self.stage(blocks[first : places.stop])
+            valid = num_valid_last if places.stop == len(blocks) else block_size
+            made.append(block_digests(staged, range(len(places)), key, valid, block_size, positions=places))
+        return torch.cat(made)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    if not source.is_cuda:
+        for block, index in pairs:
+            target[index].copy_(source[block])
+        return
+    blocks, indices = torch.tensor(pairs, dtype=torch.int64).pin_memory().to(source.device, non_blocking=True).unbind(1)
+    target.index_copy_(0, indices, source.index_select(0, blocks))

@@ -1,0 +1,87 @@
+"""Split serving between nodes that keep KV differently gives the tokens of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from split_pair import GREEDY, SAMPLED, WAYS, Alone, Pair, changed, make_pair
+
+from tiny_models import random_prompt
+
+SIZES = [(16, 32), (32, 16), (32, 48)]  # of the prefill and the decode node; hashes are of 16 tokens
+LENGTHS = (1, 16, 17, 31, 33, 64, 211)
+CHUNK = 48  # of the prefill node: no multiple of 32
+PairOf = Callable[[str, tuple[int, int]], Pair]
+
+
+@pytest.fixture(scope="module")
+def sized() -> Iterator[PairOf]:
+    with ExitStack() as stack:
+        started: dict[tuple, Pair] = {}
+
+        def get(way: str, sizes: tuple[int, int]) -> Pair:
+            if (way, sizes) not in started:
+                options = {"prefill": {"block_size": sizes[0], "chunk": CHUNK}, "decode": {"block_size": sizes[1]}}
+                started[way, sizes] = stack.enter_context(make_pair(way, **options))
+            pair = started[way, sizes]
+            pair.renew_client()
+            return pair
+
+        yield get
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+def test_greedy_tokens_of_one_node(sized: PairOf, alone: Alone, way: str, sizes: tuple[int, int]) -> None:
+    pair = sized(way, sizes)
+    prompts = [random_prompt(length, seed=1000 + length) for length in LENGTHS]
+    commits = pair.sink.commits
+    results = [pair.submit(prompt, GREEDY) for prompt in prompts]
+    pair.client.wait()
+    for prompt, result in zip(prompts, results, strict=True):
+        assert result.failed is None, result.failed
+        assert [result.output()] == alone.run(prompt, GREEDY), f"a prompt of {len(prompt)} tokens"
+    assert pair.sink.commits == commits + len(LENGTHS)
+    pair.check_whole()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_cached_prefixes_count_in_each_nodes_own_blocks(sized: PairOf, alone: Alone, sizes: tuple[int, int]) -> None:
+    pair = sized("shm", sizes)
+    prefix = random_prompt(112, seed=5)  # 7 blocks of 16, 3 of 32, 2 of 48
+    prompts = [prefix + random_prompt(tail, seed=tail) for tail in (7, 40, 41)]
+    pair.run(prompts[0], GREEDY)
+    for prompt in prompts[1:]:
+        pushed = pair.pushed_bytes
+        result = pair.run(prompt, GREEDY)
+        assert result.failed is None, result.failed
+        assert [result.output()] == alone.run(prompt, GREEDY)
+        hits = 112 // sizes[1] * sizes[1]
+        assert result.num_cached_tokens == hits
+        layout = pair.prefill.info.layout
+        assert layout is not None
+        assert pair.pushed_bytes - pushed == (len(prompt) - hits) * layout.payload_bytes / layout.block_size
+    pair.check_whole()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_four_samples_fork_in_the_decode_nodes_blocks(sized: PairOf, alone: Alone, sizes: tuple[int, int]) -> None:
+    pair, samples = sized("shm", sizes), (0, 1, 2, 3)
+    prompt = random_prompt(77, seed=4)
+    result = pair.run(prompt, SAMPLED, samples=samples)
+    assert result.failed is None, result.failed
+    assert [result.output(sample) for sample in samples] == alone.run(prompt, SAMPLED, samples)
+    pair.check_whole()
+
+
+def test_corrupt_blocks_are_sent_again(alone: Alone) -> None:
+    faulty = {"block_size": 32, "chunk": CHUNK, "fault_injection": "corrupt:3"}
+    with make_pair("tcp", prefill=faulty, decode={"block_size": 16}) as pair:
+        prompt = random_prompt(100, seed=6)
+        result = pair.run(prompt, changed(GREEDY, max_tokens=8))
+        assert result.failed is None, result.failed
+        assert [result.output()] == alone.run(prompt, changed(GREEDY, max_tokens=8))
+        assert pair.sink.digest_mismatches == 1
+        pair.check_whole()

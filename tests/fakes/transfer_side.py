@@ -1,0 +1,35 @@
+"""A small node with its transfer thread, for tests of what goes from one such thread to another."""
+
+from __future__ import annotations
+
+from tandem.engine.messages import KVReady
+from tandem.kv_connector.transfer import TransferWorker
+from tests.fakes.kv_pools import PoolNode, wait_until
+
+
+class Side:
+    """A node with its transfer thread; keeps all that the thread says."""
+
+    def __init__(self, node: PoolNode, fault_injection: str = "", connect=None) -> None:
+        self.node = node
+        self.events: list[object] = []
+        self.sent: list[tuple[str, KVReady]] = []
+        self.lost: list[tuple[str, int, str]] = []
+        self.transfer = TransferWorker(
+            node.pool,
+            node.layout,
+            (node.info.node_id, node.epoch),
+            connect or (lambda peer, on_lost: node.transports.connect(node.info, peer, on_lost)),
+            self.events.append,
+            lambda peer_id, message: self.sent.append((peer_id, message)),
+            lambda *what: self.lost.append(what),
+            fault_injection,
+        )
+        self.transfer.start()
+
+    def events_of(self, kind: type) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def wait_for(self, kind: type, count: int = 1):
+        assert wait_until(lambda: len(self.events_of(kind)) >= count), f"no {kind.__name__} in {self.events}"
+        return self.events_of(kind)[count - 1]
