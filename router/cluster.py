@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import zmq
 
 from tandem.engine.config import RouterOptions
-from tandem.engine.hashing import hash_blocks, root_hash
+from tandem.engine.hashing import every_kth, hash_blocks, root_hash
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.messages import Cancel, NodeInfo, Submit
@@ -145,8 +145,7 @@ class Cluster:
     def _cached_tokens(self, block_hashes: list[bytes]) -> dict[NodeKey, int]:
         if self._directory is None or self.identity is None or not block_hashes:
             return {}
-        size = self.identity.hash_block_size
-        return {key: n * size for key, n in self._directory.longest_prefix(block_hashes).items()}
+        return cached_tokens(self._directory, self.serving(), block_hashes, self.identity.hash_block_size)
 
     def send(self, key: NodeKey, message: Submit | Cancel, now: float) -> bool:
         """False: that epoch of the node is not connected."""
@@ -206,3 +205,16 @@ class Cluster:
             self.facts = ModelFacts(
                 name, min(info.max_model_len for info in infos), min(info.vocab_size for info in infos)
             )
+
+
+def cached_tokens(
+    directory: DirectoryReader, nodes: Sequence[NodeView], block_hashes: Sequence[bytes], hash_block_size: int
+) -> dict[NodeKey, int]:
+    """How many leading tokens of a prompt each node holds. A node's blocks may be k times as long as those that are
+    hashed: it publishes every k-th hash, so it is looked up by those."""
+    size_of = {node.key: node.info.layout.block_size if node.info.layout else hash_block_size for node in nodes}
+    found: dict[NodeKey, int] = {}
+    for size in set(size_of.values()):
+        lengths = directory.longest_prefix(every_kth(block_hashes, size // hash_block_size))
+        found.update({key: n * size for key, n in lengths.items() if size_of.get(key) == size})
+    return found
