@@ -83,7 +83,7 @@ class Engine:
         options = NodeOptions(
             "unified",
             ModelOptions(model, load_format=load_format, max_model_len=max_model_len),  # type: ignore[arg-type]
-            scheduler=SchedulerOptions(decode_prompt_budget=prompt_budget),
+            scheduler=SchedulerOptions(decode_prompt_budget=prompt_budget, share_prefixes=True),
             cuda_graphs=cuda_graphs,
             tensor_parallel_size=num_ranks,
         )

@@ -100,7 +100,9 @@ class ModelRunner:
             options.max_num_seqs, max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
         )
         model.bind_kv_cache(pool)
-        self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_decode_rows)
+        self.sharing: PrefixSharing | None = None
+        if options.share_prefixes:
+            self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_decode_rows)
         self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing)
         self._graphs: DecodeGraphs | None = None
         self.counters = {"steps_out_of_memory": 0}

@@ -160,7 +160,7 @@ def test_an_engine_step_shares_what_its_slots_have_in_common(monkeypatch: pytest
     config = load_model_config(folder)
     model = load_model(folder, config, ModelOptions(str(folder)), CUDA, torch.float32)
     pool = torch.zeros(64, config.num_kv_heads, config.num_layers, 2, 16, config.head_dim, device=CUDA)
-    runner = ModelRunner(model, pool, SchedulerOptions(16, 2048), 16, 256, ())
+    runner = ModelRunner(model, pool, SchedulerOptions(16, 2048, share_prefixes=True), 16, 256, ())
     assert runner.sharing is not None
     runner.warmup()
     plain = DecodeGraphs(model, runner.state, 16, 256)

@@ -30,7 +30,8 @@ def runner() -> ModelRunner:
     config = load_model_config(folder)
     model = load_model(folder, config, ModelOptions(model=str(folder)), CPU, torch.float32, "triton")
     pool = torch.zeros(24, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
-    runner = ModelRunner(model, pool, SchedulerOptions(max_num_seqs=6, max_num_batched_tokens=512), BLOCK, 128, ())
+    options = SchedulerOptions(max_num_seqs=6, max_num_batched_tokens=512, share_prefixes=True)
+    runner = ModelRunner(model, pool, options, BLOCK, 128, ())
     prompt = random_prompt(LENGTH, seed=1)
     for slot in range(SLOTS):
         tokens = np.array(prompt if slot < 4 else prompt[::-1], np.int32)
