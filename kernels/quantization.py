@@ -29,10 +29,12 @@ def overflow_counts() -> dict[str, int]:
     return {str(device): int(counter.item()) for device, counter in _overflow_counters.items()}
 
 
-def quantize(values: torch.Tensor, scale: Scale) -> torch.Tensor:
-    """fp8 of `values / scale`, saturated; counts overflow. Infinite values saturate and count, NaN stays NaN."""
+def quantize(values: torch.Tensor, scale: Scale, *, counts: bool = True) -> torch.Tensor:
+    """fp8 of `values / scale`, saturated; counts overflow (unless told not to, for what was counted already). Infinite
+    values saturate and count, NaN stays NaN. A tensor of scales is broadcast."""
     scaled = values.float() / _broadcast(scale, values.device)
-    overflow_counter(values.device).add_((scaled.abs() > FP8_MAX).sum())
+    if counts:
+        overflow_counter(values.device).add_((scaled.abs() > FP8_MAX).sum())
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8_DTYPE)
 
 

@@ -207,8 +207,6 @@ def check_hello(info_ours: NodeInfo, hello: Hello) -> None:
 def _check_layout(ours: KVLayout, theirs: KVLayout) -> None:
     """The one who says Hello is the source; its `plan` names the fields from the other side."""
     _require("layout.tp_size", ours.tp_size, theirs.tp_size)  # a plan exists, but nothing carries it out yet
-    for field in ("dtype", "k_scales", "v_scales"):
-        _require(f"layout.groups[0].{field}", getattr(ours.group, field), getattr(theirs.group, field))
     try:
         plan(theirs, ours)
     except HandshakeError as error:

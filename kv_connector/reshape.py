@@ -12,7 +12,8 @@ import torch
 
 from tandem.engine.kv_layout import KVLayout
 from tandem.kernels.digest import block_digests
-from tandem.kv_connector.plan import Part, plan
+from tandem.kernels.quantization import FP8_DTYPE, as_bytes, dequantize, quantize
+from tandem.kv_connector.plan import Numbers, Part, ReshapePlan, plan
 from tandem.kv_connector.transports.geometry import BlockGeometry
 
 STAGED_BYTES = 32 << 20  # at a time, unless one block is larger
@@ -28,6 +29,7 @@ class Reshaper:
         self.geometry = BlockGeometry(sink, sink.payload_bytes)
         self.max_blocks = max(1, STAGED_BYTES // sink.payload_bytes)
         self._pool_NHLPBD = pool_NHLPBD
+        self._convert = NumberConverter(self.plan, pool_NHLPBD.device)
         group = sink.group
         self._block_shape = (group.num_kv_heads, group.num_layers, group.num_planes, sink.block_size, group.head_dim)
         self._staged_nHLPBD: torch.Tensor | None = None
@@ -39,13 +41,16 @@ class Reshaper:
         slots = first_slots or (0,) * len(num_valid)
         return self.plan.block_sizes.parts(job_block_ids, slots, num_valid)
 
-    def stage(self, blocks: Sequence[Sequence[Part]], layers: range | None = None) -> torch.Tensor:
-        """[max_blocks, H, L, P, B, D] in the sink's layout: block i is made of `blocks[i]`, in `layers` (None: all).
-        Everything else in it is undefined. On CUDA asynchronous, on the current stream."""
+    def stage(
+        self, blocks: Sequence[Sequence[Part]], layers: range | None = None, *, again: bool = False
+    ) -> torch.Tensor:
+        """[max_blocks, H, L, P, B, D] in the sink's layout (fp8 as uint8): block i is made of `blocks[i]`, in `layers`
+        (None: all). Everything else in it is undefined. On CUDA asynchronous, on the current stream. `again`: it was
+        staged before, so what overflows has been counted."""
         assert len(blocks) <= self.max_blocks, "more blocks than fit"
         if self._staged_nHLPBD is None:
             shape, device = (self.max_blocks, *self._block_shape), self._pool_NHLPBD.device
-            self._staged_nHLPBD = torch.empty(shape, dtype=self._pool_NHLPBD.dtype, device=device)
+            self._staged_nHLPBD = torch.empty(shape, dtype=self._convert.dtype, device=device)
         span = slice(None) if layers is None else slice(layers.start, layers.stop)
         ours, theirs = self._pool_NHLPBD[:, :, span], self._staged_nHLPBD[:, :, span]
         alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
@@ -54,24 +59,55 @@ class Reshaper:
                 alike[source_slot, sink_slot, num_slots].append((block_id, index))
         for (source_slot, sink_slot, num_slots), pairs in alike.items():
             source = ours[:, :, :, :, source_slot : source_slot + num_slots]
-            _copy(source, theirs[:, :, :, :, sink_slot : sink_slot + num_slots], pairs)
-        return self._staged_nHLPBD
+            self._copy(source, theirs[:, :, :, :, sink_slot : sink_slot + num_slots], pairs, span, again)
+        return as_bytes(self._staged_nHLPBD)
 
     def digests(self, blocks: Sequence[Sequence[Part]], key: int, num_valid_last: int) -> torch.Tensor:
         """int64 [n]: of these sink blocks as they arrive (kernels/digest.py). They are staged for it once more."""
         made, block_size = [], self.geometry.block_size
         for first in range(0, len(blocks), self.max_blocks):
             places = range(first, min(first + self.max_blocks, len(blocks)))
-            staged = self.stage(blocks[first : places.stop])
+            staged = self.stage(blocks[first : places.stop], again=True)
             valid = num_valid_last if places.stop == len(blocks) else block_size
             made.append(block_digests(staged, range(len(places)), key, valid, block_size, positions=places))
         return torch.cat(made)
 
+    def _copy(
+        self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]], layers: slice, again: bool
+    ) -> None:
+        if not source.is_cuda:
+            for block, index in pairs:
+                target[index].copy_(self._convert(source[block], layers, again))
+            return
+        listed = torch.tensor(pairs, dtype=torch.int64).pin_memory().to(source.device, non_blocking=True)
+        blocks, indices = listed.unbind(1)
+        taken = as_bytes(source).index_select(0, blocks).view(source.dtype)
+        as_bytes(target).index_copy_(0, indices, as_bytes(self._convert(taken, layers, again)))
 
-def _copy(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    if not source.is_cuda:
-        for block, index in pairs:
-            target[index].copy_(source[block])
-        return
-    blocks, indices = torch.tensor(pairs, dtype=torch.int64).pin_memory().to(source.device, non_blocking=True).unbind(1)
-    target.index_copy_(0, indices, source.index_select(0, blocks))
+
+class NumberConverter:
+    """`dtype` is what comes out."""
+
+    def __init__(self, plan: ReshapePlan, device: torch.device) -> None:
+        self.dtype: torch.dtype = getattr(torch, plan.sink_numbers.dtype)
+        self._is_same = plan.source_numbers == plan.sink_numbers
+        self._source_scale_LP11, self._sink_scale_LP11 = (
+            _scales(numbers, plan.num_layers, device) for numbers in (plan.source_numbers, plan.sink_numbers)
+        )
+
+    def __call__(self, values: torch.Tensor, layers: slice, again: bool) -> torch.Tensor:
+        """[…, l, P, slots, D] of these layers. fp8 as a node that stores it itself would: it saturates and counts."""
+        if self._is_same:
+            return values
+        if values.dtype == FP8_DTYPE:
+            values = dequantize(values, self._source_scale_LP11[layers], torch.float32)
+        if self.dtype == FP8_DTYPE:
+            return quantize(values, self._sink_scale_LP11[layers], counts=not again)
+        return values.to(self.dtype)
+
+
+def _scales(numbers: Numbers, num_layers: int, device: torch.device) -> torch.Tensor:
+    """float32 [layers, K and V, 1, 1]."""
+    ones = (1.0,) * num_layers
+    both = (numbers.k_scales or ones, numbers.v_scales or ones)
+    return torch.tensor(both, dtype=torch.float32).T.reshape(num_layers, 2, 1, 1).to(device)

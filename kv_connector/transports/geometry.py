@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tandem.engine.kv_layout import DTYPE_BYTES, KVLayout
+from tandem.kernels.quantization import as_bytes
 
 
 class BlockGeometry:
@@ -62,7 +63,7 @@ def byte_view(pool_NHLPBD: torch.Tensor) -> memoryview:
 
 
 def shape_pool(storage: torch.Tensor, layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """A pool_NHLPBD over `storage`, uint8 [num_blocks * layout.stride_bytes] or longer."""
+    """A pool_NHLPBD over `storage`, uint8 [num_blocks * layout.stride_bytes] or longer; see `as_moved`."""
     group = layout.group
     dtype = getattr(torch, group.dtype)
     inner = (group.num_kv_heads, group.num_layers, group.num_planes, layout.block_size, group.head_dim)
@@ -71,7 +72,13 @@ def shape_pool(storage: torch.Tensor, layout: KVLayout, num_blocks: int) -> torc
     strides = [layout.stride_bytes // item_bytes]
     for axis in range(1, len(inner) + 1):
         strides.append(torch.Size(inner[axis:]).numel())
-    return storage[: num_blocks * layout.stride_bytes].view(dtype).as_strided((num_blocks, *inner), strides)
+    shaped = storage[: num_blocks * layout.stride_bytes].view(dtype).as_strided((num_blocks, *inner), strides)
+    return as_moved(shaped)
+
+
+def as_moved(pool_NHLPBD: torch.Tensor) -> torch.Tensor:
+    """How transports see a pool: fp8 as uint8, as moving bytes takes no arithmetic and not all of it exists for fp8."""
+    return as_bytes(pool_NHLPBD)
 
 
 def copy_blocks(

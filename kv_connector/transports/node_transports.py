@@ -19,6 +19,7 @@ from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.transports.base import Channel, OnLost, Transport
 from tandem.kv_connector.transports.cuda_ipc import CudaIpcTransport
+from tandem.kv_connector.transports.geometry import as_moved
 from tandem.kv_connector.transports.local import LocalTransport
 from tandem.kv_connector.transports.nixl import NixlTransport
 from tandem.kv_connector.transports.selection import ONLY_WHEN_ASKED, ORDER, candidates, choose_transport
@@ -77,7 +78,7 @@ class NodeTransports:
     def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
         self._device = pool.device
         for transport in self._transports.values():
-            transport.register(pool, layout, node_id, epoch)
+            transport.register(as_moved(pool), layout, node_id, epoch)
 
     def exports(self) -> dict[str, bytes]:
         """Value of NodeInfo.transports."""

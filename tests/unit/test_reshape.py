@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import FirstToken
+from tandem.kernels.quantization import as_bytes, overflow_counts
 from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
 from tandem.kv_connector.plan import BlockSizes
 from tests.fakes.kv_pools import PoolNode, make_layout, needs
@@ -77,13 +80,39 @@ class Handoff:
             block, slot = divmod(token, self.sizes.source)
             sink_block, sink_slot = divmod(token, self.sizes.sink)
             values = self.source.node.pool[SOURCE_BLOCKS[block], :, :, :, slot]
-            after[SINK_BLOCKS[sink_block], :, :, :, sink_slot] = values
+            stored = converted(values, self.source.node.layout, self.sink.node.layout)
+            as_bytes(after)[SINK_BLOCKS[sink_block], :, :, :, sink_slot] = as_bytes(stored)
         return after
 
     def close(self) -> None:
         for side in (self.source, self.sink):
             assert side.transfer.stop(5.0)
             side.node.close()
+
+
+def converted(values: torch.Tensor, ours: KVLayout, theirs: KVLayout) -> torch.Tensor:
+    """[H, L, P, D] of one token, one layer and plane after the other."""
+    if ours.group.dtype == theirs.group.dtype and scales(ours) == scales(theirs):
+        return values
+    dtype = getattr(torch, theirs.group.dtype)
+    out = torch.empty(values.shape, dtype=dtype)
+    for layer in range(values.shape[1]):
+        for plane in range(2):
+            meant = values[:, layer, plane].float() * scales(ours)[plane][layer] / scales(theirs)[plane][layer]
+            limit = 448.0 if dtype == torch.float8_e4m3fn else math.inf
+            out[:, layer, plane] = meant.clamp(-limit, limit).to(dtype)
+    return out
+
+
+def scales(layout: KVLayout) -> tuple[tuple[float, ...], ...]:
+    ones = (1.0,) * layout.group.num_layers
+    return layout.group.k_scales or ones, layout.group.v_scales or ones
+
+
+def kept_as(dtype: str, block_size: int = 8, scales: tuple = ((), ())) -> KVLayout:
+    layout = make_layout(block_size=block_size, dtype=dtype)
+    group = msgspec.structs.replace(layout.group, k_scales=scales[0], v_scales=scales[1])
+    return msgspec.structs.replace(layout, groups=(group,))
 
 
 @pytest.fixture
@@ -108,6 +137,46 @@ def test_blocks_of_another_size_arrive_whole_and_alone(make, transport, sizes):
     assert torch.equal(handoff.sink.node.pool, handoff.expected())
     num_bytes = NUM_TOKENS * make_layout(block_size=1).payload_bytes
     assert handoff.source.transfer.counters["kv_pushed_bytes"] == num_bytes
+
+
+FP8 = "float8_e4m3fn"
+SCALES = (0.5, 0.03, 2.0), (1.0, 0.25, 0.004)  # keys and values of three layers; 0.004: some values saturate
+OTHER_SCALES = (1.0, 1.0, 0.125), (0.75, 2.0, 0.004)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (kept_as("float32"), kept_as("bfloat16")),
+        (kept_as("bfloat16"), kept_as("float16", 12)),
+        (kept_as("float32"), kept_as(FP8)),
+        (kept_as("float32"), kept_as(FP8, 12, SCALES)),
+        (kept_as("bfloat16", 12), kept_as(FP8, 8, SCALES)),
+        (kept_as(FP8, 8, SCALES), kept_as("bfloat16")),
+        (kept_as(FP8, 8, SCALES), kept_as(FP8, 8, SCALES)),
+        (kept_as(FP8, 8, SCALES), kept_as(FP8, 12, OTHER_SCALES)),
+    ],
+    ids=lambda layout: f"{layout.group.dtype}-{layout.block_size}-{bool(layout.group.k_scales)}",
+)
+@pytest.mark.parametrize("transport", ALL)
+def test_numbers_arrive_as_the_sink_would_have_stored_them(make, transport, ours, theirs):
+    handoff = make(transport, ours, theirs)
+    handoff.push()
+    assert handoff.check() == ()
+    assert torch.equal(as_bytes(handoff.sink.node.pool), as_bytes(handoff.expected()))
+    num_bytes = NUM_TOKENS * kept_as(theirs.group.dtype, 1).payload_bytes
+    assert handoff.source.transfer.counters["kv_pushed_bytes"] == num_bytes
+
+
+def test_what_does_not_fit_into_fp8_saturates_and_is_counted(make):
+    before = sum(overflow_counts().values())
+    handoff = make("shm", kept_as("float32"), kept_as(FP8, 8, ((1e-4,) * 3, (1.0,) * 3)))
+    handoff.push()
+    assert handoff.check() == ()
+    meant = handoff.source.node.pool[list(SOURCE_BLOCKS[: handoff.num_blocks]), :, :, 0] / 1e-4
+    meant[-1, :, :, NUM_TOKENS % 8 :] = 0
+    assert (meant.abs() > 448).any()
+    assert sum(overflow_counts().values()) - before == (meant.abs() > 448).sum()
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
