@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from tandem.engine.interfaces import BlockEvent
 
@@ -30,6 +31,7 @@ class BlockPool:
         self.enable_caching = enable_caching
         self._ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._generations = [0] * num_blocks
         self._last_write_step = [NO_STEP] * num_blocks
         self._cooling: dict[int, set[int]] = {}  # step -> free blocks that it may still write
         self._newest_launched = NO_STEP
@@ -38,6 +40,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._parent_of: dict[bytes, bytes | None] = {}
+        self._tenant_of: dict[bytes, bytes] = {}  # of those that have one
         self._children_of: dict[bytes, dict[bytes, None]] = {}
         # Publication: hashes that wait for a step, and events not yet drained.
         self._publish_step: dict[bytes, int] = {}
@@ -65,6 +68,29 @@ class BlockPool:
 
     def block_hash(self, block_id: int) -> bytes | None:
         return self._hash_of[block_id]
+
+    def find(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def parent(self, block_hash: bytes) -> bytes | None:
+        return self._parent_of[block_hash]
+
+    def tenant(self, block_hash: bytes) -> bytes:
+        return self._tenant_of.get(block_hash, b"")
+
+    def is_published(self, block_hash: bytes) -> bool:
+        """Whether the block is cached and complete: nothing writes it until its generation changes."""
+        return block_hash in self._block_of and block_hash not in self._publish_step
+
+    def generation(self, block_id: int) -> int:
+        """How often the block was given away to be written anew. Who reads without a reference looks at it before and
+        after: the same number means that what was read of a published block is whole."""
+        return self._generations[block_id]
+
+    def cold_end(self, limit: int) -> list[bytes]:
+        """Published hashes among the next `limit` blocks to be reused, in that order."""
+        hashes = (self._hash_of[block_id] for block_id in islice(self._free, limit))
+        return [each for each in hashes if each is not None and each not in self._publish_step]
 
     def is_writable(self, block_id: int) -> bool:
         """Only a block with one holder and without a hash may be written."""
@@ -132,6 +158,7 @@ class BlockPool:
         if block_hash is not None:
             self._forget(block_hash)
         self._leave_free_queue(block_id)
+        self._generations[block_id] += 1
         self._ref_counts[block_id] = 1
         return block_id
 
@@ -149,12 +176,19 @@ class BlockPool:
 
     # --- hashes ---------------------------------------------------------------------------------------------
 
-    def register(self, block_id: int, block_hash: bytes, parent: bytes | None = None, step: int | None = None) -> bool:
+    def register(
+        self,
+        block_id: int,
+        block_hash: bytes,
+        parent: bytes | None = None,
+        step: int | None = None,
+        tenant: bytes = b"",
+    ) -> bool:
         """Makes a full block findable; returns whether it was inserted.
 
         `step` writes its last token (None: the content is there); the stored event waits for it. `parent` is the hash
-        of the block before it, None for a first block. Not inserted: caching is off, the hash is taken (first insert
-        wins), the block has a hash, or the parent is not cached.
+        of the block before it, None for a first block; `tenant` who it was computed for. Not inserted: caching is off,
+        the hash is taken (first insert wins), the block has a hash, or the parent is not cached.
         """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is registered and has no holder"
         if not self.enable_caching or block_hash in self._block_of or self._hash_of[block_id] is not None:
@@ -166,6 +200,8 @@ class BlockPool:
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
         self._parent_of[block_hash] = parent
+        if tenant:
+            self._tenant_of[block_hash] = tenant
         self._publish_after(block_hash, parent, NO_STEP if step is None else step)
         return True
 
@@ -189,6 +225,7 @@ class BlockPool:
             if block_id in self._free:
                 self._free.move_to_end(block_id, last=False)
             parent = self._parent_of.pop(gone)
+            self._tenant_of.pop(gone, None)
             if parent in self._children_of:
                 del self._children_of[parent][gone]
                 if not self._children_of[parent]:
@@ -258,6 +295,7 @@ class BlockPool:
         assert len(hashed) == len(self._block_of), "two blocks have one hash"
         assert self.enable_caching or not hashed, "a block is cached though caching is off"
         assert set(self._parent_of) == set(self._block_of)
+        assert set(self._tenant_of) <= set(self._block_of), "a tenant of what is not cached"
         for block_hash, parent in self._parent_of.items():
             if parent is not None:
                 assert parent in self._block_of, "a cached block has lost its parent"

@@ -75,6 +75,36 @@ class KVConnectorWorker(Protocol):
         """Completion events since the last call (for the step loop)."""
 
 
+class LowerTiers(Protocol):
+    """KV of this node below the device pool, as the planner sees it. Called from the step loop only; never blocks."""
+
+    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+        """Called whenever `request` could start: there are a slot and blocks for all of it. `hashes` are what it may
+        take from a cache, `hits` the blocks that the pool has of them. How many tokens after the hits are loaded under
+        its first step (0 unless `runs_alone`), or None: something is being loaded that it will find, ask again."""
+
+    def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """`request` starts with the next step, which loads these blocks. They are its own, and were grantable."""
+
+    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+        """The step's connector metadata, with its loads."""
+
+    def started(self, request: Request, hashes: Sequence[bytes]) -> None:
+        """It has references of its own to what was found or loaded."""
+
+    def ended(self, request: Request) -> None:
+        """Whether it had started or not, it needs nothing any more. Idempotent."""
+
+    def give_way(self, besides: Request | None = None) -> None:
+        """Others need blocks more: give those back that are held for requests (but `besides`) that have not started,
+        at once or when a copy has ended. Those requests compute what they don't find."""
+
+    def flush(self) -> None:
+        """Forget whatever nobody uses."""
+
+    def check_integrity(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
     """A cached block appeared on (stored) or left (removed) this node. Parents stored first, children removed first."""

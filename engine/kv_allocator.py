@@ -43,10 +43,14 @@ class KVAllocator:
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks that `request` may start from: they end below its last token. No side effect on blocks."""
-        if not request.use_prefix_cache or request.needs_prompt_logprobs:
+        return self.pool.match_prefix(self.reusable_hashes(request))
+
+    def reusable_hashes(self, request: Request) -> list[bytes]:
+        """Of the blocks that `request` may take from a cache, wherever that is."""
+        if not self.pool.enable_caching or not request.use_prefix_cache or request.needs_prompt_logprobs:
             return []
         self.extend_hashes(request)
-        return self.pool.match_prefix(request.block_hashes[: (request.num_tokens - 1) // self.block_size])
+        return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
 
     def register_full_blocks(self, request: Request, step: int | None) -> None:
         """Makes every block findable whose tokens are known and whose KV is there once `step` has run (None: now)."""
@@ -58,7 +62,7 @@ class KVAllocator:
         self.extend_hashes(request)
         for index in range(request.num_registered_blocks, num_full):
             parent = request.block_hashes[index - 1] if index else None
-            self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step)
+            self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, request.salt)
         request.num_registered_blocks = num_full
 
     # --- growth and release ---------------------------------------------------------------------------------

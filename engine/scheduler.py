@@ -15,7 +15,7 @@ import msgspec
 from tandem.engine import stop
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
-from tandem.engine.interfaces import KVConnectorScheduler
+from tandem.engine.interfaces import KVConnectorScheduler, LowerTiers
 from tandem.engine.messages import TokenLogprobs
 from tandem.engine.prompt_order import PromptOrder
 from tandem.engine.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
@@ -44,6 +44,7 @@ class Scheduler(SchedulerState):
         limits_prompt_work: bool = False,
         connector: KVConnectorScheduler | None = None,
         prompt_order: PromptOrder | None = None,
+        tiers: LowerTiers | None = None,
     ) -> None:
         """As in SchedulerState. ValueError: `block_size` is not a multiple of `hash_block_size`."""
         super().__init__(
@@ -57,6 +58,7 @@ class Scheduler(SchedulerState):
             limits_prompt_work=limits_prompt_work,
             connector=connector,
             prompt_order=prompt_order,
+            tiers=tiers,
         )
         self._planner = StepPlanner(self)
         self._launched: dict[int, LaunchedStep] = {}
@@ -72,9 +74,10 @@ class Scheduler(SchedulerState):
         output, self._launched[step_id] = StepBuilder(self, step_id).build(plan)
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
         self.prompt_order.launched(step_id, prompts)
-        if self.connector is not None:
-            output = msgspec.structs.replace(output, connector_meta=self.connector.build_connector_meta(output))
-        return output
+        meta = None if self.connector is None else self.connector.build_connector_meta(output)
+        if self.tiers is not None:
+            meta = self.tiers.step_meta(step_id, meta)
+        return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineEvent]:
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have

@@ -13,7 +13,7 @@ from tandem.engine import stop
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.hashing import BlockHasher
-from tandem.engine.interfaces import KVConnectorScheduler
+from tandem.engine.interfaces import KVConnectorScheduler, LowerTiers
 from tandem.engine.kv_allocator import KVAllocator
 from tandem.engine.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.request import EngineEvent, FailedEvent, Request, RequestState
@@ -42,6 +42,7 @@ class SchedulerState:
         limits_prompt_work: bool = False,
         connector: KVConnectorScheduler | None = None,
         prompt_order: PromptOrder | None = None,
+        tiers: LowerTiers | None = None,
     ) -> None:
         """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
         `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only."""
@@ -54,6 +55,7 @@ class SchedulerState:
         self.limits_prompt_work = limits_prompt_work
         self.connector = connector
         self.prompt_order = prompt_order or ArrivalOrder()
+        self.tiers = tiers
         self.step_times: StepTimes | None = None  # once the device is warm
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -210,6 +212,8 @@ class SchedulerState:
     def _end(self, request: Request) -> None:
         request.state = RequestState.FINISHED
         self.prompt_order.ended(request)
+        if self.tiers is not None:
+            self.tiers.ended(request)
         block_ids = self.kv.detach(request)
         connector = self.connector if request.mode == "prefill" else None
         if connector is None or not connector.request_finished(request, block_ids):
@@ -238,6 +242,12 @@ class SchedulerState:
         """Tokens accepted whose KV is not computed by any launched step."""
         return sum(max(0, r.num_tokens - r.num_computed_tokens) for r in (*self.waiting, *self.running))
 
+    def flush(self) -> None:
+        """Drops every cached block that nobody uses, on the device and below."""
+        self.pool.flush()
+        if self.tiers is not None:
+            self.tiers.flush()
+
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.events)
 
@@ -245,6 +255,8 @@ class SchedulerState:
         """AssertionError when an invariant does not hold. `external_references` (block_id -> references held by
         others): with it every reference must be accounted for, {} meaning that only requests hold blocks."""
         self.pool.check_integrity()
+        if self.tiers is not None:
+            self.tiers.check_integrity()
         slots = [request.slot for request in self.running]
         assert sorted(slots + self.free_slots) == list(range(self.options.max_num_seqs)), "a slot is lost or shared"
         requests = [request for siblings in self._requests.values() for request in siblings]

@@ -98,7 +98,7 @@ class ServingNode:
             elif entry is not None:
                 self.stop_samples(entry, message.sample_indices)
         elif isinstance(message, FlushBlocks):
-            self.pool.flush()
+            self.scheduler.flush()
         else:
             self.on_peer_message(peer_id, message, now)
 

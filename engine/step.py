@@ -90,7 +90,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     forks: tuple[ForkSlot, ...] = ()
     block_appends: tuple[BlockAppend, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    connector_meta: object | None = None  # made by KVConnectorScheduler.build_connector_meta
+    connector_meta: object | None = None  # made by KVConnectorScheduler.build_connector_meta and LowerTiers.step_meta
 
     @property
     def num_tokens(self) -> int:

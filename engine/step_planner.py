@@ -122,7 +122,7 @@ class StepPlanner:
         keeps, and if that hinders someone more important it will be preempted in turn."""
         if self._outgrew_pool(plan, request, num_tokens):
             return False
-        while not self._kv.grow(request, num_tokens):
+        while not self._grow(request, num_tokens):
             victim = max(self._preemptable(), key=lambda r: r.sort_key, default=request)
             if victim.sort_key <= request.sort_key:
                 return False
@@ -130,6 +130,15 @@ class StepPlanner:
             plan.preempted = True
             self._state.preempt(victim)
         return True
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """What is held for requests that have not started goes before anyone loses blocks."""
+        if self._kv.grow(request, num_tokens):
+            return True
+        if self._state.tiers is None:
+            return False
+        self._state.tiers.give_way()
+        return self._kv.grow(request, num_tokens)
 
     def _outgrew_pool(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
         """Whether `request` needs more blocks than there are; then it has failed."""
@@ -167,7 +176,7 @@ class StepPlanner:
         for request in [r for r in self._state.waiting if r.block_ids]:
             if not self._state.free_slots or plan.budget < 1:
                 return
-            if self._kv.grow(request, request.num_tokens):
+            if self._grow(request, request.num_tokens):
                 self._state.enter_batch(request)
                 plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
 
@@ -190,19 +199,24 @@ class StepPlanner:
         num_new = self._kv.num_missing_blocks(request) - len(hits)
         if num_new > self._state.pool.num_free - self._state.pool.num_unused(hits) - admission.num_reserved:
             admission.is_open = False
+            if self._state.tiers is not None:
+                self._state.tiers.give_way(besides=request)
         elif self._start(plan, request, hits):
             admission.num_reserved += self._kv.num_missing_blocks(request)
         else:
             admission.num_passed_by += 1
 
     def _start(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
-        """False: it must wait for its connector."""
-        num_external = self._ask_connector(request, len(hits) * self._state.block_size)
-        if num_external is None or not self._kv.start(request, hits, num_external):
+        """False: it must wait for its connector, or for a load."""
+        num_hit = len(hits) * self._state.block_size
+        num_external = self._ask_connector(request, num_hit)
+        num_loaded = self._ask_tiers(plan, request, hits, num_external)
+        if num_external is None or num_loaded is None or not self._kv.start(request, hits, num_external + num_loaded):
             return False
+        self._leave_tiers(request, len(hits), num_loaded // self._state.block_size)
         if not request.was_started:
             request.was_started = True
-            request.num_cached_tokens = min(len(hits) * self._state.block_size, request.num_prompt_tokens)
+            request.num_cached_tokens = min(num_hit + num_loaded, request.num_prompt_tokens)
         num_tokens = self._chunk(plan, request)
         # A prompt to be handed off never waits for a block half way, see _preemptable.
         needed = request.num_tokens if request.mode == "prefill" else request.num_computed_tokens + num_tokens
@@ -220,6 +234,26 @@ class StepPlanner:
             "nothing left to compute"
         )
         return num_external
+
+    def _ask_tiers(self, plan: StepPlan, request: Request, hits: list[int], num_external: int | None) -> int | None:
+        """Also of one that waits for its connector: both take their time at once."""
+        tiers = self._state.tiers
+        if tiers is None or num_external:
+            return 0
+        is_alone = not plan.rows and not self._state.running and len(self._state.waiting) == 1
+        hashes = self._kv.reusable_hashes(request)
+        return tiers.prepare(request, hashes, hits, is_alone and num_external is not None)
+
+    def _leave_tiers(self, request: Request, num_hits: int, num_loaded: int) -> None:
+        """It has its blocks: those from the tiers are there, or come with this step."""
+        tiers = self._state.tiers
+        if tiers is None:
+            return
+        hashes = self._kv.reusable_hashes(request)
+        if num_loaded:
+            loaded = slice(num_hits, num_hits + num_loaded)
+            tiers.load_with_step(request, request.block_ids[loaded], hashes[loaded])
+        tiers.started(request, hashes)
 
     def _unlock(self) -> None:
         """Holders of blocks wait for each other (for a slot that one has, a block that another has): the least

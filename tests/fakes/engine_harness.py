@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from fake_connector import FakeConnector
+from fake_tiers import FakeTiers
 
 from fake_runner import FakeRunner, next_token, stop_ids
 from tandem.engine.block_pool import BlockPool
@@ -23,6 +24,7 @@ BLOCK = 4
 EOS = 7
 MAX_MODEL_LEN = 64
 SALTS = (b"", b"tenant")
+TierSizes = tuple[int, int, int, int]  # host blocks, disk blocks, lag, bad_every: as FakeTiers takes them
 
 
 def root_for_salt(salt: bytes) -> bytes:
@@ -55,11 +57,14 @@ class Harness:
         limits_prompt_work: bool = False,
         pool: BlockPool | None = None,
         prompt_order: PromptOrder | None = None,
+        tiers: TierSizes | None = None,
         **options: int,
     ) -> None:
         self.options = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options})  # type: ignore[arg-type]
         self.pool = pool or BlockPool(num_blocks, caching)
         self.connector = FakeConnector(self.pool, keeps_finished)
+        self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
+        self.tiers = None if tiers is None else FakeTiers(self.pool, self.runner, *tiers)
         self.scheduler = Scheduler(
             self.options,
             self.pool,
@@ -70,8 +75,8 @@ class Harness:
             limits_prompt_work=limits_prompt_work,
             connector=self.connector,
             prompt_order=prompt_order,
+            tiers=None if self.tiers is None else self.tiers.manager,
         )
-        self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
         self.core = EngineCore(self.scheduler, self.runner, pipelined)
         self.external: Counter[int] = Counter()
         self.requests: dict[str, Request] = {}
@@ -120,6 +125,8 @@ class Harness:
         events = self.core.step()
         for event in events:
             self._take(event)
+        if self.tiers is not None:
+            self.tiers.turn(is_idle=not self.core.has_work())
         self.check()
         return events
 
@@ -131,8 +138,13 @@ class Harness:
         raise AssertionError("the scheduler makes no progress")
 
     def check(self) -> None:
-        self.scheduler.check_integrity(self.external + self.connector.references)
-        self.runner.check_cached(self.pool, [root_for_salt(salt) for salt in SALTS])
+        roots = [root_for_salt(salt) for salt in SALTS]
+        held = self.external + self.connector.references
+        if self.tiers is not None:
+            held += self.tiers.manager.references()
+            self.tiers.check(roots)
+        self.scheduler.check_integrity(held)
+        self.runner.check_cached(self.pool, roots)
 
     def _take(self, event: EngineEvent) -> None:
         name = event.request.request_id
@@ -167,6 +179,14 @@ class Harness:
         tokens, reason = expected(request.prompt_token_ids.tolist(), sample, request.sampling, prior)
         assert self.tokens.get((name, sample)) == tokens
         assert self.finished[name, sample] in (reason, "first")
+
+    def settle(self, limit: int = 300) -> None:
+        """Idle turns, until nothing is copied any more."""
+        for _ in range(limit):
+            self.step()
+            if self.tiers is None or not self.tiers.is_busy:
+                return
+        raise AssertionError("the tiers copy for ever")
 
     def assert_empty(self) -> None:
         assert not +self.external, "the test holds blocks"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.request import Request, RequestState
 from tandem.engine.step import SchedulerOutput
+from tandem.kv_connector.meta import SourceStepMeta
 
 
 class FakeConnector:
@@ -35,9 +36,9 @@ class FakeConnector:
         assert request.slot >= 0
         self.allocated[request.request_id] = list(block_ids)
 
-    def build_connector_meta(self, output: SchedulerOutput) -> int:
+    def build_connector_meta(self, output: SchedulerOutput) -> SourceStepMeta:
         self.metas.append(output.step_id)
-        return output.step_id
+        return SourceStepMeta(output.step_id, (), ())
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         assert request.request_id not in self.finished, "a request left twice"

@@ -92,6 +92,8 @@ class FakeRunner:
         if output.step_id in self.failing | self._doomed:
             return self._fail(output)
         self._copy(output)
+        for load in getattr(output.connector_meta, "loads", ()):
+            load.run()
         slots = [row.slot for row in output.rows]
         assert len(set(slots)) == len(slots), "a slot has two rows"
         for row in output.rows:

@@ -172,4 +172,4 @@ def test_every_step_carries_the_connectors_metadata() -> None:
 
     harness.runner.execute = spy  # type: ignore[method-assign]
     harness.run()
-    assert [output.connector_meta for output in outputs] == [output.step_id for output in outputs] == [0, 1, 2]
+    assert [output.connector_meta.step_id for output in outputs] == [output.step_id for output in outputs] == [0, 1, 2]

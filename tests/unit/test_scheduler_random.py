@@ -1,7 +1,7 @@
 """Random traffic on tiny pools: every invariant after every step, every output equal to its definition at the end.
 
 Submissions of all kinds (full, to be handed off, committed by a peer), samples, priorities, stops, prior output, prompt
-logprobs, cache options; whole and partial aborts, parked prompts, grants, flushes, in any order.
+logprobs, cache options, lower tiers; whole and partial aborts, parked prompts, grants, flushes, in any order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine_harness import BLOCK, SALTS, Harness, expected
+from engine_harness import BLOCK, SALTS, Harness, TierSizes, expected
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -65,6 +65,7 @@ class Traffic(RuleBasedStateMachine):
         keeps=st.sampled_from([True, True, False]),
         shuffled=st.booleans(),
         contended_chunk=st.sampled_from([0, 3]),
+        tiers=st.none() | st.tuples(st.integers(1, 12), st.sampled_from([0, 0, 5, 9]), *[st.integers(0, 3)] * 2),
     )
     def start(
         self,
@@ -78,6 +79,7 @@ class Traffic(RuleBasedStateMachine):
         keeps: bool,
         shuffled: bool,
         contended_chunk: int,
+        tiers: TierSizes | None,
     ) -> None:
         self.harness = Harness(
             num_blocks,
@@ -91,6 +93,7 @@ class Traffic(RuleBasedStateMachine):
             decode_prompt_budget=5,
             contended_prefill_chunk=contended_chunk,
             prompt_order=AnyOrder() if shuffled else None,
+            tiers=tiers,
         )
         self.granted: list[list[int]] = []
         self.aborted: set[tuple[str, int]] = set()
@@ -175,7 +178,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.harness.pool.flush()
+        self.harness.scheduler.flush()
 
     @rule(num=st.integers(1, 6))
     def steps(self, num: int) -> None:
@@ -209,6 +212,7 @@ class Traffic(RuleBasedStateMachine):
                 self.harness.connector.release(name)
         for name in list(self.harness.connector.held):
             self.harness.connector.release(name)
+        self.harness.settle()
         for request in self.harness.requests.values():
             self._check_output(request)
         self.harness.assert_empty()

@@ -1,0 +1,228 @@
+"""The table of one tier: which block is in which slot, and which goes first when there is no room. Pure.
+
+Eviction is LFU-DA (least frequently used with dynamic aging: Arlitt, Cherkasova, Dilley, Friedrich, Jin 2000): an
+entry's rank is the number of its uses, capped, plus the rank of what was evicted last when it was used; equals go by
+recency. Only leaves are evicted, entries that are no other entry's parent: a block without its parent is never found.
+An entry that is being written (`reserve` … `commit`) is not found, one that is pinned is not evicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+MAX_USES = 8  # that count: a block stays about so many turnovers of the tier after its last use
+Rank = tuple[int, int]  # (age + uses, time of last use)
+
+
+@dataclass(slots=True)
+class Entry:
+    slot: int
+    parent: bytes | None
+    tenant: bytes
+    uses: int = 1
+    rank: Rank = (0, 0)
+    num_pins: int = 0
+    is_ready: bool = False
+
+
+class TierIndex:
+    """`capacity` slots, 0 … capacity-1. `quota_of`: how many of them a tenant may have; None: as many as there are."""
+
+    def __init__(self, capacity: int, quota_of: Callable[[bytes], int | None] = lambda tenant: None) -> None:
+        self.capacity = capacity
+        self._quota_of = quota_of
+        self._entries: dict[bytes, Entry] = {}
+        self._num_children: Counter[bytes] = Counter()  # by parent, whether that is in this tier or not
+        self._free = list(range(capacity - 1, -1, -1))
+        self._leaves: list[tuple[Rank, bytes]] = []  # a heap; also holds what is no longer so
+        self._num_of_tenant: Counter[bytes] = Counter()
+        self._age = 0
+        self._time = 0
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether the block is here or being written here."""
+        return block_hash in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def is_ready(self, block_hash: bytes) -> bool:
+        entry = self._entries.get(block_hash)
+        return entry is not None and entry.is_ready
+
+    def slot(self, block_hash: bytes) -> int:
+        return self._entries[block_hash].slot
+
+    def parent(self, block_hash: bytes) -> bytes | None:
+        return self._entries[block_hash].parent
+
+    def tenant(self, block_hash: bytes) -> bytes:
+        return self._entries[block_hash].tenant
+
+    def unpinned_hashes(self) -> list[bytes]:
+        """What can be removed at once."""
+        return [block_hash for block_hash, entry in self._entries.items() if entry.is_ready and not entry.num_pins]
+
+    # --- coming ---------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, block_hash: bytes, parent: bytes | None, tenant: bytes = b"", kept: Container[bytes] = ()
+    ) -> tuple[int, bytes | None] | None:
+        """A slot to write the block into, and what was evicted for it; None: there is no room. `parent` and `kept` are
+        not evicted."""
+        quota, victim = self._quota_of(tenant), None
+        is_over = quota is not None and self._num_of_tenant[tenant] >= quota
+        if is_over or not self._free:
+            victim = self._pop_victim(parent, kept, tenant if is_over else None)
+            if victim is None:
+                return None
+        slot = self._free.pop()
+        self._enter(slot, block_hash, parent, tenant)
+        return slot, victim
+
+    def commit(self, block_hash: bytes) -> None:
+        """The block is complete in its slot: it can be found from here on."""
+        entry = self._entries[block_hash]
+        assert not entry.is_ready, "committed twice"
+        entry.is_ready = True
+        self._rank(block_hash, entry)
+
+    def restore(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes = b"") -> None:
+        """An entry that was in `slot` before this process began."""
+        self._free.remove(slot)
+        self._enter(slot, block_hash, parent, tenant)
+        self.commit(block_hash)
+
+    def _enter(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes) -> None:
+        assert block_hash not in self._entries, "a block is in one slot, once"
+        self._entries[block_hash] = Entry(slot, parent, tenant)
+        self._num_of_tenant[tenant] += 1
+        if parent is not None:
+            self._num_children[parent] += 1
+
+    # --- staying --------------------------------------------------------------------------------------------
+
+    def use(self, block_hashes: Sequence[bytes]) -> None:
+        """A prefix, in order, of which this tier may hold some: those were used once more, parents last."""
+        for block_hash in reversed(block_hashes):
+            entry = self._entries.get(block_hash)
+            if entry is not None and entry.is_ready:
+                entry.uses = min(MAX_USES, entry.uses + 1)
+                self._rank(block_hash, entry)
+
+    def pin(self, block_hashes: Iterable[bytes]) -> None:
+        for block_hash in block_hashes:
+            assert self._entries[block_hash].is_ready, "only what is complete is copied from"
+            self._entries[block_hash].num_pins += 1
+
+    def unpin(self, block_hashes: Iterable[bytes]) -> None:
+        for block_hash in block_hashes:
+            entry = self._entries[block_hash]
+            assert entry.num_pins > 0, "an entry is unpinned once too often"
+            entry.num_pins -= 1
+            self._offer(block_hash, entry)
+
+    def _rank(self, block_hash: bytes, entry: Entry) -> None:
+        self._time += 1
+        entry.rank = (self._age + entry.uses, self._time)
+        self._offer(block_hash, entry)
+
+    def _offer(self, block_hash: bytes, entry: Entry) -> None:
+        if self._is_evictable(block_hash, entry):
+            heapq.heappush(self._leaves, (entry.rank, block_hash))
+            if len(self._leaves) > 4 * self.capacity + 64:
+                self._rebuild()
+
+    def _rebuild(self) -> None:
+        self._leaves = [(e.rank, h) for h, e in self._entries.items() if self._is_evictable(h, e)]
+        heapq.heapify(self._leaves)
+
+    def _is_evictable(self, block_hash: bytes, entry: Entry) -> bool:
+        return entry.is_ready and not entry.num_pins and not self._num_children[block_hash]
+
+    # --- going ----------------------------------------------------------------------------------------------
+
+    def remove(self, block_hash: bytes) -> None:
+        """Whatever it is, written, being written or bad, its slot is free now. Children, if any, stay."""
+        entry = self._entries.pop(block_hash)
+        assert not entry.num_pins, "an entry that is copied from is removed"
+        self._free.append(entry.slot)
+        self._num_of_tenant[entry.tenant] -= 1
+        parent = entry.parent
+        if parent is not None:
+            self._num_children[parent] -= 1
+            if not self._num_children[parent]:
+                del self._num_children[parent]
+                if parent in self._entries:
+                    self._offer(parent, self._entries[parent])
+
+    def _pop_victim(self, parent: bytes | None, kept: Container[bytes], tenant: bytes | None) -> bytes | None:
+        """Evicts the lowest leaf (of `tenant`)."""
+        with closing(self._lowest(tenant)) as lowest:
+            victim = next((each for each in lowest if each != parent and each not in kept), None)
+        if victim is not None:
+            self._age = max(self._age, self._entries[victim].rank[0])
+            self.remove(victim)
+        return victim
+
+    def _lowest(self, tenant: bytes | None) -> Generator[bytes, None, None]:
+        """Evictable entries, lowest first. What was passed by is back in the heap when this is closed."""
+        passed: dict[bytes, Rank] = {}
+        try:
+            while self._leaves:
+                rank, block_hash = heapq.heappop(self._leaves)
+                entry = self._entries.get(block_hash)
+                if entry is None or entry.rank != rank or block_hash in passed:
+                    continue
+                if self._is_evictable(block_hash, entry):
+                    passed[block_hash] = rank
+                    if tenant is None or entry.tenant == tenant:
+                        yield block_hash
+        finally:
+            for block_hash, rank in passed.items():
+                heapq.heappush(self._leaves, (rank, block_hash))
+
+    def next_to_go(self, limit: int) -> list[bytes]:
+        """The entries that the next `limit` evictions would take, in order: children first, then parents."""
+        order: list[bytes] = []
+        gone: Counter[bytes] = Counter()
+        ancestors: list[tuple[Rank, bytes]] = []
+        with closing(self._lowest(None)) as leaves:
+            leaf = next(leaves, None)
+            while len(order) < limit and (leaf is not None or ancestors):
+                if leaf is not None and (not ancestors or self._entries[leaf].rank <= ancestors[0][0]):
+                    block_hash, leaf = leaf, next(leaves, None)
+                else:
+                    _, block_hash = heapq.heappop(ancestors)
+                order.append(block_hash)
+                parent = self._entries[block_hash].parent
+                entry = None if parent is None else self._entries.get(parent)
+                if parent is not None and entry is not None:
+                    gone[parent] += 1
+                    if entry.is_ready and not entry.num_pins and gone[parent] == self._num_children[parent]:
+                        heapq.heappush(ancestors, (entry.rank, parent))
+        return order
+
+    # --- integrity ------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant does not hold. Linear in the size of the tier."""
+        slots = [entry.slot for entry in self._entries.values()]
+        assert sorted(slots + self._free) == list(range(self.capacity)), "a slot is lost or shared"
+        children = Counter(entry.parent for entry in self._entries.values() if entry.parent is not None)
+        assert children == +self._num_children, "children are miscounted"
+        assert Counter(entry.tenant for entry in self._entries.values()) == +self._num_of_tenant
+        offered = set(self._leaves)
+        for block_hash, entry in self._entries.items():
+            assert entry.num_pins >= 0
+            assert entry.is_ready or not entry.num_pins, "an entry that is written is copied from"
+            if self._is_evictable(block_hash, entry):
+                assert (entry.rank, block_hash) in offered, "an entry could never be evicted"

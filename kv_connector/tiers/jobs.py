@@ -1,0 +1,77 @@
+"""What the tier manager (step loop) and the threads that copy tell each other. Frozen plain data, no torch.
+
+Slots are of the host pool or the disk file, blocks of the device pool. Each job is answered by one event that names it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.kv_connector.meta import SourceStepMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Device to host. What is read may change meanwhile; the manager finds out (`generations`)."""
+
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    host_slots: tuple[int, ...]
+    generations: tuple[int, ...]
+    flushes: int  # how often the tiers had been flushed when it was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Host to device, into blocks that are the manager's."""
+
+    number: int
+    hashes: tuple[bytes, ...]
+    host_slots: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Spill:
+    """Host to disk, with the records that find the blocks again after a restart."""
+
+    hashes: tuple[bytes, ...]
+    parents: tuple[bytes | None, ...]
+    host_slots: tuple[int, ...]
+    disk_slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Disk to host; each block is checked by its digest."""
+
+    number: int
+    hashes: tuple[bytes, ...]
+    disk_slots: tuple[int, ...]
+    host_slots: tuple[int, ...]
+
+
+TierJob = Save | Load | Spill | Fetch
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """`bad`: hashes of blocks that were not copied; of a Fetch also those whose bytes are not what was written."""
+
+    job: TierJob
+    seconds: float
+    bad: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoads:
+    """Step metadata of a node that hands nothing off: KV that comes in beside the step's layers (worker.LayerLoad)."""
+
+    loads: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class LoadingStepMeta(SourceStepMeta):
+    """Pushes of a step, and KV that comes in beside its layers."""
+
+    loads: tuple[object, ...] = ()

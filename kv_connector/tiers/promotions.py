@@ -1,0 +1,34 @@
+"""A request's blocks on their way up from a lower tier, and what is held for it meanwhile. Pure."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+
+class Stage(enum.Enum):
+    FETCHING = "fetching"  # disk to host
+    FETCHED = "fetched"  # in the host pool, pinned there; device blocks are still to be had
+    LOADING = "loading"  # host to device
+    LOADED = "loaded"  # found by hash, held until the request starts
+    OVER = "over"  # holds nothing; the request computes what it does not find
+
+
+IN_FLIGHT = (Stage.FETCHING, Stage.LOADING)
+
+
+@dataclass(eq=False, slots=True)
+class Promotion:
+    """`hits` are blocks of the pool that come before `hashes`. One reference to each of `hits` and `block_ids`."""
+
+    number: int
+    hits: list[int]
+    parent: bytes | None  # hash of the last of `hits`
+    hashes: list[bytes]
+    stage: Stage
+    block_ids: list[int] = field(default_factory=list)
+    is_wanted: bool = True  # False: let go of everything as soon as no copy is under way
+
+    @property
+    def held(self) -> list[int]:
+        return [*self.hits, *self.block_ids]

@@ -1,0 +1,213 @@
+"""What goes down: saves from the device to the host pool, spills from there to disk. Pure, see docs/tiers.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.interfaces import BlockEvent
+from tandem.kv_connector.tiers.index import TierIndex
+from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
+
+AHEAD_BATCHES = 4  # batches of blocks that are to be copied before their eviction
+
+
+@dataclass
+class WriteBackCounters:
+    saves: int = 0  # blocks
+    saves_torn: int = 0  # given away while they were copied
+    spills: int = 0
+    spills_failed: int = 0
+    host_evictions: int = 0
+    disk_evictions: int = 0
+    blocks_lost: int = 0  # evicted from the device before they were saved
+
+
+class WriteBack:
+    """One Save and one Spill are under way at a time: what is to go next is chosen as late as possible."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: TierIndex,
+        disk: TierIndex | None,
+        tell: Callable[[BlockEvent], None],
+        batch_blocks: int,
+    ) -> None:
+        self.counters = WriteBackCounters()
+        self._pool, self._host, self._disk = pool, host, disk
+        self._tell = tell
+        self._batch = batch_blocks
+        self._unsaved: dict[bytes, None] = {}  # cached in the device pool only
+        self._unspilled: dict[bytes, None] = {}  # in the host pool, not on disk
+        self._saving = self._spilling = False
+        self._num_flushes = 0
+        self._jobs: list[TierJob] = []
+
+    def drain_jobs(self) -> list[TierJob]:
+        jobs, self._jobs = self._jobs, []
+        return jobs
+
+    # --- the tables -----------------------------------------------------------------------------------------
+
+    def reserve_on_host(
+        self, block_hash: bytes, parent: bytes | None, tenant: bytes, kept: Container[bytes] = ()
+    ) -> int | None:
+        """A slot of the host pool, by eviction if need be, but not of what is `kept`."""
+        found = self._host.reserve(block_hash, parent, tenant, kept)
+        if found is None:
+            return None
+        slot, evicted = found
+        if evicted is not None:
+            self.counters.host_evictions += 1
+            self._left_host(evicted)
+        return slot
+
+    def commit_on_host(self, block_hash: bytes) -> None:
+        self._host.commit(block_hash)
+        self._unsaved.pop(block_hash, None)
+        if self._disk is not None and block_hash not in self._disk:
+            self._unspilled[block_hash] = None
+        self._tell(BlockEvent(block_hash, True, "cpu"))
+
+    def drop_from_host(self, block_hash: bytes) -> None:
+        was_ready = self._host.is_ready(block_hash)
+        self._host.remove(block_hash)
+        if was_ready:
+            self._left_host(block_hash)
+
+    def _left_host(self, block_hash: bytes) -> None:
+        self._unspilled.pop(block_hash, None)
+        if self._pool.is_published(block_hash):
+            self._unsaved[block_hash] = None
+        self._tell(BlockEvent(block_hash, False, "cpu"))
+
+    def drop_from_disk(self, block_hash: bytes) -> None:
+        assert self._disk is not None
+        was_ready = self._disk.is_ready(block_hash)
+        self._disk.remove(block_hash)
+        if was_ready:
+            self._left_disk(block_hash)
+
+    def _left_disk(self, block_hash: bytes) -> None:
+        if self._host.is_ready(block_hash):
+            self._unspilled[block_hash] = None
+        self._tell(BlockEvent(block_hash, False, "disk"))
+
+    def flush(self) -> None:
+        self._num_flushes += 1
+        for block_hash in self._host.unpinned_hashes():
+            self.drop_from_host(block_hash)
+        for block_hash in self._disk.unpinned_hashes() if self._disk is not None else ():
+            self.drop_from_disk(block_hash)
+
+    # --- what goes next -------------------------------------------------------------------------------------
+
+    def on_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> None:
+        for event in pool_events:
+            if not event.stored:
+                if self._unsaved.pop(event.block_hash, 0) is None and not self._is_below(event.block_hash):
+                    self.counters.blocks_lost += 1
+            elif not self._host.is_ready(event.block_hash):
+                self._unsaved[event.block_hash] = None
+        if not self._saving and self._unsaved:
+            self._save(is_idle)
+        if self._disk is not None and not self._spilling and self._unspilled:
+            self._spill(is_idle)
+
+    def _is_below(self, block_hash: bytes) -> bool:
+        return self._disk is not None and self._disk.is_ready(block_hash)
+
+    def _save(self, is_idle: bool) -> None:
+        """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots."""
+        cold = self._pool.cold_end(min(AHEAD_BATCHES * self._batch, -(-self._host.capacity // 2)))
+        chosen = [each for each in cold if each not in self._host and not self._is_below(each)][: self._batch]
+        kept = frozenset(cold)  # or they would displace each other for ever
+        if not chosen and is_idle:
+            for block_hash in self._unsaved:
+                if len(chosen) == min(self._batch, self._host.num_free):
+                    break
+                if block_hash not in self._host and self._pool.is_published(block_hash):
+                    chosen.append(block_hash)
+        taken = []
+        for block_hash in chosen:
+            tenant = self._pool.tenant(block_hash)
+            slot = self.reserve_on_host(block_hash, self._pool.parent(block_hash), tenant, kept)
+            if slot is None:
+                break
+            block_id = self._pool.find(block_hash)
+            assert block_id is not None
+            taken.append((block_hash, block_id, slot, self._pool.generation(block_id)))
+        if taken:
+            hashes, block_ids, slots, generations = zip(*taken, strict=True)
+            self._saving = True
+            self._jobs.append(Save(hashes, block_ids, slots, generations, self._num_flushes))
+
+    def _spill(self, is_idle: bool) -> None:
+        """The same from host to disk."""
+        assert self._disk is not None
+        chosen: list[bytes] = []
+        cold: list[bytes] = []
+        if self._host.num_free < AHEAD_BATCHES * self._batch:
+            cold = self._host.next_to_go(min(AHEAD_BATCHES * self._batch, -(-self._disk.capacity // 2)))
+            chosen = [each for each in cold if each in self._unspilled][: self._batch]
+        if not chosen and is_idle:
+            room = min(self._batch, self._disk.num_free)
+            chosen = [each for _, each in zip(range(room), self._unspilled, strict=False)]
+        kept = frozenset(cold)
+        taken = []
+        for block_hash in chosen:
+            parent = self._host.parent(block_hash)
+            found = self._disk.reserve(block_hash, parent, self._host.tenant(block_hash), kept)
+            if found is None:
+                break
+            if found[1] is not None:
+                self.counters.disk_evictions += 1
+                self._left_disk(found[1])
+            taken.append((block_hash, parent, self._host.slot(block_hash), found[0]))
+        if taken:
+            hashes, parents, host_slots, disk_slots = zip(*taken, strict=True)
+            self._host.pin(hashes)
+            self._spilling = True
+            self._jobs.append(Spill(hashes, parents, host_slots, disk_slots))
+
+    # --- what has gone --------------------------------------------------------------------------------------
+
+    def on_done(self, done: JobDone) -> None:
+        if isinstance(done.job, Save):
+            self._saving = bool(done.bad)  # no more of them: copying memory does not fail unless something is wrong
+            self._on_saved(done.job, done.bad)
+        else:
+            assert isinstance(done.job, Spill)
+            self._spilling = False
+            self._on_spilled(done.job, done.bad)
+
+    def _on_saved(self, job: Save, bad: Iterable[bytes]) -> None:
+        for block_hash, block_id, generation in zip(job.hashes, job.block_ids, job.generations, strict=True):
+            is_torn = self._pool.generation(block_id) != generation
+            self.counters.saves_torn += is_torn
+            if is_torn or block_hash in bad or job.flushes != self._num_flushes:
+                self._host.remove(block_hash)
+            else:
+                self.counters.saves += 1
+                self.commit_on_host(block_hash)
+
+    def _on_spilled(self, job: Spill, bad: Iterable[bytes]) -> None:
+        assert self._disk is not None
+        self._host.unpin(job.hashes)
+        for block_hash in job.hashes:
+            self._unspilled.pop(block_hash, None)
+            if block_hash in bad:  # not tried again: the disk may be full for long
+                self.counters.spills_failed += 1
+                self._disk.remove(block_hash)
+            else:
+                self.counters.spills += 1
+                self._disk.commit(block_hash)
+                self._tell(BlockEvent(block_hash, True, "disk"))
+
+    def check_integrity(self) -> None:
+        for block_hash in self._unspilled:
+            assert self._disk is not None
+            assert self._host.is_ready(block_hash), "what is not in the host pool waits to be spilled"
+            assert not self._disk.is_ready(block_hash), "what is on disk waits to be spilled"

@@ -1,0 +1,158 @@
+"""Blocks that come back from host memory and disk: what is found, what is computed, who waits, who gives way."""
+
+from __future__ import annotations
+
+import pytest
+from engine_harness import BLOCK, Harness
+
+PROMPT = [*range(13), 0, 1, 2, 3, 4, 5, 6, 7]  # 21 tokens: five blocks and one token
+OTHER = [12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 12, 11, 10, 9, 8, 7, 6, 5]
+
+
+def evicted(harness: Harness) -> None:
+    """PROMPT is computed, saved, and displaced from the pool by other prompts."""
+    harness.add("first", PROMPT, max_tokens=2)
+    harness.run()
+    harness.settle()
+    for turn in range(2):
+        harness.add(f"other{turn}", [turn + 1, *OTHER], max_tokens=2)
+        harness.run()
+        harness.settle()
+    assert not harness.pool.match_prefix(harness.requests["first"].block_hashes)
+
+
+def small(*tiers: int, **options: int) -> Harness:
+    return Harness(num_blocks=8, tiers=tiers, **options)  # type: ignore[arg-type]
+
+
+def again(harness: Harness, name: str = "again", **settings: object) -> int:
+    """PROMPT once more; how many of its tokens were computed."""
+    before = harness.runner.num_computed_tokens
+    harness.add(name, PROMPT, max_tokens=2, **settings)
+    harness.run()
+    harness.assert_output(name)
+    return harness.runner.num_computed_tokens - before
+
+
+def test_a_prompt_alone_starts_at_once_and_its_blocks_come_under_its_first_step() -> None:
+    harness = small(32, 0, 5, 0)
+    evicted(harness)
+    assert again(harness) == 2
+    assert harness.requests["again"].num_cached_tokens == 20
+    assert harness.tiers.manager.counters.host_hits == 5
+    harness.settle()
+    harness.assert_empty()
+
+
+def test_beside_others_it_waits_outside_the_batch_while_they_go_on() -> None:
+    harness = small(32, 0, 4, 0)
+    evicted(harness)
+    harness.add("runs", [9], max_tokens=8)
+    harness.step()
+    harness.add("again", PROMPT, max_tokens=2)
+    for _ in range(3):
+        harness.step()
+        assert harness.requests["again"].slot < 0, "it runs before its blocks are there"
+    assert len(harness.tokens["runs", 0]) >= 2
+    harness.run()
+    harness.assert_output("again")
+    assert harness.requests["again"].num_cached_tokens == 20
+    harness.settle()
+    harness.assert_empty()
+
+
+def test_two_requests_for_the_same_blocks_load_them_once() -> None:
+    harness = small(32, 0, 2, 0)
+    evicted(harness)
+    before = harness.runner.num_computed_tokens
+    for name in ("a", "b"):
+        harness.add(name, PROMPT, max_tokens=2)
+    harness.run()
+    assert harness.runner.num_computed_tokens - before == 4
+    assert harness.tiers.manager.counters.host_hits == 5
+
+
+def test_from_disk_by_way_of_the_host_pool() -> None:
+    harness = small(3, 32, 1, 0)
+    evicted(harness)
+    assert again(harness) < 21 - 2 * BLOCK
+    assert harness.tiers.manager.counters.disk_hits >= 2
+    harness.settle()
+    harness.assert_empty()
+
+
+def test_a_copy_that_fails_leaves_the_rest_to_be_computed() -> None:
+    harness = small(32, 32, 1, 0)
+    evicted(harness)
+    harness.tiers._bad_every = 1
+    harness.add("runs", [9], max_tokens=8)
+    harness.step()
+    harness.add("again", PROMPT, max_tokens=2)
+    harness.run()
+    harness.assert_output("again")
+    assert harness.tiers.manager.counters.loads_failed == 1
+    assert harness.requests["again"].num_cached_tokens == 0
+    harness.assert_empty()
+
+
+def test_what_is_computed_faster_is_not_loaded() -> None:
+    harness = small(32, 0, 0, 0)
+    evicted(harness)
+    manager = harness.tiers.manager
+    manager.load_rate.measured(1, 1.0)
+    manager.compute_seconds_per_token = lambda: 1e-3
+    assert again(harness) == 22
+    assert manager.counters.loads_declined >= 1
+    assert manager.load_rate.seconds < 1.0, "the rate that declines is never measured again"
+
+
+def test_an_aborted_request_lets_go_when_its_load_has_ended() -> None:
+    harness = small(32, 0, 6, 0)
+    evicted(harness)
+    harness.add("runs", [9], max_tokens=4)
+    harness.step()
+    harness.add("again", PROMPT, max_tokens=2)
+    harness.step()
+    assert harness.tiers.manager.is_moving
+    harness.scheduler.abort("again", 0)
+    assert harness.tiers.manager.references(), "a block that is written by a load is free"
+    harness.run()
+    harness.settle()
+    harness.assert_empty()
+
+
+def test_running_requests_take_what_is_held_for_one_that_waits() -> None:
+    """The prompt is loaded and waits for its connector; a running one outgrows what is left."""
+    harness = small(32, 0, 0, 0)
+    evicted(harness)
+    harness.connector.parked.add("again")
+    harness.add("runs", [9], max_tokens=28)
+    harness.step()
+    harness.add("again", PROMPT, max_tokens=2, mode="prefill")
+    for _ in range(4):
+        harness.step()
+    assert len(harness.tiers.manager.references()) == 5
+    while not harness.finished.get(("runs", 0)):
+        harness.step()
+    harness.assert_output("runs")
+    assert harness.requests["runs"].num_preemptions == 0
+    assert not harness.tiers.manager.references()
+    harness.connector.parked.clear()
+    harness.run()
+    assert harness.requests["again"].first_tokens
+
+
+@pytest.mark.parametrize("lag", [0, 3])
+def test_flush_forgets_the_tiers_too(lag: int) -> None:
+    harness = small(32, 32, lag, 0)
+    evicted(harness)
+    harness.scheduler.flush()
+    harness.settle()
+    assert again(harness) == 22
+    assert harness.tiers.manager.counters.host_hits == 0
+
+
+def test_without_the_cache_nothing_is_loaded() -> None:
+    harness = small(32, 0, 0, 0)
+    evicted(harness)
+    assert again(harness, use_prefix_cache=False) == 22
