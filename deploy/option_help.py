@@ -17,6 +17,8 @@ OPTION_HELP: dict[str, str] = {
     "kv_cache_memory_bytes": "size of the KV pool; 0: sized by free memory",
     "gpu_memory_utilization": "share of the GPU's memory that a node may take, weights included",
     "enable_prefix_caching": "reuse the KV of prompts that begin alike",
+    "kv_cache_dtype": "what this node keeps KV as; auto: as --dtype. Nodes may differ: KV is converted on the way",
+    "kv_scales": 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0',
     # SchedulerOptions
     "max_num_seqs": "sequences that run at the same time on a node",
     "max_num_batched_tokens": "tokens of one step, decodes and prompt chunks together",

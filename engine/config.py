@@ -34,6 +34,9 @@ class CacheOptions:
     kv_cache_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True
+    # auto: the dtype that is computed in. May differ between nodes: KV is converted when it is handed over.
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"] = "auto"
+    kv_scales: str = ""  # fp8: a JSON file of each layer's scales (engine/kv_numbers.py); "": 1.0
 
 
 @dataclass(frozen=True)

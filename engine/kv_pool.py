@@ -19,6 +19,7 @@ from tandem.engine.errors import ConfigError
 from tandem.engine.kv_layout import DTYPE_BYTES, KVGroup, KVLayout
 
 if TYPE_CHECKING:
+    from tandem.engine.kv_numbers import LayerScales
     from tandem.engine.model_config import ModelConfig
     from tandem.engine.parallel.sharding import Shard
 
@@ -26,9 +27,15 @@ MIN_BLOCKS = 2  # a sequence in its first block and the next one
 WritableBuffer = mmap.mmap | memoryview | bytearray
 
 
-def make_layout(model_config: ModelConfig, block_size: int, dtype: torch.dtype, shard: Shard | None = None) -> KVLayout:
-    """Layout of a pool that holds every layer of the model (of its heads a rank's `shard`) in `dtype`. Raises
-    ConfigError for what KV can't be."""
+def make_layout(
+    model_config: ModelConfig,
+    block_size: int,
+    dtype: torch.dtype,
+    shard: Shard | None = None,
+    scales: LayerScales | None = None,
+) -> KVLayout:
+    """Layout of a pool that holds every layer of the model (of its heads a rank's `shard`) in `dtype` (fp8: divided by
+    `scales`). Raises ConfigError for what KV can't be."""
     own = model_config if shard is None else shard.config(model_config)
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
@@ -39,6 +46,8 @@ def make_layout(model_config: ModelConfig, block_size: int, dtype: torch.dtype, 
         head_dim=model_config.head_dim,
         dtype=name,
         num_all_kv_heads=model_config.num_kv_heads,
+        k_scales=() if scales is None else scales.k,
+        v_scales=() if scales is None else scales.v,
     )
     size, rank = (1, 0) if shard is None else (shard.size, shard.rank)
     return KVLayout(groups=(group,), block_size=block_size, tp_size=size, tp_rank=rank)

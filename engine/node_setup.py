@@ -11,6 +11,7 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.errors import ConfigError
 from tandem.engine.identity import model_identity
 from tandem.engine.kv_layout import KVLayout, ModelIdentity
+from tandem.engine.kv_numbers import choose_kv_numbers
 from tandem.engine.kv_pool import free_host_bytes, make_layout, num_blocks_for
 from tandem.engine.loader import load_model
 from tandem.engine.memory_profile import profile_free_bytes
@@ -93,7 +94,10 @@ def load(options: NodeOptions, membership: Membership | None = None) -> LoadedMo
         group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
     model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
-    layout = make_layout(config, cache.block_size, dtype, None if group is None else group.shard)
+    kept = choose_kv_numbers(cache, dtype, device, config.num_layers)
+    layout = make_layout(config, cache.block_size, kept.dtype, None if group is None else group.shard, kept.scales)
+    if kept.dtype != dtype:
+        model.keep_kv_as(layout.group)
     served = options.model.served_name or folder.resolve().name
     return LoadedModel(folder, config, model, device, dtype, layout, identity, max_model_len, served)
 

@@ -72,6 +72,12 @@ class Attention(nn.Module):
         self._chains: dict[tuple[torch.device, torch.dtype, str, int | None], list[type[AttentionBackend]]] = {}
         self._impls: dict[type[AttentionBackend], AttentionImpl] = {}
 
+    def keep_kv_as(self, kv_cache_dtype: str, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+        """What the cache will be, if that was not known when the layer was made; before anything is stored."""
+        assert not self._impls, "the layer has been used"
+        self.spec = replace(self.spec, kv_cache_dtype=kv_cache_dtype)
+        self.k_scale, self.v_scale = k_scale, v_scale
+
     @property
     def impl(self) -> AttentionImpl:
         """The implementation that serves this layer on its cache's device (in the cache's or the default dtype)."""

@@ -20,7 +20,8 @@ _scale_tensors: dict[tuple[float, torch.device], torch.Tensor] = {}
 def overflow_counter(device: torch.device) -> torch.Tensor:
     """int64 [1] on `device`, counting the values that fp8 stores had to saturate since the process started."""
     if device not in _overflow_counters:
-        _overflow_counters[device] = torch.zeros(1, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # else nobody outside of that mode could add to it
+            _overflow_counters[device] = torch.zeros(1, dtype=torch.int64, device=device)
     return _overflow_counters[device]
 
 

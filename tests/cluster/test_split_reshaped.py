@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from split_pair import GREEDY, SAMPLED, WAYS, Alone, Pair, changed, make_pair
 
-from tiny_models import random_prompt
+from in_process_cluster import Node, node_options
+from tiny_models import random_prompt, tiny_model
 
 SIZES = [(16, 32), (32, 16), (32, 48)]  # of the prefill and the decode node; hashes are of 16 tokens
 LENGTHS = (1, 16, 17, 31, 33, 64, 211)
@@ -84,4 +87,47 @@ def test_corrupt_blocks_are_sent_again(alone: Alone) -> None:
         assert result.failed is None, result.failed
         assert [result.output()] == alone.run(prompt, changed(GREEDY, max_tokens=8))
         assert pair.sink.digest_mismatches == 1
+        pair.check_whole()
+
+
+# --- numbers --------------------------------------------------------------------------------------------------
+
+SCALES = {"k": [0.05, 0.02, 0.1], "v": [0.02, 0.05, 0.04]}  # of the model's three layers
+
+
+@pytest.fixture(scope="module")
+def scales_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scales") / "scales.json"
+    path.write_text(json.dumps(SCALES))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype", "block_size", "is_scaled"),
+    [("local", "bfloat16", 16, False), ("shm", "fp8_e4m3", 32, True), ("tcp", "fp8_e4m3", 16, False)],
+)
+def test_a_converted_prompt_goes_on_as_on_a_node_of_that_dtype(
+    alone: Alone, scales_file: Path, way: str, dtype: str, block_size: int, is_scaled: bool
+) -> None:
+    """A chunk attends to its own keys before they are rounded. So a node that keeps KV in that dtype all the time has
+    the same KV, if it computes the prompt in one chunk without a cached prefix: the tokens are the same, and not fp32's.
+    """
+    kept = {"kv_cache_dtype": dtype, "kv_scales": scales_file if is_scaled else ""}
+    prefix = random_prompt(70, seed=9)
+    prompts = [random_prompt(length, seed=2000 + length) for length in (17, 33, 100, 211)]
+    prompts += [prefix + random_prompt(length, seed=length) for length in (5, 40)]
+    whole = Alone(Node(node_options("unified", tiny_model("llama"), caching=False, **kept)))
+    expected = [whole.run(prompt, GREEDY)[0] for prompt in prompts]
+    samples = whole.run(prompts[0], SAMPLED, (0, 1))
+    whole.node.stop()
+    assert expected != [alone.run(prompt, GREEDY)[0] for prompt in prompts], "the dtype does not matter"
+    with make_pair(way, decode={"block_size": block_size, **kept}, prefill={"chunk": CHUNK}) as pair:
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            result = pair.run(prompt, GREEDY)
+            assert result.failed is None, result.failed
+            assert result.output() == tokens, f"a prompt of {len(prompt)} tokens"
+        assert result.num_cached_tokens == 70 // block_size * block_size
+        forked = pair.run(prompts[0], SAMPLED, samples=(0, 1))
+        assert [forked.output(0), forked.output(1)] == samples
+        assert pair.sink.commits == len(prompts) + 1
         pair.check_whole()

@@ -39,12 +39,15 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=20.0, resend_s=0.2, drain_s=10.0)
 
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
-    """A small CPU node; `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs` beside NodeOptions' fields."""
+    """A small CPU node; beside NodeOptions' fields `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs`,
+    `kv_cache_dtype` and `kv_scales`."""
     cache = CacheOptions(
         block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
         hash_block_size=BLOCK,
         num_blocks=int(changes.pop("num_blocks", 256)),  # type: ignore[call-overload]
         enable_prefix_caching=bool(changes.pop("caching", True)),
+        kv_cache_dtype=changes.pop("kv_cache_dtype", "auto"),  # type: ignore[arg-type]
+        kv_scales=str(changes.pop("kv_scales", "")),
     )
     scheduler = SchedulerOptions(
         max_num_seqs=int(changes.pop("max_num_seqs", 16)),  # type: ignore[call-overload]
