@@ -149,6 +149,7 @@ def continued(request: Request, token: FirstToken) -> Request:
         mode="full",
         use_prefix_cache=request.use_prefix_cache,
         salt=request.salt,
+        num_public_tokens=request.num_public_tokens,
         owner=request.owner,
         block_hashes=list(request.block_hashes),
     )

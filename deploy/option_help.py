@@ -66,7 +66,7 @@ OPTION_HELP: dict[str, str] = {
     "stream_queue": "undelivered events of one stream after which its client counts as stuck",
     "placement": "how nodes are chosen for requests (docs/placement.md)",
     "local_tail_tokens": "an uncached prompt tail up to this many tokens is computed on the decode node itself",
-    "api_keys_file": "file with one accepted API key a line; empty: no authentication",
+    "api_keys_file": "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication",
     # of the launcher alone
     "prefill": "number of prefill nodes; with --decode: a local cluster instead of a single node",
     "decode": "number of decode nodes; with --prefill: a local cluster instead of a single node",

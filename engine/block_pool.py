@@ -12,11 +12,12 @@ hears of it (`drain_events`) when the step that computes it has completed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from tandem.engine.interfaces import BlockEvent
+from tandem.engine.tenants import TenantBlocks, TenantShares
 
 NO_STEP = -1
 
@@ -24,7 +25,8 @@ NO_STEP = -1
 class BlockPool:
     """Pool of `num_blocks` blocks, ids 0 … num_blocks-1. One owner thread; nothing here blocks or knows time."""
 
-    def __init__(self, num_blocks: int, enable_caching: bool) -> None:
+    def __init__(self, num_blocks: int, enable_caching: bool, shares: TenantShares | None = None) -> None:
+        """`shares`: of the pool's blocks, how many each tenant may have cached."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}; give the KV cache more memory")
         self.num_blocks = num_blocks
@@ -41,6 +43,8 @@ class BlockPool:
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._parent_of: dict[bytes, bytes | None] = {}
         self._tenant_of: dict[bytes, bytes] = {}  # of those that have one
+        self.shares = shares or TenantShares()
+        self._tenants = TenantBlocks(self.shares, num_blocks)
         self._children_of: dict[bytes, dict[bytes, None]] = {}
         # Publication: hashes that wait for a step, and events not yet drained.
         self._publish_step: dict[bytes, int] = {}
@@ -152,6 +156,10 @@ class BlockPool:
                 self._last_write_step[block_id] = max(self._last_write_step[block_id], last_step)
             if self._ref_counts[block_id] == 0:
                 self._enter_free_queue(block_id)
+                tenant = self._tenant_of_block(block_id)
+                if tenant:
+                    self._tenants.free(tenant, block_id)
+                    self._keep_to_quota(tenant)
 
     def _take(self, block_id: int) -> int:
         block_hash = self._hash_of[block_id]
@@ -171,6 +179,9 @@ class BlockPool:
 
     def _leave_free_queue(self, block_id: int) -> None:
         del self._free[block_id]
+        tenant = self._tenant_of_block(block_id)
+        if tenant:
+            self._tenants.held(tenant, block_id)
         if self.is_cooling(block_id):
             self._cooling[self._last_write_step[block_id]].discard(block_id)
 
@@ -200,10 +211,23 @@ class BlockPool:
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
         self._parent_of[block_hash] = parent
+        self._publish_after(block_hash, parent, NO_STEP if step is None else step)
         if tenant:
             self._tenant_of[block_hash] = tenant
-        self._publish_after(block_hash, parent, NO_STEP if step is None else step)
+            self._tenants.cached(tenant)
+            self._keep_to_quota(tenant)
         return True
+
+    def _keep_to_quota(self, tenant: bytes) -> None:
+        """A tenant beyond its share gives up its own blocks, those that nobody holds and that were used longest ago."""
+        while (block_id := self._tenants.excess(tenant)) is not None:
+            block_hash = self._hash_of[block_id]
+            assert block_hash is not None, "a tenant's block is cached"
+            self._forget(block_hash)
+
+    def _tenant_of_block(self, block_id: int) -> bytes:
+        block_hash = self._hash_of[block_id]
+        return b"" if block_hash is None else self.tenant(block_hash)
 
     def _publish_after(self, block_hash: bytes, parent: bytes | None, step: int) -> None:
         if parent is not None:  # parents are published before their children
@@ -225,7 +249,8 @@ class BlockPool:
             if block_id in self._free:
                 self._free.move_to_end(block_id, last=False)
             parent = self._parent_of.pop(gone)
-            self._tenant_of.pop(gone, None)
+            if tenant := self._tenant_of.pop(gone, b""):
+                self._tenants.forgotten(tenant, block_id)
             if parent in self._children_of:
                 del self._children_of[parent][gone]
                 if not self._children_of[parent]:
@@ -296,6 +321,11 @@ class BlockPool:
         assert self.enable_caching or not hashed, "a block is cached though caching is off"
         assert set(self._parent_of) == set(self._block_of)
         assert set(self._tenant_of) <= set(self._block_of), "a tenant of what is not cached"
+        free: dict[bytes, set[int]] = {}
+        for block_hash, tenant in self._tenant_of.items():
+            if self._block_of[block_hash] in self._free:
+                free.setdefault(tenant, set()).add(self._block_of[block_hash])
+        self._tenants.check_integrity(Counter(self._tenant_of.values()), free)
         for block_hash, parent in self._parent_of.items():
             if parent is not None:
                 assert parent in self._block_of, "a cached block has lost its parent"

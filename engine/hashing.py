@@ -3,16 +3,21 @@
 `hash_i = SHA-256(hash_{i-1} || int32 little-endian token ids of block i || extra)[:16]`, started by `root_hash`. The
 chain is made in units of `hash_block_size` tokens, equal in the whole cluster; a node whose blocks are k times as
 large keeps every k-th hash, the one that closes its block. Equal in every process and on every machine.
+
+A salted prompt starts at a root of its salt. If its leading blocks are public (docs/security.md), those are hashed
+without the salt, and the first block after them follows `private_root` of the last public one.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 HASH_BYTES = 16
+TENANT_BYTES = 16  # of a salt: they name the tenant
 
 
 def root_hash(identity_key: bytes, salt: bytes) -> bytes:
@@ -21,6 +26,14 @@ def root_hash(identity_key: bytes, salt: bytes) -> bytes:
     `identity_key` must be self-delimiting (`ModelIdentity.key` is), so that no salt can imitate another identity.
     """
     return hashlib.sha256(identity_key + salt).digest()[:HASH_BYTES]
+
+
+def private_root(public_hash: bytes, salt: bytes) -> bytes:
+    """What the first private block of a chain follows, in place of `public_hash`, the hash of the block before it.
+
+    The tag's length keeps it apart from the hash of any block: those are of 16 bytes and a multiple of 4.
+    """
+    return hashlib.sha256(b"private" + public_hash + salt).digest()[:HASH_BYTES]
 
 
 def hash_blocks(
@@ -44,6 +57,40 @@ def hash_blocks(
     return hashes
 
 
+@dataclass(frozen=True, slots=True)
+class Secrecy:
+    """Who may find the blocks of a prompt: whoever brings the same salt (b"": everybody), but of its first
+    `num_public_tokens`, cut to whole hash blocks, everybody."""
+
+    salt: bytes = b""
+    num_public_tokens: int = 0
+
+
+EVERYBODYS = Secrecy()
+
+
+def hash_prompt(
+    token_ids: np.ndarray,
+    block_size: int,
+    root_for_salt: Callable[[bytes], bytes],
+    secrecy: Secrecy = EVERYBODYS,
+    start: int = 0,
+    parent: bytes | None = None,
+) -> list[bytes]:
+    """As `hash_blocks`, of a prompt's tokens from position `start` on; `parent` is the hash of the block before."""
+    salt = secrecy.salt
+    end_of_public = secrecy.num_public_tokens // block_size * block_size if salt else 0
+    if start > end_of_public or not end_of_public:
+        return hash_blocks(token_ids, block_size, root_for_salt(salt) if parent is None else parent)
+    public = hash_blocks(token_ids[: end_of_public - start], block_size, root_for_salt(b""), parent)
+    rest = token_ids[end_of_public - start :]
+    if len(rest) < block_size:
+        return public
+    last = public[-1] if public else parent
+    assert last is not None, "public tokens have a whole block"
+    return public + hash_blocks(rest, block_size, private_root(last, salt))
+
+
 def every_kth(hashes: Sequence[bytes], k: int) -> list[bytes]:
     """Hashes of blocks of k * hash_block_size tokens, out of those of hash_block_size tokens."""
     return list(hashes[k - 1 :: k])
@@ -64,11 +111,16 @@ class BlockHasher:
         self._hash_block_size = hash_block_size
         self._root_for_salt = root_for_salt
 
-    def extend(self, hashes: list[bytes], token_ids: np.ndarray, salt: bytes) -> None:
+    def extend(self, hashes: list[bytes], token_ids: np.ndarray, secrecy: Secrecy) -> None:
         """Appends to `hashes` those of the full blocks in `token_ids`, int32: the tokens after the hashed ones."""
         if len(token_ids) < self.block_size:
             return
-        root = hashes[-1] if hashes else self._root_for_salt(salt)
-        num_full = len(token_ids) // self.block_size * self.block_size
-        fine = hash_blocks(token_ids[:num_full], self._hash_block_size, root)
+        start, parent = len(hashes) * self.block_size, hashes[-1] if hashes else None
+        tokens = token_ids[: len(token_ids) // self.block_size * self.block_size]
+        fine = hash_prompt(tokens, self._hash_block_size, self._root_for_salt, secrecy, start, parent)
         hashes += every_kth(fine, self.block_size // self._hash_block_size)
+
+    def num_public_blocks(self, secrecy: Secrecy) -> int:
+        """Leading blocks of a salted prompt that hold public tokens only."""
+        size = self._hash_block_size
+        return secrecy.num_public_tokens // size * size // self.block_size if secrecy.salt else 0

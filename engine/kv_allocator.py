@@ -10,6 +10,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.hashing import BlockHasher
 from tandem.engine.request import Request
 from tandem.engine.step import BlockCopy
+from tandem.engine.tenants import tenant_of_salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class KVAllocator:
         if self.pool.enable_caching:
             num_hashed = len(request.block_hashes) * self.block_size
             if request.num_tokens - num_hashed >= self.block_size:
-                self._hasher.extend(request.block_hashes, request.known_token_ids(num_hashed), request.salt)
+                self._hasher.extend(request.block_hashes, request.known_token_ids(num_hashed), request.secrecy)
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks that `request` may start from: they end below its last token. No side effect on blocks."""
@@ -60,9 +61,11 @@ class KVAllocator:
         if num_full <= request.num_registered_blocks:
             return
         self.extend_hashes(request)
+        num_public = self._hasher.num_public_blocks(request.secrecy)
         for index in range(request.num_registered_blocks, num_full):
             parent = request.block_hashes[index - 1] if index else None
-            self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, request.salt)
+            tenant = b"" if index < num_public else tenant_of_salt(request.salt)
+            self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, tenant)
         request.num_registered_blocks = num_full
 
     # --- growth and release ---------------------------------------------------------------------------------

@@ -128,7 +128,10 @@ class Submit(Message, frozen=True, kw_only=True):
     priority: int = 0  # lower runs first
     deadline_s: float = 600.0
     use_prefix_cache: bool = True
+    # Who may find its blocks (docs/security.md). The first 16 bytes of a salt name the tenant.
     salt: bytes = b""
+    num_public_tokens: int = 0  # leading prompt tokens that are hashed without the salt, in whole hash blocks
+    cache_share: float = 1.0  # of each cache on the node: how much the tenant may fill
     peer: PeerRef | None = None
 
 

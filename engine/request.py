@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tandem.engine.hashing import Secrecy
 from tandem.engine.messages import FinishReason, TokenLogprobs
 from tandem.engine.sampling_params import SamplingParams
 
@@ -37,6 +38,7 @@ class Request:
     mode: str = "full"  # as in Submit
     use_prefix_cache: bool = True
     salt: bytes = b""
+    num_public_tokens: int = 0  # leading tokens that anybody may know of, whatever the salt
     owner: object = None  # whoever gets the tokens; opaque to the engine
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of known tokens
 
@@ -65,6 +67,10 @@ class Request:
     @property
     def key(self) -> tuple[str, int]:
         return self.request_id, self.attempt
+
+    @property
+    def secrecy(self) -> Secrecy:
+        return Secrecy(self.salt, self.num_public_tokens)
 
     @property
     def sort_key(self) -> tuple[int, int, int]:

@@ -25,6 +25,7 @@ from tandem.engine.messages import (
     Tokens,
 )
 from tandem.engine.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.tenants import TenantShares, tenant_of_salt
 
 Key = tuple[str, int]
 NUM_TOMBSTONES = 65536
@@ -50,6 +51,7 @@ class RequestBook:
     max_model_len: int
     block_size: int
     hash_block_size: int
+    tenant_shares: TenantShares = field(default_factory=TenantShares)
     entries: dict[Key, Entry] = field(default_factory=dict)
     num_accepted: int = 0
     num_ended: int = 0
@@ -76,6 +78,7 @@ class RequestBook:
         if problem:
             self.refuse(router_id, submit, "invalid_request", problem, retryable=False)
             return None
+        self.tenant_shares.note(tenant_of_salt(submit.salt), submit.cache_share)
         request = self._make_request(router_id, submit)
         entry = Entry(request, router_id, submit, now + submit.deadline_s, set(submit.sample_indices))
         self.entries[key] = entry
@@ -208,6 +211,7 @@ class RequestBook:
             mode=submit.mode,
             use_prefix_cache=submit.use_prefix_cache,
             salt=submit.salt,
+            num_public_tokens=submit.num_public_tokens,
             owner=router_id,
             block_hashes=hashes[step - 1 :: step],
         )

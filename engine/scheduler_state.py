@@ -115,6 +115,7 @@ class SchedulerState:
             mode=parent.mode,
             use_prefix_cache=parent.use_prefix_cache,
             salt=parent.salt,
+            num_public_tokens=parent.num_public_tokens,
             owner=parent.owner,
             block_hashes=list(parent.block_hashes),
             num_cached_tokens=parent.num_cached_tokens,

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.engine.errors import ConfigError, GrantError
+from tandem.engine.hashing import TENANT_BYTES
 from tandem.engine.messages import KVGrant
 
 
@@ -28,6 +29,10 @@ class ClusterKeys:
     def derive(self, purpose: str) -> bytes:
         """32 bytes for one purpose (HMAC-SHA256 as the KDF, RFC 5869's expand with a single block)."""
         return hmac.new(self.secret, b"tandem/" + purpose.encode() + b"\x01", hashlib.sha256).digest()
+
+    def tenant_salt(self, tenant: str) -> bytes:
+        """16 bytes for the block hashes of one tenant, equal in every router of the cluster."""
+        return self.derive("tenant/" + tenant)[:TENANT_BYTES]
 
     def sign_grant(self, grant: KVGrant) -> KVGrant:
         return msgspec.structs.replace(grant, signature=self._signature(grant))

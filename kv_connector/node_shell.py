@@ -205,7 +205,13 @@ class NodeProcess:
 
     def _context(self) -> NodeContext:
         cache, loaded = self.options.cache, self.loaded
-        book = RequestBook(loaded.config.vocab_size, loaded.max_model_len, cache.block_size, cache.hash_block_size)
+        book = RequestBook(
+            loaded.config.vocab_size,
+            loaded.max_model_len,
+            cache.block_size,
+            cache.hash_block_size,
+            self.pool.shares,
+        )
         identity_key = loaded.identity.key()
 
         def make_scheduler(connector: KVConnectorScheduler | None) -> Scheduler:

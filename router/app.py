@@ -14,10 +14,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import InvalidRequestError, TandemError, UnavailableError
+from tandem.router.api_keys import ApiKeys
 from tandem.router.completion import check_model, check_text
 from tandem.router.completions_endpoint import CompletionsEndpoint
 from tandem.router.explain import add_explain_route
-from tandem.router.http_io import ApiKeys, error_headers, our_fault, read_body
+from tandem.router.http_io import error_headers, our_fault, read_body
 from tandem.router.openai_api import DetokenizeBody, TokenizeBody, error_body, parse_body
 from tandem.router.service import CompletionService
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import zmq
 
 from tandem.engine.config import RouterOptions
-from tandem.engine.hashing import every_kth, hash_blocks, root_hash
+from tandem.engine.hashing import Secrecy, every_kth, hash_prompt, root_hash
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.messages import Cancel, NodeInfo, Submit
@@ -41,7 +41,7 @@ class Cluster:
         self._links_by_key: dict[NodeKey, NodeLink] = {}
         self._unlisted: set[str] = set()  # addresses whose record is gone while the node can be reached
         self._last_tick = time.monotonic()
-        self._root = b""
+        self._identity_key = b""
         self._serving: list[NodeView] | None = None  # None: to be found out
         self._policy = make_policy(options.placement, seed=hello.epoch)
         self.identity: ModelIdentity | None = None
@@ -123,10 +123,13 @@ class Cluster:
 
     # --- placing ----------------------------------------------------------------------------------------------
 
-    def hash_prompt(self, token_ids: npt.NDArray[np.int32]) -> list[bytes]:
+    def hash_prompt(self, token_ids: npt.NDArray[np.int32], secrecy: Secrecy) -> list[bytes]:
         if self.identity is None:
             return []
-        return hash_blocks(token_ids, self.identity.hash_block_size, self._root)
+        return hash_prompt(token_ids, self.identity.hash_block_size, self._root_for_salt, secrecy)
+
+    def _root_for_salt(self, salt: bytes) -> bytes:
+        return root_hash(self._identity_key, salt)
 
     def place(self, request: PlacementRequest, block_hashes: list[bytes], now: float) -> Placement | None:
         cached = self._cached_tokens(block_hashes)
@@ -135,7 +138,9 @@ class Cluster:
         if placement is not None:
             for choice in placement.choices:
                 link = self._links_by_key[choice.node.key]
-                choice.node.note_placement(link.ping_sequence, choice.num_computed_tokens, request.num_samples, now)
+                choice.node.note_placement(
+                    link.ping_sequence, choice.num_computed_tokens, request.num_samples, now, choice.num_new_tokens
+                )
         return placement
 
     def offers(self, request: PlacementRequest, block_hashes: list[bytes], now: float) -> list[Choice]:
@@ -195,7 +200,7 @@ class Cluster:
 
     def _serve(self, info: NodeInfo) -> None:
         self.identity, self._serving = info.identity, None
-        self._root = root_hash(info.identity.key(), b"") if info.identity is not None else b""
+        self._identity_key = info.identity.key() if info.identity is not None else b""
 
     def _update_facts(self, nodes: Iterable[NodeView]) -> None:
         """With no node left the last facts stay, so that requests can be checked while they wait for one."""

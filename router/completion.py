@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.errors import InvalidRequestError, ModelNotFoundError
+from tandem.engine.hashing import EVERYBODYS, Secrecy
 from tandem.engine.sampling_params import SamplingParams
 from tandem.router.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
 from tandem.router.tokenizer import Tokenizer
@@ -33,6 +34,8 @@ class PromptPlan:
     token_ids: npt.NDArray[np.int32]
     text: str | None  # None: the client sent token ids
     sampling: SamplingParams
+    secrecy: Secrecy = EVERYBODYS  # who may find its blocks in a cache
+    cache_share: float = 1.0  # of each cache: how much its tenant may fill
 
 
 def check_model(name: str | None, facts: ModelFacts) -> None:

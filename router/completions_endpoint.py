@@ -9,11 +9,11 @@ import uuid
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import ClientGoneError, TandemError
+from tandem.router.api_keys import ApiKeys
 from tandem.router.completion import PromptPlan
 from tandem.router.explain import placement_headers, session_of
 from tandem.router.http_io import (
     JSON_TYPE,
-    ApiKeys,
     our_fault,
     read_body,
     send_error,
@@ -55,9 +55,9 @@ class CompletionsEndpoint:
             self._service.metrics.responses.labels(str(status)).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._keys.check(scope["headers"])
+        tenant = self._keys.check(scope["headers"])
         raw = await read_body(scope, receive, self._max_body_bytes)
-        body, plans = await self._service.plan(raw)
+        body, plans = await self._service.plan(raw, tenant)
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         if body.stream:
             await self._stream(completion_id, body, plans, scope, receive, send)

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from tandem.router.api_keys import ApiKeys
 from tandem.router.generation import Generation
-from tandem.router.http_io import ApiKeys, read_body
+from tandem.router.http_io import read_body
 from tandem.router.placement import Choice, PlacementRequest
 from tandem.router.service import CompletionService
 
@@ -36,12 +37,12 @@ def add_explain_route(app: FastAPI, service: CompletionService, keys: ApiKeys, l
 
     @app.post("/explain")
     async def explain(request: Request) -> Response:
-        keys.check(request.headers.raw)
-        body, plans = await service.plan(await read_body(request.scope, request.receive, limit))
+        tenant = keys.check(request.headers.raw)
+        body, plans = await service.plan(await read_body(request.scope, request.receive, limit), tenant)
         prompts = []
         for plan in plans:
             wanted = PlacementRequest(len(plan.token_ids), plan.sampling.max_tokens, body.num_generated)
-            found = service.offers(wanted, plan.token_ids)
+            found = service.offers(wanted, plan)
             prompts.append({"num_prompt_tokens": len(plan.token_ids), "nodes": [_shown(choice) for choice in found]})
         answer = {"placement": service.options.placement, "prompts": prompts}
         return Response(msgspec.json.encode(answer), media_type="application/json")
@@ -59,6 +60,7 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "transfer_s": round(choice.transfer_s, 6),
         "sequences_s": round(choice.sequences_s, 6),
         "duplicate_s": round(choice.duplicate_s, 6),
+        "crowding_s": round(choice.crowding_s, 6),
         "num_cached_tokens": choice.num_cached_tokens,
         "num_fetched_tokens": choice.num_fetched_tokens,
         "no_room": choice.no_room,

@@ -70,6 +70,8 @@ class GenerationFactory:
             num_samples=body.num_generated,
             priority=body.priority or 0,
             use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
+            secrecy=plan.secrecy,
+            cache_share=plan.cache_share,
             session=session,
             max_attempts=self._options.max_attempts,
             deadline_s=timeouts.request_s,

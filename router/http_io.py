@@ -1,20 +1,16 @@
-"""Reading bodies with a limit and sending answers, straight on ASGI; and who may ask."""
+"""Reading bodies with a limit and sending answers, straight on ASGI."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 from collections.abc import Iterable
-from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import (
-    AuthenticationError,
     BodyTooLargeError,
     ClientGoneError,
-    ConfigError,
     InvalidRequestError,
     OverloadedError,
     TandemError,
@@ -114,28 +110,3 @@ def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
 async def wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class ApiKeys:
-    """Bearer keys, one a line of the file; without a file everybody may ask. Raises ConfigError."""
-
-    def __init__(self, path: str) -> None:
-        self._keys: list[bytes] = []
-        if path:
-            try:
-                lines = Path(path).read_bytes().splitlines()
-            except OSError as error:
-                raise ConfigError(f"can't read the API keys file {path}: {error.strerror}") from error
-            self._keys = [line.strip() for line in lines if line.strip() and not line.startswith(b"#")]
-            if not self._keys:
-                raise ConfigError(f"the API keys file {path} holds no key; write one a line")
-
-    def check(self, headers: Headers) -> None:
-        """Raises AuthenticationError."""
-        if not self._keys:
-            return
-        given = next((value for name, value in headers if name.lower() == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
-        matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
-            raise AuthenticationError("give a valid API key as `Authorization: Bearer …`")

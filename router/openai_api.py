@@ -1,7 +1,7 @@
 """The bodies that clients send: schema, strict validation, and errors that name the field.
 
 Beyond OpenAI's completions API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens,
-return_token_ids, priority, prompt_logprobs, use_prefix_cache.
+return_token_ids, priority, prompt_logprobs, use_prefix_cache, cache_salt.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     use_prefix_cache: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
 
     @property
     def num_samples(self) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.errors import TandemError
+from tandem.engine.hashing import EVERYBODYS, Secrecy
 from tandem.engine.messages import Cancel, FinishReason, Submit, TokenLogprobs
 from tandem.engine.sampling_params import SamplingParams
 from tandem.router.placement import NodeKey
@@ -24,6 +25,8 @@ class RequestSpec:
     num_samples: int = 1
     priority: int = 0
     use_prefix_cache: bool = True
+    secrecy: Secrecy = EVERYBODYS
+    cache_share: float = 1.0
     session: str = ""  # requests of one session go to the same nodes
     max_attempts: int = 3
     deadline_s: float = 600.0

@@ -115,6 +115,9 @@ class RequestCore:
             priority=self.spec.priority,
             deadline_s=max(0.001, self.deadline - now),
             use_prefix_cache=self.spec.use_prefix_cache,
+            salt=self.spec.secrecy.salt,
+            num_public_tokens=self.spec.secrecy.num_public_tokens,
+            cache_share=self.spec.cache_share,
         )
 
     def _unfinished(self, attempt: Attempt) -> list[int]:

@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
 from tandem.engine.messages import Accepted, Cancel, Cancelled, PromptLogprobs, RequestFailed, Tokens
+from tandem.router.api_keys import Tenant
 from tandem.router.cluster import Cluster
 from tandem.router.completion import ModelFacts, PromptPlan, check_model, plan_prompts
 from tandem.router.generation import Generation, GenerationFactory, GenerationListener
@@ -24,6 +22,7 @@ from tandem.router.node_link import RequestMessage
 from tandem.router.openai_api import CompletionBody, parse_body, parse_prompts
 from tandem.router.orphans import Orphans, Work
 from tandem.router.placement import Choice, NodeKey, PlacementRequest
+from tandem.router.privacy import Privacy
 from tandem.router.prompt_encoder import PromptEncoder
 from tandem.router.request_actions import (
     Action,
@@ -54,8 +53,10 @@ class CompletionService:
         cluster: Cluster,
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
+        privacy: Privacy,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._privacy = privacy
         self.options, self.cluster, self.tokenizer, self.metrics = options, cluster, tokenizer, metrics
         self.encoder = PromptEncoder(tokenizer)
         self._factory = GenerationFactory(options, tokenizer)
@@ -79,14 +80,15 @@ class CompletionService:
             raise UnavailableError(f"no node is connected yet ({self.cluster.missing()})")
         return self.cluster.facts
 
-    async def plan(self, raw: bytes) -> tuple[CompletionBody, list[PromptPlan]]:
+    async def plan(self, raw: bytes, tenant: Tenant) -> tuple[CompletionBody, list[PromptPlan]]:
         """Validates and tokenizes a body. Raises InvalidRequestError, ModelNotFoundError or UnavailableError."""
         body = parse_body(CompletionBody, raw)
         prompts = parse_prompts(body.prompt)
         facts = self.facts()
         check_model(body.model, facts)
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts)
-        return body, plan_prompts(body, prompts, prompt_ids, facts)
+        plans = plan_prompts(body, prompts, prompt_ids, facts)
+        return body, [self._privacy.apply(plan, tenant, body.cache_salt or "") for plan in plans]
 
     def start(
         self,
@@ -115,9 +117,9 @@ class CompletionService:
         self.metrics.active.set(len(self._active))
         return generations
 
-    def offers(self, request: PlacementRequest, token_ids: npt.NDArray[np.int32]) -> list[Choice]:
+    def offers(self, request: PlacementRequest, plan: PromptPlan) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
-        return self.cluster.offers(request, self.cluster.hash_prompt(token_ids), self._clock())
+        return self.cluster.offers(request, self.cluster.hash_prompt(plan.token_ids, plan.secrecy), self._clock())
 
     def abort(self, generations: Sequence[Generation], error: TandemError) -> None:
         """Ends what is still under way, on every node."""
@@ -264,8 +266,8 @@ class CompletionService:
             return False
         machine = generation.machine
         prompt = machine.prompt_of(request_id)
-        hashes = self.cluster.hash_prompt(prompt)
         spec = machine.spec
+        hashes = self.cluster.hash_prompt(prompt, spec.secrecy)
         num_done = len(prompt) - len(spec.prompt_token_ids)
         request = PlacementRequest(
             num_prompt_tokens=len(prompt),

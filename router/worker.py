@@ -22,11 +22,12 @@ from tandem.engine.errors import UnavailableError
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.messages import NodeInfo
 from tandem.engine.security import load_cluster_keys
+from tandem.router.api_keys import ApiKeys
 from tandem.router.app import make_app
 from tandem.router.cluster import Cluster
 from tandem.router.discovery import NodeDiscovery
-from tandem.router.http_io import ApiKeys
 from tandem.router.metrics import RouterMetrics
+from tandem.router.privacy import Privacy
 from tandem.router.server import Server
 from tandem.router.service import CompletionService
 from tandem.router.tokenizer import Tokenizer
@@ -57,7 +58,8 @@ class Worker:
         )
         # Routers only connect; whether a control socket may leave loopback is decided where it is bound.
         self._cluster_keys = load_cluster_keys(options.cluster_secret_file, "127.0.0.1")
-        self._options, self._api_keys = options, ApiKeys(options.api_keys_file)
+        self._options = options
+        self._api_keys = ApiKeys(options.api_keys_file, self._cluster_keys.tenant_salt)
         self._tokenizer = Tokenizer(options.model.model)
         self.service: CompletionService  # made by `run`, on its event loop
         self._server: Server | None = None
@@ -77,7 +79,9 @@ class Worker:
         """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
         cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory)
         metrics = RouterMetrics(lambda: cluster.views, sources.counters)
-        self.service = service = CompletionService(self._options, cluster, self._tokenizer, metrics)
+        self.service = service = CompletionService(
+            self._options, cluster, self._tokenizer, metrics, Privacy(self._tokenizer, self._api_keys.public_prefixes)
+        )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
         self._server = server = Server(make_app(service, self._api_keys), last_resort_s)

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tandem.engine.hashing import BlockHasher, every_kth, hash_blocks, root_hash
+from tandem.engine.hashing import BlockHasher, Secrecy, every_kth, hash_blocks, hash_prompt, root_hash
 
 TOKENS = np.arange(10, dtype=np.int32)
 
@@ -71,15 +71,55 @@ def test_hashes_grow_with_the_tokens_and_skip_to_the_block_size() -> None:
     tokens = np.arange(50, dtype=np.int32)
     hasher = BlockHasher(8, 4, lambda salt: root_hash(b"i", salt))
     whole: list[bytes] = []
-    hasher.extend(whole, tokens, b"s")
+    hasher.extend(whole, tokens, Secrecy(b"s"))
     assert whole == every_kth(hash_blocks(tokens, 4, root_hash(b"i", b"s")), 2)
     assert len(whole) == 6
     grown: list[bytes] = []
     for end in range(51):
-        hasher.extend(grown, tokens[len(grown) * 8 : end], b"s")
+        hasher.extend(grown, tokens[len(grown) * 8 : end], Secrecy(b"s"))
     assert grown == whole
 
 
 def test_block_size_must_be_a_multiple() -> None:
     with pytest.raises(ValueError, match="multiple"):
         BlockHasher(12, 8, lambda salt: salt)
+
+
+def root_for_salt(salt: bytes) -> bytes:
+    return root_hash(b"identity", salt)
+
+
+@pytest.mark.parametrize(("num_public", "num_shared"), [(0, 0), (3, 0), (4, 1), (11, 2), (12, 3), (100, 5)])
+def test_salts_share_whole_public_blocks_and_nothing_after_them(num_public: int, num_shared: int) -> None:
+    tokens = np.arange(22, dtype=np.int32)
+    plain = hash_prompt(tokens, 4, root_for_salt)
+    a, b, alone = (
+        hash_prompt(tokens, 4, root_for_salt, Secrecy(*secrecy))
+        for secrecy in ((b"a" * 16, num_public), (b"b" * 16, num_public), (b"a" * 16, 0))
+    )
+    assert plain == hash_blocks(tokens, 4, root_for_salt(b""))
+    assert len(a) == len(b) == 5
+    assert a[:num_shared] == b[:num_shared] == plain[:num_shared]
+    private = [set(hashes[num_shared:]) for hashes in (plain, a, b)]
+    assert not private[0] & private[1] | private[0] & private[2] | private[1] & private[2]
+    assert num_shared == 0 or not set(a) & set(alone), "what follows a public prefix is another chain than without it"
+
+
+@pytest.mark.parametrize("num_public", [0, 4, 8, 12, 20, 28, 48, 50])
+def test_a_node_continues_the_routers_chain_across_the_end_of_the_public_part(num_public: int) -> None:
+    tokens, secrecy = np.arange(50, dtype=np.int32), Secrecy(b"s" * 16, num_public)
+    hasher = BlockHasher(8, 4, root_for_salt)
+    whole = every_kth(hash_prompt(tokens, 4, root_for_salt, secrecy), 2)
+    grown: list[bytes] = []
+    for end in range(51):
+        hasher.extend(grown, tokens[len(grown) * 8 : end], secrecy)
+    assert grown == whole
+    shared = hasher.num_public_blocks(secrecy)
+    assert shared == num_public // 8
+    assert whole[:shared] == every_kth(hash_prompt(tokens, 4, root_for_salt), 2)[:shared]
+
+
+def test_public_tokens_mean_nothing_without_a_salt() -> None:
+    tokens = np.arange(20, dtype=np.int32)
+    assert hash_prompt(tokens, 4, root_for_salt, Secrecy(b"", 8)) == hash_prompt(tokens, 4, root_for_salt)
+    assert BlockHasher(4, 4, root_for_salt).num_public_blocks(Secrecy(b"", 8)) == 0
