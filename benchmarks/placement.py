@@ -119,7 +119,7 @@ def place(bed: Bed, policy: PlacementPolicy, tokens: np.ndarray) -> None:
     placement = find_placement(PlacementRequest(len(tokens), 64), bed.nodes, cached, 256, policy, now)
     assert placement is not None
     for choice in placement.choices:
-        choice.node.note_placement(1, choice.num_computed_tokens, 1, now)
+        choice.node.note_placement(1, choice.num_computed_tokens, 1, now, choice.num_new_tokens)
 
 
 def timed(step: Callable[..., object], items: list) -> list[float]:

@@ -99,8 +99,14 @@ def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.bench import run
-
+    if arguments.trace and arguments.simulate:
+        from tandem.deploy.trace_simulation import run
+    elif arguments.trace:
+        from tandem.deploy.trace_replay import run
+    elif arguments.simulate:
+        raise ConfigError("--simulate replays a --trace; name one")
+    else:
+        from tandem.deploy.bench import run
     return run(arguments)
 
 

@@ -20,6 +20,7 @@ COLUMNS = (
     ("transfer ms", "transfer_s", 1e3),
     ("sequences ms", "sequences_s", 1e3),
     ("duplicate ms", "duplicate_s", 1e3),
+    ("crowding ms", "crowding_s", 1e3),
     ("cached", "num_cached_tokens", 1),
     ("fetched", "num_fetched_tokens", 1),
 )

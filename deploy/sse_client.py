@@ -41,14 +41,17 @@ async def post_json(url: str, path: str, body: Any, api_key: str = "") -> Any:
         writer.close()
 
 
-async def stream_events(url: str, path: str, body: Any, api_key: str = "") -> AsyncIterator[bytes]:
-    """The `data:` of each event as it comes. Raises HttpError for a status other than 200, EOFError when cut off."""
+async def stream_events(
+    url: str, path: str, body: Any, api_key: str = "", headers: dict[bytes, bytes] | None = None
+) -> AsyncIterator[bytes]:
+    """The `data:` of each event as it comes; `headers` is filled with the answer's, names in lower case. Raises
+    HttpError for a status other than 200, EOFError when cut off."""
     payload = json.dumps(body).encode()
     reader, writer = await _connect(url)
     try:
         writer.write(_head("POST", url, path, api_key, len(payload)) + payload)
         pending = b""
-        async for chunk in _body(reader):
+        async for chunk in _body(reader, headers):
             *lines, pending = (pending + chunk).split(b"\n")
             for line in lines:
                 if line.startswith(b"data:"):
@@ -80,12 +83,14 @@ def _head(method: str, url: str, path: str, api_key: str, num_bytes: int) -> byt
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def _body(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+async def _body(
+    reader: asyncio.StreamReader, headers: dict[bytes, bytes] | None = None
+) -> AsyncIterator[bytes]:
     """The body's parts as they come, chunked or not."""
     status = (await reader.readline()).split(b" ", 2)
     if len(status) < 2 or not status[1].isdigit():
         raise HttpError("the answer is not HTTP")
-    headers: dict[bytes, bytes] = {}
+    headers = {} if headers is None else headers
     while line := (await reader.readline()).strip():
         name, _, value = line.partition(b":")
         headers[name.lower()] = value.strip()

@@ -12,8 +12,8 @@ NodeKey = tuple[str, int]  # (node_id, epoch)
 PREFILL_S_PER_TOKEN = 1 / 20_000
 # Moving a token's KV is cheaper than computing it, but not free: this share of computing it.
 TRANSFER_SHARE = 0.25
-# How long `num_assigned_tokens` remembers.
-ASSIGNED_MEMORY_S = 300.0
+# Half-life of `num_new_tokens`.
+NEW_TOKENS_MEMORY_S = 300.0
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -29,8 +29,7 @@ class NodeView:
     """
 
     __slots__ = (
-        "_assigned",
-        "_assigned_at",
+        "_status_at",
         "draining",
         "fetch_gain_s_per_token",
         "fetch_s_per_token",
@@ -40,6 +39,7 @@ class NodeView:
         "key",
         "lost",
         "model",
+        "num_new_tokens",
         "num_sequences",
         "num_unseen",
         "prefill_s_per_token",
@@ -60,7 +60,8 @@ class NodeView:
         self.unseen: dict[int, tuple[int, int]] = {}
         self.seed = int.from_bytes(info.node_id.encode()[-64:], "big") * _ODD & _MASK
         self.idle_at = 0.0
-        self._assigned, self._assigned_at = 0.0, now
+        self.num_new_tokens = 0.0  # that this router's placements brought into its cache in the last minutes
+        self._status_at = now
         self.note_status(status, now)
 
     @property
@@ -75,22 +76,22 @@ class NodeView:
         """Seconds of prompt work that it has, as far as is known."""
         return max(0.0, self.idle_at - now)
 
-    def num_assigned_tokens(self, now: float) -> float:
-        """Prompt tokens that this router gave it to compute in the last minutes: new content of its cache."""
-        return self._assigned * 0.5 ** ((now - self._assigned_at) / ASSIGNED_MEMORY_S)
-
-    def note_placement(self, ping_sequence: int, num_tokens: int, num_sequences: int, now: float) -> None:
-        """`num_tokens`: of the prompt, to be computed there."""
+    def note_placement(
+        self, ping_sequence: int, num_tokens: int, num_sequences: int, now: float, num_new_tokens: int = 0
+    ) -> None:
+        """`num_tokens`: of the prompt, to be computed there; `num_new_tokens`: that its cache doesn't hold yet."""
         tokens, sequences = self.unseen.get(ping_sequence, (0, 0))
         self.unseen[ping_sequence] = tokens + num_tokens, sequences + num_sequences
         self.num_unseen += num_sequences
         self.num_sequences += num_sequences
         self.idle_at = max(self.idle_at, now) + num_tokens * self.prefill_s_per_token
-        self._assigned, self._assigned_at = self.num_assigned_tokens(now) + num_tokens, now
+        self.num_new_tokens += num_new_tokens
 
     def note_status(self, status: Status, now: float) -> None:
         """A node's step loop publishes its load a moment after its I/O thread took a message. What was placed after
         the ping is surely not in the answer; what was placed just before it may be, or may even be done."""
+        self.num_new_tokens *= 0.5 ** ((now - self._status_at) / NEW_TOKENS_MEMORY_S)
+        self._status_at = now
         self.status = status
         self.draining = status.draining
         self.unseen = {sent: load for sent, load in self.unseen.items() if sent + 2 > status.sequence}

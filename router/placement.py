@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.engine.messages import PeerRef
 from tandem.router.node_view import NodeKey, NodeView, affinity, node_key
-from tandem.router.placement_policies import Choice, PlacementPolicy, Work, price
+from tandem.router.placement_policies import Choice, PlacementPolicy, Work, mean_new_tokens, price
 
 __all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "find_placement", "node_key", "offers"]
 
@@ -69,12 +69,13 @@ def offers(
 ) -> list[Choice]:
     """What each usable node would cost for the part of the request that it could do, as prefix_aware counts."""
     has_prefills = any(node.role == "prefill" for node in nodes)
+    usual = mean_new_tokens(nodes) if nodes else 0.0
     found = []
     for node in nodes:
         if node.usable:
             kind = "prompt" if node.role == "prefill" else "all"
             work = Work("tokens" if node.role == "decode" and has_prefills else kind, request.num_prompt_tokens)
-            found.append(price(node, work, cached_tokens, now))
+            found.append(price(node, work, cached_tokens, now, usual))
     return sorted(found, key=lambda choice: choice.cost_s)
 
 
@@ -112,7 +113,7 @@ class _Finder:
     def _alone(self, choice: Choice, reason: str) -> Placement:
         """The node computes the prompt too, whatever it was chosen for."""
         work = Work("all", self.request.num_prompt_tokens)
-        whole = price(choice.node, work, self.cached, self.now, choice.why, choice.num_candidates)
+        whole = price(choice.node, work, self.cached, self.now, 0.0, choice.why, choice.num_candidates)
         return Placement(choice.node.ref, None, reason, (whole,))
 
     def _why_alone(self, decode: Choice) -> str:
@@ -128,7 +129,7 @@ class _Finder:
         work = Work(kind, self.request.num_prompt_tokens)
         home = self._home(nodes) if self.request.session else None
         if home is not None:
-            return price(home, work, self.cached, self.now, "session", len(nodes))
+            return price(home, work, self.cached, self.now, mean_new_tokens(nodes), "session", len(nodes))
         return self.policy.choose(work, nodes, self.cached, self.now)
 
     def _home(self, nodes: Sequence[NodeView]) -> NodeView | None:

@@ -26,6 +26,9 @@ SEQUENCE_COST_TOKENS = 64
 # others out of this cache, and those behind it wait too. In shares of computing it; by simulation of a real trace, more
 # finds little more and lengthens queues.
 DUPLICATE_COST = 2.0
+# What new content costs a cache that got twice the average or more of it lately, in shares of computing it: as much as
+# a hit on it is worth elsewhere. Else all that shares a short prefix fills one cache of an idle cluster.
+CROWDING_COST = 1 + DUPLICATE_COST
 # A node without room for the prompt makes it wait; any other node is better, however busy.
 NO_ROOM_S = 3600.0
 # Costs that differ by less than this count as equal; then the node whose cache got the least goes first.
@@ -51,20 +54,16 @@ class Choice(msgspec.Struct, frozen=True):
     transfer_s: float
     sequences_s: float
     duplicate_s: float
+    crowding_s: float
+    num_new_tokens: int
     no_room: bool = False
     why: str = ""  # the policy, or "session"
     num_candidates: int = 1
 
     @property
     def cost_s(self) -> float:
-        return (
-            self.queue_s
-            + self.compute_s
-            + self.transfer_s
-            + self.sequences_s
-            + self.duplicate_s
-            + NO_ROOM_S * self.no_room
-        )
+        work_s = self.queue_s + self.compute_s + self.transfer_s + self.sequences_s
+        return work_s + self.duplicate_s + self.crowding_s + NO_ROOM_S * self.no_room
 
     @property
     def num_computed_tokens(self) -> int:
@@ -78,6 +77,7 @@ class Choice(msgspec.Struct, frozen=True):
             "transfer": self.transfer_s,
             "sequences": self.sequences_s,
             "duplicate": self.duplicate_s,
+            "crowding": self.crowding_s,
         }
         words = [f"{self.kind}={self.node.info.node_id}"]
         words += [f"by={self.why} of={self.num_candidates}"] if self.why else []
@@ -94,14 +94,29 @@ class PlacementPolicy(Protocol):
         """One of `nodes`, which are usable and at least one. `cached`: leading prompt tokens held, per node."""
 
 
+def mean_new_tokens(nodes: Sequence[NodeView]) -> float:
+    return sum([node.num_new_tokens for node in nodes]) / len(nodes)
+
+
 def price(
-    node: NodeView, work: Work, cached: Mapping[NodeKey, int], now: float, why: str = "", num_candidates: int = 1
+    node: NodeView,
+    work: Work,
+    cached: Mapping[NodeKey, int],
+    now: float,
+    usual: float,
+    why: str = "",
+    num_candidates: int = 1,
 ) -> Choice:
-    """What `work` would cost on `node`. The last token of a prompt is always computed."""
+    """What `work` would cost on `node`. The last token of a prompt is always computed.
+
+    `usual`: `mean_new_tokens` of the nodes to choose from.
+    """
     held = cached.get(node.key, 0)
     tail = max(1, work.num_prompt_tokens - held)
     queue_s = compute_s = transfer_s = sequences_s = duplicate_s = 0.0
     fetched, no_room = 0, False
+    crowding = min(1.0, max(0.0, node.num_new_tokens / usual - 1)) if usual else 0.0
+    crowding_s = CROWDING_COST * crowding * tail * node.prefill_s_per_token
     if work.kind == "tokens":
         transfer_s = tail * node.transfer_s_per_token
     else:
@@ -124,13 +139,17 @@ def price(
         transfer_s,
         sequences_s,
         duplicate_s,
+        crowding_s,
+        tail,
         no_room,
         why,
         num_candidates,
     )
 
 
-def costs(work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> list[float]:
+def costs(
+    work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float, usual: float
+) -> list[float]:
     """`price(…).cost_s` of each node, without the objects: a cluster may have hundreds of nodes."""
     num_tokens, kind = work.num_prompt_tokens, work.kind
     most = min(max(cached.values(), default=0), num_tokens - 1)
@@ -148,6 +167,9 @@ def costs(work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], 
                 cost -= (most - num_tokens + tail) * gain
             if node.idle_at > now:
                 cost += node.idle_at - now
+        if node.num_new_tokens > usual > 0:
+            crowding = node.num_new_tokens / usual - 1
+            cost += CROWDING_COST * (crowding if crowding < 1 else 1.0) * tail * node.prefill_s_per_token
         if kind != "prompt":
             cost += SEQUENCE_COST_TOKENS * node.prefill_s_per_token * node.num_sequences
             if node.free_tokens < tail:
@@ -176,15 +198,15 @@ class RoundRobin:
         ordered = sorted(nodes, key=lambda node: node.info.node_id)
         node = next((node for node in ordered if node.info.node_id > last), ordered[0])
         self._last[work.kind] = node.info.node_id
-        return price(node, work, cached, now, self.name, len(nodes))
+        return price(node, work, cached, now, mean_new_tokens(nodes), self.name, len(nodes))
 
 
 class LeastLoaded:
     name = "least_loaded"
 
     def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
-        node = min(nodes, key=lambda n: (load_s(n, work.kind, now), n.num_unseen, n.num_assigned_tokens(now), n.key))
-        return price(node, work, cached, now, self.name, len(nodes))
+        node = min(nodes, key=lambda n: (load_s(n, work.kind, now), n.num_unseen, n.num_new_tokens, n.key))
+        return price(node, work, cached, now, mean_new_tokens(nodes), self.name, len(nodes))
 
 
 class PowerOfTwo:
@@ -196,18 +218,19 @@ class PowerOfTwo:
     def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
         pair = self._random.sample(nodes, min(2, len(nodes)))
         node = min(pair, key=lambda n: (load_s(n, work.kind, now), n.num_unseen))
-        return price(node, work, cached, now, self.name, len(nodes))
+        return price(node, work, cached, now, mean_new_tokens(nodes), self.name, len(nodes))
 
 
 class PrefixAware:
     name = "prefix_aware"
 
     def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
-        prices = costs(work, nodes, cached, now)
+        usual = mean_new_tokens(nodes)
+        prices = costs(work, nodes, cached, now, usual)
         enough = min(prices) + TIE_S
         best = [node for node, cost in zip(nodes, prices, strict=True) if cost <= enough]
-        node = best[0] if len(best) == 1 else min(best, key=lambda n: (n.num_unseen, n.num_assigned_tokens(now), n.key))
-        return price(node, work, cached, now, self.name, len(nodes))
+        node = best[0] if len(best) == 1 else min(best, key=lambda n: (n.num_unseen, n.num_new_tokens, n.key))
+        return price(node, work, cached, now, usual, self.name, len(nodes))
 
 
 def make_policy(name: PlacementName, seed: int = 0) -> PlacementPolicy:

@@ -173,31 +173,12 @@ class RedisPublisher:
             part = batches[start : start + TRANSACTION_BATCHES]
             with self._client.pipeline(transaction=True) as pipe:
                 for batch in part:
-                    self._add(pipe, batch)
+                    write_batch(pipe, self._keys, self._record, batch, self._times.lease_s)
                 pipe.get(self._keys.sequence(self._record.owner))
                 stored_sequence = int(pipe.execute()[-1] or 0)
             if stored_sequence != part[-1].sequence:
                 self._start_over()
                 return
-
-    def _add(self, pipe: Pipeline, batch: Batch) -> None:
-        """The sequence is counted up, not set: in a Redis that was emptied the count comes out wrong, and shows it."""
-        keys, ttl_ms = self._keys, int(self._times.lease_s * 1000)
-        sequence_key = keys.sequence(batch.owner)
-        if batch.reset:
-            pipe.unlink(*keys.all_blocks(batch.owner))
-            pipe.set(sequence_key, batch.sequence - 1)
-            pipe.publish(keys.events, encode(NodeUp(record=self._record)))
-        for change in batch.changes:
-            key = keys.blocks(batch.owner, change.tier)
-            if change.removed:
-                pipe.srem(key, *split_hashes(change.removed))
-            if change.stored:
-                pipe.sadd(key, *split_hashes(change.stored))
-                pipe.pexpire(key, ttl_ms)
-        pipe.incr(sequence_key)
-        pipe.pexpire(sequence_key, ttl_ms)
-        pipe.publish(keys.events, encode(batch))
 
     def _start_over(self) -> None:
         log.warning("directory: Redis lost this node's blocks; publishing them again")
@@ -212,3 +193,23 @@ class RedisPublisher:
             pipe.srem(keys.nodes, owner[0])
             pipe.publish(keys.events, encode(NodeLeft(node_id=owner[0], epoch=owner[1])))
             pipe.execute()
+
+
+def write_batch(pipe: Pipeline, keys: KeySpace, record: NodeRecord, batch: Batch, lease_s: float) -> None:
+    """Queues what `batch` changes in Redis, and its announcement. The sequence is counted up, not set: in a Redis that
+    was emptied the count comes out wrong, and shows it."""
+    ttl_ms, sequence_key = int(lease_s * 1000), keys.sequence(batch.owner)
+    if batch.reset:
+        pipe.unlink(*keys.all_blocks(batch.owner))
+        pipe.set(sequence_key, batch.sequence - 1)
+        pipe.publish(keys.events, encode(NodeUp(record=record)))
+    for change in batch.changes:
+        key = keys.blocks(batch.owner, change.tier)
+        if change.removed:
+            pipe.srem(key, *split_hashes(change.removed))
+        if change.stored:
+            pipe.sadd(key, *split_hashes(change.stored))
+            pipe.pexpire(key, ttl_ms)
+    pipe.incr(sequence_key)
+    pipe.pexpire(sequence_key, ttl_ms)
+    pipe.publish(keys.events, encode(batch))

@@ -91,7 +91,11 @@ SANS_IO = (
     "router/request_core.py",
     "router/request_machine.py",
     "router/request_parts.py",
+    "deploy/simulated_node.py",
+    "deploy/simulation.py",
     "deploy/supervisor.py",
+    "deploy/trace.py",
+    "deploy/trace_report.py",
 )
 IO_MODULES = {"torch", "zmq", "asyncio", "redis", "socket", "threading", "subprocess", "uvloop", "time"}
 

@@ -13,7 +13,7 @@ from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.messages import NodeInfo, Role, Status
 from tandem.router.node_view import PREFILL_S_PER_TOKEN, TRANSFER_SHARE, NodeKey, NodeView
 from tandem.router.placement import SESSION_PATIENCE_S, Placement, PlacementRequest, find_placement, offers
-from tandem.router.placement_policies import PlacementPolicy, Work, costs, make_policy, price
+from tandem.router.placement_policies import PlacementPolicy, Work, costs, make_policy, mean_new_tokens, price
 
 IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r")
 POLICIES = get_args(PlacementName)
@@ -38,7 +38,7 @@ def place(
     placement = find_placement(request, nodes, cached or {}, 256, policy, now)
     assert placement is not None
     for choice in placement.choices:
-        choice.node.note_placement(PING, choice.num_computed_tokens, request.num_samples, now)
+        choice.node.note_placement(PING, choice.num_computed_tokens, request.num_samples, now, choice.num_new_tokens)
     return placement
 
 
@@ -91,6 +91,17 @@ def test_equal_costs_go_to_the_cache_that_got_the_least() -> None:
     nodes, policy = [node(name) for name in "abcd"], make_policy("prefix_aware")
     chosen = [place(policy, nodes, now=100.0 * turn).primary.node_id for turn in range(8)]
     assert sorted(chosen[:4]) == sorted(chosen[4:]) == list("abcd")
+
+
+def test_a_short_common_prefix_does_not_gather_everything_on_one_node() -> None:
+    """An idle cluster: each prompt finds its queue empty everywhere and 512 tokens on the first node."""
+    nodes, policy = [node(name) for name in "abcd"], make_policy("prefix_aware")
+    counts: Counter[str] = Counter()
+    for turn in range(100):
+        counts[place(policy, nodes, cached={("a", 1): 512}, now=10.0 * turn).primary.node_id] += 1
+        for view in nodes:
+            view.note_status(Status(node_id=view.info.node_id, epoch=1, sequence=PING + 2), 10.0 * turn + 1)
+    assert min(counts.values()) > 15
 
 
 def test_decode_hits_save_the_transfer() -> None:
@@ -199,10 +210,13 @@ def test_the_fast_costs_are_the_explained_ones(kind: str) -> None:
             )
             for index in range(4)
         ]
+        for view in nodes:
+            view.num_new_tokens = rng.choice([0.0, 1000.0, 5000.0])
         cached = {view.key: rng.randrange(9000) for view in nodes if rng.random() < 0.5}
         work, now = Work(kind, 8192), rng.choice([0.0, 0.3])
-        explained = [price(view, work, cached, now).cost_s for view in nodes]
-        assert costs(work, nodes, cached, now) == pytest.approx(explained)
+        usual = mean_new_tokens(nodes)
+        explained = [price(view, work, cached, now, usual).cost_s for view in nodes]
+        assert costs(work, nodes, cached, now, usual) == pytest.approx(explained)
 
 
 def test_a_queue_is_worked_off_between_reports() -> None:
