@@ -26,11 +26,12 @@ DEADLINE_S = 90.0
 class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self.sink_block = random.Random(f"block size {seed}").choice((BLOCK, 3, 2 * BLOCK))
         self.now, self.lives = 1.0, 1
         self.faulty = True
         self.messages: list[tuple[float, str, str, Any]] = []  # (arrives, from, to, message)
         self.source = Prefill(1, self.random.randint(6, 10))
-        self.sink = Decode(2, self.random.randint(6, 10))
+        self.sink = Decode(2, self._in_sink_blocks(self.random.randint(6, 10)), self.sink_block)
         self.ghosts: list[Prefill] = []  # crashed sources whose writes are not yet fenced
         self.unfenced: list[tuple[Decode, FenceSource]] = []  # of a source that lives: done when it exits
         self.lost_at: list[tuple[float, Any]] = []
@@ -41,6 +42,10 @@ class World:
         self.due: dict[str, set[str]] = {"source": set(), "sink": set()}
         self.cancelled: set[str] = set()
         self._meet()
+
+    def _in_sink_blocks(self, num_blocks: int) -> int:
+        """Room for as many tokens as `num_blocks` of the source's size hold, and for one block beside a prompt."""
+        return num_blocks if self.sink_block == BLOCK else -(-num_blocks * BLOCK // self.sink_block) + 1
 
     def _meet(self) -> None:
         self.is_cut = False
@@ -154,7 +159,7 @@ class World:
         old, source = self.sink, self.source
         self.due["sink"].clear()
         self.lives += 1
-        self.sink = Decode(2 * self.lives, old.pool.num_blocks)
+        self.sink = Decode(2 * self.lives, old.pool.num_blocks, self.sink_block)
         self.lost_at.append((self.now + 5.0, lambda: source.manager.peer_lost("d", old.epoch)))
         self._meet()
 
@@ -237,6 +242,8 @@ class World:
         elif self.faulty and self.random.random() < 0.03:
             event = PushFailed(job.key, job.grant_id, "broken")
         else:
+            if node is self.source:
+                self.sink.check_origin(node, job)
             right = not self.faulty or self.random.random() > 0.15
             self.sink.land(job.grant, job.destination_block_ids, right)
         if event is not None and node is self.source:

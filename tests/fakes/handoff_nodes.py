@@ -8,9 +8,12 @@ from typing import Any
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
+from tandem.engine.kv_layout import KVGroup, KVLayout
 from tandem.engine.messages import NodeInfo
 from tandem.engine.request import Request
 from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.meta import LayerPush, WholePush
+from tandem.kv_connector.plan import BlockSizes
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.source import SourceManager
 
@@ -67,11 +70,14 @@ class Prefill:
 
 
 class Decode:
-    """One life of a sink."""
+    """One life of a sink, with blocks of its own size."""
 
-    def __init__(self, epoch: int, num_blocks: int) -> None:
-        options = NodeOptions("decode", ModelOptions("m"), CacheOptions(block_size=BLOCK, hash_block_size=BLOCK))
-        self.epoch, self.info = epoch, NodeInfo(node_id="d", epoch=epoch, role="decode")
+    def __init__(self, epoch: int, num_blocks: int, block_size: int = BLOCK) -> None:
+        cache = CacheOptions(block_size=block_size, hash_block_size=1)
+        options = NodeOptions("decode", ModelOptions("m"), cache)
+        layout = KVLayout((KVGroup(1, 1, 1, "float32"),), block_size)
+        self.epoch, self.info = epoch, NodeInfo(node_id="d", epoch=epoch, role="decode", layout=layout)
+        self.block_sizes = BlockSizes(BLOCK, block_size)
         self.pool = BlockPool(num_blocks, enable_caching=True)
         self.manager = SinkManager(self.info, KEYS, self.pool, options)
         self.jobs: deque[Any] = deque()
@@ -86,6 +92,18 @@ class Decode:
         for block in blocks:
             assert block in held, "a write lands in a block that its grant no longer holds"
             self.bytes[block] = (grant.grant_id, right)
+
+    def check_origin(self, source: Prefill, job: WholePush | LayerPush) -> None:
+        """A push takes each token of its sink blocks from the prompt's place for it, in blocks that are held."""
+        record = source.manager._records[job.key]
+        slots = job.first_slots or (0,) * len(job.num_valid)
+        made = self.block_sizes.parts(job.source_block_ids, slots, job.num_valid)
+        for block, parts in zip(job.destination_block_ids, made, strict=True):
+            token = (job.grant.first_block + job.grant.block_ids.index(block)) * self.block_sizes.sink
+            for part in parts:
+                assert source.pool.ref_count(part.source_block) > 0, "a push reads a block that was freed"
+                place = record.block_ids.index(part.source_block) * BLOCK + part.source_slot
+                assert place == token + part.sink_slot, "a token goes to another's place"
 
     def check_order(self) -> None:
         line = list(self.manager._queue)

@@ -19,6 +19,7 @@ from tandem.kv_connector.handoff.source import SourceAction
 from tandem.kv_connector.meta import Retired
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.source import SourceManager
+from tandem.kv_connector.source_record import SourceRecord
 from tests.fakes.handoff_network import World
 from tests.fakes.handoff_nodes import BLOCK, Prefill
 
@@ -90,6 +91,11 @@ def drained_before_retired(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SourceManager, "_queue_job", hasty)
 
 
+def blocks_of_one_size(patch: pytest.MonkeyPatch) -> None:
+    origins = SourceRecord._origins
+    patch.setattr(SourceRecord, "_origins", lambda self, blocks: (origins(self, blocks)[0], (0,) * len(blocks)))
+
+
 MUTATIONS = [
     (free_in_quarantine, "no longer holds"),
     (last_claim_first, "changed their order"),
@@ -97,7 +103,8 @@ MUTATIONS = [
     (digests_ignored, "not wholly written"),
     (tombstones_stay, "keeps records"),
     (source_blocks_leak, "leaks blocks"),
-    (drained_before_retired, "no longer holds"),
+    (drained_before_retired, "no longer holds|reads a block that was freed"),
+    (blocks_of_one_size, "more source blocks|another's place"),
 ]
 
 
