@@ -11,6 +11,7 @@ without the salt, and the first block after them follows `private_root` of the l
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -48,13 +49,11 @@ def hash_blocks(
         raise ValueError(f"token_ids must be int32 [num_tokens], not {token_ids.dtype} {list(token_ids.shape)}")
     raw = np.ascontiguousarray(token_ids, "<i4").tobytes()
     num_bytes, sha256 = 4 * block_size, hashlib.sha256
+    blocks = struct.iter_unpack(f"{num_bytes}s", memoryview(raw)[: len(raw) // num_bytes * num_bytes])
     last = root if parent is None else parent
-    hashes: list[bytes] = []
-    append = hashes.append
-    for start in range(0, len(raw) - num_bytes + 1, num_bytes):
-        last = sha256(last + raw[start : start + num_bytes] + extra).digest()[:HASH_BYTES]
-        append(last)
-    return hashes
+    if extra:
+        return [last := sha256(last + block + extra).digest()[:HASH_BYTES] for (block,) in blocks]
+    return [last := sha256(last + block).digest()[:HASH_BYTES] for (block,) in blocks]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,6 @@ DUPLICATE_COST = 2.0
 CROWDING_COST = 1 + DUPLICATE_COST
 # A node without room for the prompt makes it wait; any other node is better, however busy.
 NO_ROOM_S = 3600.0
-# Costs that differ by less than this count as equal; then the node whose cache got the least goes first.
-TIE_S = 0.001
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -151,27 +149,29 @@ def costs(
     work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float, usual: float
 ) -> list[float]:
     """`price(…).cost_s` of each node, without the objects: a cluster may have hundreds of nodes."""
-    num_tokens, kind = work.num_prompt_tokens, work.kind
-    most = min(max(cached.values(), default=0), num_tokens - 1)
+    num_tokens, computes, decodes = work.num_prompt_tokens, work.kind != "tokens", work.kind != "prompt"
+    tail = num_tokens
+    least_tail = max(1, num_tokens - max(cached.values(), default=0))
     found = []
     for node in nodes:
-        tail = num_tokens
-        if node.key in cached:
-            tail = max(1, tail - cached[node.key])
-        if kind == "tokens":
-            cost = tail * node.transfer_s_per_token
-        else:
-            cost = tail * node.prefill_s_per_token
-            if most > num_tokens - tail:
-                gain = node.fetch_gain_s_per_token - DUPLICATE_COST * node.prefill_s_per_token
-                cost -= (most - num_tokens + tail) * gain
+        rate = node.prefill_s_per_token
+        if cached:
+            tail = num_tokens - cached.get(node.key, 0)
+            if tail < 1:
+                tail = 1
+        if computes:
+            cost = tail * rate
+            if tail > least_tail:
+                cost += (tail - least_tail) * (DUPLICATE_COST * rate - node.fetch_gain_s_per_token)
             if node.idle_at > now:
                 cost += node.idle_at - now
+        else:
+            cost = tail * node.transfer_s_per_token
         if node.num_new_tokens > usual > 0:
-            crowding = node.num_new_tokens / usual - 1
-            cost += CROWDING_COST * (crowding if crowding < 1 else 1.0) * tail * node.prefill_s_per_token
-        if kind != "prompt":
-            cost += SEQUENCE_COST_TOKENS * node.prefill_s_per_token * node.num_sequences
+            excess = node.num_new_tokens / usual - 1
+            cost += CROWDING_COST * (excess if excess < 1 else 1.0) * tail * rate
+        if decodes:
+            cost += SEQUENCE_COST_TOKENS * rate * node.num_sequences
             if node.free_tokens < tail:
                 cost += NO_ROOM_S
         found.append(cost)
@@ -227,9 +227,11 @@ class PrefixAware:
     def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
         usual = mean_new_tokens(nodes)
         prices = costs(work, nodes, cached, now, usual)
-        enough = min(prices) + TIE_S
-        best = [node for node, cost in zip(nodes, prices, strict=True) if cost <= enough]
-        node = best[0] if len(best) == 1 else min(best, key=lambda n: (n.num_unseen, n.num_new_tokens, n.key))
+        least = min(prices)
+        node = nodes[prices.index(least)]
+        if prices.count(least) > 1:
+            equals = [node for node, cost in zip(nodes, prices, strict=True) if cost == least]
+            node = min(equals, key=lambda n: (n.num_unseen, n.num_new_tokens, n.key))
         return price(node, work, cached, now, usual, self.name, len(nodes))
 
 
