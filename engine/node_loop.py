@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from tandem.engine.control_events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.core import EngineCore
@@ -62,12 +62,15 @@ class NodeLoop:
         control: ControlSender,
         drain_s: float,
         apply_effects: Callable[[], None] = lambda: None,
+        handlers: Mapping[type, Callable[[Any], None]] | None = None,
     ) -> None:
+        """`handlers`: who takes events of that type, in place of the logic."""
         self._logic = logic
         self._core = core
         self._control = control
         self._drain_s = drain_s
         self._apply_effects = apply_effects
+        self._handlers = dict(handlers or {})
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
         self._stopping = False
@@ -124,6 +127,8 @@ class NodeLoop:
                 self._stopping = True
             self._drain_deadline = now + self._drain_s
             self._logic.drain()
+        elif handler := self._handlers.get(type(event)):
+            handler(event)
         else:
             self._logic.on_transfer(event, now)
 

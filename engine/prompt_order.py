@@ -38,35 +38,53 @@ class PromptOrder(Protocol):
     def ended(self, request: Request) -> None: ...
 
 
-class ArrivalOrder:
-    """What has begun goes on; then by priority and arrival, as the queue is sorted. Measures nothing."""
+class _Measuring:
+    """Seconds that a prompt token takes, from steps with many of them; 0: nothing measured yet."""
 
-    seconds_per_token = 0.0
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.seconds_per_token = 0.0
+        self._steps: dict[int, tuple[float, int]] = {}  # launched at, prompt tokens
+        self._last_completed = 0.0
+
+    def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
+        self._steps[step_id] = self._clock(), sum(count for _, count in tokens)
+
+    def completed(self, step_id: int) -> None:
+        began, num_tokens = self._steps.pop(step_id)
+        now = self._clock()
+        seconds = now - max(began, self._last_completed)
+        self._last_completed = now
+        if num_tokens >= MIN_MEASURED_TOKENS:
+            measured = seconds / num_tokens
+            known = self.seconds_per_token or measured
+            self.seconds_per_token = known + SMOOTHING * (measured - known)
+
+
+class ArrivalOrder(_Measuring):
+    """What has begun goes on; then by priority and arrival, as the queue is sorted. Without a clock it measures
+    nothing."""
+
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        super().__init__(clock)
 
     def arrived(self, request: Request) -> None: ...
 
     def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
         return [*started, *waiting]
 
-    def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None: ...
-
-    def completed(self, step_id: int) -> None: ...
-
     def ended(self, request: Request) -> None: ...
 
 
-class SlackOrder:
+class SlackOrder(_Measuring):
     """`target_s`: from arrival to first token. A prompt that alone would take longer than `target_s` / `stretch` gets
     `stretch` times what it takes. Work is estimated from the measured time of the steps before."""
 
     def __init__(self, target_s: float, clock: Callable[[], float], stretch: float = 1.25) -> None:
+        super().__init__(clock)
         self._target_s = target_s
         self._stretch = stretch
-        self._clock = clock
-        self.seconds_per_token = 0.0  # 0: nothing measured yet
         self._arrivals: dict[Request, float] = {}
-        self._steps: dict[int, tuple[float, int]] = {}  # launched at, prompt tokens
-        self._last_completed = 0.0
         self._late: Request | None = None  # the first of those behind their deadline
         self._credit = 0.0  # tokens that late prompts may have before others
 
@@ -102,20 +120,10 @@ class SlackOrder:
         return on_time + late
 
     def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
-        total = sum(count for _, count in tokens)
-        self._steps[step_id] = self._clock(), total
+        super().launched(step_id, tokens)
         if self._late is None:
             self._credit = 0.0
             return
+        total = sum(count for _, count in tokens)
         spent = sum(count for request, count in tokens if request is self._late)
         self._credit = min(MAX_CREDIT, self._credit + LATE_SHARE * total - spent)
-
-    def completed(self, step_id: int) -> None:
-        began, num_tokens = self._steps.pop(step_id)
-        now = self._clock()
-        seconds = now - max(began, self._last_completed)
-        self._last_completed = now
-        if num_tokens >= MIN_MEASURED_TOKENS:
-            measured = seconds / num_tokens
-            known = self.seconds_per_token or measured
-            self.seconds_per_token = known + SMOOTHING * (measured - known)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -32,7 +33,7 @@ from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.parallel.ranks import start_ranks
-from tandem.engine.prompt_order import PromptOrder, SlackOrder
+from tandem.engine.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.request_book import RequestBook
 from tandem.engine.runner import ModelRunner
 from tandem.engine.scheduler import Scheduler
@@ -48,6 +49,8 @@ from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.node_directory import make_publisher
 from tandem.kv_connector.peer_effects import PeerFailed
 from tandem.kv_connector.plan import check_hello
+from tandem.kv_connector.tiers.jobs import JobDone
+from tandem.kv_connector.tiers.shell import make_tiers
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
 from tandem.kv_connector.worker import ConnectorWorker
@@ -130,16 +133,25 @@ class NodeProcess:
             self.worker,
             self.ranks,
         )
+        self.tiers = make_tiers(options, self.pool, tensor, self._post)
         self.logic = make_logic(self._context())
         self.logic.extra_counters = self._counters
+        if self.tiers is not None:
+            order = self.logic.scheduler.prompt_order
+            self.tiers.manager.compute_seconds_per_token = lambda: order.seconds_per_token
         self.publisher = make_publisher(options, self.info, num_blocks, lambda: self.control.status)
         self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
         core = EngineCore(self.logic.scheduler, self.runner)
-        self.loop = NodeLoop(self.logic, core, self.control, options.timeouts.drain_s, self._after_turn)
+        handlers: dict[type, Callable[[Any], None]] = {}
+        if self.tiers is not None:
+            handlers[JobDone] = self.tiers.manager.on_done
+        self.loop = NodeLoop(self.logic, core, self.control, options.timeouts.drain_s, self._after_turn, handlers)
 
     def warm_up(self) -> None:
         """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""
         self.runner.warmup()
+        if self.tiers is not None:
+            self.tiers.warm_up()
         if self.options.cuda_graphs and self.loaded.device.type == "cuda":
             self.runner.capture_decode_steps()
         if not self.options.scheduler.decode_prompt_budget:
@@ -226,16 +238,17 @@ class NodeProcess:
                 limits_prompt_work=self.options.role != "prefill",
                 connector=connector,
                 prompt_order=self._prompt_order(),
+                tiers=None if self.tiers is None else self.tiers.manager,
             )
 
         return NodeContext(
             self.options, self.info, self.keys, self.pool, book, make_scheduler, self.transports.is_settled
         )
 
-    def _prompt_order(self) -> PromptOrder | None:
+    def _prompt_order(self) -> PromptOrder:
         target_ms = self.options.scheduler.ttft_target_ms
         if self.options.role != "prefill" or not target_ms:
-            return None
+            return ArrivalOrder(time.monotonic)
         return SlackOrder(target_ms / 1e3, time.monotonic)
 
     def _check_peer(self, info: NodeInfo) -> None:
@@ -254,6 +267,8 @@ class NodeProcess:
     def _after_turn(self) -> None:
         self.effects.apply()
         events = self.pool.drain_events()
+        if self.tiers is not None:
+            events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.has_work())
         if events and self.publisher is not None:
             self.publisher.publish(events)
 
@@ -263,6 +278,7 @@ class NodeProcess:
             **self.transports.counters,
             **self.control.counters.as_dict(),
             **self.runner.counters,
+            **(self.tiers.counters() if self.tiers is not None else {}),
             "attention_fallbacks": float(sum(fallback_counts().values())),
             "kernels_compiled_late": float(self._compilations.num_late),
             "kv_overflows": float(self._kv_overflows()),
@@ -299,6 +315,8 @@ class NodeProcess:
                 self.publisher.close()
             self.control.stop()
             self.transfer.stop(2.0)
+            if self.tiers is not None:
+                self.tiers.close()
             self.transports.close()
             if self.ranks is not None:
                 self.ranks.close()

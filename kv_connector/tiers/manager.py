@@ -280,6 +280,9 @@ class TierManager:
         """Forgets whatever nobody reads at the moment."""
         self._write_back.flush()
 
+    def is_on_host(self, block_hash: bytes) -> bool:
+        return self._host.is_ready(block_hash)
+
     @property
     def is_moving(self) -> bool:
         return any(promotion.stage in IN_FLIGHT for promotion in self._by_number.values())

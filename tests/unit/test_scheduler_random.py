@@ -43,6 +43,7 @@ class AnyOrder(ArrivalOrder):
     """Another one at each step: whatever a policy does, requests end and blocks are whole."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._rng = random.Random(0)
 
     def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:

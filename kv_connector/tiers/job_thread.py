@@ -1,0 +1,45 @@
+"""A thread that runs jobs of the tiers in the order in which they were submitted, and says how each ended."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from tandem.kv_connector.tiers.jobs import JobDone, TierJob
+
+logger = logging.getLogger(__name__)
+Work = Callable[[], Iterable[bytes] | None]
+STOP_S = 2.0
+
+
+class JobThread:
+    """`post` is called from the thread and must not block."""
+
+    def __init__(self, name: str, post: Callable[[JobDone], None]) -> None:
+        self._post = post
+        self._queue: queue.SimpleQueue[tuple[TierJob, Work] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: TierJob, work: Work) -> None:
+        """`work` returns the hashes of blocks that could not be copied; if it raises, that is all of them."""
+        self._queue.put((job, work))
+
+    def stop(self) -> None:
+        """Finishes what was submitted, within bounds."""
+        self._queue.put(None)
+        self._thread.join(STOP_S)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            job, work = item
+            began = time.monotonic()
+            try:
+                bad = tuple(work() or ())
+            except Exception:  # of a copy, never of the node: whoever asked computes instead
+                logger.exception("%s of %d blocks failed", type(job).__name__, len(job.hashes))
+                bad = job.hashes
+            self._post(JobDone(job, time.monotonic() - began, bad))
