@@ -16,7 +16,8 @@ from tandem.kernels.quantization import FP8_DTYPE, as_bytes, dequantize, quantiz
 from tandem.kv_connector.plan import Numbers, Part, ReshapePlan, plan
 from tandem.kv_connector.transports.geometry import BlockGeometry
 
-STAGED_BYTES = 32 << 20  # at a time, unless one block is larger
+# At a time, unless one block is larger. On a GPU each stage is a handful of launches, so it should take a long chunk.
+STAGED_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
 
 
 class Reshaper:
@@ -27,7 +28,7 @@ class Reshaper:
         self.plan = plan(source, sink)
         assert self.plan.keeps_heads, "KV does not move between nodes whose ranks differ"
         self.geometry = BlockGeometry(sink, sink.payload_bytes)
-        self.max_blocks = max(1, STAGED_BYTES // sink.payload_bytes)
+        self.max_blocks = max(1, STAGED_BYTES[pool_NHLPBD.device.type] // sink.payload_bytes)
         self._pool_NHLPBD = pool_NHLPBD
         self._convert = NumberConverter(self.plan, pool_NHLPBD.device)
         group = sink.group

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.kernels.quantization import as_bytes
+from tandem.kv_connector.reshape import STAGED_BYTES
 from tests.fakes.kv_pools import make_layout
 from tests.fakes.reshaped_handoff import UNLIKE_NUMBERS, Handoff, layout_id
 
@@ -19,7 +20,8 @@ BLOCKS = [(make_layout(block_size=ours), make_layout(block_size=theirs)) for our
     [("local", ("cuda", "cuda")), ("tcp", ("cuda", "cuda")), ("tcp", ("cuda", "cpu")), ("tcp", ("cpu", "cuda"))],
 )
 def test_what_arrives_is_what_the_sink_would_have_stored(transport, devices, ours, theirs, monkeypatch):
-    monkeypatch.setattr("tandem.kv_connector.reshape.STAGED_BYTES", 3 * theirs.payload_bytes)
+    for device in STAGED_BYTES:
+        monkeypatch.setitem(STAGED_BYTES, device, 3 * theirs.payload_bytes)
     handoff = Handoff(transport, ours, theirs, devices=devices)
     try:
         handoff.push()

@@ -9,6 +9,7 @@ import torch
 
 from tandem.kernels.quantization import as_bytes, overflow_counts
 from tandem.kv_connector.plan import BlockSizes
+from tandem.kv_connector.reshape import STAGED_BYTES
 from tests.fakes.kv_pools import make_layout, needs
 from tests.fakes.reshaped_handoff import (
     FP8,
@@ -82,7 +83,7 @@ def test_a_corrupt_block_is_named_by_its_place_at_the_sink(make, transport):
 
 
 def test_more_blocks_than_are_staged_at_a_time(make, monkeypatch):
-    monkeypatch.setattr("tandem.kv_connector.reshape.STAGED_BYTES", 3 * make_layout(block_size=4).payload_bytes)
+    monkeypatch.setitem(STAGED_BYTES, "cpu", 3 * make_layout(block_size=4).payload_bytes)
     handoff = make("shm", make_layout(block_size=8), make_layout(block_size=4))
     handoff.push()
     assert handoff.check() == ()
