@@ -15,9 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 import redis
-from redis.backoff import NoBackoff
 from redis.client import Pipeline
-from redis.retry import Retry
 
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.own_view import OwnView
@@ -31,6 +29,7 @@ from tandem.kv_connector.directory.records import (
     encode,
     split_hashes,
 )
+from tandem.kv_connector.directory.servers import RedisServers
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +70,8 @@ class RedisPublisher:
         self._wake = threading.Event()
         self._closing = False
         self._connected = False
-        self._client = redis.Redis.from_url(
-            url,
-            socket_timeout=self._times.io_timeout_s,
-            socket_connect_timeout=self._times.io_timeout_s,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._servers = RedisServers(url, self._times.io_timeout_s)
+        self._said = ""  # the error that the log holds already
         self._thread = threading.Thread(target=self._run, name="tandem-directory", daemon=True)
         self._thread.start()
 
@@ -109,10 +104,11 @@ class RedisPublisher:
             except Exception as error:  # whatever it is, a node without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
-                elif self._connected:
-                    log.warning("directory: lost Redis (%s); this node goes on and publishes again later", error)
+                elif str(error) != self._said:
+                    self._said = str(error)
+                    log.warning("directory: no Redis (%s); this node goes on and publishes again later", error)
                 self._connected = False
-                self._client.connection_pool.disconnect()
+                self._servers.disconnect()
                 with self._lock:
                     self._view.publish_all_again()
                 self._pause(backoff_s)
@@ -121,7 +117,7 @@ class RedisPublisher:
                 backoff_s = 0.1
         with contextlib.suppress(*REDIS_ERRORS):
             self._leave()
-        self._client.close()
+        self._servers.close()
 
     def _serve(self) -> None:
         """Publishes until closing; returns after each heartbeat, raises when Redis fails."""
@@ -136,6 +132,7 @@ class RedisPublisher:
                 self._pause(FLUSH_S)
                 self._wake.clear()
         self._flush()
+        self._said = ""
 
     def _pause(self, duration_s: float) -> None:
         """Sleeps, but not through a close."""
@@ -143,23 +140,27 @@ class RedisPublisher:
         while not self._closing and (left_s := deadline - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.05))
 
+    def _client(self) -> redis.Redis:
+        """Of the server that has this node's keys: they are all in one slot."""
+        return self._servers.client_for(self._keys.node(self._record.node_id))
+
     def _greet(self) -> None:
         # A managed Redis may forbid CONFIG; expiry of a dead node's sets then blocks it for a moment, no more.
         with contextlib.suppress(redis.ResponseError):
-            self._client.config_set("lazyfree-lazy-expire", "yes")
+            self._client().config_set("lazyfree-lazy-expire", "yes")
 
     def _heartbeat(self) -> None:
         """Renews the lease and the load it tells; finds out whether Redis lost or never got what was published."""
         record = self._record = msgspec.structs.replace(self._record, load=self._load())
         ttl_ms = int(self._times.lease_s * 1000)
         keys = self._keys
-        with self._client.pipeline(transaction=True) as pipe:
+        with self._client().pipeline(transaction=True) as pipe:
             pipe.set(keys.node(record.node_id), encode(record), px=ttl_ms)
-            pipe.sadd(keys.nodes, record.node_id)
             for key in (*keys.all_blocks(record.owner), keys.sequence(record.owner)):
                 pipe.pexpire(key, ttl_ms)
             pipe.get(keys.sequence(record.owner))
             stored_sequence = pipe.execute()[-1]
+        self._servers.client_for(keys.nodes).sadd(keys.nodes, record.node_id)
         if int(stored_sequence or 0) != self._view.sequence:
             self._start_over()
 
@@ -171,7 +172,7 @@ class RedisPublisher:
         batches = self._view.number(changes)
         for start in range(0, len(batches), TRANSACTION_BATCHES):
             part = batches[start : start + TRANSACTION_BATCHES]
-            with self._client.pipeline(transaction=True) as pipe:
+            with self._client().pipeline(transaction=True) as pipe:
                 for batch in part:
                     write_batch(pipe, self._keys, self._record, batch, self._times.lease_s)
                 pipe.get(self._keys.sequence(self._record.owner))
@@ -188,11 +189,11 @@ class RedisPublisher:
     def _leave(self) -> None:
         """A successor under the same id loses its lease to this, until its next heartbeat."""
         keys, owner = self._keys, self._record.owner
-        with self._client.pipeline(transaction=True) as pipe:
+        with self._client().pipeline(transaction=True) as pipe:
             pipe.unlink(*keys.all_blocks(owner), keys.sequence(owner), keys.node(owner[0]))
-            pipe.srem(keys.nodes, owner[0])
             pipe.publish(keys.events, encode(NodeLeft(node_id=owner[0], epoch=owner[1])))
             pipe.execute()
+        self._servers.client_for(keys.nodes).srem(keys.nodes, owner[0])
 
 
 def write_batch(pipe: Pipeline, keys: KeySpace, record: NodeRecord, batch: Batch, lease_s: float) -> None:

@@ -8,16 +8,14 @@ without Redis the mirror serves what it last knew.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
-import redis.asyncio as aioredis
 from redis import RedisError
 from redis.asyncio.client import PubSub
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
@@ -32,6 +30,7 @@ from tandem.kv_connector.directory.records import (
     decode_event,
     decode_record,
 )
+from tandem.kv_connector.directory.servers import AsyncRedisServers
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +58,8 @@ class RedisDirectory:
         self._keys = KeySpace(namespace)
         self._discovery = Discovery(grace_s)
         self._changes: asyncio.Queue[NodeChange] = asyncio.Queue()
-        self._client = aioredis.Redis.from_url(
-            url,
-            socket_timeout=io_timeout_s,
-            socket_connect_timeout=io_timeout_s,
-            health_check_interval=10,
-            retry=Retry(NoBackoff(), 0),
-        )
+        self._servers = AsyncRedisServers(url, io_timeout_s)
+        self._said = ""  # the error that the log holds already
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -79,7 +73,7 @@ class RedisDirectory:
         while self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=0.1)
-        await self._client.aclose()
+        await self._servers.aclose()
 
     async def watch(self) -> AsyncIterator[NodeChange]:
         """Yields each node found, and each whose lease has long been missing. One watcher; never ends, never raises."""
@@ -108,18 +102,21 @@ class RedisDirectory:
         backoff_s = 0.1
         while not self._closing:
             try:
-                async with self._client.pubsub() as stream:
+                async with await self._servers.stream() as stream:
                     await stream.subscribe(self._keys.events)
                     self.mirror.distrust()
-                    self.connected = True
+                    self.connected, self._said = True, ""
                     backoff_s = 0.1
                     await self._follow(stream)
             except Exception as error:  # whatever it is, a router without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
-                elif self.connected:
-                    log.warning("directory: lost Redis (%s); placement goes on with what is known", error)
+                elif str(error) != self._said:
+                    self._said = str(error)
+                    log.warning("directory: no Redis (%s); placement goes on with what is known", error)
                 self.connected = False
+                with contextlib.suppress(*REDIS_ERRORS):
+                    await self._servers.reconnect()
                 self._discovery.unreachable(time.monotonic())
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -154,23 +151,23 @@ class RedisDirectory:
         """A batch that can't be applied: of a node not met yet, if its lease says so. Known owners get a snapshot."""
         if batch.owner in self.mirror.owners():
             return
-        packed = await self._client.get(self._keys.node(batch.node_id))
+        packed = await self._servers.client.get(self._keys.node(batch.node_id))
         record = self._decode(packed) if packed else None
         if record is not None and record.epoch == batch.epoch:
             self._found(self._discovery.up(record, time.monotonic()))
 
     async def _sweep(self) -> None:
-        names = sorted(_text(name) for name in await self._client.smembers(self._keys.nodes))
-        leases = await self._client.mget([self._keys.node(name) for name in names]) if names else []
+        names = sorted(_text(name) for name in await self._servers.client.smembers(self._keys.nodes))
+        leases = await self._servers.get_many([self._keys.node(name) for name in names])
         expired = [name for name, lease in zip(names, leases, strict=True) if lease is None]
         if expired:
             # A node that returns adds itself again with its next heartbeat.
-            await self._client.srem(self._keys.nodes, *expired)
+            await self._servers.client.srem(self._keys.nodes, *expired)
         present = [record for lease in leases if lease and (record := self._decode(lease)) is not None]
         self._found(self._discovery.observe(present, time.monotonic()))
 
     async def _snapshot(self, owner: Owner) -> None:
-        stored_sequence = await self._client.get(self._keys.sequence(owner))
+        stored_sequence = await self._servers.client.get(self._keys.sequence(owner))
         if stored_sequence is None:
             # Redis lost it, or it is not published yet: a reset is on its way, the old entries serve on.
             self.mirror.await_reset(owner)
@@ -180,7 +177,7 @@ class RedisDirectory:
         self.num_snapshots += 1
 
     async def _scan(self, key: str) -> list[bytes]:
-        return [block_hash async for block_hash in self._client.sscan_iter(key, count=SCAN_COUNT)]
+        return [block_hash async for block_hash in self._servers.client.sscan_iter(key, count=SCAN_COUNT)]
 
     def _found(self, changes: list[NodeChange]) -> None:
         for change in changes:

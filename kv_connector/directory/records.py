@@ -1,10 +1,12 @@
 """What the directory keeps in Redis and what travels on its stream. Pure data.
 
-{ns}:nodes                  SET of node ids that ever took a lease (readers drop the stale ones)
-{ns}:node:{id}              msgpack NodeRecord, with a TTL: the node's lease
-{ns}:kv:{id}:{epoch}:{tier} SET of 16-byte block hashes, with the lease's TTL; 54-69 MiB per million
-{ns}:seq:{id}:{epoch}       sequence number of the newest Batch that the SETs contain, with the lease's TTL
-{ns}:events                 pub/sub channel of DirectoryEvent
+<ns>:nodes                    SET of node ids that ever took a lease (readers drop the stale ones)
+<ns>:{<id>}:node              msgpack NodeRecord, with a TTL: the node's lease
+<ns>:{<id>}:kv:<epoch>:<tier> SET of 16-byte block hashes, with the lease's TTL
+<ns>:{<id>}:seq:<epoch>       sequence number of the newest Batch that the SETs contain, with the lease's TTL
+<ns>:events                   pub/sub channel of DirectoryEvent
+
+The braces are in the names: they keep a node's keys in one slot of a Redis Cluster, where they can be one transaction.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tandem.engine.errors import ConfigError
 from tandem.engine.messages import Role, Status
 
 HASH_BYTES = 16
@@ -108,9 +111,16 @@ decode_event = msgspec.msgpack.Decoder(DirectoryEvent).decode
 
 @dataclass(frozen=True)
 class KeySpace:
-    """The names of one cluster's keys; two namespaces share a Redis without seeing each other."""
+    """The names of one cluster's keys; two namespaces share a Redis without seeing each other.
+
+    Raises ConfigError for braces in the namespace: they would decide about slots.
+    """
 
     namespace: str
+
+    def __post_init__(self) -> None:
+        if not self.namespace or set("{}") & set(self.namespace):
+            raise ConfigError(f"--namespace is {self.namespace!r}: it must be a name without braces")
 
     @property
     def nodes(self) -> str:
@@ -121,13 +131,13 @@ class KeySpace:
         return f"{self.namespace}:events"
 
     def node(self, node_id: str) -> str:
-        return f"{self.namespace}:node:{node_id}"
+        return f"{self.namespace}:{{{node_id}}}:node"
 
     def blocks(self, owner: Owner, tier: str) -> str:
-        return f"{self.namespace}:kv:{owner[0]}:{owner[1]:016x}:{tier}"
+        return f"{self.namespace}:{{{owner[0]}}}:kv:{owner[1]:016x}:{tier}"
 
     def sequence(self, owner: Owner) -> str:
-        return f"{self.namespace}:seq:{owner[0]}:{owner[1]:016x}"
+        return f"{self.namespace}:{{{owner[0]}}}:seq:{owner[1]:016x}"
 
     def all_blocks(self, owner: Owner) -> list[str]:
         return [self.blocks(owner, tier) for tier in TIERS]

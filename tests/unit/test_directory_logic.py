@@ -328,7 +328,7 @@ def test_a_goodbye_of_an_older_epoch_is_ignored() -> None:
 def test_namespaces_share_no_key() -> None:
     ours, theirs = KeySpace("one"), KeySpace("two")
     for space in (ours, theirs):
-        assert space.blocks(("n", 0xAB), "gpu") == f"{space.namespace}:kv:n:00000000000000ab:gpu"
+        assert space.blocks(("n", 0xAB), "gpu") == f"{space.namespace}:{{n}}:kv:00000000000000ab:gpu"
     names = [{s.nodes, s.events, s.node("n"), s.sequence(OWNER), *s.all_blocks(OWNER)} for s in (ours, theirs)]
     assert not names[0] & names[1]
 
