@@ -110,7 +110,7 @@ def test_a_converted_prompt_goes_on_as_on_a_node_of_that_dtype(
     alone: Alone, scales_file: Path, way: str, dtype: str, block_size: int, is_scaled: bool
 ) -> None:
     """A chunk attends to its own keys before they are rounded. So a node that keeps KV in that dtype all the time has
-    the same KV, if it computes the prompt in one chunk without a cached prefix: the tokens are the same, and not fp32's.
+    the same KV if it computes the prompt in one chunk, without a cached prefix: the same tokens, and not fp32's.
     """
     kept = {"kv_cache_dtype": dtype, "kv_scales": scales_file if is_scaled else ""}
     prefix = random_prompt(70, seed=9)
