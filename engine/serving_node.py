@@ -169,8 +169,16 @@ class ServingNode:
             block_size=self.book.block_size,
             draining=self.draining,
             prefill_s_per_token=self.scheduler.prompt_order.seconds_per_token,
+            transfer_s_per_token=self._transfer_s_per_token(counters),
             counters=counters,
         )
+
+    def _transfer_s_per_token(self, counters: dict[str, float]) -> float:
+        """Of KV that this node pushed so far; 0 before the first."""
+        layout, pushed_bytes = self.info.layout, counters.get("kv_pushed_bytes", 0.0)
+        if layout is None or not pushed_bytes:
+            return 0.0
+        return counters["kv_push_s"] / pushed_bytes * layout.payload_bytes / layout.block_size
 
     def check_integrity(self) -> None:
         self.book.check_integrity()

@@ -68,15 +68,23 @@ def offers(
     request: PlacementRequest, nodes: Sequence[NodeView], cached_tokens: Mapping[NodeKey, int], now: float
 ) -> list[Choice]:
     """What each usable node would cost for the part of the request that it could do, as prefix_aware counts."""
-    has_prefills = any(node.role == "prefill" for node in nodes)
+    prefills = [node for node in nodes if node.role == "prefill"]
+    transfer_s = mean_transfer_s(prefills)
     usual = mean_new_tokens(nodes) if nodes else 0.0
     found = []
     for node in nodes:
         if node.usable:
             kind = "prompt" if node.role == "prefill" else "all"
-            work = Work("tokens" if node.role == "decode" and has_prefills else kind, request.num_prompt_tokens)
+            kind = "tokens" if node.role == "decode" and prefills else kind
+            work = Work(kind, request.num_prompt_tokens, transfer_s)
             found.append(price(node, work, cached_tokens, now, usual))
     return sorted(found, key=lambda choice: choice.cost_s)
+
+
+def mean_transfer_s(sources: Sequence[NodeView]) -> float:
+    """Seconds a token, over the nodes that have measured it: they hand over, and it is their pushes that take time."""
+    measured = [rate for node in sources if (rate := node.status.transfer_s_per_token)]
+    return sum(measured) / len(measured) if measured else 0.0
 
 
 @dataclass(slots=True)
@@ -99,7 +107,7 @@ class _Finder:
             return Placement(choice.node.ref, None, "the first token ends it", (choice,))
         if not decoders:
             return None
-        decode = self._choose("tokens" if prefills else "all", decoders)
+        decode = self._choose("tokens" if prefills else "all", decoders, mean_transfer_s(prefills))
         alone = self._why_alone(decode)
         if alone:
             return self._alone(decode, alone)
@@ -125,8 +133,8 @@ class _Finder:
             return "short uncached tail"
         return ""
 
-    def _choose(self, kind: str, nodes: Sequence[NodeView]) -> Choice:
-        work = Work(kind, self.request.num_prompt_tokens)
+    def _choose(self, kind: str, nodes: Sequence[NodeView], transfer_s_per_token: float = 0.0) -> Choice:
+        work = Work(kind, self.request.num_prompt_tokens, transfer_s_per_token)
         home = self._home(nodes) if self.request.session else None
         if home is not None:
             return price(home, work, self.cached, self.now, mean_new_tokens(nodes), "session", len(nodes))

@@ -38,6 +38,7 @@ class Work(msgspec.Struct, frozen=True):
 
     kind: str
     num_prompt_tokens: int
+    transfer_s_per_token: float = 0.0  # as measured by those that would hand over; 0: unknown
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -116,7 +117,7 @@ def price(
     crowding = min(1.0, max(0.0, node.num_new_tokens / usual - 1)) if usual else 0.0
     crowding_s = CROWDING_COST * crowding * tail * node.prefill_s_per_token
     if work.kind == "tokens":
-        transfer_s = tail * node.transfer_s_per_token
+        transfer_s = tail * (work.transfer_s_per_token or node.transfer_s_per_token)
     else:
         queue_s = node.backlog_s(now)
         missing = max(0, min(max(cached.values(), default=0), work.num_prompt_tokens - 1) - held)
@@ -166,7 +167,7 @@ def costs(
             if node.idle_at > now:
                 cost += node.idle_at - now
         else:
-            cost = tail * node.transfer_s_per_token
+            cost = tail * (work.transfer_s_per_token or node.transfer_s_per_token)
         if node.num_new_tokens > usual > 0:
             excess = node.num_new_tokens / usual - 1
             cost += CROWDING_COST * (excess if excess < 1 else 1.0) * tail * rate

@@ -115,6 +115,17 @@ def test_decode_hits_save_the_transfer() -> None:
     assert placement.choices[1].num_computed_tokens == REQUEST.num_prompt_tokens
 
 
+def test_a_measured_slow_link_makes_decode_hits_worth_more() -> None:
+    """4,096 tokens over sockets at 3 GB/s cost more than twenty sequences there do."""
+    nodes = [node("p", "prefill"), node("d1", "decode"), node("d2", "decode", num_running=20)]
+    cached = {("d2", 1): 4096}
+    assert place(make_policy("prefix_aware"), nodes, cached=cached).primary.node_id == "d1"
+    slow = [node("p", "prefill", transfer_s_per_token=43e-6), *nodes[1:]]
+    placement = place(make_policy("prefix_aware"), slow, cached=cached)
+    assert placement.primary.node_id == "d2"
+    assert placement.choices[0].transfer_s == pytest.approx(4096 * 43e-6)
+
+
 def test_a_peer_that_can_be_asked_makes_hits_of_others_count() -> None:
     """`b` has the prefix but is busy; `a` fetches it at a tenth of the cost of computing."""
     cached, busy = {("b", 1): 6144}, 40_000

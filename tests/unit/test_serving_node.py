@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
+import pytest
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.control_events import PeerLost, Received
 from tandem.engine.hashing import root_hash
+from tandem.engine.kv_layout import KVGroup, KVLayout
 from tandem.engine.messages import Accepted, Cancel, Cancelled, FlushBlocks, NodeInfo, RequestFailed, Submit
 from tandem.engine.request_book import RequestBook
 from tandem.engine.sampling_params import SamplingParams
@@ -120,3 +123,13 @@ def test_flush_empties_the_cache_only() -> None:
     say(node, FlushBlocks())
     assert node.status().counters["blocks_cached"] == 0
     assert node.scheduler.num_waiting == 1
+
+
+def test_a_node_reports_what_it_measured_and_nothing_before() -> None:
+    """4 blocks of 4 tokens pushed in 8 ms: 0.5 ms a token."""
+    node = make_node()
+    assert (node.status().prefill_s_per_token, node.status().transfer_s_per_token) == (0.0, 0.0)
+    layout = KVLayout((KVGroup(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float16"),), block_size=4)
+    node.info = msgspec.structs.replace(INFO, layout=layout)
+    node.extra_counters = lambda: {"kv_pushed_bytes": 4.0 * layout.payload_bytes, "kv_push_s": 0.008}
+    assert node.status().transfer_s_per_token == pytest.approx(0.0005)
