@@ -33,6 +33,9 @@ class Sample:
     event_times: list[float] = field(default_factory=list)
     ended_at: float = 0.0
     num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of the prompt, by what the server says
+    headers: dict[bytes, bytes] = field(default_factory=dict)  # of the answer, names in lower case
     error: str = ""
 
 
@@ -52,7 +55,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
 
     async def one(body: dict[str, Any]) -> Sample:
-        return await _request(arguments.url, body, arguments.api_key, arguments.timeout)
+        return await request_once(arguments.url, body, arguments.api_key, arguments.timeout)
 
     if arguments.rate > 0:
         samples = await _open_loop(one, bodies, arguments.rate, random.Random(arguments.seed + 1))
@@ -83,7 +86,7 @@ def make_bodies(arguments: argparse.Namespace, model: str) -> list[dict[str, Any
     ]
 
 
-async def _request(url: str, body: dict[str, Any], api_key: str, timeout_s: float) -> Sample:
+async def request_once(url: str, body: dict[str, Any], api_key: str, timeout_s: float) -> Sample:
     sample = Sample(sent_at=time.monotonic())
     try:
         await asyncio.wait_for(_follow(url, body, api_key, sample), timeout_s)
@@ -96,7 +99,7 @@ async def _request(url: str, body: dict[str, Any], api_key: str, timeout_s: floa
 
 
 async def _follow(url: str, body: dict[str, Any], api_key: str, sample: Sample) -> None:
-    async for data in stream_events(url, "/v1/completions", body, api_key):
+    async for data in stream_events(url, "/v1/completions", body, api_key, sample.headers):
         if data == b"[DONE]":
             return
         event = json.loads(data)
@@ -105,7 +108,9 @@ async def _follow(url: str, body: dict[str, Any], api_key: str, sample: Sample) 
         if event.get("choices"):
             sample.event_times.append(time.monotonic())
         if event.get("usage"):
-            sample.num_tokens = event["usage"]["completion_tokens"]
+            usage = event["usage"]
+            sample.num_tokens, sample.num_prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens", 0)
+            sample.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     raise HttpError("the stream ended without [DONE]")
 
 

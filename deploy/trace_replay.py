@@ -14,31 +14,15 @@ import re
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.deploy.bench import Sample, summarize
-from tandem.deploy.sse_client import HttpError, get_json, stream_events
+from tandem.deploy.bench import Sample, request_once, summarize
+from tandem.deploy.sse_client import HttpError, get_json
 from tandem.deploy.trace import TraceRequest, faster, pooled_hit_rate, read_trace
 from tandem.engine.errors import ConfigError
 
 # The node that computes the prompt: of "prompt=p0 … tokens=d0 …" the first, else the one that does "all".
 _COMPUTES = re.compile(r"\b(?:prompt|all)=(\S+)")
-
-
-@dataclass
-class Replayed(Sample):
-    """One request as it went."""
-
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    headers: dict[bytes, bytes] = field(default_factory=dict)
-
-    @property
-    def node(self) -> str:
-        """Who computed the prompt; "" when the server doesn't tell."""
-        found = _COMPUTES.search(self.headers.get(b"x-tandem-placement", b"").decode("latin-1"))
-        return found.group(1) if found else ""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -59,7 +43,7 @@ async def _replay(arguments: argparse.Namespace, requests: Sequence[TraceRequest
     for request in requests:
         body = make_body(arguments, model, request)
         await asyncio.sleep(max(0.0, started + request.arrival_s - first - time.monotonic()))
-        tasks.append(asyncio.ensure_future(_request(arguments, body)))
+        tasks.append(asyncio.ensure_future(request_once(arguments.url, body, arguments.api_key, arguments.timeout)))
     samples = list(await asyncio.gather(*tasks))
     bound = pooled_hit_rate(requests, 0)
     return {"model": model, **summarize(samples, time.monotonic() - started), **summarize_hits(samples, bound)}
@@ -78,39 +62,13 @@ def make_body(arguments: argparse.Namespace, model: str, request: TraceRequest) 
     }
 
 
-async def _request(arguments: argparse.Namespace, body: dict[str, Any]) -> Replayed:
-    sample = Replayed(sent_at=time.monotonic(), num_prompt_tokens=len(body["prompt"]))
-    try:
-        await asyncio.wait_for(_follow(arguments, body, sample), arguments.timeout)
-    except asyncio.TimeoutError:
-        sample.error = f"no end within {arguments.timeout:g} s"
-    except (OSError, HttpError, ValueError, EOFError) as error:
-        sample.error = f"{type(error).__name__}: {error}"
-    sample.ended_at = time.monotonic()
-    return sample
-
-
-async def _follow(arguments: argparse.Namespace, body: dict[str, Any], sample: Replayed) -> None:
-    async for data in stream_events(arguments.url, "/v1/completions", body, arguments.api_key, sample.headers):
-        if data == b"[DONE]":
-            return
-        event = json.loads(data)
-        if "error" in event:
-            raise HttpError(event["error"].get("message", "the stream ended with an error"))
-        if event.get("choices"):
-            sample.event_times.append(time.monotonic())
-        if event.get("usage"):
-            sample.num_tokens = event["usage"]["completion_tokens"]
-            sample.num_cached_tokens = (event["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-    raise HttpError("the stream ended without [DONE]")
-
-
-def summarize_hits(samples: Sequence[Replayed], bound: float) -> dict[str, Any]:
+def summarize_hits(samples: Sequence[Sample], bound: float) -> dict[str, Any]:
     good = [sample for sample in samples if not sample.error]
     loads: Counter[str] = Counter()
     for sample in good:
-        if sample.node:
-            loads[sample.node] += sample.num_prompt_tokens - sample.num_cached_tokens
+        node = _COMPUTES.search(sample.headers.get(b"x-tandem-placement", b"").decode("latin-1"))
+        if node is not None:
+            loads[node.group(1)] += sample.num_prompt_tokens - sample.num_cached_tokens
     total = sum(sample.num_prompt_tokens for sample in good)
     mean = sum(loads.values()) / len(loads) if loads else 0
     return {
