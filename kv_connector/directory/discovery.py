@@ -18,6 +18,7 @@ class NodeChange:
 
     present: bool
     record: NodeRecord  # when gone: the last that was known
+    is_address_taken: bool = False  # when gone: another node is there by now
 
     @property
     def address(self) -> str:
@@ -49,7 +50,7 @@ class Discovery:
             return [NodeChange(True, record)]
         changes = []
         if known.control_address != record.control_address:
-            changes.append(NodeChange(False, known))
+            changes.append(self._gone(known))
         if changes or known.epoch != record.epoch:
             changes.append(NodeChange(True, record))
         return changes
@@ -66,4 +67,10 @@ class Discovery:
 
     def _remove(self, node_id: str) -> list[NodeChange]:
         del self._seen_at[node_id]
-        return [NodeChange(False, self.records.pop(node_id))]
+        return [self._gone(self.records.pop(node_id))]
+
+    def _gone(self, record: NodeRecord) -> NodeChange:
+        """A node that was started again at its address may have another name, and be known before the old one is
+        forgotten."""
+        addresses = {other.control_address for other in self.records.values()}
+        return NodeChange(False, record, is_address_taken=record.control_address in addresses)

@@ -35,6 +35,7 @@ from tandem.kv_connector.directory.servers import AsyncRedisServers
 log = logging.getLogger(__name__)
 
 SWEEP_S = 1.0  # leases are read this often besides the stream's announcements
+CHECK_S = 5.0  # what should have been heard by now is compared with what was
 SCAN_COUNT = 1_000  # hashes per SSCAN answer: below a millisecond of the event loop
 MAX_BACKOFF_S = 1.0
 REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
@@ -51,10 +52,13 @@ class RedisDirectory:
         grace_s: float = 15.0,
         max_entries: int = 4_000_000,
         io_timeout_s: float = 2.0,
+        check_s: float = CHECK_S,
     ) -> None:
         self.mirror = Mirror(max_entries)
         self.num_snapshots = 0
         self.connected = False
+        self._check_s, self._next_check = check_s, 0.0
+        self._should_have: dict[Owner, int] = {}  # sequences that Redis had at the last check
         self._keys = KeySpace(namespace)
         self._discovery = Discovery(grace_s)
         self._changes: asyncio.Queue[NodeChange] = asyncio.Queue()
@@ -127,7 +131,8 @@ class RedisDirectory:
             now = time.monotonic()
             if now >= next_sweep:
                 await self._sweep()
-                next_sweep = now + SWEEP_S
+                await self._check_sequences(now)
+                next_sweep = now + min(SWEEP_S, self._check_s)
             for owner in self.mirror.needs_snapshot():
                 await self._snapshot(owner)
             message = await stream.get_message(ignore_subscribe_messages=True, timeout=max(0.0, next_sweep - now))
@@ -166,6 +171,20 @@ class RedisDirectory:
         present = [record for lease in leases if lease and (record := self._decode(lease)) is not None]
         self._found(self._discovery.observe(present, time.monotonic()))
 
+    async def _check_sequences(self, now: float) -> None:
+        """A gap shows with the next batch, a loss of the last one only here: a cluster's bus may lose messages."""
+        if now < self._next_check:
+            return
+        self._next_check = now + self._check_s
+        owners = self.mirror.owners()
+        stored = await self._servers.get_many([self._keys.sequence(owner) for owner in owners])
+        before, self._should_have = self._should_have, {}
+        for owner, sequence in zip(owners, stored, strict=True):
+            self._should_have[owner] = int(sequence or 0)
+            if before.get(owner, 0) > self.mirror.sequence(owner):
+                log.warning("directory: a message of %s was lost; taking a snapshot", owner[0])
+                self.mirror.distrust(owner)
+
     async def _snapshot(self, owner: Owner) -> None:
         stored_sequence = await self._servers.client.get(self._keys.sequence(owner))
         if stored_sequence is None:
@@ -185,7 +204,8 @@ class RedisDirectory:
                 self.mirror.adopt(change.record.owner)
             else:
                 self.mirror.drop(change.record.node_id)
-            self._changes.put_nowait(change)
+            if not change.is_address_taken:
+                self._changes.put_nowait(change)
 
     def _decode(self, packed: bytes | str) -> NodeRecord | None:
         try:

@@ -299,6 +299,19 @@ def changes(found: list) -> list[tuple[bool, str, int]]:
     return [(change.present, change.address, change.record.epoch) for change in found]
 
 
+def test_an_address_outlives_the_node_that_had_it_when_another_is_there() -> None:
+    discovery = Discovery(grace_s=10)
+    discovery.observe([record("a")], 0)
+    assert changes(discovery.observe([record("b")], 5)) == [(True, "tcp://127.0.0.1:1", 1)]
+    (gone,) = discovery.observe([record("b")], 10.1)
+    assert (gone.present, gone.record.node_id, gone.is_address_taken) == (False, "a", True)
+    (gone,) = discovery.observe([], 30)
+    assert (gone.present, gone.record.node_id, gone.is_address_taken) == (False, "b", False)
+    discovery.observe([record("c"), record("d", 1, "tcp://127.0.0.1:2")], 31)
+    moved = discovery.observe([record("c", 2, "tcp://127.0.0.1:2")], 32)
+    assert [(change.present, change.is_address_taken) for change in moved] == [(False, False), (True, False)]
+
+
 def test_discovery_tells_new_changed_and_long_missing_nodes() -> None:
     discovery, here, there = Discovery(grace_s=10), "tcp://127.0.0.1:1", "tcp://127.0.0.1:2"
     assert changes(discovery.observe([record("a")], 0)) == [(True, here, 1)]

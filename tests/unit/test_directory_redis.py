@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import struct
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -14,7 +15,7 @@ from redis_process import RedisProcess, running_redis
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
-from tandem.kv_connector.directory.records import KeySpace, NodeLoad, NodeRecord, decode_record
+from tandem.kv_connector.directory.records import Batch, KeySpace, NodeLoad, NodeRecord, decode_event, decode_record
 
 TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=3.0, io_timeout_s=0.5)
 
@@ -51,8 +52,10 @@ def publishing(url: str, namespace: str = "t", of: NodeRecord | None = None) -> 
 
 
 @contextlib.asynccontextmanager
-async def reading(url: str, namespace: str = "t", grace_s: float = 3.0) -> AsyncIterator[RedisDirectory]:
-    directory = RedisDirectory(url, namespace, grace_s=grace_s, io_timeout_s=0.5)
+async def reading(
+    url: str, namespace: str = "t", grace_s: float = 3.0, check_s: float = 5.0
+) -> AsyncIterator[RedisDirectory]:
+    directory = RedisDirectory(url, namespace, grace_s=grace_s, io_timeout_s=0.5, check_s=check_s)
     directory.start()
     try:
         yield directory
@@ -107,6 +110,20 @@ async def test_watch_tells_of_nodes_that_come_leave_and_return(server: RedisProc
                 assert await next_change() == (True, "tcp://127.0.0.1:1007")
             assert await next_change() == (False, "tcp://127.0.0.1:1007")
             assert [node.node_id for node in directory.records()] == ["decode-1"]
+
+
+async def test_a_node_started_again_under_another_name_keeps_its_address(server: RedisProcess) -> None:
+    """What routers watch must not lose the address when the name that had it before expires."""
+    async with reading(server.url) as directory:
+        changes = directory.watch()
+        with publishing(server.url, of=record("decode-new")):
+            assert (await asyncio.wait_for(anext(changes), 5.0)).address == "tcp://127.0.0.1:1001"
+            with publishing(server.url, of=record("decode-old")):
+                await asyncio.wait_for(anext(changes), 5.0)
+                await soon(lambda: len(directory.records()) == 2)
+            await soon(lambda: len(directory.records()) == 1)
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(anext(changes), 0.5)
 
 
 async def test_close_takes_the_records_out(server: RedisProcess) -> None:
@@ -172,6 +189,80 @@ async def test_an_emptied_redis_is_noticed_without_a_lost_connection(server: Red
         client.flushall()
         publisher.publish(stored(4))  # the next write, not the heartbeat, meets the emptied server
         await soon(lambda: client.scard(key) == 4)
+
+
+class Lossy:
+    """Between a reader and its stream: takes away the next messages that are batches."""
+
+    def __init__(self, directory: RedisDirectory) -> None:
+        self._take, self.num_to_lose = directory._take, 0
+        directory._take = self  # type: ignore[method-assign, assignment]
+
+    async def __call__(self, data: bytes) -> None:
+        if self.num_to_lose and isinstance(decode_event(data), Batch):
+            self.num_to_lose -= 1
+        else:
+            await self._take(data)
+
+
+async def test_a_lost_message_shows_as_a_gap_and_is_made_up_for_by_a_snapshot(server: RedisProcess) -> None:
+    owner = ("decode-1", 1)
+    async with reading(server.url) as directory:
+        with publishing(server.url) as publisher:
+            publisher.publish(stored(1))
+            await soon(lambda: directory.longest_prefix(hashes(1, 2, 3)) == {owner: 1})
+            lossy, num_snapshots = Lossy(directory), directory.num_snapshots
+            lossy.num_to_lose = 1
+            publisher.publish(stored(2))
+            await soon(lambda: not lossy.num_to_lose)
+            assert directory.longest_prefix(hashes(1, 2, 3)) == {owner: 1}
+            publisher.publish(stored(3))
+            await soon(lambda: directory.longest_prefix(hashes(1, 2, 3)) == {owner: 3})
+            assert (directory.mirror.num_gaps, directory.num_snapshots) == (1, num_snapshots + 1)
+
+
+async def test_the_loss_of_a_nodes_last_message_is_noticed_too(server: RedisProcess) -> None:
+    owner = ("decode-1", 1)
+    async with reading(server.url, check_s=0.2) as directory:
+        with publishing(server.url) as publisher:
+            publisher.publish(stored(1, 2))
+            await soon(lambda: directory.longest_prefix(hashes(1, 2)) == {owner: 2})
+            lossy = Lossy(directory)
+            lossy.num_to_lose = 1
+            publisher.publish(removed(2))
+            await soon(lambda: not lossy.num_to_lose)
+            await soon(lambda: directory.longest_prefix(hashes(1, 2)) == {owner: 1})
+            assert directory.mirror.num_gaps == 0
+
+
+async def test_whatever_happens_to_redis_under_load_the_mirror_ends_up_whole(server: RedisProcess) -> None:
+    """Flushes, cut subscriptions and a restart while four nodes store and evict all the time."""
+    rng = random.Random(3)
+    names = [f"decode-{number}" for number in range(4)]
+    held: dict[str, set[int]] = {name: set() for name in names}
+    with contextlib.ExitStack() as stack:
+        nodes = {name: stack.enter_context(publishing(server.url, of=record(name, 9))) for name in names}
+        async with reading(server.url) as directory:
+            for turn in range(300):
+                name = rng.choice(names)
+                chosen = set(rng.sample(range(2_000), 50))
+                evicted = chosen & held[name]
+                nodes[name].publish(removed(*evicted) + stored(*chosen - evicted))
+                held[name] ^= chosen
+                if turn in (60, 120):
+                    server.client().flushall()
+                elif turn in (90, 150):
+                    server.client().execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+                elif turn == 200:
+                    server.restart_empty()
+                await asyncio.sleep(0.005)
+            for number in range(2_000):  # every block alone: what holds it, and nobody else
+                wanted = {(name, 9): 1 for name in names if number in held[name]}
+                await soon(lambda n=number, w=wanted: directory.longest_prefix(hashes(n)) == w, within_s=6.0)
+            directory.mirror.check_integrity()
+            for name in names:
+                stored_there = server.client().smembers(KeySpace("t").blocks((name, 9), "gpu"))
+                assert stored_there == set(hashes(*held[name]))
 
 
 async def test_the_reader_serves_what_it_knows_while_redis_is_away(server: RedisProcess) -> None:
