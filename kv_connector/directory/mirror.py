@@ -71,10 +71,14 @@ class Mirror:
     def owners(self) -> list[Owner]:
         return list(self._owners)
 
-    def distrust(self) -> None:
-        """The stream was interrupted: every owner needs a snapshot; until then the old entries serve on."""
-        for view in self._owners.values():
+    def distrust(self, owner: Owner | None = None) -> None:
+        """Something was missed: this owner, or every one, needs a snapshot; until then the old entries serve on."""
+        for view in self._owners.values() if owner is None else [self._owners[owner]]:
             view.whole = False
+
+    def sequence(self, owner: Owner) -> int:
+        """Of the newest batch that is in here."""
+        return self._owners[owner].sequence
 
     def needs_snapshot(self) -> list[Owner]:
         return [owner for owner, view in self._owners.items() if not view.whole]

@@ -26,7 +26,7 @@ TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=5.0, io_timeout_s=0.5)
 # What docs/directory.md tells to grant.
 ACL_RIGHTS = (
     "resetkeys ~prod:* resetchannels &prod:events -@all +get +mget +set +incrby +unlink +pexpire "
-    "+sadd +srem +smembers +sscan +publish +subscribe +unsubscribe +multi +exec +ping +hello +client|setinfo +select"
+    "+sadd +srem +smembers +sscan +publish +subscribe +unsubscribe +multi +exec +ping +hello +select"
 )
 
 
