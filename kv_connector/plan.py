@@ -129,6 +129,8 @@ def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
                 _require(f"{name}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
         _require(f"{name}.num_kv_heads (of all ranks)", _all_heads(source, ours), _all_heads(sink, theirs))
         _check_numbers(name, ours, theirs)
+    if min(source.block_size, sink.block_size) < 1:
+        raise HandshakeError("layout.block_size", source.block_size, sink.block_size)
     ours, theirs = source.group, sink.group
     return ReshapePlan(
         BlockSizes(source.block_size, sink.block_size),

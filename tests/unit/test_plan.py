@@ -74,6 +74,8 @@ def test_what_differs_and_can_be_converted_is_in_the_plan():
     assert not any(plan(LAYOUT, other).keeps_blocks for other in (larger, fp8, ranks(LAYOUT, 2)[0]))
     with pytest.raises(HandshakeError, match="groups"):
         plan(LAYOUT, replace(LAYOUT, groups=(GROUP, GROUP)))
+    with pytest.raises(HandshakeError, match="block_size"):
+        plan(LAYOUT, replace(LAYOUT, block_size=0))
 
 
 def ranks(layout: KVLayout, size: int) -> list[KVLayout]:
