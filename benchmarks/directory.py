@@ -2,10 +2,10 @@
 
     python benchmarks/directory.py [--nodes 64] [--entries 1000000] [--redis-url URL]
 
-Real publishers (a thread each, all in this process) write `--entries` block hashes into a real redis-server and onto its
-stream, which a real router's reader follows. Then a second reader starts from snapshots. Lookups are of 128 blocks (8k
-tokens), of which a random part is held by one to eight nodes, in mirrors of three sizes. Times are of the wall but for
-lookups, which are CPU time. Without `--redis-url` an own server is started; its memory is what `INFO` calls used.
+Real publishers (a thread each, all in this process) write `--entries` block hashes into a real redis-server and onto
+its stream, which a real router's reader follows. Then a second reader starts from snapshots. Lookups are of 128 blocks
+(8k tokens), of which a random part is held by one to eight nodes, in mirrors of three sizes. Times are of the wall but
+for lookups, which are CPU time. Without `--redis-url` an own server is started; its memory is what `INFO` calls used.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tandem.kv_connector.directory.records import Batch, KeySpace, NodeRecord, T
 NAMESPACE = f"benchmark-{os.getpid()}"
 CHUNK = 512  # events that a node's step loop hands over at once
 PROMPT_BLOCKS = 128
+NUM_HELD = 200  # prompts that somebody holds a part of
 
 
 async def until(condition: Callable[[], bool], every_s: float = 0.005) -> float:
@@ -62,9 +63,8 @@ async def measure_redis(url: str, num_nodes: int, num_entries: int) -> None:
         await publish(publishers, own, follower, total)
         keys = [KeySpace(NAMESPACE).blocks(record.owner, "gpu") for record in records]
         await until(lambda: sum(client.scard(key) for key in keys) == total)  # type: ignore[misc]
-        print(
-            f"Redis: {(used_memory(client) - before) / total:.1f} bytes an entry ({num_nodes} nodes' records included)"
-        )
+        used = used_memory(client) - before
+        print(f"Redis: {used / total:.1f} bytes an entry, {used / 2**20:.0f} MiB with {num_nodes} nodes' records")
         await latency(publishers[0], follower, records[0])
         for traced in (False, True):
             await snapshots(url, total, traced)
@@ -123,9 +123,9 @@ async def snapshots(url: str, total: int, traced: bool) -> None:
 
 
 def measure_lookups(num_nodes: int, num_entries: int) -> None:
-    for size in (num_entries // 100, num_entries // 10, num_entries):
+    for size in (num_entries // 10, num_entries, 4 * num_entries):
         rng = random.Random(size)
-        mirror, sequences = Mirror(2 * num_entries), [0] * num_nodes
+        mirror, sequences = Mirror(2 * size), [0] * num_nodes
         for number in range(num_nodes):
             mirror.adopt((f"node-{number:03}", 1))
 
@@ -135,13 +135,13 @@ def measure_lookups(num_nodes: int, num_entries: int) -> None:
             mirror.apply(Batch(node_id=f"node-{number:03}", epoch=1, generation=1, sequence=sequences[number],
                                reset=first, changes=(change,)))  # fmt: skip
 
-        prompts = [[rng.randbytes(16) for _ in range(PROMPT_BLOCKS)] for _ in range(1_000)]
-        for prompt in prompts[: min(500, size // 500)]:
+        prompts = [[rng.randbytes(16) for _ in range(PROMPT_BLOCKS)] for _ in range(2 * NUM_HELD)]
+        for prompt in prompts[:NUM_HELD]:
             for number in rng.sample(range(num_nodes), min(num_nodes, rng.choice((1, 1, 2, 8)))):
                 store(number, join_hashes(prompt[: rng.randint(1, PROMPT_BLOCKS)]))
         while mirror.num_entries < size:
             store(rng.randrange(num_nodes), rng.randbytes(16 * min(4_096, size - mirror.num_entries)))
-        held, cold = timed(mirror, prompts[: min(500, size // 500)]), timed(mirror, prompts[500:])
+        held, cold = timed(mirror, prompts[:NUM_HELD]), timed(mirror, prompts[NUM_HELD:])
         print(f"lookup of {PROMPT_BLOCKS} blocks among {mirror.num_entries:>9,} entries of {num_nodes} nodes: "
               f"{held[0]:.1f} us median, {held[1]:.1f} us p99 (cold prompts {cold[0]:.1f} us)")  # fmt: skip
 
