@@ -91,10 +91,12 @@ def _servers() -> Iterator[tuple[Path, Callable[..., Server]]]:
 @dataclass
 class Cluster:
     servers: list[Server]
+    login: str
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        places = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        return f"redis+cluster://{self.login}@{places}"
 
     def owner_of(self, key: str) -> Server:
         slot = redis.crc.key_slot(key.encode())
@@ -108,14 +110,20 @@ class Cluster:
 
 
 @contextmanager
-def running_cluster(num_servers: int = 3) -> Iterator[Cluster]:
+def running_cluster(rights: str, num_servers: int = 3) -> Iterator[Cluster]:
+    """`rights`: of the user that `url` names; the tests' own clients may do anything."""
     with _servers() as (_, start):
         servers = []
         for number in range(num_servers):
             port = free_port()
-            lines = [f"port {port}", "cluster-enabled yes", "cluster-node-timeout 1000"]
+            lines = [
+                f"port {port}",
+                "cluster-enabled yes",
+                "cluster-node-timeout 1000",
+                f"user tandem on >secret {rights}",
+            ]
             servers.append(start(f"node-{number}", [*lines, "cluster-require-full-coverage no"], port))
-        cluster = Cluster(servers)
+        cluster = Cluster(servers, "tandem:secret")
         owners = [slot * num_servers // NUM_SLOTS for slot in range(NUM_SLOTS)]
         for number, server in enumerate(servers):
             own = [slot for slot in range(NUM_SLOTS) if owners[slot] == number]

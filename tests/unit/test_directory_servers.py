@@ -28,6 +28,7 @@ ACL_RIGHTS = (
     "resetkeys ~prod:* resetchannels &prod:events -@all +get +mget +set +incrby +unlink +pexpire "
     "+sadd +srem +smembers +sscan +publish +subscribe +unsubscribe +multi +exec +ping +hello +select"
 )
+CLUSTER_RIGHTS = "+cluster|slots +command"
 
 
 def hashes(*numbers: int) -> list[bytes]:
@@ -79,7 +80,7 @@ async def soon(condition: Callable[[], bool], within_s: float = 5.0) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with running_cluster() as cluster:
+    with running_cluster(f"{ACL_RIGHTS} {CLUSTER_RIGHTS}") as cluster:
         yield cluster
 
 
