@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.engine.config import NodeOptions
 from tandem.engine.hashing import root_hash
-from tandem.engine.interfaces import DirectoryPublisher
 from tandem.engine.messages import NodeInfo, Status
 from tandem.kv_connector.directory.records import NodeLoad, NodeRecord
+
+if TYPE_CHECKING:
+    from tandem.kv_connector.directory.publisher import RedisPublisher
 
 
 def make_publisher(
     options: NodeOptions, info: NodeInfo, num_blocks: int, status: Callable[[], Status | None]
-) -> DirectoryPublisher | None:
+) -> RedisPublisher | None:
     """None without a Redis. `status` returns the newest report of the step loop; the publisher's thread calls it."""
     if not options.redis_url:
         return None

@@ -278,6 +278,7 @@ class NodeProcess:
             **self.transports.counters,
             **self.control.counters.as_dict(),
             **self.runner.counters,
+            **(self.publisher.counters() if self.publisher is not None else {}),
             **(self.tiers.counters() if self.tiers is not None else {}),
             "attention_fallbacks": float(sum(fallback_counts().values())),
             "kernels_compiled_late": float(self._compilations.num_late),
