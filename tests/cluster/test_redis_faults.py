@@ -1,0 +1,120 @@
+"""A cluster serves on, with the right tokens, whatever happens to its Redis, and Redis is whole again soon after."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from real_cluster import RealCluster
+from redis_process import RedisProcess, running_redis
+from tandem.kv_connector.directory.records import KeySpace
+from tiny_models import random_prompt, tiny_model
+
+NUM_TOKENS = 6
+WHOLE_WITHIN_S = 5.0
+PROMPTS = [random_prompt(40 + 16 * number, seed=number) for number in range(6)]
+
+
+@pytest.fixture(scope="module")
+def redis_server() -> Iterator[RedisProcess]:
+    with running_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cluster(redis_server: RedisProcess) -> Iterator[RealCluster]:
+    with RealCluster(
+        tiny_model("llama"), "--prefill", "1", "--decode", "1", "--redis-url", redis_server.url
+    ) as cluster:
+        yield cluster
+
+
+@contextmanager
+def load(cluster: RealCluster) -> Iterator[Callable[[], int]]:
+    """Two clients that ask all the time and compare; yields how many answers came. What went wrong is raised."""
+    expected = [cluster.tokens(prompt, NUM_TOKENS) for prompt in PROMPTS]
+    stop, faults, answers = threading.Event(), [], []
+
+    def ask(client: int) -> None:
+        number = client
+        while not stop.is_set():
+            number += 1
+            index = number % len(PROMPTS)
+            try:
+                fresh = random_prompt(50, seed=10_000 * (client + 1) + number)  # evicts, so that nodes publish
+                cluster.tokens(fresh, 2)
+                assert cluster.tokens(PROMPTS[index], NUM_TOKENS) == expected[index]
+            except Exception as fault:
+                faults.append(fault)
+                return
+            answers.append(index)
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield lambda: len(answers)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert not faults, faults[0]
+
+
+def blocks_that_nodes_publish(cluster: RealCluster) -> int:
+    lines = re.findall(r'^tandem_node_counter{counter="directory_blocks".*} (.+)$', cluster.metrics(), re.MULTILINE)
+    assert len(lines) == 2
+    return int(sum(map(float, lines)))
+
+
+def blocks_in_redis(server: RedisProcess) -> int:
+    client = server.client()
+    return sum(client.scard(key) for key in client.keys(f"{KeySpace('tandem').namespace}:*:kv:*"))
+
+
+def check_whole_soon(cluster: RealCluster, server: RedisProcess) -> None:
+    """Under load the two are never read at the same moment: equal but for what changes meanwhile."""
+    deadline = time.monotonic() + WHOLE_WITHIN_S
+    while True:
+        there, published = blocks_in_redis(server), blocks_that_nodes_publish(cluster)
+        if abs(there - published) <= 16 < published:
+            return
+        assert time.monotonic() < deadline, f"{there} of {published} blocks are in Redis"
+        time.sleep(0.05)
+
+
+def check_serves_on(answers: Callable[[], int], seconds: float) -> None:
+    before, end = answers(), time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.1)
+    assert answers() > before + 2, "requests stood still"
+
+
+def test_redis_is_emptied_killed_and_started_again(cluster: RealCluster, redis_server: RedisProcess) -> None:
+    with load(cluster) as answers:
+        check_whole_soon(cluster, redis_server)
+        redis_server.client().flushall()
+        check_whole_soon(cluster, redis_server)
+        redis_server.stop()
+        check_serves_on(answers, 3.0)
+        redis_server.start()
+        check_whole_soon(cluster, redis_server)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause_s", [2.0, 30.0])  # within the leases, and beyond them
+def test_redis_answers_nobody_for_a_while(cluster: RealCluster, redis_server: RedisProcess, pause_s: float) -> None:
+    with load(cluster) as answers:
+        check_whole_soon(cluster, redis_server)
+        redis_server.pause()
+        try:
+            check_serves_on(answers, pause_s)
+        finally:
+            redis_server.resume()
+        check_whole_soon(cluster, redis_server)
+        check_serves_on(answers, 2.0)
