@@ -102,7 +102,11 @@ def _from_yaml(path: str, raw: bytes) -> _Content:
     sections: dict[str, Any] = found if isinstance(found.get("keys"), dict) else {"keys": found}
     for unknown in sections.keys() - SECTIONS:
         raise ConfigError(f"{path}: unknown section {unknown!r}; there are {', '.join(sorted(SECTIONS))}")
-    content = _Content({_digest(path, key): _tenant(path, name) for key, name in sections["keys"].items()})
+    content = _Content()
+    for key, given in sections["keys"].items():
+        digest, name = _digest(path, key), _tenant(path, given)
+        if content.tenant_of_key.setdefault(digest, name) != name:
+            raise ConfigError(f"{path}: one key belongs to {content.tenant_of_key[digest]!r} and to {name!r}")
     names = set(content.tenant_of_key.values())
     for name, settings in _mapping(path, "tenants", sections.get("tenants")).items():
         if name not in names:

@@ -96,6 +96,7 @@ def test_sections(tmp_path: Path) -> None:
         ("one:", "give it a name"),
         ("one: 5", "give it a name"),
         ("sha256:abc: acme", "no SHA-256"),
+        (f"one: acme\nsha256:{hashlib.sha256(b'one').hexdigest()}: globex", "belongs to 'acme' and to 'globex'"),
         ("keys: {one: acme}\nlimits: {}", "unknown section 'limits'"),
         ("keys: {one: acme}\ntenants: {acne: {}}", "no key belongs to the tenant 'acne'"),
         ("keys: {one: acme}\ntenants: {acme: {share: 1}}", "unknown setting 'share'"),
