@@ -50,7 +50,7 @@ OPTION_HELP: dict[str, str] = {
     "tensor_parallel_size": "GPUs of one node, from --device-index on; each holds a share of the weights and KV heads",
     "attention_backend": "auto, or the name of one backend",
     "transport": "how KV travels between nodes: auto, local, shm, cuda_ipc, nixl, ucx or tcp",
-    "redis_url": "redis://host:port/db, a cluster or sentinels (docs/directory.md); `serve` starts its own where it has none",
+    "redis_url": "redis://host:port/db, a cluster or sentinels (docs/directory.md); `serve` starts one where needed",
     "namespace": "name of the cluster; clusters of different names can share a Redis",
     "cluster_secret_file": "file with the cluster's secret; needed wherever a node listens beyond loopback",
     "ready_fd": "file descriptor that gets one line of JSON when the process serves",
