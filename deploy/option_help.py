@@ -20,6 +20,8 @@ OPTION_HELP: dict[str, str] = {
     "kv_cache_dtype": "what this node keeps KV as; auto: as --dtype. Nodes may differ: KV is converted on the way",
     "kv_scales": 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0',
     "host_tier_bytes": "host memory for KV that the pool has no room for; -1: by free memory, 0: none",
+    "disk_tier_bytes": "disk space for KV that host memory has no room for; 0: none",
+    "disk_tier_dir": "folder of the disk tier; kept when the node ends, several nodes may share it",
     # SchedulerOptions
     "max_num_seqs": "sequences that run at the same time on a node",
     "max_num_batched_tokens": "tokens of one step, decodes and prompt chunks together",

@@ -37,6 +37,8 @@ class CacheOptions:
     # What the pool has no room for goes there (docs/tiers.md). -1: 256 MiB on a CPU node, 25 % of free memory up to
     # 32 GiB on a GPU node; 0: none.
     host_tier_bytes: int = -1
+    disk_tier_bytes: int = 0  # 0: none; needs a host tier and disk_tier_dir
+    disk_tier_dir: str = ""
     # auto: the dtype that is computed in. May differ between nodes: KV is converted when it is handed over.
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"] = "auto"
     kv_scales: str = ""  # fp8: a JSON file of each layer's scales (engine/kv_numbers.py); "": 1.0

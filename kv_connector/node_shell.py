@@ -101,6 +101,7 @@ class NodeProcess:
         self.transports = NodeTransports(transports, options.transport)
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
         tensor = self._allocate(num_blocks)
+        self.tiers = make_tiers(options, self.pool, tensor, self.loaded, self._post)
         self.transports.register(tensor, self.loaded.layout, node_id, epoch)
         self.control = ControlPlane(
             keys=self.keys,
@@ -133,7 +134,6 @@ class NodeProcess:
             self.worker,
             self.ranks,
         )
-        self.tiers = make_tiers(options, self.pool, tensor, self._post)
         self.logic = make_logic(self._context())
         self.logic.extra_counters = self._counters
         if self.tiers is not None:

@@ -18,6 +18,16 @@ MAX_USES = 8  # that count: a block stays about so many turnovers of the tier af
 Rank = tuple[int, int]  # (age + uses, time of last use)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that was in a tier before this process began."""
+
+    slot: int
+    block_hash: bytes
+    parent: bytes | None
+    tenant: bytes
+
+
 @dataclass(slots=True)
 class Entry:
     slot: int
@@ -39,6 +49,7 @@ class TierIndex:
         self._num_children: Counter[bytes] = Counter()  # by parent, whether that is in this tier or not
         self._free = list(range(capacity - 1, -1, -1))
         self._leaves: list[tuple[Rank, bytes]] = []  # a heap; also holds what is no longer so
+        self._leaves_of: dict[bytes, list[tuple[Rank, bytes]]] = {}  # the same of each tenant but b""
         self._num_of_tenant: Counter[bytes] = Counter()
         self._age = 0
         self._time = 0
@@ -95,11 +106,15 @@ class TierIndex:
         entry.is_ready = True
         self._rank(block_hash, entry)
 
-    def restore(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes = b"") -> None:
-        """An entry that was in `slot` before this process began."""
-        self._free.remove(slot)
-        self._enter(slot, block_hash, parent, tenant)
-        self.commit(block_hash)
+    def restore(self, stored: Iterable[StoredBlock]) -> None:
+        """Into an empty tier: what was in its slots before, in the order of its coming."""
+        assert not self._entries, "restored before anything else"
+        free = set(self._free)
+        for block in stored:
+            free.remove(block.slot)
+            self._enter(block.slot, block.block_hash, block.parent, block.tenant)
+            self.commit(block.block_hash)
+        self._free = sorted(free, reverse=True)
 
     def _enter(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes) -> None:
         assert block_hash not in self._entries, "a block is in one slot, once"
@@ -136,14 +151,22 @@ class TierIndex:
         self._offer(block_hash, entry)
 
     def _offer(self, block_hash: bytes, entry: Entry) -> None:
-        if self._is_evictable(block_hash, entry):
-            heapq.heappush(self._leaves, (entry.rank, block_hash))
-            if len(self._leaves) > 4 * self.capacity + 64:
-                self._rebuild()
+        if not self._is_evictable(block_hash, entry):
+            return
+        heapq.heappush(self._leaves, (entry.rank, block_hash))
+        if entry.tenant:
+            heapq.heappush(self._leaves_of.setdefault(entry.tenant, []), (entry.rank, block_hash))
+        if len(self._leaves) > 4 * self.capacity + 64:
+            self._rebuild()
 
     def _rebuild(self) -> None:
+        self._leaves_of.clear()
         self._leaves = [(e.rank, h) for h, e in self._entries.items() if self._is_evictable(h, e)]
-        heapq.heapify(self._leaves)
+        for rank, block_hash in self._leaves:
+            if tenant := self._entries[block_hash].tenant:
+                self._leaves_of.setdefault(tenant, []).append((rank, block_hash))
+        for heap in (self._leaves, *self._leaves_of.values()):
+            heapq.heapify(heap)
 
     def _is_evictable(self, block_hash: bytes, entry: Entry) -> bool:
         return entry.is_ready and not entry.num_pins and not self._num_children[block_hash]
@@ -175,20 +198,20 @@ class TierIndex:
 
     def _lowest(self, tenant: bytes | None) -> Generator[bytes, None, None]:
         """Evictable entries, lowest first. What was passed by is back in the heap when this is closed."""
+        leaves = self._leaves if tenant is None else self._leaves_of.get(tenant, [])
         passed: dict[bytes, Rank] = {}
         try:
-            while self._leaves:
-                rank, block_hash = heapq.heappop(self._leaves)
+            while leaves:
+                rank, block_hash = heapq.heappop(leaves)
                 entry = self._entries.get(block_hash)
                 if entry is None or entry.rank != rank or block_hash in passed:
                     continue
                 if self._is_evictable(block_hash, entry):
                     passed[block_hash] = rank
-                    if tenant is None or entry.tenant == tenant:
-                        yield block_hash
+                    yield block_hash
         finally:
             for block_hash, rank in passed.items():
-                heapq.heappush(self._leaves, (rank, block_hash))
+                heapq.heappush(leaves, (rank, block_hash))
 
     def next_to_go(self, limit: int) -> list[bytes]:
         """The entries that the next `limit` evictions would take, in order: children first, then parents."""
@@ -221,8 +244,11 @@ class TierIndex:
         assert children == +self._num_children, "children are miscounted"
         assert Counter(entry.tenant for entry in self._entries.values()) == +self._num_of_tenant
         offered = set(self._leaves)
+        offered_of = {tenant: set(leaves) for tenant, leaves in self._leaves_of.items()}
         for block_hash, entry in self._entries.items():
             assert entry.num_pins >= 0
             assert entry.is_ready or not entry.num_pins, "an entry that is written is copied from"
             if self._is_evictable(block_hash, entry):
-                assert (entry.rank, block_hash) in offered, "an entry could never be evicted"
+                leaf = (entry.rank, block_hash)
+                assert leaf in offered, "an entry could never be evicted"
+                assert not entry.tenant or leaf in offered_of[entry.tenant], "nor for its own tenant"

@@ -28,10 +28,11 @@ class JobThread:
         """`work` returns the hashes of blocks that could not be copied; if it raises, that is all of them."""
         self._queue.put((job, work))
 
-    def stop(self) -> None:
-        """Finishes what was submitted, within bounds."""
+    def stop(self) -> bool:
+        """Finishes what was submitted, within bounds. Whether the thread has ended."""
         self._queue.put(None)
         self._thread.join(STOP_S)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -37,6 +37,7 @@ class Spill:
 
     hashes: tuple[bytes, ...]
     parents: tuple[bytes | None, ...]
+    tenants: tuple[bytes, ...]
     host_slots: tuple[int, ...]
     disk_slots: tuple[int, ...]
 

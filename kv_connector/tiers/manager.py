@@ -14,7 +14,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.interfaces import BlockEvent
 from tandem.engine.request import Request
 from tandem.kv_connector.meta import SourceStepMeta
-from tandem.kv_connector.tiers.index import TierIndex
+from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, LoadingStepMeta, StepLoads, TierJob
 from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, Stage
 from tandem.kv_connector.tiers.rates import Rate, num_worth_loading
@@ -27,6 +27,7 @@ class TierCounters:
     disk_hits: int = 0
     loads_declined: int = 0  # requests for which computing was faster
     loads_failed: int = 0
+    disk_dropped: int = 0  # blocks that were not what was written, or could not be read
 
 
 class TierManager:
@@ -57,6 +58,12 @@ class TierManager:
         self._moving: set[bytes] = set()  # hashes on their way to the host pool from disk, or to the device
         self._step_loads: list[Load] = []  # of the step that is being planned
         self._jobs: list[TierJob] = []
+
+    def restore(self, restored: Sequence[StoredBlock]) -> None:
+        """Before anything else: what the disk holds from an earlier process."""
+        assert self._disk is not None
+        self._disk.restore(restored)
+        self._events += [BlockEvent(each.block_hash, True, "disk") for each in restored]
 
     # --- the planner's questions ----------------------------------------------------------------------------
 
@@ -245,6 +252,7 @@ class TierManager:
             if block_hash in done.bad:
                 self._write_back.drop_from_host(block_hash)
                 self._write_back.drop_from_disk(block_hash)
+                self.counters.disk_dropped += 1
             else:
                 self._write_back.commit_on_host(block_hash)
                 self._host.pin([block_hash])
@@ -282,6 +290,9 @@ class TierManager:
 
     def is_on_host(self, block_hash: bytes) -> bool:
         return self._host.is_ready(block_hash)
+
+    def is_on_disk(self, block_hash: bytes) -> bool:
+        return self._disk is not None and self._disk.is_ready(block_hash)
 
     @property
     def is_moving(self) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import msgspec
 import torch
 
 from tandem.engine.block_pool import BlockPool
@@ -12,6 +15,9 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.errors import ConfigError
 from tandem.engine.interfaces import BlockEvent
 from tandem.engine.kv_pool import free_host_bytes
+from tandem.engine.node_setup import LoadedModel
+from tandem.kv_connector.tiers.disk import DiskTier
+from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host import HostTier, allocate_host_pool, block_bytes
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
@@ -25,25 +31,41 @@ MAX_BATCH_BLOCKS = 64
 
 
 def make_tiers(
-    options: NodeOptions, pool: BlockPool, tensor: torch.Tensor, post: Callable[[JobDone], None]
+    options: NodeOptions, pool: BlockPool, tensor: torch.Tensor, loaded: LoadedModel, post: Callable[[JobDone], None]
 ) -> NodeTiers | None:
-    """None where there is nothing to keep or no room. `post` brings results to the step loop."""
+    """None where there is nothing to keep or no room. `post` brings results to the step loop. Raises ConfigError."""
+    wants_disk = options.cache.disk_tier_bytes > 0
+    if wants_disk and not options.cache.disk_tier_dir:
+        raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
     if not pool.enable_caching or options.tensor_parallel_size > 1:
         return None
     num_host = host_tier_bytes(options, tensor.is_cuda) // block_bytes(tensor)
     if not num_host:
+        if wants_disk:
+            raise ConfigError(
+                "--disk-tier-bytes without a host tier for blocks to pass through: raise --host-tier-bytes"
+            )
         return None
     try:
         host = HostTier(tensor, allocate_host_pool(tensor, num_host), post)
     except ConfigError as error:
-        if options.cache.host_tier_bytes > 0:
+        if wants_disk or options.cache.host_tier_bytes > 0:
             raise
         logger.warning("serving without a host tier: %s", error)
         return None
-    batch = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_bytes(tensor)))
-    block_size = tensor.shape[4]
-    manager = TierManager(pool, block_size, TierIndex(num_host), None, host.step_load, batch)
-    return NodeTiers(manager, host)
+    file = open_disk_file(options, tensor, loaded) if wants_disk else None
+    return NodeTiers(pool, host, file, post)
+
+
+def open_disk_file(options: NodeOptions, tensor: torch.Tensor, loaded: LoadedModel) -> DiskFile:
+    """For blocks of this model in this layout only."""
+    depends_on = msgspec.msgpack.encode((loaded.identity.key(), loaded.layout))
+    cache = options.cache
+    identity = hashlib.sha256(depends_on).digest()
+    file = DiskFile(Path(cache.disk_tier_dir), cache.disk_tier_bytes, block_bytes(tensor), identity)
+    if not file.num_slots:
+        raise ConfigError(f"--disk-tier-bytes {cache.disk_tier_bytes} is less than one block: raise it")
+    return file
 
 
 def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
@@ -54,11 +76,21 @@ def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
 
 
 class NodeTiers:
-    """On the step loop, but for the constructor's `post`."""
+    """On the step loop, but for `post`, which the threads call."""
 
-    def __init__(self, manager: TierManager, host: HostTier) -> None:
-        self.manager = manager
+    def __init__(self, pool: BlockPool, host: HostTier, file: DiskFile | None, post: Callable[[JobDone], None]) -> None:
         self._host = host
+        self._disk = None if file is None else DiskTier(host.host, file, post)
+        num_host, shares = len(host.host), pool.shares
+        host_index = TierIndex(num_host, lambda tenant: shares.quota(tenant, num_host))
+        disk_index = None
+        if file is not None:
+            num_disk = file.num_slots
+            disk_index = TierIndex(num_disk, lambda tenant: shares.quota(tenant, num_disk))
+        batch = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_bytes(host.pool)))
+        self.manager = TierManager(pool, host.pool.shape[4], host_index, disk_index, host.step_load, batch)
+        if file is not None:
+            self.manager.restore(file.restored())
 
     def warm_up(self) -> None:
         self._host.warm_up()
@@ -67,12 +99,18 @@ class NodeTiers:
         """Lets the manager look and hands its jobs to the threads. Returns what the directory is to hear."""
         self.manager.on_turn(pool_events, is_idle)
         for job in self.manager.drain_jobs():
-            assert isinstance(job, Save | Load)
-            self._host.submit(job)
+            if isinstance(job, Save | Load):
+                self._host.submit(job)
+            else:
+                assert self._disk is not None
+                self._disk.submit(job)
         return self.manager.drain_events()
 
     def counters(self) -> dict[str, float]:
-        return {**self.manager.counts(), **self._host.counters}
+        disk = {} if self._disk is None else self._disk.counters
+        return {**self.manager.counts(), **self._host.counters, **disk}
 
     def close(self) -> None:
         self._host.close()
+        if self._disk is not None:
+            self._disk.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.interfaces import BlockEvent
@@ -24,6 +25,17 @@ class WriteBackCounters:
     blocks_lost: int = 0  # evicted from the device before they were saved
 
 
+class _NotIn:
+    """Every block that `tier` has no copy of."""
+
+    def __init__(self, tier: TierIndex | None) -> None:
+        self._tier = tier
+
+    def __contains__(self, block_hash: object) -> bool:
+        assert isinstance(block_hash, bytes)
+        return self._tier is None or not self._tier.is_ready(block_hash)
+
+
 class WriteBack:
     """One Save and one Spill are under way at a time: what is to go next is chosen as late as possible."""
 
@@ -39,7 +51,7 @@ class WriteBack:
         self._pool, self._host, self._disk = pool, host, disk
         self._tell = tell
         self._batch = batch_blocks
-        self._unsaved: dict[bytes, None] = {}  # cached in the device pool only
+        self._unsaved: dict[bytes, None] = {}  # published, in the device pool only
         self._unspilled: dict[bytes, None] = {}  # in the host pool, not on disk
         self._saving = self._spilling = False
         self._num_flushes = 0
@@ -79,8 +91,7 @@ class WriteBack:
 
     def _left_host(self, block_hash: bytes) -> None:
         self._unspilled.pop(block_hash, None)
-        if self._pool.is_published(block_hash):
-            self._unsaved[block_hash] = None
+        self._note_unsaved(block_hash)
         self._tell(BlockEvent(block_hash, False, "cpu"))
 
     def drop_from_disk(self, block_hash: bytes) -> None:
@@ -93,7 +104,17 @@ class WriteBack:
     def _left_disk(self, block_hash: bytes) -> None:
         if self._host.is_ready(block_hash):
             self._unspilled[block_hash] = None
+        self._note_unsaved(block_hash)
         self._tell(BlockEvent(block_hash, False, "disk"))
+
+    def _note_unsaved(self, block_hash: bytes) -> None:
+        """If the device pool has the only copy."""
+        is_below = self._host.is_ready(block_hash) or self._is_on_disk(block_hash)
+        if not is_below and self._pool.is_published(block_hash):
+            self._unsaved[block_hash] = None
+
+    def _is_on_disk(self, block_hash: bytes) -> bool:
+        return self._disk is not None and self._disk.is_ready(block_hash)
 
     def flush(self) -> None:
         self._num_flushes += 1
@@ -106,30 +127,26 @@ class WriteBack:
 
     def on_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> None:
         for event in pool_events:
-            if not event.stored:
-                if self._unsaved.pop(event.block_hash, 0) is None and not self._is_below(event.block_hash):
-                    self.counters.blocks_lost += 1
-            elif not self._host.is_ready(event.block_hash):
-                self._unsaved[event.block_hash] = None
+            if event.stored:
+                self._note_unsaved(event.block_hash)
+            elif event.block_hash in self._unsaved:
+                del self._unsaved[event.block_hash]
+                self.counters.blocks_lost += 1
         if not self._saving and self._unsaved:
             self._save(is_idle)
         if self._disk is not None and not self._spilling and self._unspilled:
             self._spill(is_idle)
 
-    def _is_below(self, block_hash: bytes) -> bool:
-        return self._disk is not None and self._disk.is_ready(block_hash)
-
     def _save(self, is_idle: bool) -> None:
-        """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots."""
+        """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots or
+        those of blocks that are on disk."""
         cold = self._pool.cold_end(min(AHEAD_BATCHES * self._batch, -(-self._host.capacity // 2)))
-        chosen = [each for each in cold if each not in self._host and not self._is_below(each)][: self._batch]
-        kept = frozenset(cold)  # or they would displace each other for ever
+        chosen = [each for each in cold if each in self._unsaved and each not in self._host][: self._batch]
+        kept: Container[bytes] = frozenset(cold)  # or they would displace each other for ever
         if not chosen and is_idle:
-            for block_hash in self._unsaved:
-                if len(chosen) == min(self._batch, self._host.num_free):
-                    break
-                if block_hash not in self._host and self._pool.is_published(block_hash):
-                    chosen.append(block_hash)
+            room = self._batch if self._disk is not None else min(self._batch, self._host.num_free)
+            chosen = list(islice((each for each in self._unsaved if each not in self._host), room))
+            kept = _NotIn(self._disk)
         taken = []
         for block_hash in chosen:
             tenant = self._pool.tenant(block_hash)
@@ -158,19 +175,19 @@ class WriteBack:
         kept = frozenset(cold)
         taken = []
         for block_hash in chosen:
-            parent = self._host.parent(block_hash)
-            found = self._disk.reserve(block_hash, parent, self._host.tenant(block_hash), kept)
+            parent, tenant = self._host.parent(block_hash), self._host.tenant(block_hash)
+            found = self._disk.reserve(block_hash, parent, tenant, kept)
             if found is None:
                 break
             if found[1] is not None:
                 self.counters.disk_evictions += 1
                 self._left_disk(found[1])
-            taken.append((block_hash, parent, self._host.slot(block_hash), found[0]))
+            taken.append((block_hash, parent, tenant, self._host.slot(block_hash), found[0]))
         if taken:
-            hashes, parents, host_slots, disk_slots = zip(*taken, strict=True)
+            hashes, parents, tenants, host_slots, disk_slots = zip(*taken, strict=True)
             self._host.pin(hashes)
             self._spilling = True
-            self._jobs.append(Spill(hashes, parents, host_slots, disk_slots))
+            self._jobs.append(Spill(hashes, parents, tenants, host_slots, disk_slots))
 
     # --- what has gone --------------------------------------------------------------------------------------
 
@@ -207,6 +224,9 @@ class WriteBack:
                 self._tell(BlockEvent(block_hash, True, "disk"))
 
     def check_integrity(self) -> None:
+        for block_hash in self._unsaved:
+            assert not self._host.is_ready(block_hash), "what was saved waits to be saved"
+            assert not self._is_on_disk(block_hash), "what is on disk waits to be saved"
         for block_hash in self._unspilled:
             assert self._disk is not None
             assert self._host.is_ready(block_hash), "what is not in the host pool waits to be spilled"

@@ -1,0 +1,84 @@
+"""The disk tier's thread: blocks between the host pool and the file, with a digest of each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from tandem.kernels.digest import block_digests
+from tandem.kernels.quantization import as_bytes
+from tandem.kv_connector.tiers.disk_file import DiskFile
+from tandem.kv_connector.tiers.job_thread import JobThread
+from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Spill
+
+logger = logging.getLogger(__name__)
+
+
+class DiskTier:
+    """`host` is the host pool `[num_blocks, heads, layers, 2, block_size, head_dim]`; `file` is closed here."""
+
+    def __init__(self, host: torch.Tensor, file: DiskFile, post: Callable[[JobDone], None]) -> None:
+        self._host, self._file = host, file
+        payload = host[0].numel() * host.element_size()
+        buffer = torch.frombuffer(file.buffer, dtype=torch.uint8, count=payload)
+        self._buffer = as_bytes(buffer.view(host.dtype).view(host.shape[1:]))
+        self._raw = as_bytes(host)
+        self._thread = JobThread("kv-disk", post)
+        self.counters = {"tier_spilled_bytes": 0.0, "tier_fetched_bytes": 0.0}
+
+    def submit(self, job: Spill | Fetch) -> None:
+        if isinstance(job, Spill):
+            self._thread.submit(job, lambda: self._spill(job))
+        else:
+            self._thread.submit(job, lambda: self._fetch(job))
+
+    def close(self) -> None:
+        if self._thread.stop():
+            self._file.close()
+
+    # --- thread ---------------------------------------------------------------------------------------------
+
+    def _spill(self, job: Spill) -> list[bytes]:
+        bad = []
+        for index, block_hash in enumerate(job.hashes):
+            host_slot, slot = job.host_slots[index], job.disk_slots[index]
+            self._file.wipe(slot)
+            self._buffer.copy_(self._raw[host_slot])
+            try:
+                self._file.write(slot)
+            except OSError as error:
+                logger.warning("a block is not kept on disk: %s", error)
+                bad.append(block_hash)
+                continue
+            digest = self._digest(host_slot, block_hash)
+            self._file.describe(slot, block_hash, job.parents[index], job.tenants[index], digest)
+            self.counters["tier_spilled_bytes"] += self._file.slot_bytes
+        return bad
+
+    def _fetch(self, job: Fetch) -> list[bytes]:
+        bad = []
+        for block_hash, slot, host_slot in zip(job.hashes, job.disk_slots, job.host_slots, strict=True):
+            if not self._fetch_block(block_hash, slot, host_slot):
+                self._file.wipe(slot)
+                bad.append(block_hash)
+        return bad
+
+    def _fetch_block(self, block_hash: bytes, slot: int, host_slot: int) -> bool:
+        try:
+            self._file.read(slot)
+        except OSError as error:
+            logger.warning("a block can't be read from disk: %s", error)
+            return False
+        self._raw[host_slot].copy_(self._buffer)
+        self.counters["tier_fetched_bytes"] += self._file.slot_bytes
+        if self._file.digest(slot, block_hash) == self._digest(host_slot, block_hash):
+            return True
+        logger.warning("a block on disk is not what was written: it is dropped")
+        return False
+
+    def _digest(self, host_slot: int, block_hash: bytes) -> int:
+        block_size = self._host.shape[4]
+        key = self._file.digest_key(block_hash)
+        return int(block_digests(self._host, [host_slot], key, block_size, block_size)[0])

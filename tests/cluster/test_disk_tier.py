@@ -1,0 +1,131 @@
+"""Real nodes with a disk tier: what one process leaves there serves the next, if it is whole and of the same model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tier_nodes import NUM_BLOCKS, NUM_HITS, Asker, References, always_loading, make_references
+
+from in_process_cluster import Node, node_options
+from tandem.engine.errors import ConfigError
+from tiny_models import tiny_model
+
+BLOCK_BYTES = 12288
+MEGABYTE = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, References]:
+    return {model: make_references(model) for model in ("llama", "qwen3")}
+
+
+@contextmanager
+def node_on(folder: Path, model: str = "llama", **changes: object) -> Iterator[Asker]:
+    tiers = {"disk_tier_bytes": 4 * MEGABYTE, "disk_tier_dir": str(folder), **changes}
+    node = always_loading(Node(node_options("unified", tiny_model(model), num_blocks=NUM_BLOCKS, **tiers)))
+    asker = Asker(node)
+    try:
+        yield asker
+        node.wait_until_whole()
+    finally:
+        asker.client.close()
+        node.stop()
+    node.process.tiers.manager.check_integrity()
+
+
+def until_on_disk(asker: Asker) -> None:
+    pool, manager = asker.nodes[0].process.pool, asker.nodes[0].process.tiers.manager
+    deadline = time.monotonic() + 10
+    while not (pool.cached_hashes() and all(manager.is_on_disk(each) for each in pool.cached_hashes())):
+        assert time.monotonic() < deadline, "an idle node does not write to disk"
+        time.sleep(0.01)
+
+
+def fill(folder: Path, wanted: References, model: str = "llama") -> None:
+    with node_on(folder, model) as asker:
+        for each in wanted:
+            asker.ask(each)
+            until_on_disk(asker)
+
+
+def test_a_new_process_finds_what_the_last_one_left(tmp_path: Path, references: dict[str, References]) -> None:
+    fill(tmp_path, references["llama"])
+    with node_on(tmp_path) as asker:
+        for each in references["llama"]:
+            asker.ask(each)
+        counts = asker.counts(asker.nodes[0])
+        assert counts["tier_disk_hits"] == NUM_HITS
+        assert counts["tier_host_hits"] == NUM_HITS
+        assert counts["tier_loads_failed"] == 0
+
+
+def test_what_host_memory_has_no_room_for_is_on_disk(tmp_path: Path, references: dict[str, References]) -> None:
+    with node_on(tmp_path, host_tier_bytes=30 * BLOCK_BYTES) as asker:
+        for _ in range(3):
+            for each in references["llama"]:
+                asker.ask(each)
+                until_on_disk(asker)
+        counts = asker.counts(asker.nodes[0])
+        assert counts["tier_host_evictions"] > 0
+        assert counts["tier_disk_hits"] >= 17
+        assert counts["tier_host_blocks"] <= 30
+
+
+def test_damaged_blocks_are_computed_again(tmp_path: Path, references: dict[str, References]) -> None:
+    fill(tmp_path, references["llama"])
+    (data,) = tmp_path.glob("*.kv")
+    content = np.memmap(data, np.uint8, "r+")
+    content[100 :: 2 * BLOCK_BYTES] ^= 1  # one bit of every second block
+    content.flush()
+    with node_on(tmp_path) as asker:
+        for _ in range(2):
+            for each in references["llama"]:
+                asker.ask(each)
+        counts = asker.counts(asker.nodes[0])
+        assert counts["tier_loads_failed"] >= 1
+        assert counts["tier_disk_hits"] < NUM_HITS
+        assert counts["tier_disk_dropped"] >= 3
+
+
+@pytest.mark.parametrize("damage", ["garbage", "cut", "gone"])
+def test_a_damaged_index_finds_nothing_wrong(tmp_path: Path, references: dict[str, References], damage: str) -> None:
+    fill(tmp_path, references["llama"][:1])
+    (index,) = tmp_path.glob("*.index")
+    if damage == "gone":
+        index.unlink()
+    elif damage == "cut":
+        index.write_bytes(index.read_bytes()[:4500])
+    else:
+        records = np.frombuffer(index.read_bytes()[4096:], np.uint8)
+        index.write_bytes(index.read_bytes()[:4096] + np.roll(records, 7).tobytes())
+    with node_on(tmp_path) as asker:
+        asker.ask(references["llama"][0])
+        assert asker.counts(asker.nodes[0])["tier_loads_failed"] == 0
+
+
+def test_another_models_files_are_overwritten(tmp_path: Path, references: dict[str, References]) -> None:
+    fill(tmp_path, references["llama"])
+    fill(tmp_path, references["qwen3"], "qwen3")
+    assert len(list(tmp_path.glob("*.kv"))) == 1
+    with node_on(tmp_path, "qwen3") as asker:
+        asker.ask(references["qwen3"][0])
+        assert asker.counts(asker.nodes[0])["tier_disk_hits"] == 17
+
+
+def test_two_nodes_share_a_folder_not_a_file(tmp_path: Path, references: dict[str, References]) -> None:
+    with node_on(tmp_path) as first, node_on(tmp_path) as second:
+        for asker in (first, second):
+            asker.ask(references["llama"][0])
+            until_on_disk(asker)
+        assert len(list(tmp_path.glob("*.kv"))) == 2
+
+
+def test_options_that_contradict_each_other(tmp_path: Path) -> None:
+    for changes in ({"disk_tier_dir": ""}, {"host_tier_bytes": 0}, {"disk_tier_bytes": 100}):
+        with pytest.raises(ConfigError, match="tier"), node_on(tmp_path, **changes):
+            pass
