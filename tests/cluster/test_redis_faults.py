@@ -95,6 +95,7 @@ def check_serves_on(answers: Callable[[], int], seconds: float) -> None:
     assert answers() > before + 2, "requests stood still"
 
 
+@pytest.mark.slow
 def test_redis_is_emptied_killed_and_started_again(cluster: RealCluster, redis_server: RedisProcess) -> None:
     with load(cluster) as answers:
         check_whole_soon(cluster, redis_server)
