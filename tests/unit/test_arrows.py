@@ -33,6 +33,7 @@ ROUTER_MAY = (
     "kv_connector.directory",
 )
 SANS_IO = (
+    "engine/tenants.py",
     "engine/parallel/sharding.py",
     "kv_connector/transports/landing_wire.py",
     "kernels/prefix_groups.py",
