@@ -83,6 +83,7 @@ class TierManager:
         num_worth = self._num_worth(found)
         if not num_worth:
             self.counters.loads_declined += 1
+            self._promotions[request] = Promotion(0, [], None, [], Stage.OVER)  # and is not asked about again
             return 0
         wanted = found[:num_worth]
         if runs_alone and all(self._host.is_ready(block_hash) for block_hash in wanted):

@@ -9,7 +9,7 @@ caching and batching must not change any output.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -55,6 +55,7 @@ class FakeRunner:
         self.block_size = block_size
         self.memory: list[dict[int, Prefix]] = [{} for _ in range(num_blocks)]
         self.peer_blocks: set[int] = set()  # granted: only the peer may write them
+        self.on_launch: Callable[[], None] = lambda: None
         self.num_rows = 0
         self.num_computed_tokens = 0
         self.failing: set[int] = set()  # steps that run out of memory
@@ -68,6 +69,7 @@ class FakeRunner:
 
     def execute(self, output: SchedulerOutput) -> FakeHandle:
         assert output.rows, "a step without a row"
+        self.on_launch()
         self._queue.append(output)
         return FakeHandle(self, output.step_id)
 

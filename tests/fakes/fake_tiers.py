@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -29,10 +29,20 @@ class FakeStepLoad:
         self.tiers.carry_out(self.load)
 
 
+@dataclass
+class _Copy:
+    job: TierJob
+    ends: int  # turn
+    bad: tuple[bytes, ...] = ()
+    begun: list[Cells] = field(default_factory=list)  # of a save: what was read when it began
+    is_early: bool = False  # of a load: all was written when it began
+
+
 class FakeTiers:
     """`lag`: turns that a copy takes. `bad_every`: each so-many-th copy fails for its last block; 0: none.
 
-    A save reads the first half of its blocks when it begins and the rest when it ends, so that it can be torn.
+    A save reads the first half of its blocks when it begins and the rest when it ends, so that it can be torn. Of
+    the loads one half writes when it begins, at once with steps that are still to run, the other half when it ends.
     """
 
     def __init__(
@@ -45,41 +55,64 @@ class FakeTiers:
         )
         self.host: list[Cells] = [{} for _ in range(host_blocks)]
         self.disk: list[Cells] = [{} for _ in range(disk_blocks)]
-        self.num_done = 0
+        self.published: dict[str, set[bytes]] = {"cpu": set(), "disk": set()}
         self._pool, self._runner = pool, runner
         self._lag, self._bad_every = lag, bad_every
-        self._jobs: deque[tuple[int, TierJob, list[Cells]]] = deque()
-        self._turn = 0
+        self._copies: deque[_Copy] = deque()
+        self._turn = self._num_begun = 0
+        runner.on_launch = self.step_launched
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._jobs)
+        return bool(self._copies)
 
     def turn(self, is_idle: bool) -> None:
         """What the shell does after each turn of the step loop."""
         self._turn += 1
-        while self._jobs and self._jobs[0][0] <= self._turn:
-            _, job, begun = self._jobs.popleft()
-            self.carry_out(job, begun)
+        while self._copies and self._copies[0].ends <= self._turn:
+            self._end(self._copies.popleft())
         self.manager.on_turn(self._pool.drain_events(), is_idle)
+        for event in self.manager.drain_events():
+            held = self.published[event.tier]
+            assert event.stored != (event.block_hash in held), "the directory hears of something twice"
+            (held.add if event.stored else held.discard)(event.block_hash)
+        self._begin()
+
+    def step_launched(self) -> None:
+        """Copies begin at any time: also while the device is two steps behind what was just scheduled."""
+        self._begin()
+
+    def _begin(self) -> None:
         for job in self.manager.drain_jobs():
-            begun = [self._first_half(block_id) for block_id in job.block_ids] if isinstance(job, Save) else []
-            self._jobs.append((self._turn + self._lag, job, begun))
+            self._num_begun += 1
+            fails = not isinstance(job, Save) and self._bad_every > 0 and self._num_begun % self._bad_every == 0
+            copy = _Copy(job, self._turn + self._lag, (job.hashes[-1],) if fails else ())
+            if isinstance(job, Save):
+                copy.begun = [self._first_half(block_id) for block_id in job.block_ids]
+            elif isinstance(job, Load):
+                copy.is_early = self._num_begun % 2 == 0
+                for index, block_id in enumerate(job.block_ids):
+                    self._runner.memory[block_id] = dict.fromkeys(range(self._runner.block_size), (-1,))
+                    if copy.is_early:
+                        self._move(copy, index)
+            self._copies.append(copy)
 
-    def carry_out(self, job: TierJob, begun: Sequence[Cells] = ()) -> None:
-        self.num_done += 1
-        may_fail = isinstance(job, Fetch | Spill) or (isinstance(job, Load) and job.number > 0)
-        fails = may_fail and self._bad_every > 0 and self.num_done % self._bad_every == 0
-        bad = (job.hashes[-1],) if fails else ()
-        for index, block_hash in enumerate(job.hashes):
-            if block_hash not in bad:
-                self._copy(job, index, begun)
-        self.manager.on_done(JobDone(job, 0.001, bad))
+    def _end(self, copy: _Copy) -> None:
+        if not copy.is_early:
+            for index in range(len(copy.job.hashes)):
+                self._move(copy, index)
+        self.manager.on_done(JobDone(copy.job, 0.001, copy.bad))
 
-    def _copy(self, job: TierJob, index: int, begun: Sequence[Cells]) -> None:
-        memory = self._runner.memory
+    def carry_out(self, load: Load) -> None:
+        """Of a step, when the device has reached it."""
+        self._end(_Copy(load, self._turn))
+
+    def _move(self, copy: _Copy, index: int) -> None:
+        job, memory = copy.job, self._runner.memory
+        if job.hashes[index] in copy.bad:
+            return
         if isinstance(job, Save):
-            whole = {**memory[job.block_ids[index]], **begun[index]}
+            whole = {**memory[job.block_ids[index]], **copy.begun[index]}
             self.host[job.host_slots[index]] = whole
         elif isinstance(job, Load):
             block_id = job.block_ids[index]
