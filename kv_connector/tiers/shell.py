@@ -92,6 +92,10 @@ class NodeTiers:
         if file is not None:
             self.manager.restore(file.restored())
 
+    @property
+    def num_host_blocks(self) -> int:
+        return len(self._host.host)
+
     def warm_up(self) -> None:
         self._host.warm_up()
 

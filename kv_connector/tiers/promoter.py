@@ -1,0 +1,181 @@
+"""Blocks on their way up: what is copied for whom, and what is held for a request until it starts. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.interfaces import BlockEvent
+from tandem.engine.request import Request
+from tandem.kv_connector.tiers.index import TierIndex
+from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, TierJob
+from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, Stage
+from tandem.kv_connector.tiers.rates import Rate
+from tandem.kv_connector.tiers.write_back import WriteBack
+
+
+@dataclass
+class TierCounters:
+    host_hits: int = 0  # blocks
+    disk_hits: int = 0
+    loads_declined: int = 0  # requests for which computing was faster
+    loads_failed: int = 0
+    disk_dropped: int = 0  # blocks that were not what was written, or could not be read
+
+
+class Promoter:
+    """Carries promotions out; `TierManager` decides on them."""
+
+    def __init__(self, pool: BlockPool, host: TierIndex, disk: TierIndex | None, batch_blocks: int) -> None:
+        self._pool = pool
+        self._host, self._disk = host, disk
+        self.load_rate, self.fetch_rate = Rate(), Rate()
+        self.counters = TierCounters()
+        self._events: list[BlockEvent] = []
+        self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks)
+        self._promotions: dict[Request, Promotion] = {}
+        self._by_number: dict[int, Promotion] = {}
+        self._num_promotions = 0
+        self._moving: set[bytes] = set()  # hashes on their way to the host pool from disk, or to the device
+        self._jobs: list[TierJob] = []
+
+    # --- promotions -----------------------------------------------------------------------------------------
+
+    def _promote(self, request: Request, hits: list[int], parent: bytes | None, wanted: list[bytes]) -> None:
+        """Holds the hits and starts on the blocks after them; they may turn out to be fewer."""
+        on_host = [block_hash for block_hash in wanted if block_hash in self._host]
+        self._host.pin(on_host)
+        fetched, slots, taken = [], [], len(wanted)
+        for index, block_hash in enumerate(wanted):
+            if block_hash in self._host:
+                continue
+            assert self._disk is not None
+            before = wanted[index - 1] if index else parent
+            slot = self._write_back.reserve_on_host(block_hash, before, self._disk.tenant(block_hash))
+            if slot is None:
+                taken = index
+                break
+            fetched.append(block_hash)
+            slots.append(slot)
+        self._host.unpin([block_hash for block_hash in wanted[taken:] if block_hash in on_host])
+        if not taken:
+            return
+        self._num_promotions += 1
+        promotion = Promotion(self._num_promotions, hits, parent, wanted[:taken], Stage.FETCHED)
+        self._promotions[request] = self._by_number[promotion.number] = promotion
+        self._moving.update(promotion.hashes)
+        self._pool.touch(hits)
+        if fetched:
+            assert self._disk is not None
+            promotion.stage = Stage.FETCHING
+            self._disk.pin(fetched)
+            disk_slots = tuple(self._disk.slot(block_hash) for block_hash in fetched)
+            self._jobs.append(Fetch(promotion.number, tuple(fetched), disk_slots, tuple(slots)))
+        else:
+            self._load_outside(promotion)
+
+    def _load_outside(self, promotion: Promotion) -> None:
+        """Not yet, when blocks have to cool down first."""
+        blocks = self._pool.allocate_grantable(len(promotion.hashes))
+        if blocks is not None:
+            promotion.block_ids = blocks
+            promotion.stage = Stage.LOADING
+            self._jobs.append(self._make_load(promotion.hashes, blocks, promotion.number))
+
+    def _make_load(self, hashes: Sequence[bytes], block_ids: Sequence[int], number: int = 0) -> Load:
+        slots = tuple(self._host.slot(block_hash) for block_hash in hashes)
+        return Load(number, tuple(hashes), slots, tuple(block_ids))
+
+    def _let_go(self, promotion: Promotion) -> None:
+        """Whatever it holds it gives back: now, or when its copy has ended."""
+        promotion.is_wanted = False
+        if promotion.stage in IN_FLIGHT or promotion.stage is Stage.OVER:
+            return
+        if promotion.stage is Stage.FETCHED:
+            self._host.unpin(promotion.hashes)
+            self._moving.difference_update(promotion.hashes)
+        self._pool.free(promotion.held, None)
+        promotion.hits, promotion.block_ids, promotion.stage = [], [], Stage.OVER
+        del self._by_number[promotion.number]
+
+    def _num_held(self) -> int:
+        return sum(len(p.hits) + len(p.hashes) for p in self._by_number.values())
+
+    # --- results --------------------------------------------------------------------------------------------
+
+    def on_done(self, done: JobDone) -> None:
+        """What a thread has copied, or could not copy."""
+        if isinstance(done.job, Load):
+            self._on_loaded(done.job, done)
+        elif isinstance(done.job, Fetch):
+            self._on_fetched(done.job, done)
+        else:
+            self._write_back.on_done(done)
+
+    def _on_loaded(self, job: Load, done: JobDone) -> None:
+        self._host.unpin(job.hashes)
+        self.load_rate.measured(len(job.hashes), done.seconds)
+        if not job.number:
+            assert not done.bad, "a load that a step has computed with can't fail"
+            return
+        promotion = self._by_number[job.number]
+        self._moving.difference_update(promotion.hashes)
+        if done.bad:
+            self.counters.loads_failed += 1
+            promotion.is_wanted = False
+        else:
+            self.counters.host_hits += len(job.hashes)
+            parent = promotion.parent
+            for block_id, block_hash in zip(promotion.block_ids, promotion.hashes, strict=True):
+                self._pool.register(block_id, block_hash, parent, None, self._host.tenant(block_hash))
+                parent = block_hash
+        promotion.stage = Stage.LOADED
+        if not promotion.is_wanted:
+            self._let_go(promotion)
+
+    def _on_fetched(self, job: Fetch, done: JobDone) -> None:
+        assert self._disk is not None
+        promotion = self._by_number[job.number]
+        self._disk.unpin(job.hashes)
+        self.fetch_rate.measured(len(job.hashes), done.seconds)
+        self.counters.disk_hits += len(job.hashes) - len(done.bad)
+        for block_hash in job.hashes:
+            if block_hash in done.bad:
+                self._write_back.drop_from_host(block_hash)
+                self._write_back.drop_from_disk(block_hash)
+                self.counters.disk_dropped += 1
+            else:
+                self._write_back.commit_on_host(block_hash)
+                self._host.pin([block_hash])
+        good = [each in done.bad for each in promotion.hashes].index(True) if done.bad else len(promotion.hashes)
+        lost = promotion.hashes[good:]
+        self._moving.difference_update(lost)
+        self._host.unpin([block_hash for block_hash in lost if block_hash not in done.bad])
+        promotion.hashes = promotion.hashes[:good]
+        promotion.stage = Stage.FETCHED
+        if done.bad:
+            self.counters.loads_failed += 1
+        if not promotion.is_wanted or not good:
+            self._let_go(promotion)
+
+    def references(self) -> Counter[int]:
+        """block_id -> references to blocks of the pool that are held here."""
+        return Counter(block_id for promotion in self._by_number.values() for block_id in promotion.held)
+
+    def check_promotions(self) -> None:
+        for block_id, count in self.references().items():
+            assert self._pool.ref_count(block_id) >= count, f"block {block_id} is held here and free"
+        moving = [h for p in self._by_number.values() if p.stage is not Stage.LOADED for h in p.hashes]
+        assert len(moving) == len(set(moving)), "a block is loaded twice"
+        assert set(moving) == self._moving, "what moves is miscounted"
+        for promotion in self._by_number.values():
+            assert promotion.stage is not Stage.OVER, "a promotion that is over is kept"
+            if promotion.stage is Stage.LOADING:
+                for block_id in promotion.block_ids:
+                    assert self._pool.is_writable(block_id), (
+                        f"block {block_id} is loaded into and not its loader's alone"
+                    )
+        for promotion in self._promotions.values():
+            assert promotion.stage is Stage.OVER or promotion.number in self._by_number
