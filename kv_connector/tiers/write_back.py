@@ -138,13 +138,13 @@ class WriteBack:
             self._spill(is_idle)
 
     def _save(self, is_idle: bool) -> None:
-        """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots or
-        those of blocks that are on disk."""
+        """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots or,
+        as long as the disk has room, those of blocks that are on disk. With less, blocks would go round for ever."""
         cold = self._pool.cold_end(min(AHEAD_BATCHES * self._batch, -(-self._host.capacity // 2)))
         chosen = [each for each in cold if each in self._unsaved and each not in self._host][: self._batch]
         kept: Container[bytes] = frozenset(cold)  # or they would displace each other for ever
         if not chosen and is_idle:
-            room = self._batch if self._disk is not None else min(self._batch, self._host.num_free)
+            room = min(self._batch, max(self._host.num_free, 0 if self._disk is None else self._disk.num_free))
             chosen = list(islice((each for each in self._unsaved if each not in self._host), room))
             kept = _NotIn(self._disk)
         taken = []
