@@ -83,9 +83,7 @@ def _head(method: str, url: str, path: str, api_key: str, num_bytes: int) -> byt
     return "\r\n".join([*lines, "", ""]).encode()
 
 
-async def _body(
-    reader: asyncio.StreamReader, headers: dict[bytes, bytes] | None = None
-) -> AsyncIterator[bytes]:
+async def _body(reader: asyncio.StreamReader, headers: dict[bytes, bytes] | None = None) -> AsyncIterator[bytes]:
     """The body's parts as they come, chunked or not."""
     status = (await reader.readline()).split(b" ", 2)
     if len(status) < 2 or not status[1].isdigit():

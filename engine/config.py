@@ -34,8 +34,7 @@ class CacheOptions:
     kv_cache_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True
-    # What the pool has no room for goes there (docs/tiers.md). -1: 256 MiB on a CPU node, 25 % of free memory up to
-    # 32 GiB on a GPU node; 0: none.
+    # What the pool has no room for goes there (docs/tiers.md). -1: 256 MiB on a CPU node, none on a GPU node; 0: none.
     host_tier_bytes: int = -1
     disk_tier_bytes: int = 0  # 0: none; needs a host tier and disk_tier_dir
     disk_tier_dir: str = ""

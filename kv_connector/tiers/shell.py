@@ -25,7 +25,6 @@ from tandem.kv_connector.tiers.manager import TierManager
 
 logger = logging.getLogger(__name__)
 CPU_NODE_BYTES = 256 << 20
-GPU_NODE_SHARE, GPU_NODE_BYTES = 0.25, 32 << 30
 BATCH_BYTES = 32 << 20  # copied by one job: enough for full speed, little enough to choose the next ones late
 MAX_BATCH_BLOCKS = 64
 
@@ -37,7 +36,11 @@ def make_tiers(
     wants_disk = options.cache.disk_tier_bytes > 0
     if wants_disk and not options.cache.disk_tier_dir:
         raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
-    if not pool.enable_caching or options.tensor_parallel_size > 1:
+    if options.tensor_parallel_size > 1:
+        if wants_disk or options.cache.host_tier_bytes > 0:
+            raise ConfigError("--host-tier-bytes and --disk-tier-bytes need --tensor-parallel-size 1: leave them out")
+        return None
+    if not pool.enable_caching:
         return None
     num_host = host_tier_bytes(options, tensor.is_cuda) // block_bytes(tensor)
     if not num_host:
@@ -69,10 +72,11 @@ def open_disk_file(options: NodeOptions, tensor: torch.Tensor, loaded: LoadedMod
 
 
 def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
+    """A GPU's tier is pinned memory, which takes seconds a node to pin: only on request."""
     given = options.cache.host_tier_bytes
     if given >= 0:
         return given
-    return free_host_bytes(GPU_NODE_SHARE, GPU_NODE_BYTES) if on_gpu else free_host_bytes(most=CPU_NODE_BYTES)
+    return 0 if on_gpu else free_host_bytes(most=CPU_NODE_BYTES)
 
 
 class NodeTiers:

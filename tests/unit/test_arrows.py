@@ -33,6 +33,13 @@ ROUTER_MAY = (
     "kv_connector.directory",
 )
 SANS_IO = (
+    "kv_connector/tiers/write_back.py",
+    "kv_connector/tiers/rates.py",
+    "kv_connector/tiers/promotions.py",
+    "kv_connector/tiers/promoter.py",
+    "kv_connector/tiers/manager.py",
+    "kv_connector/tiers/jobs.py",
+    "kv_connector/tiers/index.py",
     "engine/tenants.py",
     "engine/parallel/sharding.py",
     "kv_connector/transports/landing_wire.py",
