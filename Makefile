@@ -34,7 +34,7 @@ test soak: export OMP_NUM_THREADS = 1
 
 test: $(STAMPS)/test
 	$(BIN)/ruff check --quiet .
-	$(BIN)/pytest -m "not slow" -q -n $(TEST_WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/pytest -m "not slow" -q -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(STAMPS)/test
 	$(BIN)/pytest -m slow -q --timeout 3600 $(ARGS)
