@@ -26,8 +26,11 @@ class StepPiece:
 
 def split_step(output: SchedulerOutput, max_tokens: int) -> list[StepPiece]:
     """Pieces of at most `max_tokens` tokens. A row that is cut goes on in the next piece, where its KV so far is
-    context. One piece if all fits: then in the order of the step's samples."""
+    context. What fits is one piece, the step as it is, in the order of the step's samples."""
     assert max_tokens > 0
+    if output.num_tokens <= max_tokens:
+        sampled = [sample.row for sample in output.samples]
+        return [StepPiece(list(output.rows), list(range(len(output.rows))), list(range(len(sampled))), sampled)]
     samples_of: dict[int, list[int]] = {}
     for index, sample in enumerate(output.samples):
         samples_of.setdefault(sample.row, []).append(index)
@@ -45,9 +48,6 @@ def split_step(output: SchedulerOutput, max_tokens: int) -> list[StepPiece]:
             done += count
             room -= count
         _add_samples(pieces[-1], samples_of.get(parent, []))
-    if len(pieces) == 1:
-        pieces[0].samples = list(range(len(output.samples)))
-        pieces[0].sampled = [sample.row for sample in output.samples]
     return pieces
 
 

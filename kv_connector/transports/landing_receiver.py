@@ -7,21 +7,17 @@ library's agent and with it every way into the pool, proves that nothing more la
 
 from __future__ import annotations
 
-import logging
 import select
 import socket
-import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 
 import msgspec
-import torch
 
-from tandem.engine.errors import GrantError, PeerLostError, TandemError, TransportError
+from tandem.engine.errors import GrantError, TransportError
 from tandem.kv_connector.transports.base import RegisteredPool
 from tandem.kv_connector.transports.block_slots import NUM_SLOTS, BlockSlots
-from tandem.kv_connector.transports.geometry import BlockGeometry, pool_stride_bytes
 from tandem.kv_connector.transports.grants import GrantTable
 from tandem.kv_connector.transports.landing_wire import (
     Answer,
@@ -33,16 +29,16 @@ from tandem.kv_connector.transports.landing_wire import (
     WakeFrame,
     decode_frame,
 )
+from tandem.kv_connector.transports.link_receiver import LinkReceiver
 from tandem.kv_connector.transports.tcp_wire import receive_header, send_frame
 
-logger = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 200e-6  # sockets buffer many times what comes in this time, and the GIL is left to others
 _LONGEST_PAUSE_S = 1e-3
 _PAUSE_SHARE = 0.005  # of the time since the last frame
 
 
-class LandingReceiver(ABC):
-    """`source` is (node_id, epoch), `timeout_s` bounds each stall inside a frame."""
+class LandingReceiver(LinkReceiver):
+    """Subclasses move the bytes and drive their library."""
 
     def __init__(
         self,
@@ -51,19 +47,11 @@ class LandingReceiver(ABC):
         pool: RegisteredPool,
         grants: GrantTable,
         timeout_s: float,
-        on_end: Callable[[LandingReceiver], None],
+        on_end: Callable[[LinkReceiver], None],
     ) -> None:
-        self.source = source
-        self._sock = sock
-        self._pool = pool
-        self._grants = grants
-        self._timeout_s = timeout_s
-        self._on_end = on_end
-        self._geometry = BlockGeometry(pool.layout, pool_stride_bytes(pool.pool_NHLPBD))
+        super().__init__(sock, source, pool, grants, timeout_s, on_end)
         self._slots = BlockSlots(self._geometry, pool.pool_NHLPBD.device)
-        self._lock = threading.Lock()
         self._direct: set[int] = set()  # grants with direct writes that were not flushed
-        self._ended = False
 
     # --- what the library does ------------------------------------------------------------------------------
 
@@ -79,44 +67,15 @@ class LandingReceiver(ABC):
     def _fetch(self, frame: LandFrame) -> None:
         """Returns when the slot of `frame` is filled. Raises TransportError."""
 
-    @abstractmethod
-    def _stop(self) -> None:
-        """Returns when this source can reach no memory of this node any more. Idempotent."""
-
-    # --- any thread -----------------------------------------------------------------------------------------
-
-    def drop(self) -> None:
-        with self._lock:
-            if self._ended:
-                return
-            try:
-                self._sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the peer was faster
-
-    def abandon(self) -> None:
-        self._end()
-
     def has_direct_writes(self, grant_id: int) -> bool:
         with self._lock:
             return grant_id in self._direct
 
     # --- the link's thread ----------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        try:
-            if self._pool.pool_NHLPBD.is_cuda:
-                torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # a thread's own setting
-            self._offer()
-            self._serve_frames()
-        except PeerLostError:
-            pass
-        except (TandemError, msgspec.MsgspecError) as error:
-            logger.warning("dropped the KV link of %s: %s", self.source[0], error)
-        except Exception:
-            logger.exception("KV link of %s failed", self.source[0])
-        finally:
-            self._end()
+    def _serve_link(self) -> None:
+        self._offer()
+        self._serve_frames()
 
     def _offer(self) -> None:
         try:
@@ -125,13 +84,6 @@ class LandingReceiver(ABC):
             send_frame(self._sock, Refusal(error.message))  # so that the source takes another way
             raise
         send_frame(self._sock, offer)
-
-    def _end(self) -> None:
-        self._stop()
-        with self._lock:
-            self._ended = True
-            self._sock.close()
-        self._on_end(self)
 
     def _serve_frames(self) -> None:
         readable = select.poll()

@@ -13,7 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from typing import Protocol
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -24,6 +24,7 @@ from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.transports.base import OnLost, RegisteredPool
 from tandem.kv_connector.transports.grants import GrantTable
+from tandem.kv_connector.transports.link_receiver import LinkReceiver
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 from tandem.kv_connector.transports.tcp_channel import dial
 from tandem.kv_connector.transports.tcp_wire import (
@@ -46,28 +47,12 @@ class LinkExport(msgspec.Struct, frozen=True):
     port: int
 
 
-class LinkReceiver(Protocol):
-    """Sink's end of one link. `run` returns only when nothing of that source can change the pool any more."""
-
-    source: tuple[str, int]  # node_id, epoch
-
-    def run(self) -> None: ...
-
-    def drop(self) -> None:
-        """From any thread: the link breaks and `run` returns soon."""
-
-    def abandon(self) -> None:
-        """Instead of `run`, when the link is refused after all."""
-
-    def has_direct_writes(self, grant_id: int) -> bool:
-        """Whether the source began to write past this receiver under that grant, and has not flushed since."""
-
-
 class LinkTransport(ABC):
     """`timeout_s` bounds every wait for a peer's progress, on both sides."""
 
     name: str
     receiver_writes: bool
+    receiver: ClassVar[type[LinkReceiver]]  # sink's end of a link
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1", timeout_s: float = 5.0) -> None:
         self.grants = GrantTable()
@@ -88,9 +73,6 @@ class LinkTransport(ABC):
     @abstractmethod
     def _make_channel(self, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> PoolChannel:
         """Source's end of a new link; owns `sock` unless it raises TransportError or PeerLostError."""
-
-    @abstractmethod
-    def _make_receiver(self, sock: socket.socket, source: tuple[str, int]) -> LinkReceiver: ...
 
     def pool_storage(self, nbytes: int) -> memoryview | None:
         return None
@@ -230,7 +212,7 @@ class LinkTransport(ABC):
         error = ""
         if (preface.sink_id, preface.sink_epoch) != (self.pool.node_id, self.pool.epoch):
             error = f"this is {self.pool.node_id} epoch {self.pool.epoch:#x}"
-        receiver = self._make_receiver(sock, source)
+        receiver = self.receiver(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
         with self._lock:
             # Listed before it is asked whether the source is fenced: a fence sees one or the other.
             self._receivers[receiver] = threading.current_thread()

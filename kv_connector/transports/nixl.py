@@ -23,8 +23,8 @@ from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPo
 from tandem.kv_connector.transports.geometry import BlockGeometry
 from tandem.kv_connector.transports.landing_channel import LandingChannel
 from tandem.kv_connector.transports.landing_receiver import LandingReceiver
+from tandem.kv_connector.transports.landing_transport import LandingTransport
 from tandem.kv_connector.transports.landing_wire import LandFrame, OpenFrame
-from tandem.kv_connector.transports.link_transport import LinkTransport
 from tandem.kv_connector.transports.nixl_agent import NixlAgent, device_id, memory_type, nixl_problem
 
 MIN_RUN_BYTES = 64 << 10
@@ -215,24 +215,14 @@ class NixlChannel(LandingChannel):
         self._agent.close()
 
 
-class NixlTransport(LinkTransport):
+class NixlTransport(LandingTransport):
     name = "nixl"
     receiver_writes = False
+    channel = NixlChannel
+    receiver = NixlReceiver
 
-    def is_usable(self, device: torch.device) -> tuple[bool, str]:
-        problem = nixl_problem()
-        return not problem, problem
-
-    def _make_channel(self, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> NixlChannel:
-        assert self.pool is not None, "register the pool first"
-        try:
-            return NixlChannel(self.pool, sock, peer, on_lost, self._timeout_s)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"{peer.node_id} sent no offer that NIXL understands: {error}") from error
-
-    def _make_receiver(self, sock: socket.socket, source: tuple[str, int]) -> NixlReceiver:
-        assert self.pool is not None, "register the pool first"
-        return NixlReceiver(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
+    def _problem(self) -> str:
+        return nixl_problem()
 
 
 def _checked(offer: NixlOffer, peer: NodeInfo, slot_bytes: int) -> NixlOffer:

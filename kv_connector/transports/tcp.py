@@ -1,6 +1,6 @@
 """Transport over plain sockets: works between any two machines, for CPU and CUDA pools. The sink does the writing.
 
-Source: `TcpChannel`, blocking sends with deadlines. Sink: one `Receiver` thread a link.
+Source: `TcpChannel`, blocking sends with deadlines. Sink: one `TcpReceiver` thread a link.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from tandem.engine.messages import NodeInfo
 from tandem.kv_connector.transports.base import OnLost
 from tandem.kv_connector.transports.link_transport import LinkTransport
 from tandem.kv_connector.transports.tcp_channel import TcpChannel
-from tandem.kv_connector.transports.tcp_receiver import Receiver
+from tandem.kv_connector.transports.tcp_receiver import TcpReceiver
 
 
 class TcpTransport(LinkTransport):
     name = "tcp"
     receiver_writes = True
+    receiver = TcpReceiver
 
     def is_usable(self, device: torch.device) -> tuple[bool, str]:
         return True, ""
@@ -26,7 +27,3 @@ class TcpTransport(LinkTransport):
     def _make_channel(self, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> TcpChannel:
         assert self.pool is not None, "register the pool first"
         return TcpChannel(self.pool, sock, peer, on_lost)
-
-    def _make_receiver(self, sock: socket.socket, source: tuple[str, int]) -> Receiver:
-        assert self.pool is not None, "register the pool first"
-        return Receiver(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)

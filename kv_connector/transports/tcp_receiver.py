@@ -6,20 +6,16 @@ waiting for bytes, and the rest of the frame is read into a scratch buffer.
 
 from __future__ import annotations
 
-import logging
 import os
 import select
 import socket
-import threading
 from collections.abc import Callable
 
-import msgspec
-import torch
-
-from tandem.engine.errors import GrantError, PeerLostError, TandemError, TransportError
+from tandem.engine.errors import GrantError, PeerLostError, TransportError
 from tandem.kv_connector.transports.base import RegisteredPool
-from tandem.kv_connector.transports.geometry import BlockGeometry, byte_view, pool_stride_bytes
+from tandem.kv_connector.transports.geometry import byte_view
 from tandem.kv_connector.transports.grants import GrantTable, OpenGrant
+from tandem.kv_connector.transports.link_receiver import LinkReceiver
 from tandem.kv_connector.transports.staging import Staging
 from tandem.kv_connector.transports.tcp_wire import (
     MAX_FRAME_BYTES,
@@ -34,7 +30,6 @@ from tandem.kv_connector.transports.tcp_wire import (
     transport_error,
 )
 
-logger = logging.getLogger(__name__)
 _MAX_REFUSALS = 1024  # grants with refused writes that a source has not flushed
 _SCRATCH_BYTES = 1 << 18
 
@@ -43,9 +38,7 @@ class _GrantClosedError(Exception):
     """The grant was closed while its payload was being received."""
 
 
-class Receiver:
-    """Reads one authenticated connection to its end. `source` is (node_id, epoch), `timeout_s` bounds each stall."""
-
+class TcpReceiver(LinkReceiver):
     def __init__(
         self,
         sock: socket.socket,
@@ -53,66 +46,25 @@ class Receiver:
         pool: RegisteredPool,
         grants: GrantTable,
         timeout_s: float,
-        on_end: Callable[[Receiver], None],
+        on_end: Callable[[LinkReceiver], None],
     ) -> None:
-        self.source = source
-        self._sock = sock
-        self._pool = pool
-        self._grants = grants
-        self._timeout_s = timeout_s
-        self._on_end = on_end
-        self._geometry = BlockGeometry(pool.layout, pool_stride_bytes(pool.pool_NHLPBD))
+        super().__init__(sock, source, pool, grants, timeout_s, on_end)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wait_payload = select.poll()
         self._wait_payload.register(sock, select.POLLIN)
         self._wait_payload.register(self._wake_fd, select.POLLIN)
         self._refused: dict[int, str] = {}
-        self._end_lock = threading.Lock()
-        self._ended = False
         on_cuda = pool.pool_NHLPBD.is_cuda
         self._staging = Staging(self._geometry, pool.pool_NHLPBD.device) if on_cuda else None
         self._memory = memoryview(b"") if on_cuda else byte_view(pool.pool_NHLPBD)
 
-    def run(self) -> None:
-        """Until the connection ends. Returns only after the last store into the pool."""
-        try:
-            if self._pool.pool_NHLPBD.is_cuda:
-                torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # a thread's own setting
-            while True:
-                self._sock.settimeout(None)  # between frames a source may be silent for long
-                self._serve(decode_frame(receive_header(self._sock)))
-        except PeerLostError:
-            pass
-        except (TandemError, msgspec.MsgspecError) as error:
-            logger.warning("dropped the KV connection of %s: %s", self.source[0], error)
-        except Exception:
-            logger.exception("KV connection of %s failed", self.source[0])
-        finally:
-            self._end()
+    def _serve_link(self) -> None:
+        while True:
+            self._sock.settimeout(None)  # between frames a source may be silent for long
+            self._serve(decode_frame(receive_header(self._sock)))
 
-    def drop(self) -> None:
-        """From any thread: the connection breaks and `run` returns soon."""
-        with self._end_lock:
-            if self._ended:
-                return
-            try:
-                self._sock.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the peer was faster
-
-    def abandon(self) -> None:
-        """Instead of `run`, when the connection is refused after all."""
-        self._end()
-
-    def has_direct_writes(self, grant_id: int) -> bool:
-        return False
-
-    def _end(self) -> None:
-        with self._end_lock:
-            self._ended = True
-            self._sock.close()
-        self._on_end(self)
-        os.close(self._wake_fd)
+    def _stop(self) -> None:
+        os.close(self._wake_fd)  # no grant holds `_wake` any more: each section of writing has been left
 
     def _serve(self, frame: WriteFrame | FlushFrame) -> None:
         self._sock.settimeout(self._timeout_s)

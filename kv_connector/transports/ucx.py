@@ -24,8 +24,8 @@ from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
 from tandem.kv_connector.transports.landing_channel import POLL_PAUSE_S, LandingChannel
 from tandem.kv_connector.transports.landing_receiver import LandingReceiver
+from tandem.kv_connector.transports.landing_transport import LandingTransport
 from tandem.kv_connector.transports.landing_wire import LandFrame
-from tandem.kv_connector.transports.link_transport import LinkTransport
 
 
 class UcxOffer(msgspec.Struct, frozen=True, tag="ucx"):
@@ -166,21 +166,11 @@ class UcxChannel(LandingChannel):
         self._endpoint = self._worker = None
 
 
-class UcxTransport(LinkTransport):
+class UcxTransport(LandingTransport):
     name = "ucx"
     receiver_writes = True
+    channel = UcxChannel
+    receiver = UcxReceiver
 
-    def is_usable(self, device: torch.device) -> tuple[bool, str]:
-        problem = ucx_problem()
-        return not problem, problem
-
-    def _make_channel(self, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> UcxChannel:
-        assert self.pool is not None, "register the pool first"
-        try:
-            return UcxChannel(self.pool, sock, peer, on_lost, self._timeout_s)
-        except msgspec.MsgspecError as error:
-            raise TransportError(f"{peer.node_id} sent no offer that UCX understands: {error}") from error
-
-    def _make_receiver(self, sock: socket.socket, source: tuple[str, int]) -> UcxReceiver:
-        assert self.pool is not None, "register the pool first"
-        return UcxReceiver(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
+    def _problem(self) -> str:
+        return ucx_problem()
