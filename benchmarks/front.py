@@ -35,6 +35,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
+from tandem.deploy.redis_server import free_port
 from tandem.engine.config import ModelOptions, RouterOptions
 from tandem.router.main import run_router
 
@@ -153,12 +154,6 @@ def end(*processes: SpawnProcess) -> None:
         process.terminate()
     for process in processes:
         process.join(10)
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def wait_for(port: int, path: str) -> None:

@@ -44,7 +44,7 @@ class RedisServer:
     """
 
     def __init__(self, port: int = 0, executable: str = "") -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self._executable = executable
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -115,7 +115,7 @@ def answers(port: int, timeout_s: float = 1.0) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

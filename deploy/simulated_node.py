@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from tandem.deploy.trace import TRACE_BLOCK, TraceRequest
 from tandem.engine.interfaces import BlockEvent
+from tandem.engine.rate import Rate
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class SimulatedNode:
         self._decoding: list[tuple[int, int, Job]] = []  # heap by the step that makes the last token
         self._num_steps = self._num_jobs = self._context = 0
         self._run = (0.0, 0.0, 0)  # of decode steps alone: began at, seconds of one, how many
-        self._measured = 0.0
+        self._prefill_rate = Rate()
 
     # --- what a Status tells ----------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class SimulatedNode:
     @property
     def prefill_s_per_token(self) -> float:
         """As measured in steps; 0 before the first."""
-        return self._measured
+        return self._prefill_rate.seconds
 
     # --- events -----------------------------------------------------------------------------------------------
 
@@ -243,5 +244,4 @@ class SimulatedNode:
 
     def _measure(self, seconds: float, num_tokens: int) -> None:
         if num_tokens >= 256:
-            known = self._measured or seconds / num_tokens
-            self._measured = known + 0.2 * (seconds / num_tokens - known)
+            self._prefill_rate.measured(num_tokens, seconds)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tandem.engine.rate import Rate
 from tandem.engine.request import Request
 
 LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait
 MIN_MEASURED_TOKENS = 256  # smaller steps tell more about launches than about tokens
 MAX_CREDIT = 2048.0  # tokens: one chunk
-SMOOTHING = 0.2
 MARGIN = 0.1  # of the target: to spare for prompts that have not begun, since a step that runs can't be stopped
 
 
@@ -43,9 +43,13 @@ class _Measuring:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.seconds_per_token = 0.0
+        self.rate = Rate()
         self._steps: dict[int, tuple[float, int]] = {}  # launched at, prompt tokens
         self._last_completed = 0.0
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.rate.seconds
 
     def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
         self._steps[step_id] = self._clock(), sum(count for _, count in tokens)
@@ -56,9 +60,7 @@ class _Measuring:
         seconds = now - max(began, self._last_completed)
         self._last_completed = now
         if num_tokens >= MIN_MEASURED_TOKENS:
-            measured = seconds / num_tokens
-            known = self.seconds_per_token or measured
-            self.seconds_per_token = known + SMOOTHING * (measured - known)
+            self.rate.measured(num_tokens, seconds)
 
 
 class ArrivalOrder(_Measuring):

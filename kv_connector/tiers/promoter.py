@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.interfaces import BlockEvent
+from tandem.engine.rate import Rate
 from tandem.engine.request import Request
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, TierJob
 from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, Stage
-from tandem.kv_connector.tiers.rates import Rate
 from tandem.kv_connector.tiers.write_back import WriteBack
 
 

@@ -1,26 +1,8 @@
-"""What loading and computing cost, as measured on this node, and so how much of a prefix is worth loading. Pure."""
+"""How much of a prefix is worth loading, given what loading and computing it cost on this node. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-SMOOTHING = 0.2
-FORGETTING = 0.98  # a rate that makes us decline is believed a little less each time: it would never be measured again
-
-
-class Rate:
-    """Seconds for each unit (a block, a token); 0: nothing measured yet."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def measured(self, num: int, seconds: float) -> None:
-        if num:
-            each = seconds / num
-            self.seconds += SMOOTHING * (each - self.seconds) if self.seconds else each
-
-    def doubt(self) -> None:
-        self.seconds *= FORGETTING
 
 
 def num_worth_loading(load_seconds: Sequence[float], compute_seconds: float) -> int:

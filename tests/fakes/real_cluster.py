@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,14 +14,10 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tandem.deploy.redis_server import free_port
+
 TINY = ("--block-size", "16", "--hash-block-size", "16", "--num-blocks", "256", "--num-threads", "1")
 EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "3")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class RealCluster:

@@ -14,19 +14,16 @@ from pathlib import Path
 import redis
 
 from tandem.deploy.child_process import die_with_parent
-from tandem.deploy.redis_server import find_redis_server
+from tandem.deploy.redis_server import find_redis_server, free_port
 
 NUM_SLOTS = 16_384
 
 
-def free_port(below: int = 50_000) -> int:
-    """A cluster's servers also listen on their port + 10,000."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < below:
-            return port
+def bus_port(below: int = 50_000) -> int:
+    """Free for a cluster's server, which also listens on its port + 10,000."""
+    while (port := free_port()) >= below:
+        pass
+    return port
 
 
 def until(condition: Callable[[], bool], what: str, within_s: float = 15.0) -> None:
@@ -115,7 +112,7 @@ def running_cluster(rights: str, num_servers: int = 3) -> Iterator[Cluster]:
     with _servers() as (_, start):
         servers = []
         for number in range(num_servers):
-            port = free_port()
+            port = bus_port()
             lines = [
                 f"port {port}",
                 "cluster-enabled yes",

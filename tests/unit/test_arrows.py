@@ -57,6 +57,7 @@ SANS_IO = (
     "engine/kv_messages.py",
     "engine/message_parts.py",
     "engine/messages.py",
+    "engine/rate.py",
     "engine/request.py",
     "engine/request_book.py",
     "engine/sampling_params.py",

@@ -30,7 +30,7 @@ def prompt(length: int, name: str = "r", priority: int = 0) -> Request:
 
 def slack_order(clock: Clock) -> SlackOrder:
     order = SlackOrder(TARGET_S, clock)
-    order.seconds_per_token = PER_TOKEN_S
+    order.rate.seconds = PER_TOKEN_S
     return order
 
 
@@ -159,7 +159,7 @@ def simulate(order: PromptOrder, clock: Clock, chunk: int) -> dict[str, float]:
 def test_more_prompts_come_in_time_than_in_order_of_arrival() -> None:
     clock = Clock()
     order = SlackOrder(TARGET_S, clock)
-    order.seconds_per_token = SCALE / RATE
+    order.rate.seconds = SCALE / RATE
     by_slack = simulate(order, clock, chunk=1024)
     by_arrival = simulate(ArrivalOrder(), Clock(), chunk=0)
     assert by_slack["chat"] >= 0.97

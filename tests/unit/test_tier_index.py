@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.engine.rate import Rate
 from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
-from tandem.kv_connector.tiers.rates import Rate, num_worth_loading
+from tandem.kv_connector.tiers.rates import num_worth_loading
 
 
 def name(number: int) -> bytes:
