@@ -1,4 +1,8 @@
-"""Decode steps as CUDA graphs: one replay runs the whole forward pass, from slots to logits.
+"""Small steps as CUDA graphs: one replay runs the whole forward pass, from slots to logits.
+
+A decode step brings one token a sequence. A short chunk of a prompt can come as well, each of its tokens as a row of
+its own: the rows store their keys before any of them reads, and each reads as far as its own position. Launched kernel
+by kernel, such a step would take the host several times as long as it takes the device.
 
 Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
 read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
@@ -29,6 +33,10 @@ from tandem.kernels.rotary_attention import WantedTokens
 from tandem.kernels.shared_prefix import SharedPrefixes
 
 ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it
+REPLAYED_TOKENS = 512  # up to so many tokens the host takes longer to launch a step than the device to run it
+# Keys that the rows of chunks may read in all, in tokens: each row reads all before it, where a prefill kernel reads it
+# once for many. So many take about as long as launching a step kernel by kernel.
+MAX_CHUNK_READS = 1 << 17
 
 
 class DecoderLike(Protocol):
@@ -118,6 +126,7 @@ class DecodeGraphs:
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
         self._sharing = sharing
+        self._members = 1 if sharing is None else sharing.members
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits_GV: torch.Tensor | None = None
 
@@ -149,6 +158,21 @@ class DecodeGraphs:
             self._logits_GV[:size].copy_(self.batch.forward(size, prefixes))
         self._graphs[size, prefixes is not None] = graph
         return graph.pool()
+
+    def takes(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Whether these rows, each token as one of its own, are a graph's work rather than a prefill kernel's."""
+        num_tokens = sum(row.num_tokens for row in rows)
+        return num_tokens <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
+
+    def _reads(self, row: ScheduledRow) -> int:
+        """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""
+        if row.num_tokens == 1:
+            return 0
+        return row.start * -(-row.num_tokens // self._members) + row.num_tokens**2 // 2
+
+    def run_dummy(self, num_rows: int) -> torch.Tensor:
+        """Logits of padding rows: a step that stores nothing."""
+        return self.run([ScheduledRow(-1, 0, 1)] * num_rows)
 
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""

@@ -45,9 +45,9 @@ def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
     """What captured decode steps will hold: one largest step (they share its memory) and the driver's own part."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    graphs = DecodeGraphs(runner.model, runner.state, runner.max_decode_rows, runner.max_model_len, runner.sharing)
+    graphs = DecodeGraphs(runner.model, runner.state, runner.max_graph_rows, runner.max_model_len, runner.sharing)
     with torch.inference_mode():
-        graphs.batch.fill((), runner.max_decode_rows)
-        graphs.batch.forward(runner.max_decode_rows)
+        graphs.batch.fill((), runner.max_graph_rows)
+        graphs.batch.forward(runner.max_graph_rows)
     step = torch.cuda.max_memory_allocated(device) - before
     return int(1.25 * step) + graphs.num_graphs * DRIVER_BYTES_PER_GRAPH

@@ -27,6 +27,11 @@ class PrefixSharing:
         self._seen: tuple[int, bytes] | None = None
         self._found = False
 
+    @property
+    def members(self) -> int:
+        """Rows that may read a prefix together."""
+        return self._costs.members
+
     @classmethod
     def for_layers(cls, layers: Iterable[Attention], state: BatchState, max_rows: int) -> PrefixSharing | None:
         """None when no layer could use it. The layers' caches are bound."""

@@ -17,7 +17,7 @@ import torch
 
 from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
-from tandem.engine.decode_graphs import DecodeGraphs
+from tandem.engine.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.prefix_sharing import PrefixSharing
@@ -102,7 +102,7 @@ class ModelRunner:
         model.bind_kv_cache(pool)
         self.sharing: PrefixSharing | None = None
         if options.share_prefixes:
-            self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_decode_rows)
+            self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_graph_rows)
         self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing)
         self._graphs: DecodeGraphs | None = None
         self.counters = {"steps_out_of_memory": 0}
@@ -124,26 +124,33 @@ class ModelRunner:
                 [copy.num_tokens for copy in copies],
             )
         step = LaunchedStep(output.step_id)
-        if not self._decode(output, step):
+        if not self._replay(output, step):
             self._compute(output, step)
         if self.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
         return step
 
-    def _decode(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
-        """One token for each row, by replaying a graph. False: this step is none for a graph."""
+    def _replay(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
+        """A decode step or small chunks of prompts, by replaying a graph. False: this step is none for a graph."""
         graphs = self._graphs
-        if graphs is None or not output.is_decode:
+        if graphs is None:
             return False
-        logits_RV = graphs.run(output.rows)
+        rows: Sequence[ScheduledRow] = output.rows
+        if not output.is_decode:
+            if not output.is_only_rows or not graphs.takes(rows):
+                return False
+            rows = output.token_rows()
+        logits_NV = graphs.run(rows)[: len(output.samples)]
+        if not output.samples:
+            return True
         if self.state.are_plain(output.samples):
-            token_R, _ = self._choose(logits_RV, SamplingBatch())
-            graphs.batch.store(token_R)
-            step.token_ids = to_host(token_R)
+            token_N, _ = self._choose(logits_NV, SamplingBatch())
+            graphs.batch.store(token_N)
+            step.token_ids = to_host(token_N)
             return True
         try:
-            self._sample(output.samples, logits_RV, step)
+            self._sample(output.samples, logits_NV, step)
         except torch.OutOfMemoryError as error:
             self._on_out_of_memory(output.num_tokens, error)
             return False
@@ -283,9 +290,12 @@ class ModelRunner:
         """One step of such rows (single tokens first), greedy; writes no KV and leaves the batch state as it is."""
         if self._followers is not None:
             self._followers.announce("dummy", SchedulerOutput(0, tuple(rows), ()))
-        inputs = self._inputs.build_dummy(rows)
-        hidden_NH = self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
-        self._choose(self.model.project(hidden_NH), SamplingBatch())
+        if self._graphs is not None and self._graphs.takes(rows):
+            logits_NV = self._graphs.run_dummy(sum(row.num_tokens for row in rows))[: len(rows)]
+        else:
+            inputs = self._inputs.build_dummy(rows)
+            logits_NV = self.model.project(self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows)))))
+        self._choose(logits_NV, SamplingBatch())
 
     def capture_decode_steps(self) -> None:
         """CUDA: from here on decode steps replay graphs. Once, after `warmup`."""
@@ -293,10 +303,15 @@ class ModelRunner:
         assert self.device.type == "cuda"
         if self._followers is not None:
             self._followers.announce("capture")
-        graphs = DecodeGraphs(self.model, self.state, self.max_decode_rows, self.max_model_len, self.sharing)
+        graphs = DecodeGraphs(self.model, self.state, self.max_graph_rows, self.max_model_len, self.sharing)
         graphs.capture()
         self._graphs = graphs
 
     @property
     def max_decode_rows(self) -> int:
         return min(self._max_num_seqs, self._max_num_tokens)
+
+    @property
+    def max_graph_rows(self) -> int:
+        """Rows of the largest captured step: every sequence's next token, or short prompts beside them."""
+        return min(max(self._max_num_seqs, REPLAYED_TOKENS), self._max_num_tokens)

@@ -107,6 +107,26 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
             and all(sample.row == index for index, sample in enumerate(self.samples))
         )
 
+    @property
+    def is_only_rows(self) -> bool:
+        """Whether nothing happens to the KV but that its rows are computed, and no row is sampled twice."""
+        return (
+            self.connector_meta is None
+            and not self.forks
+            and not any(row.prompt_logprobs for row in self.rows)
+            and len({sample.row for sample in self.samples}) == len(self.samples)
+        )
+
+    def token_rows(self) -> list[ScheduledRow]:
+        """Each token as a row of its own: first the sampled ones in the samples' order, then all others."""
+        sampled = {sample.row for sample in self.samples}
+        last = [self.rows[sample.row] for sample in self.samples]
+        rows = [ScheduledRow(row.slot, row.start + row.num_tokens - 1, 1) for row in last]
+        for index, row in enumerate(self.rows):
+            end = row.start + row.num_tokens - (index in sampled)
+            rows += [ScheduledRow(row.slot, position, 1) for position in range(row.start, end)]
+        return rows
+
 
 @dataclass(slots=True)
 class RunnerOutput:
