@@ -1,5 +1,6 @@
 """Cache operations, what runs between matrix products, and sampling: each beside its limit and torch, in one run.
 
+    python benchmarks/kernels.py --targets [--plot FILE.svg]   # the table of targets, attention and products too
     python benchmarks/kernels.py [--plot FILE.svg] [--only NAME] [--device cpu]
 
 Medians between CUDA events with the host ahead, so launches cost nothing. `share` is the rate as a part of a copy's
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -143,23 +144,42 @@ def format_outcome(outcome: Outcome) -> str:
     )
 
 
-def draw(outcomes: list[Outcome], title: str) -> str:
+def bars(outcomes: list[Outcome]) -> list[tuple[str, float, float | None]]:
+    """(name, share of the limit, the target's share) of each."""
+    return [(f"{o.row.case.name}, {o.row.case.size}", o.share, o.row.target) for o in outcomes]
+
+
+def draw(bars: Sequence[tuple[str, float, float | None]], title: str) -> str:
     """An SVG of bars: the share of the limit, marks at targets."""
     height, left, width = 22, 330, 500
-    bars = []
-    for index, outcome in enumerate(outcomes):
-        y, case = 40 + index * height, outcome.row.case
-        share = min(outcome.share, 1.0)
-        bars.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{case.name}, {case.size}</text>')
-        bars.append(f'<rect x="{left}" y="{y + 2}" width="{share * width:.1f}" height="{height - 6}" fill="#4878a8"/>')
-        bars.append(f'<text x="{left + share * width + 6:.1f}" y="{y + 14}">{outcome.share:.0%}</text>')
-        if outcome.row.target:
-            x = left + outcome.row.target * width
-            bars.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + height - 2}" stroke="#c03030"/>')
-    size = f'width="{left + width + 60}" height="{60 + len(outcomes) * height}"'
+    drawn = []
+    for index, (name, share, target) in enumerate(bars):
+        y, length = 40 + index * height, min(share, 1.0) * width
+        drawn.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{name}</text>')
+        drawn.append(f'<rect x="{left}" y="{y + 2}" width="{length:.1f}" height="{height - 6}" fill="#4878a8"/>')
+        drawn.append(f'<text x="{left + length + 6:.1f}" y="{y + 14}">{share:.0%}</text>')
+        if target:
+            x = left + target * width
+            drawn.append(f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + height - 2}" stroke="#c03030"/>')
+    size = f'width="{left + width + 60}" height="{60 + len(bars) * height}"'
     heading = f'<text x="{left}" y="24" font-weight="bold">{title}</text>'
     style = 'font-family="sans-serif" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{heading}{"".join(bars)}</svg>\n'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} {style}>{heading}{"".join(drawn)}</svg>\n'
+
+
+def print_all(device: torch.device, only: str) -> list[Outcome]:
+    small = device.type == "cpu"
+    shape = Shape(SPEC, 64, torch.float32 if small else torch.bfloat16, device)
+    limits = measure_limits(device, shape.dtype)
+    bus = limits.bytes_s if small else bus_bytes_s(device)
+    print(f"copy {limits.bytes_s / 1e9:.0f} GB/s, bus {bus / 1e9:.1f} GB/s")
+    print(f"{'kernel':22} {'size':20} {'us':>10} {'GB/s':>9} {'share':>6} {'target':>6} {'torch us':>10}")
+    outcomes = []
+    for case_name, make in rows_of(shape, small):
+        if only in case_name:
+            outcomes.append(measure(make(), device, limits, bus))
+            print(format_outcome(outcomes[-1]), flush=True)
+    return outcomes
 
 
 def main() -> None:
@@ -172,22 +192,20 @@ def main() -> None:
         help="rope, digest, copy, gather, push, swap, norm, silu, greedy or sampling",
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: small sizes, to try it out")
+    parser.add_argument("--targets", action="store_true", help="the table of targets, needs a GPU")
     arguments = parser.parse_args()
-    device, small = torch.device(arguments.device), arguments.device == "cpu"
-    shape = Shape(SPEC, 64, torch.float32 if small else torch.bfloat16, device)
-    limits = measure_limits(device, shape.dtype)
-    bus = limits.bytes_s if small else bus_bytes_s(device)
-    name = "CPU" if small else torch.cuda.get_device_name()
-    print(f"{name}, torch {torch.__version__}: copy {limits.bytes_s / 1e9:.0f} GB/s, bus {bus / 1e9:.1f} GB/s")
-    print(f"{'kernel':22} {'size':20} {'us':>10} {'GB/s':>9} {'share':>6} {'target':>6} {'torch us':>10}")
-    outcomes = []
-    for case_name, make in rows_of(shape, small):
-        if arguments.only in case_name:
-            outcomes.append(measure(make(), device, limits, bus))
-            print(format_outcome(outcomes[-1]), flush=True)
+    device = torch.device(arguments.device)
+    name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}")
+    if arguments.targets:
+        import kernel_targets
+
+        drawn = kernel_targets.bars(kernel_targets.print_targets())
+    else:
+        drawn = bars(print_all(device, arguments.only))
     if arguments.plot:
         with open(arguments.plot, "w", encoding="utf-8") as file:
-            file.write(draw(outcomes, f"{name}: share of a copy's rate, lines: targets"))
+            file.write(draw(drawn, f"{name}: share of what bytes or FLOPs allow, lines: targets"))
 
 
 if __name__ == "__main__":
