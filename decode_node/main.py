@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+from tandem.decode_node.node import DecodeNode
 from tandem.engine.config import NodeOptions
 from tandem.engine.serving_node import ServingNode
-from tandem.kv_connector.node_shell import NodeContext
+from tandem.kv_connector.handoff_node import HandoffNode
+from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_shell import run_node as run_shell
 
 
 def make_logic(context: NodeContext) -> ServingNode:
-    """A unified node has no hand-offs and serves every request alone."""
+    """A unified node serves every request alone."""
     options = context.options
-    scheduler = context.make_scheduler(None)
-    max_queue = options.scheduler.max_queue
-    if options.role == "unified":
-        return ServingNode(context.info, context.book, scheduler, context.pool, max_queue)
-    from tandem.decode_node.node import DecodeNode
-    from tandem.kv_connector.sink import SinkManager
-
-    sink = SinkManager(context.info, context.keys, context.pool, options, context.is_settled)
-    return DecodeNode(context.info, context.book, scheduler, context.pool, max_queue, sink)
+    kind = HandoffNode if options.role == "unified" else DecodeNode
+    scheduler = context.make_scheduler(None, context.tiers)
+    return kind(
+        context.info,
+        context.make_book(),
+        scheduler,
+        context.pool,
+        options.scheduler.max_queue,
+        context.make_source(),
+        context.make_sink(),
+    )
 
 
 def run_node(options: NodeOptions) -> int:

@@ -1,4 +1,4 @@
-"""A decode node's logic: tickets, received KV, token streams; as "unified" it serves prompts alone. Sans-IO."""
+"""A decode node's logic: tickets, received KV, token streams. Sans-IO."""
 
 from __future__ import annotations
 
@@ -7,34 +7,17 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.messages import FirstToken, Message, NodeInfo
+from tandem.engine.messages import FirstToken
 from tandem.engine.request import Request
-from tandem.engine.request_book import Entry, RequestBook
-from tandem.engine.scheduler import Scheduler
-from tandem.engine.serving_node import ServingNode
-from tandem.kv_connector.meta import TransferJob, TransportCommand
-from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, failure_code
-from tandem.kv_connector.peer_effects import PeerEffect
-from tandem.kv_connector.sink import SinkManager
+from tandem.engine.request_book import Entry
+from tandem.kv_connector.handoff_node import HandoffNode
+from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
 
 
-class DecodeNode(ServingNode):
+class DecodeNode(HandoffNode):
     """Takes "decode" (expect the KV from `peer`) and "full" (compute everything here)."""
 
     modes = frozenset({"decode", "full"})
-
-    def __init__(
-        self,
-        info: NodeInfo,
-        book: RequestBook,
-        scheduler: Scheduler,
-        pool: BlockPool,
-        max_queue: int,
-        sink: SinkManager,
-    ) -> None:
-        super().__init__(info, book, scheduler, pool, max_queue)
-        self.sink = sink
 
     def start(self, entry: Entry, now: float) -> None:
         if entry.submit.mode == "decode":
@@ -45,66 +28,22 @@ class DecodeNode(ServingNode):
             super().start(entry, now)
 
     def stop(self, entry: Entry, now: float) -> None:
-        self.scheduler.abort(entry.request.request_id, entry.request.attempt)
+        super().stop(entry, now)
         if entry.submit.mode == "decode":
             self.sink.cancel(entry.request.request_id, entry.request.attempt, now)
             self._take_outcomes(now)
 
-    def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
-        self.sink.on_message(peer_id, message, now)
-        self._take_outcomes(now)
-
-    def on_peer_up(self, peer_id: str, info: NodeInfo, now: float) -> None:
-        self.sink.peer_connected(info)
-
-    def on_peer_lost(self, peer_id: str, info: NodeInfo, reason: str, now: float) -> None:
-        self.sink.peer_lost(info.node_id, info.epoch)
-        self._take_outcomes(now)
-
-    def on_transfer(self, event: object, now: float) -> None:
-        self.sink.on_transfer_event(event, now)
-        self._take_outcomes(now)
-
-    def on_tick(self, now: float) -> None:
-        self.sink.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
-        self._take_outcomes(now)
-        super().on_tick(now)
-
-    def drain_jobs(self) -> list[TransferJob]:
-        return self.sink.drain_jobs()
-
-    def drain_peer_effects(self) -> list[PeerEffect]:
-        return self.sink.drain_peer_effects()
-
-    def drain_transport_commands(self) -> list[TransportCommand]:
-        return self.sink.drain_transport_commands()
-
-    def handoff_outbox(self) -> list[tuple[str, Message]]:
-        return self.sink.drain_outbox()
-
-    def handoff_counters(self) -> dict[str, float]:
-        return self.sink.counters.as_dict()
-
-    @property
-    def handoff_idle(self) -> bool:
-        return self.sink.is_idle
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        self.sink.check_integrity()
-
-    def _take_outcomes(self, now: float) -> None:
-        for outcome in self.sink.drain_events():
-            if isinstance(outcome, Commit):
-                self._commit(outcome)
-            elif isinstance(outcome, Recompute):
-                self._recompute(outcome)
-            elif isinstance(outcome, Failed):
-                text = f"the hand-off failed: {outcome.reason}"
-                self.book.fail(outcome.request.key, failure_code(outcome.reason), text, outcome.retryable)
-            else:
-                assert isinstance(outcome, Released)
-                self.book.handed_off(outcome.request.key)
+    def on_sink_outcome(self, outcome: SinkOutcome, now: float) -> None:
+        if isinstance(outcome, Commit):
+            self._commit(outcome)
+        elif isinstance(outcome, Recompute):
+            self._recompute(outcome)
+        elif isinstance(outcome, Failed):
+            text = f"the hand-off failed: {outcome.reason}"
+            self.book.fail(outcome.request.key, failure_code(outcome.reason), text, outcome.retryable)
+        else:
+            assert isinstance(outcome, Released)
+            self.book.handed_off(outcome.request.key)
 
     def _commit(self, commit: Commit) -> None:
         entry = self.book.entries.get(commit.request.key)

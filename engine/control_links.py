@@ -13,7 +13,8 @@ from tandem.engine.messages import NodeInfo, PeerRef
 
 @dataclass(slots=True)
 class Link:
-    """One peer: `socket` is a DEALER of its own (outbound) or None (inbound, behind the ROUTER as `identity`)."""
+    """One peer. `socket`: a DEALER of its own, if this node connected to it; `identity`: its name behind the ROUTER, if
+    it connected to this node. Both, when each connected to the other."""
 
     peer_id: str
     last_seen: float
@@ -21,7 +22,7 @@ class Link:
     identity: bytes = b""
     socket: Socket | None = None
     ref: PeerRef | None = None
-    last_hello: float = 0.0
+    was_welcomed: bool = False  # over `socket`
     pidfd: int = -1
 
 
@@ -43,8 +44,13 @@ class ControlLinks:
 
     def add(self, link: Link) -> None:
         self._by_id[link.peer_id] = link
-        if link.socket is None:
+        if link.identity:
             self._inbound[link.identity] = link
+
+    def note_inbound(self, link: Link, identity: bytes) -> None:
+        """A peer that this node connects to has connected as well."""
+        link.identity = identity
+        self._inbound[identity] = link
 
     def remove(self, peer_id: str) -> Link | None:
         """Closes what belongs to it; None when there is no such peer."""
@@ -54,7 +60,7 @@ class ControlLinks:
         if link.socket is not None:
             self._sockets.unwatch(link.socket)
             link.socket.close(linger=200)
-        else:
+        if link.identity:
             self._inbound.pop(link.identity, None)
         if link.pidfd >= 0:
             self._sockets.unwatch(link.pidfd)

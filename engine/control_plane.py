@@ -1,9 +1,10 @@
 """A node's control sockets: one thread owns them all, everyone else talks to it through queues.
 
-The node binds a ROUTER socket, to which routers and hand-off sources connect; it connects a DEALER to each sink it
-hands KV to. Liveness is judged here, both ways: a peer is lost when it was silent for `peer_lost_s`, when its process
-is seen to exit (same host: pidfd), or when it comes back with another epoch. Delivered events reach the step loop in
-the order in which they happened; after PeerLost nothing of that epoch is delivered.
+The node binds a ROUTER socket, to which routers and other nodes connect; it connects a DEALER to each node that it
+wants something of. Two nodes are one link, whoever connected; both may have. Liveness is judged here, both ways: a peer
+is lost when it was silent for `peer_lost_s`, when its process is seen to exit (same host: pidfd), or when it comes back
+with another epoch. Delivered events reach the step loop in the order in which they happened; after PeerLost nothing of
+that epoch is delivered.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class ControlPlane:
         self._command(lambda: self._count(self._links.send(peer_id, payload)))
 
     def connect(self, ref: PeerRef) -> None:
-        """Connects to a sink, idempotent. Answered by PeerUp, PeerRefused or, after `connect_s`, PeerRefused."""
+        """Connects to a node, idempotent. Answered by PeerUp, PeerRefused or, after `connect_s`, PeerRefused."""
         self._command(lambda: self._connect_now(ref))
 
     def disconnect(self, peer_id: str) -> None:
@@ -167,8 +168,19 @@ class ControlPlane:
             self._links.add(link)
             self._links.watch_process(link, self.info.host_id)
             self.deliver(PeerUp(peer_id, hello.info))
+        elif link.socket is not None and not link.identity:
+            self._links.note_inbound(link, identity)
+            self._note_up(link, hello.info)
         link.last_seen = now
         self._reply(identity, Welcome(info=self.info))
+
+    def _note_up(self, link: Link, info: NodeInfo) -> None:
+        """It is greeted over one connection; that it may be over another changes nothing."""
+        if link.info is None:
+            assert self.info is not None
+            link.info = info
+            self._links.watch_process(link, self.info.host_id)
+            self.deliver(PeerUp(link.peer_id, info))
 
     def _read_dealer(self, link: Link, now: float) -> None:
         assert link.socket is not None
@@ -193,7 +205,7 @@ class ControlPlane:
 
     def _on_welcome(self, link: Link, info: NodeInfo) -> None:
         assert link.ref is not None
-        if link.info is not None:
+        if link.was_welcomed:
             return
         if info.epoch != link.ref.epoch or info.node_id != link.ref.node_id:
             ours, theirs = peer_id_of(link.ref.node_id, link.ref.epoch), peer_id_of(info.node_id, info.epoch)
@@ -204,10 +216,8 @@ class ControlPlane:
         except HandshakeError as error:
             self._refuse(link, error.message)
             return
-        link.info = info
-        assert self.info is not None
-        self._links.watch_process(link, self.info.host_id)
-        self.deliver(PeerUp(link.peer_id, info))
+        link.was_welcomed = True
+        self._note_up(link, info)
 
     def _on_refused(self, link: Link, message: Refused) -> None:
         if message.field == "handshake" and link.info is not None:
@@ -219,7 +229,7 @@ class ControlPlane:
 
     def _refuse(self, link: Link, reason: str) -> None:
         assert link.ref is not None
-        self._drop(link.peer_id, reason, deliver=False)
+        self._drop(link.peer_id, reason)  # it may have been up over its own connection to us
         self.deliver(PeerRefused(link.ref, reason))
 
     def _connect_now(self, ref: PeerRef) -> None:
@@ -244,7 +254,7 @@ class ControlPlane:
         for link in self._links.all():
             if link.socket is not None:
                 hello = Hello(wire_version=wire.WIRE_VERSION, info=self.info)
-                message: Message = Ping(sequence=self._sequence) if link.info is not None else hello
+                message: Message = Ping(sequence=self._sequence) if link.was_welcomed else hello
                 link.socket.send(wire.encode(message), zmq.NOBLOCK)
         beat = {"id": self.info.node_id, "pid": os.getpid(), "kind": self.info.role}
         self._sockets.tell_launcher(msgspec.msgpack.encode(beat))

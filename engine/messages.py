@@ -199,27 +199,12 @@ class FlushBlocks(Message, frozen=True, kw_only=True):
     """Administrative: drop every unused cached block (benchmarks and tests). Answered by Status."""
 
 
-RouterToNode = Hello | Ping | Submit | Cancel | FlushBlocks
-NodeToRouter = Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled
-SourceToSink = Hello | Ping | KVClaim | KVReady | KVRelease | KVDrained
-SinkToSource = Welcome | Refused | Status | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
-ToNode = Hello | Ping | Submit | Cancel | FlushBlocks | KVClaim | KVReady | KVRelease | KVDrained
-FromNode = (
-    Welcome
-    | Refused
-    | Status
-    | Accepted
-    | Tokens
-    | PromptLogprobs
-    | RequestFailed
-    | Cancelled
-    | KVWait
-    | KVGrant
-    | KVCommitted
-    | KVResend
-    | KVRefused
-    | KVDrainedAck
+# Two nodes share one connection, whoever made it, and each may be source and sink: hand-offs go either way on it.
+Handoff = (
+    KVClaim | KVWait | KVGrant | KVReady | KVCommitted | KVResend | KVRefused | KVRelease | KVDrained | KVDrainedAck
 )
+ToNode = Hello | Ping | Submit | Cancel | FlushBlocks | Handoff
+FromNode = Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | Handoff
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_node = msgspec.msgpack.Decoder(ToNode).decode

@@ -7,15 +7,12 @@ transports, and the directory publisher's. They meet in the step loop's inbox.
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,27 +23,22 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.control_plane import ControlPlane
 from tandem.engine.core import EngineCore
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
-from tandem.engine.hashing import root_hash
-from tandem.engine.interfaces import KVConnectorScheduler
 from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.parallel.ranks import start_ranks
-from tandem.engine.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
-from tandem.engine.request_book import RequestBook
 from tandem.engine.runner import ModelRunner
-from tandem.engine.scheduler import Scheduler
-from tandem.engine.security import ClusterKeys, load_cluster_keys
+from tandem.engine.security import load_cluster_keys
 from tandem.engine.serving_node import ServingNode
 from tandem.engine.step_measure import measure_step_times
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
-from tandem.kernels.quantization import overflow_counts
-from tandem.kernels.selection import fallback_counts
 from tandem.kv_connector.effects import Effects
 from tandem.kv_connector.fence import host_id
+from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_directory import make_publisher
+from tandem.kv_connector.node_report import announce, node_counters
 from tandem.kv_connector.peer_effects import PeerFailed
 from tandem.kv_connector.plan import check_hello
 from tandem.kv_connector.tiers.jobs import JobDone
@@ -56,19 +48,6 @@ from tandem.kv_connector.transports.node_transports import NodeTransports, make_
 from tandem.kv_connector.worker import ConnectorWorker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class NodeContext:
-    """What a role's logic is made of."""
-
-    options: NodeOptions
-    info: NodeInfo
-    keys: ClusterKeys
-    pool: BlockPool
-    book: RequestBook
-    make_scheduler: Callable[[KVConnectorScheduler | None], Scheduler]
-    is_settled: Callable[[int], bool]  # NodeTransports.is_settled
 
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
@@ -135,7 +114,7 @@ class NodeProcess:
             self.ranks,
         )
         self.logic = make_logic(self._context())
-        self.logic.extra_counters = self._counters
+        self.logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:
             order = self.logic.scheduler.prompt_order
             self.tiers.manager.compute_seconds_per_token = lambda: order.seconds_per_token
@@ -168,7 +147,7 @@ class NodeProcess:
         gc.collect()
         gc.freeze()
         sys.setswitchinterval(0.001)
-        self._announce()
+        announce(self)
         return self.run()
 
     def start(self) -> None:
@@ -216,40 +195,10 @@ class NodeProcess:
         )
 
     def _context(self) -> NodeContext:
-        cache, loaded = self.options.cache, self.loaded
-        book = RequestBook(
-            loaded.config.vocab_size,
-            loaded.max_model_len,
-            cache.block_size,
-            cache.hash_block_size,
-            self.pool.shares,
-        )
-        identity_key = loaded.identity.key()
-
-        def make_scheduler(connector: KVConnectorScheduler | None) -> Scheduler:
-            return Scheduler(
-                self.options.scheduler,
-                self.pool,
-                block_size=cache.block_size,
-                max_model_len=loaded.max_model_len,
-                eos_token_ids=loaded.config.eos_token_ids,
-                root_for_salt=lambda salt: root_hash(identity_key, salt),
-                hash_block_size=cache.hash_block_size,
-                limits_prompt_work=self.options.role != "prefill",
-                connector=connector,
-                prompt_order=self._prompt_order(),
-                tiers=None if self.tiers is None else self.tiers.manager,
-            )
-
+        tiers = None if self.tiers is None else self.tiers.manager
         return NodeContext(
-            self.options, self.info, self.keys, self.pool, book, make_scheduler, self.transports.is_settled
+            self.options, self.info, self.keys, self.pool, self.loaded, tiers, self.transports.is_settled
         )
-
-    def _prompt_order(self) -> PromptOrder:
-        target_ms = self.options.scheduler.ttft_target_ms
-        if self.options.role != "prefill" or not target_ms:
-            return ArrivalOrder(time.monotonic)
-        return SlackOrder(target_ms / 1e3, time.monotonic)
 
     def _check_peer(self, info: NodeInfo) -> None:
         check_hello(self.info, Hello(wire_version=WIRE_VERSION, info=info))
@@ -271,43 +220,6 @@ class NodeProcess:
             events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.has_work())
         if events and self.publisher is not None:
             self.publisher.publish(events)
-
-    def _counters(self) -> dict[str, float]:
-        return {
-            **self.transfer.counters,
-            **self.transports.counters,
-            **self.control.counters.as_dict(),
-            **self.runner.counters,
-            **(self.publisher.counters() if self.publisher is not None else {}),
-            **(self.tiers.counters() if self.tiers is not None else {}),
-            "attention_fallbacks": float(sum(fallback_counts().values())),
-            "kernels_compiled_late": float(self._compilations.num_late),
-            "kv_overflows": float(self._kv_overflows()),
-        }
-
-    def _kv_overflows(self) -> int:
-        """Here, or on the way from here into a sink's fp8 pool. Where no fp8 was ever made, no device is waited for."""
-        return sum(overflow_counts().values())
-
-    def _attention_backend(self) -> str:
-        layer = next(iter(self.loaded.model.attention_layers.values()))
-        return layer.backends(self.loaded.device, self.loaded.dtype, layer.spec.attn_type)[0].get_name()
-
-    def _announce(self) -> None:
-        line = {"node_id": self.info.node_id, "address": self.info.control_address, "pid": os.getpid()}
-        logger.info(
-            "%s serves %s at %s: %d KV blocks of %d tokens on %s, attention by %s",
-            self.info.node_id,
-            self.info.model_name,
-            self.info.control_address,
-            self.pool.num_blocks,
-            self.options.cache.block_size,
-            self.loaded.device,
-            self._attention_backend(),
-        )
-        if self.options.ready_fd >= 0:
-            with os.fdopen(self.options.ready_fd, "w") as ready:
-                ready.write(json.dumps(line) + "\n")
 
     def _close(self) -> None:
         """Best effort, bounded: what can't be closed in time dies with the process."""

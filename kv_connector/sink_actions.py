@@ -20,18 +20,11 @@ from tandem.engine.messages import (
     peer_id_of,
 )
 from tandem.kv_connector import outcomes
+from tandem.kv_connector.action_queues import ActionQueues
 from tandem.kv_connector.handoff.sink import SinkAction as A
 from tandem.kv_connector.handoff.sink import SinkState as S
-from tandem.kv_connector.meta import (
-    CloseGrant,
-    OpenGrant,
-    TransferJob,
-    TransportCommand,
-    Verify,
-    digest_key,
-)
+from tandem.kv_connector.meta import CloseGrant, OpenGrant, Verify, digest_key
 from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome
-from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.sink_record import SinkRecord
 
 logger = logging.getLogger(__name__)
@@ -51,46 +44,18 @@ class SinkCounters:
         return {f"sink_{name}": float(value) for name, value in vars(self).items()}
 
 
-class SinkActionRunner:
+class SinkActionRunner(ActionQueues[SinkOutcome]):
     """Runs actions on records. `_now` (monotonic seconds) is set by whoever brings an event."""
 
     def __init__(self, info: NodeInfo, pool: BlockPool, options: NodeOptions) -> None:
+        super().__init__()
         self.info = info
         self.counters = SinkCounters()
         self._pool = pool
         self._options = options
         self._block_size = options.cache.block_size
         self._queue: deque[SinkRecord] = deque()
-        self._outbox: list[tuple[str, Message]] = []
-        self._jobs: list[TransferJob] = []
-        self._commands: list[TransportCommand] = []
-        self._effects: list[PeerEffect] = []
-        self._outcomes: list[SinkOutcome] = []
         self._now = 0.0
-
-    # --- out ------------------------------------------------------------------------------------------------
-
-    def drain_outbox(self) -> list[tuple[str, Message]]:
-        out, self._outbox = self._outbox, []
-        return out
-
-    def drain_jobs(self) -> list[TransferJob]:
-        jobs, self._jobs = self._jobs, []
-        return jobs
-
-    def drain_peer_effects(self) -> list[PeerEffect]:
-        effects, self._effects = self._effects, []
-        return effects
-
-    def drain_transport_commands(self) -> list[TransportCommand]:
-        commands, self._commands = self._commands, []
-        return commands
-
-    def drain_events(self) -> list[SinkOutcome]:
-        ended, self._outcomes = self._outcomes, []
-        return ended
-
-    # --- inside ---------------------------------------------------------------------------------------------
 
     def _send(self, record: SinkRecord, message: Message) -> None:
         self._outbox.append((peer_id_of(record.source_id, record.machine.source_epoch), message))

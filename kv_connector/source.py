@@ -1,7 +1,8 @@
 """The source's hand-offs: one SourceMachine each, fed by the scheduler, the sinks' messages and the transfer thread.
 
-Implements engine.interfaces.KVConnectorScheduler for prefill nodes. Pure: messages, jobs and effects are queued and
-drained by the node's main; time comes in by `on_tick` and friends.
+Implements engine.interfaces.KVConnectorScheduler for prefill nodes: prompts that are pushed while they are computed.
+`offer` hands over KV that exists already. Pure: messages, jobs and effects are queued and drained by the node's main;
+time comes in by `on_tick` and friends.
 """
 
 from __future__ import annotations
@@ -31,12 +32,10 @@ from tandem.engine.step import SchedulerOutput
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.grant_check import GrantCheck
 from tandem.kv_connector.handoff.source import SourceEvent as E
-from tandem.kv_connector.handoff.source import SourceMachine
 from tandem.kv_connector.handoff.source import SourceState as S
-from tandem.kv_connector.meta import HandoffKey, PushFailed, ReadySent, Retired, SourceStepMeta
-from tandem.kv_connector.peer_effects import CloseChannel, OpenChannel, PeerFailed
-from tandem.kv_connector.plan import BlockSizes
-from tandem.kv_connector.source_actions import SourceActionRunner
+from tandem.kv_connector.meta import PushFailed, ReadySent, Retired, SourceStepMeta
+from tandem.kv_connector.peer_effects import PeerFailed
+from tandem.kv_connector.source_peers import OVER, SourcePeers
 from tandem.kv_connector.source_record import SourceRecord
 
 if TYPE_CHECKING:
@@ -45,40 +44,24 @@ if TYPE_CHECKING:
 TOMBSTONE_S = 120.0
 _PARKED = (S.PARKED, S.PARKED_DONE)
 _UNFINISHED = (S.CLAIMING, S.PUSHING)
-_OVER = (S.DRAINED, S.CLOSED)
 # Waits for the transfer thread of this process; no deadline, see _warn_of_slow_retire. All other states have one.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
 _SENDS_AGAIN = (S.CLAIMING, S.PARKED, S.PARKED_DONE, S.READY, S.DRAINING, S.DRAINED)
 
 
-class SourceManager(SourceActionRunner):
+class SourceManager(SourcePeers):
     """`pool` is shared with the scheduler; blocks that `request_finished` took over are freed here."""
 
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
         super().__init__(info, pool, options)
         self._grant_check = GrantCheck(keys, info.node_id)
-        self._block_size = options.cache.block_size
         self._max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
-        self._records: dict[HandoffKey, SourceRecord] = {}
-        self._peers: dict[tuple[str, int], NodeInfo] = {}
-        self._broken: set[tuple[str, int]] = set()
 
     # --- requests -------------------------------------------------------------------------------------------
 
     def expect(self, request_id: str, attempt: int, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
         """A prompt that will be handed to `peer`; before the scheduler gets it."""
-        key = (request_id, attempt)
-        assert key not in self._records, "the book lets each attempt in once"
-        self._records[key] = SourceRecord(
-            key=key,
-            peer=peer,
-            num_prompt_tokens=num_prompt_tokens,
-            num_blocks=-(-num_prompt_tokens // self._block_size),
-            block_sizes=BlockSizes(self._block_size, self._block_size),
-            deadline=deadline,
-            machine=SourceMachine(self.info.epoch, peer.epoch),
-        )
-        self._reopen_channel(peer)
+        self._add((request_id, attempt), peer, num_prompt_tokens, deadline)
 
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
         self._now = now
@@ -95,8 +78,7 @@ class SourceManager(SourceActionRunner):
             return None
         record.request = request
         if record.machine.state is S.IDLE and self._fits_beside_parked(record):
-            layout = self._peers[record.peer.node_id, record.peer.epoch].layout
-            record.block_sizes = BlockSizes(self._block_size, layout.block_size if layout else self._block_size)
+            self._note_block_sizes(record)
             self._run(record, record.machine.on(E.CLAIM))
         state = record.machine.state
         if state is S.CLAIMING:
@@ -133,7 +115,7 @@ class SourceManager(SourceActionRunner):
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         record = self._records.get(request.key)
-        if record is None or record.machine.state in _OVER:
+        if record is None or record.machine.state in OVER:
             return False
         record.request = None
         record.block_ids, record.owns_blocks = list(block_ids), True
@@ -178,8 +160,7 @@ class SourceManager(SourceActionRunner):
     def on_transfer_event(self, event: object, now: float) -> None:
         self._now = now
         if isinstance(event, PeerFailed):
-            if (event.node_id, event.epoch) in self._peers:
-                self._broken.add((event.node_id, event.epoch))
+            self._open.discard((event.node_id, event.epoch))
             return
         assert isinstance(event, ReadySent | PushFailed | Retired), f"no event of a source: {event}"
         record = self._records.get(event.key)
@@ -195,23 +176,6 @@ class SourceManager(SourceActionRunner):
             self._run(record, record.machine.on_push_failed(event.grant_id))
         else:
             self._run(record, record.machine.on_retired(event.grant_id))
-
-    def peer_connected(self, info: NodeInfo) -> None:
-        """A sink was greeted (again)."""
-        where = (info.node_id, info.epoch)
-        if where not in self._peers:
-            self._peers[where] = info
-            self._effects.append(OpenChannel(info))
-
-    def peer_lost(self, node_id: str, epoch: int, reason: str = outcomes.SINK_LOST) -> None:
-        """A sink is gone, or the two nodes refuse each other; `reason` is told to the router."""
-        if self._peers.pop((node_id, epoch), None) is not None:
-            self._effects.append(CloseChannel(node_id, epoch))
-        self._broken.discard((node_id, epoch))
-        for record in list(self._records.values()):
-            if (record.peer.node_id, record.peer.epoch) == (node_id, epoch):
-                record.reason = reason
-                self._run(record, record.machine.on_sink_lost(epoch))
 
     def on_tick(self, now: float) -> None:
         self._now = now
@@ -234,13 +198,13 @@ class SourceManager(SourceActionRunner):
 
     @property
     def is_idle(self) -> bool:
-        return all(record.machine.state in _OVER for record in self._records.values())
+        return all(record.machine.state in OVER for record in self._records.values())
 
     def check_integrity(self) -> None:
         for record in self._records.values():
             state = record.machine.state
             if record.owns_blocks:
-                assert state not in _OVER, f"{record.key} is over and holds blocks"
+                assert state not in OVER, f"{record.key} is over and holds blocks"
                 for block_id in record.block_ids:
                     assert self._pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"
 
@@ -278,16 +242,10 @@ class SourceManager(SourceActionRunner):
         actions = record.machine.on_grant(grant.grant_id, grant.source_epoch, grant.sink_epoch)
         if record.machine.grant_id != before:
             self._grant_check.note_use(grant.grant_id)
-            self._reopen_channel(record.peer)  # a sink that grants has lifted the bar of its fence
+            self._open_channel(record.peer)  # a sink that grants has lifted the bar of its fence
             record.adopt(grant)
             record.resend_at = 0.0
         self._run(record, actions)
-
-    def _reopen_channel(self, peer: PeerRef) -> None:
-        where = (peer.node_id, peer.epoch)
-        if where in self._broken:
-            self._broken.discard(where)
-            self._effects.append(OpenChannel(self._peers[where]))
 
     def _answer_stranger(self, peer_id: str, message: Message) -> None:
         """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""

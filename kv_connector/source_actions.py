@@ -1,7 +1,4 @@
-"""What the actions of a source's machines mean: messages to sinks, jobs of the transfer thread, freed blocks, outcomes.
-
-Everything is queued here and drained by the node's main.
-"""
+"""What the actions of a source's machines mean: messages to sinks, jobs, freed blocks, outcomes."""
 
 from __future__ import annotations
 
@@ -20,15 +17,11 @@ from tandem.engine.messages import (
     peer_id_of,
 )
 from tandem.kv_connector import outcomes
+from tandem.kv_connector.action_queues import ActionQueues
 from tandem.kv_connector.handoff.source import SourceAction as A
 from tandem.kv_connector.handoff.source import SourceState as S
-from tandem.kv_connector.meta import (
-    Retire,
-    TransferJob,
-    TransportCommand,
-)
+from tandem.kv_connector.meta import Retire
 from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed, SourceOutcome
-from tandem.kv_connector.peer_effects import PeerEffect
 from tandem.kv_connector.source_record import NO_STEP, SourceRecord
 
 logger = logging.getLogger(__name__)
@@ -49,42 +42,16 @@ class SourceCounters:
         return {f"source_{name}": float(value) for name, value in vars(self).items()}
 
 
-class SourceActionRunner:
+class SourceActionRunner(ActionQueues[SourceOutcome]):
     """Runs actions on records. `_now` (monotonic seconds) is set by whoever brings an event."""
 
     def __init__(self, info: NodeInfo, pool: BlockPool, options: NodeOptions) -> None:
+        super().__init__()
         self.info = info
         self.counters = SourceCounters()
         self._pool = pool
         self._options = options
-        self._outbox: list[tuple[str, Message]] = []
-        self._jobs: list[TransferJob] = []
-        self._effects: list[PeerEffect] = []
-        self._outcomes: list[SourceOutcome] = []
         self._now = 0.0
-
-    # --- out ------------------------------------------------------------------------------------------------
-
-    def drain_outbox(self) -> list[tuple[str, Message]]:
-        out, self._outbox = self._outbox, []
-        return out
-
-    def drain_jobs(self) -> list[TransferJob]:
-        jobs, self._jobs = self._jobs, []
-        return jobs
-
-    def drain_peer_effects(self) -> list[PeerEffect]:
-        effects, self._effects = self._effects, []
-        return effects
-
-    def drain_transport_commands(self) -> list[TransportCommand]:
-        return []
-
-    def drain_events(self) -> list[SourceOutcome]:
-        ended, self._outcomes = self._outcomes, []
-        return ended
-
-    # --- inside ---------------------------------------------------------------------------------------------
 
     def _wait_longer(self, record: SourceRecord) -> None:
         record.resend_every_s = min(2 * record.resend_every_s, MAX_RESEND_S)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from tandem.engine.config import NodeOptions
 from tandem.engine.serving_node import ServingNode
-from tandem.kv_connector.node_shell import NodeContext
+from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_shell import run_node as run_shell
-from tandem.kv_connector.source import SourceManager
 from tandem.prefill_node.node import PrefillNode
 
 
 def make_logic(context: NodeContext) -> ServingNode:
-    options = context.options
-    source = SourceManager(context.info, context.keys, context.pool, options)
-    scheduler = context.make_scheduler(source)
-    return PrefillNode(context.info, context.book, scheduler, context.pool, options.scheduler.max_queue, source)
+    source = context.make_source()
+    scheduler = context.make_scheduler(source, context.tiers)
+    max_queue = context.options.scheduler.max_queue
+    return PrefillNode(
+        context.info, context.make_book(), scheduler, context.pool, max_queue, source, context.make_sink()
+    )
 
 
 def run_node(options: NodeOptions) -> int:

@@ -71,7 +71,7 @@ def test_a_grant_that_is_not_for_this_handoff_is_refused() -> None:
 
 
 def test_a_grant_from_a_connection_that_nobody_asked_for_is_not_heard(shm: Pair) -> None:
-    context, control = zmq.Context(), shm.prefill.process.control
+    context, source = zmq.Context(), shm.prefill.process.logic.source.counters
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     try:
@@ -80,10 +80,10 @@ def test_a_grant_from_a_connection_that_nobody_asked_for_is_not_heard(shm: Pair)
         socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
         assert socket.poll(5000)
         assert isinstance(wire.decode_from_node(socket.recv()), Welcome)
-        undecodable, pushed = control.counters.undecodable, shm.pushed_bytes
+        dropped, pushed = source.messages_dropped, shm.pushed_bytes
         claim = KVClaim(request_id="x", attempt=0, source_id="s", source_epoch=1, sink_epoch=2, num_prompt_tokens=BLOCK)
         socket.send(wire.encode(sign_grant_for(shm, claim)))
-        shm.until(lambda: control.counters.undecodable == undecodable + 1)
+        shm.until(lambda: source.messages_dropped == dropped + 1)
         assert shm.pushed_bytes == pushed
     finally:
         socket.close()

@@ -17,6 +17,7 @@ from tandem.engine.errors import ConfigError, HandshakeError
 from tandem.engine.messages import (
     Cancel,
     Hello,
+    KVClaim,
     KVWait,
     NodeInfo,
     PeerRef,
@@ -264,3 +265,30 @@ def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
     assert [event.peer_id for event in sink.of(PeerUp)] == [friend.peer_id]
     assert not plain.poll(100), "a client without keys was answered"
     assert (sink.control.counters.undecodable, sink.control.counters.unknown_peer) == (0, 0)
+
+
+def both_ways(first: Plane, second: Plane) -> None:
+    """Messages of sources and of sinks get through either way, and each has heard of the other once."""
+    claim = KVClaim(request_id="r", attempt=0, source_id="a", source_epoch=1, sink_epoch=2, num_prompt_tokens=4)
+    for sender, to in ((first, second), (second, first)):
+        for message in (claim, KVWait(request_id="r", attempt=0, queue_position=0)):
+            sender.control.send(to.peer_id, message)
+        until(lambda to=to: len(to.of(Received)) == 2)
+        assert [event.peer_id for event in to.of(Received)] == [sender.peer_id] * 2
+        assert len(to.of(PeerUp)) == 1
+        assert not to.of(PeerLost)
+
+
+def test_two_that_connect_to_each_other_are_one_link(make: Callable[..., Plane]) -> None:
+    first, second = make("first"), make("second", 2)
+    first.control.connect(second.ref)
+    second.control.connect(first.ref)
+    until(lambda: first.of(PeerUp) and second.of(PeerUp))
+    time.sleep(3 * QUICK.peer_lost_s)
+    both_ways(first, second)
+
+
+def test_hand_offs_go_either_way_on_one_connection(make: Callable[..., Plane]) -> None:
+    first, second = connected(make)
+    assert second.of(PeerUp)
+    both_ways(first, second)

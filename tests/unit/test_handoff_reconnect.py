@@ -138,6 +138,7 @@ def test_a_channel_that_was_barred_while_a_fence_held_is_opened_by_the_next_gran
     cut(duo)
     duo.meet()
     duo.submit("r")
+    duo.exchange()
     opened = duo.num_channels_opened
     duo.source.manager.on_transfer_event(PeerFailed("d", 2, "fenced"), duo.now)
     duo.schedule()

@@ -1,0 +1,121 @@
+"""A node that takes part in hand-offs as source and as sink, whatever its role; roles say which requests it takes.
+
+One manager a side over one pool and the same transports. A message, a transfer event or an end belongs to the side that
+its type names; a peer that comes or goes is told to both, since it may be source and sink at once. Sans-IO.
+"""
+
+from __future__ import annotations
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.messages import KVClaim, KVDrained, KVReady, KVRelease, Message, NodeInfo, PeerRef
+from tandem.engine.request_book import RequestBook
+from tandem.engine.scheduler import Scheduler
+from tandem.engine.serving_node import ServingNode
+from tandem.kv_connector.meta import TransferJob, TransportCommand, Verified
+from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed, SinkOutcome, SourceOutcome, failure_code
+from tandem.kv_connector.peer_effects import Fenced, PeerEffect
+from tandem.kv_connector.sink import SinkManager
+from tandem.kv_connector.source import SourceManager
+
+
+class HandoffNode(ServingNode):
+    """As it stands a unified node: it takes "full" requests only."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        book: RequestBook,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        max_queue: int,
+        source: SourceManager,
+        sink: SinkManager,
+    ) -> None:
+        super().__init__(info, book, scheduler, pool, max_queue)
+        self.source = source
+        self.sink = sink
+
+    # --- for the roles --------------------------------------------------------------------------------------
+
+    def on_source_outcome(self, outcome: SourceOutcome, now: float) -> None:
+        """How a hand-off of this node's KV ended."""
+        if isinstance(outcome, HandoffCompleted):
+            self.book.handed_off(outcome.key)
+        else:
+            assert isinstance(outcome, HandoffFailed)
+            text = f"the hand-off failed: {outcome.reason}"
+            entry = self.book.fail(outcome.key, failure_code(outcome.reason), text, outcome.retryable)
+            if entry is not None:
+                self.stop(entry, now)
+
+    def on_sink_outcome(self, outcome: SinkOutcome, now: float) -> None:
+        """How a hand-off of others' KV ended; nothing is expected here unless a role expects it."""
+        raise AssertionError(f"nobody here expects KV: {outcome}")
+
+    # --- events in ------------------------------------------------------------------------------------------
+
+    def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
+        if isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
+            self.sink.on_message(peer_id, message, now)
+        else:
+            self.source.on_message(peer_id, message, now)
+        self._take_outcomes(now)
+
+    def on_peer_up(self, peer_id: str, info: NodeInfo, now: float) -> None:
+        self.sink.peer_connected(info)
+        self.source.peer_connected(info)
+        self._take_outcomes(now)
+
+    def on_peer_lost(self, peer_id: str, info: NodeInfo, reason: str, now: float) -> None:
+        self.source.peer_lost(info.node_id, info.epoch)
+        self.sink.peer_lost(info.node_id, info.epoch)
+        self._take_outcomes(now)
+
+    def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None:
+        self.source.peer_lost(ref.node_id, ref.epoch, f"the sink is refused: {reason}")
+        self._take_outcomes(now)
+
+    def on_transfer(self, event: object, now: float) -> None:
+        if isinstance(event, Verified | Fenced):
+            self.sink.on_transfer_event(event, now)
+        else:
+            self.source.on_transfer_event(event, now)
+        self._take_outcomes(now)
+
+    def on_tick(self, now: float) -> None:
+        self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
+        self.sink.on_tick(now)
+        self._take_outcomes(now)
+        super().on_tick(now)
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    def drain_jobs(self) -> list[TransferJob]:
+        return self.source.drain_jobs() + self.sink.drain_jobs()
+
+    def drain_peer_effects(self) -> list[PeerEffect]:
+        return self.source.drain_peer_effects() + self.sink.drain_peer_effects()
+
+    def drain_transport_commands(self) -> list[TransportCommand]:
+        return self.source.drain_transport_commands() + self.sink.drain_transport_commands()
+
+    def handoff_outbox(self) -> list[tuple[str, Message]]:
+        return self.source.drain_outbox() + self.sink.drain_outbox()
+
+    def handoff_counters(self) -> dict[str, float]:
+        return {**self.source.counters.as_dict(), **self.sink.counters.as_dict()}
+
+    @property
+    def handoff_idle(self) -> bool:
+        return self.source.is_idle and self.sink.is_idle
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.source.check_integrity()
+        self.sink.check_integrity()
+
+    def _take_outcomes(self, now: float) -> None:
+        for ended in self.source.drain_events():
+            self.on_source_outcome(ended, now)
+        for received in self.sink.drain_events():
+            self.on_sink_outcome(received, now)
