@@ -191,3 +191,33 @@ class Harness:
     def assert_empty(self) -> None:
         assert not +self.external, "the test holds blocks"
         self.scheduler.assert_empty()
+
+
+def prompt_that_stops(earliest: int, latest: int) -> tuple[list[int], list[int]]:
+    """A prompt whose output meets EOS first at an index in the range, and that output."""
+    for seed in range(1000):
+        tokens, reason = expected([seed, 1, 4], 0, SamplingParams(max_tokens=30))
+        if reason == "stop" and earliest <= len(tokens) - 1 <= latest:
+            return [seed, 1, 4], tokens
+    raise AssertionError("no such prompt")
+
+
+def receive(
+    harness: Harness, name: str, prompt: list[int], samples: tuple[int, ...] = (0,), **sampling: int
+) -> Request:
+    """A peer's KV: hits that the node has, and granted blocks that the peer writes."""
+    request = harness.request(name, prompt, samples, mode="decode", **sampling)
+    harness.scheduler.kv.extend_hashes(request)
+    hits = harness.pool.match_prefix(request.block_hashes)
+    harness.pool.touch(hits)
+    granted = harness.pool.allocate_grantable(-(-len(prompt) // BLOCK) - len(hits))
+    assert granted is not None
+    harness.runner.peer_blocks |= set(granted)
+    start = len(hits) * BLOCK
+    for position in range(start, len(prompt)):
+        block_id = granted[(position - start) // BLOCK]
+        harness.runner.memory[block_id][position % BLOCK] = tuple(prompt[: position + 1])
+    harness.runner.peer_blocks -= set(granted)
+    harness.commit(request, hits + granted)
+    harness.check()
+    return request

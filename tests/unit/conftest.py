@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kv_pools import make_node, make_pair
 from router_nodes import folder, nodes
 
-__all__ = ["folder", "nodes"]
+__all__ = ["folder", "make_node", "make_pair", "nodes"]

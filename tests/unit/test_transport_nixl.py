@@ -22,19 +22,6 @@ pytestmark = needs("nixl")
 
 
 @pytest.fixture
-def make_node():
-    nodes = []
-
-    def make(*args, **kwargs) -> PoolNode:
-        nodes.append(PoolNode(*args, **kwargs))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
-
-
-@pytest.fixture
 def pair(make_node):
     source, sink = (make_node(name, "nixl", layout=MEGABYTE_BLOCKS, seed=seed) for name, seed in (("p", 1), ("d", 2)))
     sink.admit(source.info)

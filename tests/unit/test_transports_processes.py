@@ -35,19 +35,6 @@ def peers():
         peer.kill()
 
 
-@pytest.fixture
-def make_node():
-    nodes = []
-
-    def make(node_id: str, transport: str, **kwargs) -> PoolNode:
-        nodes.append(PoolNode(node_id, transport, layout=MEGABYTE_BLOCKS, **kwargs))
-        return nodes[-1]
-
-    yield make
-    for node in nodes:
-        node.close()
-
-
 def is_changing(pool: torch.Tensor) -> bool:
     before = pool.clone()
     return wait_until(lambda: not torch.equal(pool, before), timeout_s=0.3)
@@ -62,7 +49,7 @@ def pool_inodes() -> set[str]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transport):
     peer = peers[transport][0]
-    sink = make_node("d", transport, seed=2)
+    sink = make_node("d", transport, seed=2, layout=MEGABYTE_BLOCKS)
     same = PoolNode("same", "local", layout=MEGABYTE_BLOCKS, seed=20)  # holds what the peer holds
     sink.admit(peer.info)
     peer.call("connect", sink.info)
@@ -122,7 +109,7 @@ def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transpor
 
 def test_fence_of_a_source_that_died_before_is_done_at_once(make_node, peers):
     dead = KVPeer("brief", "shm", seed=1)
-    sink = make_node("d", "shm")
+    sink = make_node("d", "shm", layout=MEGABYTE_BLOCKS)
     sink.admit(dead.info)
     dead.kill()
     sink.transports.fence("brief", dead.info.epoch).result(5)
@@ -132,7 +119,7 @@ def test_fence_of_a_source_that_died_before_is_done_at_once(make_node, peers):
 
 def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
     peer = peers["shm"][1]
-    source = make_node("p", "shm", seed=3)
+    source = make_node("p", "shm", seed=3, layout=MEGABYTE_BLOCKS)
     before = pool_inodes()
     channel = source.connect(peer.info)
     grant = sink_grant(peer, source, [1, 2])
@@ -167,7 +154,7 @@ def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
 def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transport):
     peer = peers[transport][1]
-    source = make_node("p", transport, timeout_s=0.5)
+    source = make_node("p", transport, timeout_s=0.5, layout=MEGABYTE_BLOCKS)
     channel = source.connect(peer.info)
     grant = sink_grant(peer, source, range(16))
     everything = [(block, block) for block in range(16)]

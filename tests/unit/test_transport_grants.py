@@ -1,0 +1,156 @@
+"""What a transport's grants let through: the source's and the receiver's gate, closed and forged grants, bad frames."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+import torch
+
+from tandem.engine.errors import GrantError
+from tandem.engine.messages import KVGrant
+from tandem.kv_connector.transports.geometry import byte_view
+from tandem.kv_connector.transports.grants import GrantTable
+from tandem.kv_connector.transports.link_transport import LinkExport
+from tandem.kv_connector.transports.tcp_channel import dial
+from tandem.kv_connector.transports.tcp_wire import WriteFrame, send_frame, send_views
+from tests.fakes.kv_pools import (
+    ALL,
+    KEYS,
+    MEGABYTE_BLOCKS,
+    RECEIVER_WRITES,
+    PoolNode,
+    hangs_up,
+    refused,
+    wait_until,
+)
+
+
+@pytest.mark.parametrize("transport", ALL)
+def test_the_source_refuses_blocks_outside_the_grant_and_other_epochs(make_pair, transport):
+    source, sink, channel = make_pair(transport)
+    grant = sink.grant(source.info, [3, 4])
+    before = sink.pool.clone()
+    with pytest.raises(GrantError, match="block 5"):
+        channel.write(grant, [(0, 3), (1, 5)], None, [8, 8])
+    with pytest.raises(GrantError, match="epoch"):
+        channel.write(msgspec.structs.replace(grant, sink_epoch=1), [(0, 3)], None, [8])
+    channel.flush(grant)
+    assert torch.equal(sink.pool, before)
+
+
+@pytest.mark.parametrize("transport", RECEIVER_WRITES)
+def test_the_receiver_refuses_foreign_forged_closed_and_replayed_grants(make_node, make_pair, transport):
+    source, sink, channel = make_pair(transport)
+    other = make_node("p2", transport, seed=3)
+    sink.admit(other.info)
+    grant = sink.grant(source.info, [3, 4])
+    before = sink.pool.clone()
+    assert "was given to p" in refused(other.connect(sink.info), grant, [(0, 3)])
+    widened = msgspec.structs.replace(grant, block_ids=(3, 4, 5))
+    assert "does not cover blocks [5]" in refused(channel, widened, [(0, 5)])
+    assert "is not open" in refused(channel, sink.grant(source.info, [7], open=False), [(0, 7)])
+    assert torch.equal(sink.pool, before)
+    sink.transports.close_grant(grant.grant_id)
+    assert "is not open" in refused(channel, grant, [(0, 3)])
+    assert torch.equal(sink.pool, before)
+    assert sink.by_name[transport].grants.num_refused == 4
+    again = sink.grant(source.info, [3])  # the channel survives refusals
+    channel.write(again, [(6, 3)], None, [8])
+    channel.flush(again)
+    assert torch.equal(sink.pool[3], source.pool[6])
+    sink.by_name[transport].grants.check_integrity()
+
+
+def test_grants_need_an_admitted_source(make_node):
+    sink, source = make_node("d", "shm"), make_node("p", "shm")
+    with pytest.raises(GrantError, match="not admitted"):
+        sink.grant(source.info, [1])
+
+
+def test_closing_a_grant_waits_for_its_writer_only():
+    table = GrantTable()
+    grants = [
+        KVGrant(
+            request_id="r", attempt=0, grant_id=i, source_id="p", source_epoch=1, sink_id="d", sink_epoch=2,
+            first_block=0, block_ids=(i,), num_prompt_tokens=8, lease_s=1.0,
+        )
+        for i in (1, 2)
+    ]  # fmt: skip
+    for grant in grants:
+        table.open(grant)
+    inside, woken, leave, closed = (threading.Event() for _ in range(4))
+
+    def writer():
+        with table.writing(1, ("p", 1), [1], woken.set):
+            inside.set()
+            leave.wait(5)
+            assert not closed.is_set()
+
+    def closer():
+        table.close(1)
+        closed.set()
+
+    threads = [threading.Thread(target=writer)]
+    threads[0].start()
+    assert inside.wait(5)
+    table.close(2)  # returns: nobody writes under it
+    threads.append(threading.Thread(target=closer))
+    threads[1].start()
+    assert woken.wait(5)
+    assert not closed.wait(0.05)
+    leave.set()
+    assert closed.wait(5)
+    with pytest.raises(GrantError), table.writing(1, ("p", 1), [1]):
+        pass
+    for thread in threads:
+        thread.join()
+    table.check_integrity()
+
+
+def raw_connection(source: PoolNode, sink: PoolNode):
+    port = msgspec.msgpack.decode(sink.info.transports["tcp"], type=LinkExport).port
+    me, peer = (source.info.node_id, source.epoch), (sink.info.node_id, sink.epoch)
+    return dial(("127.0.0.1", port), me, peer, KEYS.derive("tcp"), 2.0)
+
+
+def test_closing_a_grant_does_not_wait_for_a_stalled_source(make_pair):
+    source, sink, _ = make_pair("tcp", layout=MEGABYTE_BLOCKS, timeout_s=30.0)
+    grant = sink.grant(source.info, [0, 1])
+    payload = byte_view(source.pool)[: 2 << 20]
+    with raw_connection(source, sink) as sock:
+        send_frame(sock, WriteFrame(grant.grant_id, (0, 1), 0, 8, (64, 64)), [payload[: 1 << 19]])
+        written = source.pool[0].view(-1)[: 1 << 17]
+        assert wait_until(lambda: torch.equal(sink.pool[0].view(-1)[: 1 << 17], written))
+        started = time.monotonic()
+        sink.transports.close_grant(grant.grant_id)
+        assert time.monotonic() - started < 1.0
+        before = sink.pool.clone()
+        send_views(sock, [payload[1 << 19 :]])  # late bytes of the closed grant: read and thrown away
+        later = sink.grant(source.info, [5])
+        send_frame(sock, WriteFrame(later.grant_id, (5,), 0, 8, (64,)), [payload[: 1 << 20]])
+        assert wait_until(lambda: torch.equal(sink.pool[5], source.pool[0]))
+    before[5] = source.pool[0]
+    assert torch.equal(sink.pool, before)
+    assert sink.by_name["tcp"].grants.num_refused == 1
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        WriteFrame(1, (0,), 0, 4, (8,)),
+        WriteFrame(1, (0,), -1, 1, (8,)),
+        WriteFrame(1, (0,), 0, 0, (8,)),
+        WriteFrame(1, (0,), 0, 1, (9,)),
+        WriteFrame(1, (0,), 0, 1, (0,)),
+        WriteFrame(1, (0, 1), 0, 1, (8,)),
+        WriteFrame(1, (0,) * 6000, 0, 3, (8,) * 6000),
+    ],
+)
+def test_a_frame_that_makes_no_sense_ends_its_connection(make_pair, frame):
+    source, sink, _ = make_pair("tcp")
+    with raw_connection(source, sink) as sock:
+        send_frame(sock, frame)
+        assert hangs_up(sock)

@@ -1,0 +1,203 @@
+"""Links between nodes: who may connect, how links and epochs end, which transport two nodes choose."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tandem.engine.errors import ConfigError, GrantError, PeerLostError, TransportError
+from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.transports.link_transport import LinkExport
+from tandem.kv_connector.transports.mapped import MappedExport
+from tandem.kv_connector.transports.selection import candidates, choose_transport
+from tandem.kv_connector.transports.shm import ShmHandle
+from tests.fakes.kv_pools import (
+    ALL,
+    RECEIVER_WRITES,
+    PoolNode,
+    hangs_up,
+    refused,
+    wait_until,
+)
+
+# --- who may connect ----------------------------------------------------------------------------------------
+
+
+def raw_socket(sink: PoolNode) -> socket.socket:
+    port = msgspec.msgpack.decode(sink.info.transports["tcp"], type=LinkExport).port
+    return socket.create_connection(("127.0.0.1", port), 3)
+
+
+def test_tcp_refuses_strangers_and_other_epochs(make_node, make_pair):
+    source, sink, _ = make_pair("tcp")
+    stranger = make_node("x", "tcp", keys=ClusterKeys(b"another secret!!", curve=False))
+    with pytest.raises(TransportError):
+        stranger.connect(sink.info)
+    with pytest.raises(PeerLostError, match="this is d"):
+        source.connect(msgspec.structs.replace(sink.info, epoch=7))
+    with raw_socket(sink) as sock:
+        sock.recv(16)
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert hangs_up(sock)
+
+
+def test_tcp_takes_the_control_host_for_a_wildcard(make_pair):
+    source, sink, _ = make_pair("tcp")
+    port = msgspec.msgpack.decode(sink.info.transports["tcp"], type=LinkExport).port
+    exports = {"tcp": msgspec.msgpack.encode(LinkExport("0.0.0.0", port))}
+    info = msgspec.structs.replace(sink.info, transports=exports, control_address="tcp://127.0.0.1:5555")
+    source.connect(info)
+    with pytest.raises(PeerLostError, match="control address"):
+        source.connect(msgspec.structs.replace(info, control_address=""))
+
+
+def altered_export(info, **changes):
+    export = msgspec.structs.replace(msgspec.msgpack.decode(info.transports["shm"], type=MappedExport), **changes)
+    return msgspec.structs.replace(info, transports={"shm": msgspec.msgpack.encode(export)})
+
+
+def test_shm_maps_nothing_but_the_pool_that_was_exported(make_node, make_pair):
+    source, sink, _ = make_pair("shm")
+    export = msgspec.msgpack.decode(sink.info.transports["shm"], type=MappedExport)
+    with pytest.raises(PeerLostError, match="pid belongs to another"):
+        source.connect(altered_export(sink.info, start_time=export.start_time + 1))
+    with pytest.raises(PeerLostError, match="is gone"):
+        source.connect(altered_export(sink.info, pid=2**22 - 3))
+    other = make_node("d2", "shm")
+    other_export = msgspec.msgpack.decode(other.info.transports["shm"], type=MappedExport)
+    handle = msgspec.msgpack.decode(export.handle, type=ShmHandle)
+    other_fd = msgspec.msgpack.decode(other_export.handle, type=ShmHandle).fd
+    for wrong in (msgspec.structs.replace(handle, fd=0), msgspec.structs.replace(handle, fd=other_fd)):
+        with pytest.raises(TransportError, match="is not"):
+            source.connect(altered_export(sink.info, handle=msgspec.msgpack.encode(wrong)))
+    with pytest.raises(TransportError, match="no pool"):
+        source.connect(altered_export(sink.info, handle=b"garbage"))
+    with pytest.raises(TransportError, match="fewer bytes"):
+        source.connect(altered_export(sink.info, num_blocks=10_000))
+    with pytest.raises(TransportError, match="one host"):
+        source.connect(msgspec.structs.replace(sink.info, host_id="elsewhere"))
+
+
+# --- ends ---------------------------------------------------------------------------------------------------
+
+
+def num_pool_mappings() -> int:
+    return Path("/proc/self/maps").read_text().count("/memfd:tandem-kv-pool")
+
+
+@pytest.mark.parametrize("transport", ALL)
+def test_a_newer_epoch_supersedes_the_channel(make_node, make_pair, transport):
+    source, sink, channel = make_pair(transport)
+    grant = sink.grant(source.info, [1])
+    gc.collect()  # what other tests left mapped must not go away in between
+    mapped = num_pool_mappings()
+    newer = make_node("d", transport)
+    newer.admit(source.info)
+    source.connect(newer.info)
+    if transport == "shm":  # the old pool's mapping made room for the new one's; one more is the new sink's own
+        assert num_pool_mappings() == mapped + 1
+    with pytest.raises(PeerLostError):
+        channel.write(grant, [(0, 1)], None, [8])
+    channel.close()
+
+
+@pytest.mark.parametrize("transport", RECEIVER_WRITES)
+def test_a_fenced_epoch_is_barred_and_its_successor_is_not(make_node, make_pair, transport):
+    source, sink, channel = make_pair(transport)
+    grant = sink.grant(source.info, [1])
+    before = sink.pool.clone()
+    sink.transports.fence(source.info.node_id, source.epoch).result(5)
+    assert refused(channel, grant, [(0, 1)])
+    with pytest.raises(GrantError):
+        sink.grant(source.info, [1])
+    assert torch.equal(sink.pool, before)
+    if transport != "local":
+        assert wait_until(lambda: len(source.lost) == 1)
+        with pytest.raises(PeerLostError, match="fenced"):
+            source.connect(sink.info)
+    reborn = make_node("p", transport, seed=9)
+    sink.admit(reborn.info)
+    grant = sink.grant(reborn.info, [1])
+    new_channel = reborn.connect(sink.info)
+    new_channel.write(grant, [(0, 1)], None, [8])
+    new_channel.flush(grant)
+    assert torch.equal(sink.pool[1], reborn.pool[0])
+
+
+@pytest.mark.parametrize("transport", RECEIVER_WRITES)
+def test_a_fenced_epoch_that_lives_is_served_again_once_admitted(make_pair, transport):
+    """A source that was only silent for a while: its old grants stay closed, new ones work."""
+    source, sink, _ = make_pair(transport)
+    old = sink.grant(source.info, [1])
+    before = sink.pool.clone()
+    fence = sink.transports.fence(source.info.node_id, source.epoch)
+    sink.admit(source.info)
+    channel = source.connect(sink.info)
+    fence.result(5)  # it waits for connections from before, not for the new one
+    assert refused(channel, old, [(0, 1)])
+    assert torch.equal(sink.pool, before)
+    new = sink.grant(source.info, [2])
+    channel.write(new, [(3, 2)], None, [8])
+    channel.flush(new)
+    assert torch.equal(sink.pool[2], source.pool[3])
+
+
+@pytest.mark.parametrize("transport", ALL)
+def test_writes_and_flushes_after_close_fail(make_pair, transport):
+    source, sink, channel = make_pair(transport)
+    grant = sink.grant(source.info, [1])
+    channel.close()
+    channel.close()
+    with pytest.raises(PeerLostError, match="closed here"):
+        channel.write(grant, [(0, 1)], None, [8])
+    with pytest.raises(PeerLostError):
+        channel.flush(grant)
+    assert source.lost == []
+
+
+def test_closing_a_node_ends_its_threads(make_pair):
+    _, sink, _ = make_pair("tcp")
+    assert wait_until(lambda: any(thread.name == "kv-tcp-receiver" for thread in threading.enumerate()))
+    sink.close()
+    assert not any(thread.name == "kv-tcp-receiver" for thread in threading.enumerate())
+
+
+# --- selection ----------------------------------------------------------------------------------------------
+
+
+def test_selection_follows_place_and_offer(make_node):
+    a, b = make_node("a", "auto").info, make_node("b", "auto").info
+    cpu = torch.device("cpu")
+    elsewhere_pid = msgspec.structs.replace(b, pid=b.pid + 1)
+    elsewhere_host = msgspec.structs.replace(b, host_id="another", pid=7)
+    tcp_only = msgspec.structs.replace(b, transports={"tcp": b.transports["tcp"]})
+    assert choose_transport(a, b, "auto", cpu) == "local"
+    assert choose_transport(a, elsewhere_pid, "auto", cpu) == "shm"
+    assert choose_transport(a, elsewhere_host, "auto", cpu) == ("nixl" if "nixl" in b.transports else "tcp")
+    assert choose_transport(a, tcp_only, "auto", cpu) == "tcp"
+    assert choose_transport(a, b, "tcp", cpu) == "tcp"
+    for ours, theirs in [(a, b), (a, elsewhere_pid), (a, elsewhere_host), (a, tcp_only)]:
+        assert candidates(ours, theirs)[0] == candidates(theirs, ours)[0]
+    with pytest.raises(TransportError, match="local: the nodes are not in one process"):
+        choose_transport(a, elsewhere_pid, "local", cpu)
+    with pytest.raises(TransportError, match="shm: the nodes are not on one host"):
+        choose_transport(a, elsewhere_host, "shm", cpu)
+    with pytest.raises(TransportError, match="shm: b does not offer it"):
+        choose_transport(a, tcp_only, "shm", cpu)
+    with pytest.raises(TransportError, match="choose auto, local, shm, cuda_ipc, nixl, ucx, tcp"):
+        choose_transport(a, b, "rdma", cpu)
+
+
+def test_a_forced_transport_that_the_device_rules_out_is_a_config_error():
+    with pytest.raises(ConfigError, match="shm moves CPU pools only"):
+        PoolNode("x", "shm", device="cuda")
+    with pytest.raises(ConfigError, match="cuda_ipc moves GPU pools only"):
+        PoolNode("x", "cuda_ipc", device="cpu")
+    with pytest.raises(ConfigError, match="carrier-pigeon"):
+        PoolNode("x", "carrier-pigeon")
