@@ -25,8 +25,8 @@ OPTION_HELP: dict[str, str] = {
     # SchedulerOptions
     "max_num_seqs": "sequences that run at the same time on a node",
     "max_num_batched_tokens": "tokens of one step, decodes and prompt chunks together",
-    "max_prefill_chunk": "longest prompt chunk of one step; 0: 2048 on a prefill node, else --max-num-batched-tokens",
-    "contended_prefill_chunk": "prompt tokens of a step while several prompts wait; 0: 1024 on a prefill node",
+    "max_prefill_chunk": "longest prompt chunk of one step; 0: --max-num-batched-tokens",
+    "contended_prefill_chunk": "prompt tokens of a step while several prompts wait; 0: 2048 on a prefill node",
     "ttft_target_ms": "prefill nodes: prompts that can have their first token in this time go first; 0: by arrival",
     "share_prefixes": "decode rows with the same leading blocks read those once a group (GPU; new, so off by default)",
     "max_queue": "requests that wait (on a node, or at the router) before more are refused",

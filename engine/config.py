@@ -47,8 +47,8 @@ class CacheOptions:
 class SchedulerOptions:
     max_num_seqs: int = 0  # 0: 256 on a GPU, 64 on a CPU
     max_num_batched_tokens: int = 0  # tokens a step, decodes and prompt chunks together; 0: 8192 or 2048
-    max_prefill_chunk: int = 0  # 0: 2048 on a prefill node, else only bounded by the budget
-    contended_prefill_chunk: int = 0  # prompt tokens of a step while several prompts wait; 0: 1024 on a prefill node
+    max_prefill_chunk: int = 0  # 0: only bounded by the budget
+    contended_prefill_chunk: int = 0  # prompt tokens of a step while several prompts wait; 0: 2048 on a prefill node
     # Prefill nodes: prompts that can have their first token this long after they came go first, in order of deadline.
     ttft_target_ms: int = 300
     share_prefixes: bool = False  # decode rows with the same leading blocks read them once; off until proven on GPUs

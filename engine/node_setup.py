@@ -60,8 +60,7 @@ def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOpti
         given,
         max_num_seqs=given.max_num_seqs or (256 if on_gpu else 64),
         max_num_batched_tokens=given.max_num_batched_tokens or (8192 if on_gpu else 2048),
-        max_prefill_chunk=given.max_prefill_chunk or (2048 if options.role == "prefill" else 0),
-        contended_prefill_chunk=given.contended_prefill_chunk or (1024 if options.role == "prefill" else 0),
+        contended_prefill_chunk=given.contended_prefill_chunk or (2048 if options.role == "prefill" else 0),
         decode_prompt_budget=given.decode_prompt_budget or prompt_budget,
     )
     return replace(options, scheduler=scheduler)
