@@ -70,7 +70,7 @@ def decode_constants(
     return {
         "GROUP": group,
         "NUM_NEW": num_new,
-        "M_PAD": max(16, padded_rows),
+        "M_PAD": max(8 if alone else 16, padded_rows),
         "ROWS": padded_rows,
         "CHUNK": max(2, min(16, MERGED_ELEMENTS // (padded_rows * d_pad))),
         "HEAD_SIZE": head_size,
@@ -78,6 +78,7 @@ def decode_constants(
         "BLOCK_SIZE": block_size,
         "MERGE_SET": MERGE_SET,
         "TILE": min(tile, 32) if alone else tile,
+        "KEYS_FIRST": alone,
         "num_warps": 1 if alone else 4,
         "num_stages": 1 if wide else 3,
     }

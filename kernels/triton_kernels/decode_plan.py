@@ -7,9 +7,10 @@ segment s that program p computes has slot s + p: unique, dense, and parts of a 
 Osama et al. 2023, for attention). Everything is computed on the device from the lengths: a captured graph stays
 balanced when lengths change.
 
-The plan is one int32 tensor: [share, total, first segment of each program (P), first tile of each segment (S + 1),
-arrivals of each segment (S), arrivals of each set of parts (by the set's first slot, S + P)]; arrivals are zero
-between launches.
+The plan is one int32 tensor: [share, total, a record of each program (4 P: its first segment, that one's first tile and
+end, its row's length), first tile of each segment (S + 1), arrivals of each segment (S), arrivals of each set of parts
+(by the set's first slot, S + P)]; arrivals are zero between launches. Records repeat what stands elsewhere, so that a
+program waits for memory once before its first tile, not three times.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,21 +26,26 @@ from tandem.kernels.triton_kernels.common import begin, overlap
 from tandem.kernels.triton_kernels.decode_tiles import first_tile_of
 
 SEGMENTS_AT_ONCE = 1024
+HEADER: tl.constexpr = tl.constexpr(2)  # int32 before the programs' records,
+RECORD: tl.constexpr = tl.constexpr(4)  # of each record
 
 
 @triton.jit
 def load_share(plan, program):
-    """-> (first tile, end, segment of the first tile) of a program's run."""
+    """-> (first tile, end) of a program's run, then of the first tile: its segment, that segment's first tile and end,
+    and the length of its row."""
     share = tl.load(plan)
     begin = program * share
-    return begin, tl.minimum(begin + share, tl.load(plan + 1)), tl.load(plan + 2 + program)
+    record = plan + HEADER + RECORD * program
+    end = tl.minimum(begin + share, tl.load(plan + 1))
+    return begin, end, tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
 
 
 @triton.jit
-def load_segment(plan, programs, segment):
-    """-> (first tile, end) of a segment."""
-    starts = plan + 2 + programs + segment
-    return tl.load(starts), tl.load(starts + 1)
+def load_segment(plan, programs, segment, wanted):
+    """-> (first tile, end) of a segment; of nothing unless `wanted`."""
+    starts = plan + HEADER + RECORD * programs + segment
+    return tl.load(starts, mask=wanted, other=0), tl.load(starts + 1, mask=wanted, other=0)
 
 
 @triton.jit
@@ -76,7 +82,7 @@ def plan_kernel(
 ):
     """Grid (1,)."""
     begin(PDL)
-    starts = plan + 2 + programs
+    starts = plan + HEADER + RECORD * programs
     arrivals = starts + num_segments + 1
     total = 0
     tl.store(starts, 0)
@@ -112,7 +118,12 @@ def plan_kernel(
         start = tl.load(starts + middle, mask=inside, other=0)
         low = tl.where(inside & (start <= target), middle, low)
         step //= 2
-    tl.store(plan + 2 + program, low, mask=program < programs)
+    mask = (program < programs) & (low < num_segments)
+    record = plan + HEADER + RECORD * program
+    tl.store(record, low, mask=mask)
+    tl.store(record + 1, tl.load(starts + low, mask=mask, other=0), mask=mask)
+    tl.store(record + 2, tl.load(starts + low + 1, mask=mask, other=0), mask=mask)
+    tl.store(record + 3, tl.load(seq_lens + low // num_heads, mask=mask, other=0), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,9 @@ class DecodePlan:
         slots = num_segments + programs
         memory = torch.empty(slots * slot_rows * (head_size + 2), dtype=torch.float32, device=device)
         peaks, totals, partial = memory.split((slots * slot_rows, slots * slot_rows, slots * slot_rows * head_size))
-        plan = torch.empty(3 + 2 * programs + 3 * num_segments, dtype=torch.int32, device=device)
+        plan = torch.empty(
+            HEADER.value + 1 + (RECORD.value + 1) * programs + 3 * num_segments, dtype=torch.int32, device=device
+        )
         return cls(plan, peaks, totals, partial, num_segments, programs)
 
     def fill(

@@ -17,13 +17,13 @@ from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, prepare_que
 def attend_segment(
     row,
     kv_head,
+    seq_len,
     first,  # tiles [first, last)
     last,
     query,
     key_cache,
     value_cache,
     block_tables,
-    seq_lens,
     query_starts,
     tile_lists,
     alibi_slopes,
@@ -54,10 +54,10 @@ def attend_segment(
     HAS_SOFT_CAP: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
 ):
     """A part of one KV head of one row: query row m is new token m // GROUP, head m % GROUP."""
-    seq_len = tl.load(seq_lens + row)
     members = tl.arange(0, M_PAD)
     heads = kv_head * GROUP + members % GROUP
     begin = row.to(tl.int64)
@@ -86,6 +86,7 @@ def attend_segment(
         value_cache + kv_head.to(tl.int64) * cache_head, block_tables + row.to(tl.int64) * table_row, tiles,
         first, last, seq_len, soft_cap, window, cache_block, cache_slot, sparse_local,
         HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK,
+        KEYS_FIRST,
     )  # fmt: skip
 
 

@@ -58,11 +58,43 @@ def load_block(table, tile, seq_len, BLOCK_SIZE: tl.constexpr, TILE: tl.constexp
 
 
 @triton.jit
-def unpack_pairs(pairs, dtype: tl.constexpr):
-    """16-bit words of two fp8 values each -> (the first values, the second values)."""
-    low = (pairs & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
-    high = ((pairs >> 8) & 0xFF).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(dtype)
-    return low, high
+def unpack_pairs(pairs):
+    """16-bit words of two fp8 values each, of two neighbouring tokens in a register -> (the first values, the second
+    values) as fp16. Left to the compiler, bringing tokens together takes four times the instructions."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+        }
+        """,
+        "=r,=r,r",
+        [pairs],
+        dtype=(tl.float16, tl.float16),
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def start_sums(M: tl.constexpr, D: tl.constexpr, KEYS_FIRST: tl.constexpr):
+    if KEYS_FIRST:
+        return tl.zeros([D, M], tl.float32)
+    else:
+        return tl.zeros([M, D], tl.float32)
+
+
+@triton.jit
+def add_values(sums, decay, weights, values, KEYS_FIRST: tl.constexpr):
+    """decay * sums + weights @ values; all of these transposed if KEYS_FIRST."""
+    if KEYS_FIRST:
+        return sums * decay[None, :] + dot(values, weights)
+    else:
+        return sums * decay[:, None] + dot(weights, values)
 
 
 @triton.jit
@@ -93,19 +125,30 @@ def attend_tiles(
     HAS_SOFT_CAP: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
 ):
-    """-> (peak, total, accumulator). Keys past `seq_len` are never loaded."""
+    """-> (peak, total, accumulator). Keys past `seq_len` are never loaded. KEYS_FIRST: products have keys, then values'
+    columns, as rows and the queries as columns, of which 8 are enough; else queries are rows, of which 16 are."""
+    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1  # the axis of the scores that is keys
+    ROWS: tl.constexpr = 1 - KEYS
+    PAIRS: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv and not INTERPRETED
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1  # values of a word that is loaded
+    VALUE_POINTER: tl.constexpr = tl.pointer_type(tl.int16) if PAIRS else value_cache.dtype
     slots = tl.arange(0, TILE)
     columns = tl.arange(0, D_PAD)
+    words = tl.arange(0, D_PAD // PER_WORD)
+    values_inside = tl.expand_dims(slots * (cache_slot // PER_WORD), KEYS) + tl.expand_dims(words, ROWS)
     inside = slots[:, None] * cache_slot + columns[None, :]
     peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([query.shape[0]], tl.float32)
-    PAIRS: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv and not INTERPRETED
     HALF: tl.constexpr = D_PAD // 2
-    accumulator = tl.zeros([query.shape[0], D_PAD], tl.float32)
-    even = tl.zeros([query.shape[0], HALF], tl.float32)
-    odd = tl.zeros([query.shape[0], HALF], tl.float32)
-    words = tl.arange(0, HALF)
+    accumulator = start_sums(query.shape[0], D_PAD, KEYS_FIRST)
+    even = start_sums(query.shape[0], HALF, KEYS_FIRST)
+    odd = start_sums(query.shape[0], HALF, KEYS_FIRST)
+    query_positions = tl.expand_dims(query_positions, KEYS)
+    DIRECT: tl.constexpr = not HAS_SOFT_CAP and not HAS_ALIBI  # scores are scaled once, to base 2
+    if DIRECT:
+        row_scale *= LOG2_E
     # One tile ahead by hand: a load of addresses inside the loop would be pipelined itself, at the cost of the keys.
     next_tile = load_tile(tiles, first, last, SPARSE_STRIDE > 0)
     next_block = load_block(table, next_tile, seq_len, BLOCK_SIZE, TILE)
@@ -119,60 +162,58 @@ def attend_tiles(
         if BLOCK_SIZE % TILE == 0:  # a tile lies in one block
             base = block.to(tl.int64) * cache_block + (start % BLOCK_SIZE) * cache_slot
             key_pointers = key_cache + base + inside
-            value_pointers = value_cache + base + inside
-            if PAIRS:
-                value_pointers = (value_cache + base).to(tl.pointer_type(tl.int16), bitcast=True) + (
-                    slots[:, None] * (cache_slot // 2) + words[None, :]
-                )
+            value_pointers = (value_cache + base).to(VALUE_POINTER, bitcast=True) + values_inside
         else:
             blocks = tl.load(table + positions // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
             rows = blocks * cache_block + (positions % BLOCK_SIZE) * cache_slot
             key_pointers = key_cache + rows[:, None] + columns[None, :]
-            value_pointers = value_cache + rows[:, None] + columns[None, :]
-            if PAIRS:
-                value_pointers = value_cache.to(tl.pointer_type(tl.int16), bitcast=True) + (
-                    (rows // 2)[:, None] + words[None, :]
-                )
+            value_pointers = value_cache.to(VALUE_POINTER, bitcast=True) + (
+                tl.expand_dims(rows // PER_WORD, KEYS) + tl.expand_dims(words, ROWS)
+            )
         mask = stored[:, None]
+        value_mask = tl.expand_dims(stored, KEYS)
         if HEAD_SIZE != D_PAD:
             mask = mask & (columns < HEAD_SIZE)[None, :]
+            value_mask = value_mask & tl.expand_dims(words < HEAD_SIZE // PER_WORD, ROWS)
         key = tl.load(key_pointers, mask=mask, other=0.0).to(query.dtype)
-        if PAIRS:
-            word_mask = stored[:, None]
-            if HEAD_SIZE != D_PAD:
-                word_mask = word_mask & (words < HEAD_SIZE // 2)[None, :]
-            value = tl.load(value_pointers, mask=word_mask, other=0)
-        else:
-            value = tl.load(value_pointers, mask=mask, other=0.0).to(query.dtype)
-        scores = dot(query, tl.trans(key)) * row_scale[:, None]
+        value = tl.load(value_pointers, mask=value_mask, other=0 if PAIRS else 0.0)
+        scores = dot(key, tl.trans(query)) if KEYS_FIRST else dot(query, tl.trans(key))
+        scores *= tl.expand_dims(row_scale, KEYS)
         if HAS_SOFT_CAP:
             scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))  # soft_cap * tanh
+        key_positions = tl.expand_dims(positions, ROWS)
         if HAS_ALIBI:
-            scores += slopes[:, None] * (positions[None, :] - query_positions[:, None]).to(tl.float32)
-        allowed = positions[None, :] <= query_positions[:, None]
+            scores += tl.expand_dims(slopes, KEYS) * (key_positions - query_positions).to(tl.float32)
+        allowed = key_positions <= query_positions
         if HAS_WINDOW:
-            allowed = allowed & (positions[None, :] > query_positions[:, None] - window)
+            allowed = allowed & (key_positions > query_positions - window)
         if SPARSE_STRIDE > 0:
-            blocks = positions // SPARSE_BLOCK
-            vertical = (blocks[None, :] + sparse_shifts[:, None]) % SPARSE_STRIDE == 0
+            blocks = key_positions // SPARSE_BLOCK
+            vertical = (blocks + tl.expand_dims(sparse_shifts, KEYS)) % SPARSE_STRIDE == 0
             oldest = query_positions // SPARSE_BLOCK - sparse_local
-            allowed = allowed & (vertical | (blocks[None, :] > oldest[:, None]))
-        scores = tl.where(allowed, scores * LOG2_E, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+            allowed = allowed & (vertical | (blocks > oldest))
+        if not DIRECT:
+            scores *= LOG2_E
+        scores = tl.where(allowed, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, KEYS))
         base_M = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
-        weights = tl.exp2(scores - base_M[:, None])
+        weights = tl.exp2(scores - tl.expand_dims(base_M, KEYS))
         decay = tl.exp2(peak - base_M)
-        total = total * decay + tl.sum(weights, 1)
+        total = total * decay + tl.sum(weights, KEYS)
         weights = weights.to(query.dtype)
         if PAIRS:
-            first_values, second_values = unpack_pairs(value, query.dtype)
-            even = even * decay[:, None] + dot(weights, first_values)
-            odd = odd * decay[:, None] + dot(weights, second_values)
+            first_values, second_values = unpack_pairs(value)
+            even = add_values(even, decay, weights, first_values.to(query.dtype), KEYS_FIRST)
+            odd = add_values(odd, decay, weights, second_values.to(query.dtype), KEYS_FIRST)
         else:
-            accumulator = accumulator * decay[:, None] + dot(weights, value)
+            accumulator = add_values(accumulator, decay, weights, value.to(query.dtype), KEYS_FIRST)
         peak = new_peak
     if PAIRS:
+        if KEYS_FIRST:
+            even, odd = tl.trans(even), tl.trans(odd)
         accumulator = tl.reshape(tl.join(even, odd), [query.shape[0], D_PAD])
+    elif KEYS_FIRST:
+        accumulator = tl.trans(accumulator)
     return peak, total, accumulator
 
 

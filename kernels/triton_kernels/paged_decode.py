@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import begin
-from tandem.kernels.triton_kernels.decode_plan import load_segment, load_share, parts_of
+from tandem.kernels.triton_kernels.decode_plan import HEADER, RECORD, load_segment, load_share, parts_of
 from tandem.kernels.triton_kernels.decode_segment import attend_segment, store_output
 from tandem.kernels.triton_kernels.decode_tiles import first_tile_of, load_part, merge_parts, merge_two, store_part
 
@@ -82,6 +82,7 @@ def paged_decode_kernel(
     HAS_PREFIX: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: SPLIT (P,), each over its run of the plan; else (N * K,), each over one segment."""
@@ -90,27 +91,29 @@ def paged_decode_kernel(
     programs = tl.num_programs(0)
     at = program * 0
     end = at + 1
-    segment = program
+    segment, segment_begin, segment_end = program, at, end
     if SPLIT:
-        at, end, segment = load_share(plan, program)
+        at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
+    else:
+        seq_len = tl.load(seq_lens + segment // NUM_KV_HEADS)
     while at < end:
         row = segment // NUM_KV_HEADS
         kv_head = segment % NUM_KV_HEADS
-        seq_len = tl.load(seq_lens + row)
+        stop = tl.minimum(end, segment_end)
+        if SPLIT:  # what follows, loaded ahead
+            following_begin, following_end = load_segment(plan, programs, segment + 1, stop < end)
+            following_len = tl.load(seq_lens + (segment + 1) // NUM_KV_HEADS, mask=stop < end, other=0)
         before = first_tile_of(seq_len, NUM_NEW, window, HAS_WINDOW, TILE)
         if HAS_PREFIX:
             before = tl.load(prefix_lens + row) // TILE
         if SPARSE_STRIDE > 0:
             before = 0
         if SPLIT:
-            segment_begin, segment_end = load_segment(plan, programs, segment)
-            stop = tl.minimum(end, segment_end)
             first = before + at - segment_begin
             last = before + stop - segment_begin
             if SPARSE_STRIDE > 0:
                 last = tl.minimum(last, tl.load(counts + segment))  # an empty row's list is empty
         else:
-            stop = end
             first = before
             last = tl.load(counts + segment) if SPARSE_STRIDE > 0 else (seq_len + TILE - 1) // TILE
         if HAS_PREFIX:  # loaded ahead of the tiles: nothing waits for it then
@@ -119,11 +122,11 @@ def paged_decode_kernel(
                 segment, given, prefix_peaks, prefix_totals, prefix_partial, GROUP, M_PAD, HEAD_SIZE, D_PAD
             )
         peak, total, accumulator = attend_segment(
-            row, kv_head, first, last, query, key_cache, value_cache, block_tables, seq_lens, query_starts,
+            row, kv_head, seq_len, first, last, query, key_cache, value_cache, block_tables, query_starts,
             tile_lists, alibi_slopes, k_scale, scale, soft_cap, window, query_row, query_head, cache_block,
             cache_head, cache_slot, table_row, list_row, sparse_local, sparse_step, sparse_first,
             GROUP, NUM_NEW, M_PAD, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, IS_FP8, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
-            SPARSE_STRIDE, SPARSE_BLOCK, NUM_KV_HEADS,
+            SPARSE_STRIDE, SPARSE_BLOCK, KEYS_FIRST, NUM_KV_HEADS,
         )  # fmt: skip
         if HAS_PREFIX:
             peak, total, accumulator = merge_two(peak, total, accumulator, given_peak, given_total, given_accumulator)
@@ -143,7 +146,9 @@ def paged_decode_kernel(
                 segment + program, used, peak, total, accumulator, peaks, totals, partial, slot_rows, HEAD_SIZE, D_PAD
             )
             tl.debug_barrier()  # every thread's part is stored before the program says so
-            arrivals = plan + 3 + programs + num_segments  # of segments, after the S + 1 first tiles; then of sets
+            arrivals = (
+                plan + HEADER + RECORD * programs + num_segments + 1
+            )  # of segments, after the S + 1 first tiles; then of sets
             first_slot = segment + first_program
             set_slot = first_slot + (program - first_program) // MERGE_SET * MERGE_SET
             set_parts = tl.minimum(first_slot + num_parts - set_slot, MERGE_SET)
@@ -176,3 +181,5 @@ def paged_decode_kernel(
                     )  # fmt: skip
         at = stop
         segment += 1
+        if SPLIT:
+            segment_begin, segment_end, seq_len = following_begin, following_end, following_len

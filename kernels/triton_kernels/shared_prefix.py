@@ -67,13 +67,12 @@ def shared_prefix_kernel(
     begin(PDL)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    at, end, segment = load_share(plan, program)
+    at, end, segment, segment_begin, segment_end, chunk_len = load_share(plan, program)
     members = tl.arange(0, M_PAD)
     places = members // GROUP
     while at < end:
         chunk = segment // NUM_KV_HEADS
         kv_head = segment % NUM_KV_HEADS
-        segment_begin, segment_end = load_segment(plan, programs, segment)
         stop = tl.minimum(end, segment_end)
         rows = tl.load(chunk_rows + chunk * MEMBERS + places, mask=places < MEMBERS, other=-1)
         used = rows >= 0
@@ -93,14 +92,16 @@ def shared_prefix_kernel(
         peak, total, accumulator = attend_tiles(
             queries, row_scale, positions, slopes, positions, key_cache + head, value_cache + head,
             block_tables + leader * table_row, block_tables, at - segment_begin, stop - segment_begin,
-            tl.load(chunk_lens + chunk), soft_cap, 0, cache_block, cache_slot, 0,
-            HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, HAS_ALIBI, False, HAS_SOFT_CAP, 0, 0,
+            chunk_len, soft_cap, 0, cache_block, cache_slot, 0, HEAD_SIZE, D_PAD, BLOCK_SIZE,
+            TILE, HAS_ALIBI, False, HAS_SOFT_CAP, 0, 0, False,
         )  # fmt: skip
         store_part(
             segment + program, used, peak, total, accumulator, peaks, totals, partial, MEMBERS * GROUP, HEAD_SIZE, D_PAD
         )
         at = stop
         segment += 1
+        segment_begin, segment_end = load_segment(plan, programs, segment, at < end)
+        chunk_len = tl.load(chunk_lens + segment // NUM_KV_HEADS, mask=at < end, other=0)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_lens", "row_places"])
@@ -131,7 +132,7 @@ def merge_prefixes_kernel(
         return
     place = tl.load(row_places + row)
     segment = place // MEMBERS * NUM_KV_HEADS + kv_head
-    segment_begin, segment_end = load_segment(plan, programs, segment)
+    segment_begin, segment_end = load_segment(plan, programs, segment, True)
     first_program, num_parts = parts_of(plan, segment_begin, segment_end)
     peak, total, accumulator = merge_parts(
         segment + first_program, 1, num_parts, peaks, totals, partial,

@@ -150,13 +150,16 @@ def test_a_plan_gives_every_tile_to_one_program(programs: int) -> None:
     plan = DecodePlan.allocate(len(tiles), programs, 2, 16, torch.device("cpu"))
     plan.fill(lengths, 2, 16)
     share, total, *rest = plan.plan.tolist()
-    firsts, starts = rest[:programs], rest[programs : programs + len(tiles) + 1]
+    records, starts = rest[: 4 * programs], rest[4 * programs : 4 * programs + len(tiles) + 1]
     assert starts == [sum(tiles[:index]) for index in range(len(tiles) + 1)]
     assert (total, share) == (sum(tiles), -(-sum(tiles) // programs))
-    assert rest[programs + len(tiles) + 1 :] == [0] * (2 * len(tiles) + programs)
-    for program, first in enumerate(firsts):
+    assert rest[4 * programs + len(tiles) + 1 :] == [0] * (2 * len(tiles) + programs)
+    for program in range(programs):
+        first, begin, end, length = records[4 * program : 4 * program + 4]
         if program * share < total:
-            assert starts[first] <= program * share < starts[first + 1]
+            assert (begin, end) == (starts[first], starts[first + 1])
+            assert begin <= program * share < end
+            assert length == lengths[first // 2]
 
 
 def test_an_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
