@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tandem.kernels import few_rows_attention
 from tandem.kernels.attention import Attention, unified_attention
+from tandem.kernels.backends.triton import TritonImpl
 from tandem.kernels.forward_context import get_forward_context
 from tandem.kernels.fused_ops import CacheSlots, HeadNorms, is_fused, rope_and_store, rotate_heads
 from tandem.kernels.metadata import AttentionMetadata
@@ -37,6 +39,14 @@ def rotary_attention(
     """[T, H * D]. `qkv_TC` is overwritten. Hooks run as in `unified_attention`."""
     layer = get_forward_context().layer(layer_name)
     heads, kv_heads, size = layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.head_size
+    if _is_one_launch(layer, qkv_TC, layer_name):
+        slots, metadata = _slots_of(layer, layer_name), get_forward_context().metadata_of(layer_name)
+        assert slots is not None
+        tables, lengths = metadata.block_tables, metadata.seq_lens
+        out = few_rows_attention.few_rows_attention(
+            qkv_TC, cos_sin_PD, tables, lengths, slots, heads, layer.spec.scale, norms
+        )
+        return out.view(-1, heads * size)
     if not _stores_here(layer, qkv_TC):
         query, key, value = rotate_heads(qkv_TC, position_T, cos_sin_PD, heads, kv_heads, norms)
         return unified_attention(query, key, value, layer_name).view(-1, heads * size)
@@ -79,6 +89,18 @@ def rotary_attention_of_wanted(
     nothing = query_NHD[:0, :kv_heads]  # decode rows read keys and values from the cache
     output = layer(query_NHD, nothing, nothing, cache, wanted.metadata, kv_is_stored=True)
     return output.reshape(-1, heads * size)
+
+
+def _is_one_launch(layer: Attention, qkv_TC: torch.Tensor, layer_name: str) -> bool:
+    """A step of few decode rows and nothing else, of a layer that our Hopper kernels serve."""
+    context = get_forward_context()
+    metadata, cache = context.metadata_of(layer_name), layer.kv_cache[context.virtual_engine]
+    if not _stores_here(layer, qkv_TC) or metadata.num_decode_rows < metadata.num_tokens or context.hooks is not None:
+        return False
+    if metadata.shared_prefixes is not None or not few_rows_attention.has_kernel(qkv_TC.device):
+        return False
+    reason = few_rows_attention.why_not(metadata.num_tokens, qkv_TC.dtype, layer.spec, cache)
+    return reason is None and isinstance(layer.impl, TritonImpl)
 
 
 def _stores_here(layer: Attention, tensor: torch.Tensor) -> bool:

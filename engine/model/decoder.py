@@ -13,9 +13,12 @@ from tandem.engine.kv_layout import KVGroup
 from tandem.engine.model.rope import RotaryEmbedding
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.parallel.group import TensorParallel
+from tandem.kernels import few_rows
 from tandem.kernels.attention import Attention
+from tandem.kernels.forward_context import get_forward_context
 from tandem.kernels.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.matmul import GATE_UP_GROUP, group_gate_up, linear, linear_silu_mul
+from tandem.kernels.metadata import AttentionMetadata
 from tandem.kernels.rotary_attention import WantedTokens, rotary_attention, rotary_attention_of_wanted
 
 
@@ -68,6 +71,15 @@ class SelfAttention(nn.Module):
         projected: torch.Tensor = self.o_proj(out)
         return projected
 
+    def forward_few_rows(
+        self, residual_RE: torch.Tensor, norm: RMSNorm, positions_R: torch.Tensor, cos_sin: torch.Tensor
+    ) -> None:
+        """residual += attention of the normalised residual, in three launches."""
+        qkv, o = self.qkv_proj, self.o_proj
+        qkv_RC = few_rows.norm_linear(residual_RE, norm.weight, norm.eps, qkv.weight, qkv.bias)
+        out = rotary_attention(qkv_RC, positions_R, cos_sin, self.layer_name, self._head_norms())
+        few_rows.add_linear(residual_RE, out, o.weight, o.bias)
+
     def forward_wanted(
         self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens
     ) -> torch.Tensor:
@@ -96,21 +108,26 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
-        self._is_grouped = False
+        self.is_grouped = False
 
     def group(self) -> None:
         weight = self.gate_up_proj.weight
-        if not self._is_grouped and self.gate_up_proj.bias is None and weight.shape[0] % (2 * GATE_UP_GROUP) == 0:
+        if not self.is_grouped and self.gate_up_proj.bias is None and weight.shape[0] % (2 * GATE_UP_GROUP) == 0:
             weight.data = group_gate_up(weight.data)
-            self._is_grouped = True
+            self.is_grouped = True
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        if self._is_grouped:
+        if self.is_grouped:
             activated = linear_silu_mul(x_TE, self.gate_up_proj.weight)
         else:
             activated = silu_mul(self.gate_up_proj(x_TE))
         out: torch.Tensor = self.down_proj(activated)
         return out
+
+    def forward_few_rows(self, residual_RE: torch.Tensor, norm: RMSNorm) -> None:
+        """residual += MLP of the normalised residual, in two launches."""
+        activated = few_rows.norm_linear_silu_mul(residual_RE, norm.weight, norm.eps, self.gate_up_proj.weight)
+        few_rows.add_linear(residual_RE, activated, self.down_proj.weight, self.down_proj.bias)
 
 
 class DecoderLayer(nn.Module):
@@ -137,6 +154,18 @@ class DecoderLayer(nn.Module):
             attended = self.self_attn.forward_wanted(normed, positions_T, cos_sin, wanted)
             residual_TE = residual_TE[wanted.index]
         return self.mlp(self.post_attention_layernorm(attended, residual_TE)), residual_TE
+
+    def forward_few_rows(self, residual_RE: torch.Tensor, positions_R: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """`forward` of a decode step of few rows, in place: each product takes what lies before and after it along."""
+        self.self_attn.forward_few_rows(residual_RE, self.input_layernorm, positions_R, cos_sin)
+        self.mlp.forward_few_rows(residual_RE, self.post_attention_layernorm)
+
+    def few_rows_products(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
+        if not self.mlp.is_grouped:
+            return ()
+        blocks = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+        return tuple((block.weight.shape[0], block.weight.shape[1]) for block in blocks)
 
 
 class DecoderModel(nn.Module):
@@ -174,6 +203,7 @@ class DecoderModel(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len + 2).to(device)
         self.requires_grad_(False)
+        self._few_rows_products: tuple[tuple[int, int], ...] = ()
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
 
@@ -182,6 +212,9 @@ class DecoderModel(nn.Module):
         for module in self.modules():
             if isinstance(module, MLP):
                 module.group()
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        self._few_rows_products = first.few_rows_products()
 
     @property
     def vocab_size(self) -> int:
@@ -208,12 +241,27 @@ class DecoderModel(nn.Module):
         """
         residual_TE = self.embed_tokens(input_ids_T)
         cos_sin = self.rotary.table()
+        if self._takes_few_rows(residual_TE, wanted):
+            for layer in self.layers:
+                assert isinstance(layer, DecoderLayer)
+                layer.forward_few_rows(residual_TE, positions_T, cos_sin)
+            few: torch.Tensor = self.norm(residual_TE)
+            return few
         x_TE = None
         for layer in self.layers[:-1]:
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
         x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
         hidden: torch.Tensor = self.norm(x_TE, residual_TE)
         return hidden
+
+    def _takes_few_rows(self, residual_TE: torch.Tensor, wanted: WantedTokens | None) -> bool:
+        """Whether this is a decode step of few rows that the fused products serve. A rank of a group sums with the
+        others between products."""
+        if self.group is not None or wanted is not None or not self._few_rows_products:
+            return False
+        metadata = get_forward_context().attn_metadata
+        only_decodes = isinstance(metadata, AttentionMetadata) and metadata.num_decode_rows == len(residual_TE)
+        return only_decodes and few_rows.serves(residual_TE, self._few_rows_products)
 
     def project(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, E] -> logits [N, V] in the model's dtype; in a group of this rank's run of the vocabulary."""

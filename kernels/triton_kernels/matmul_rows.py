@@ -88,7 +88,8 @@ def matmul_rows_kernel(
     inputs = x + (gl.minimum(x_index, num_rows - 1) * x_row)[:, None] + x_columns[None, :]
 
     following = gl.load(weights, cache_modifier=".cg")
-    following_gain = gl.load(gain + x_columns) if NORM else 0
+    if NORM:
+        following_gain = gl.load(gain + x_columns)
     bring_to_l2(weight, w_row, wave, ahead, TILE_N, 2 * TILE_K * STEPS, SILU, num_warps)
     gdc_wait()
     gdc_launch_dependents()
@@ -101,15 +102,14 @@ def matmul_rows_kernel(
     squares = gl.zeros([ROWS, TILE_K], gl.float32, x_layout)
     for step in gl.static_range(STEPS):
         current = following
-        current_gain = following_gain
         if step + 1 < STEPS:
             following = gl.load(weights + (step + 1) * TILE_K, cache_modifier=".cg")
-            if NORM:
-                following_gain = gl.load(gain + (step + 1) * TILE_K + x_columns)
         values = gl.load(inputs + step * TILE_K).to(gl.float32)
         if NORM:
             squares += values * values
-            values *= current_gain.to(gl.float32)[None, :]
+            values *= following_gain.to(gl.float32)[None, :]
+            if step + 1 < STEPS:
+                following_gain = gl.load(gain + (step + 1) * TILE_K + x_columns)
         products += gl.expand_dims(current.to(gl.float32), 0) * gl.expand_dims(values, 1)
     sums = gl.sum(products, 2)
     if NORM:

@@ -1,0 +1,85 @@
+"""The products of a decoder layer for a decode step of few rows, with what lies between them done inside: the norm of
+their input, SiLU times up, and the addition to the residual stream. So a layer is five launches: norm and QKV,
+attention, output projection added, norm and gate-up, down projection added.
+
+R rows, E hidden size, K inputs, N outputs, G = 2 * intermediate size of a gated MLP. On Hopper; results are
+deterministic. Eager twins: reference_few_rows.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tandem.kernels.gluon_support import why_no_gluon
+from tandem.kernels.matmul_plans import RowsPlan
+
+MOST_ROWS = 4
+ELEMENTS_A_PROGRAM = 4096  # of weights in registers at once, times rows
+
+
+def plan_for(num_rows: int, num_outputs: int, num_inputs: int) -> RowsPlan | None:
+    """How a product of so few rows is cut; None: it isn't served. Pure."""
+    if not 0 < num_rows <= MOST_ROWS:
+        return None
+    for tile_n, tile_k, warps in ((2, 2048, 4), (2, 1024, 4), (2, 1024, 2), (2, 512, 2)):
+        plan = RowsPlan(tile_n, tile_k, warps)
+        fits = tile_n * tile_k * min(num_rows, 2) <= ELEMENTS_A_PROGRAM and tile_k >= 256 * warps
+        if fits and plan.is_valid(num_rows, num_outputs, num_inputs):
+            return plan
+    return None
+
+
+def serves(x_RE: torch.Tensor, products: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a step of rows like these takes this way; `products`: (outputs, inputs) of each."""
+    if not x_RE.is_cuda or x_RE.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x_RE.device):
+        return False
+    return all(plan_for(x_RE.shape[0], *sizes) is not None for sizes in products)
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0) and not why_no_gluon()
+
+
+def norm_linear(
+    x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float, weight_NE: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> torch.Tensor:
+    """rms_norm(x) @ weight^T + bias -> [R, N]; the norm's statistics and result in fp32."""
+    return _launch(x_RE, weight_NE, None, bias_N=bias_N, norm=(gain_E, eps))
+
+
+def norm_linear_silu_mul(
+    x_RE: torch.Tensor, gain_E: torch.Tensor, eps: float, grouped_GE: torch.Tensor
+) -> torch.Tensor:
+    """The gated MLP's first half -> [R, G / 2], for weights laid out by matmul.group_gate_up."""
+    return _launch(x_RE, grouped_GE, None, norm=(gain_E, eps), silu=True)
+
+
+def add_linear(
+    residual_RN: torch.Tensor, x_RK: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None
+) -> None:
+    """residual += x @ weight^T + bias in place, summed in fp32 and rounded once."""
+    _launch(x_RK, weight_NK, residual_RN, bias_N=bias_N)
+
+
+def _launch(
+    x_RK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    residual_RN: torch.Tensor | None,
+    *,
+    bias_N: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None,
+    silu: bool = False,
+) -> torch.Tensor:
+    from tandem.kernels.triton_kernels.matmul_launch import launch_rows
+
+    plan = plan_for(x_RK.shape[0], *weight_NK.shape)
+    assert plan is not None, f"{tuple(x_RK.shape)} times {tuple(weight_NK.shape)}: ask `serves` first"
+    out = residual_RN
+    if out is None:
+        num_outputs = weight_NK.shape[0] // (2 if silu else 1)
+        out = torch.empty((x_RK.shape[0], num_outputs), dtype=x_RK.dtype, device=x_RK.device)
+    launch_rows(plan, x_RK, weight_NK, out, bias_N=bias_N, silu=silu, norm=norm, adds=residual_RN is not None)
+    return out
