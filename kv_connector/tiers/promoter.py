@@ -131,9 +131,18 @@ class Promoter:
             for block_id, block_hash in zip(promotion.block_ids, promotion.hashes, strict=True):
                 self._pool.register(block_id, block_hash, parent, None, self._host.tenant(block_hash))
                 parent = block_hash
+            self._hold_what_is_found(promotion)
         promotion.stage = Stage.LOADED
         if not promotion.is_wanted:
             self._let_go(promotion)
+
+    def _hold_what_is_found(self, promotion: Promotion) -> None:
+        """Another request may have computed some of the blocks meanwhile, and those are found, not ours: held beside
+        them, ours would only take room from the request that they are for."""
+        found = self._pool.match_prefix(promotion.hashes)
+        self._pool.touch(found)
+        self._pool.free(promotion.block_ids, None)
+        promotion.block_ids = found
 
     def _on_fetched(self, job: Fetch, done: JobDone) -> None:
         assert self._disk is not None

@@ -72,6 +72,21 @@ def test_two_requests_for_the_same_blocks_load_them_once() -> None:
     assert harness.tiers.manager.counters.host_hits == 5
 
 
+def test_blocks_that_another_request_computes_meanwhile_are_not_held_twice() -> None:
+    """Else the request that they are loaded for would lack the blocks to start, for ever."""
+    harness = Harness(num_blocks=7, tiers=(32, 0, 4, 0))
+    evicted(harness)
+    harness.add("again", PROMPT, max_tokens=2)
+    harness.add("apart", PROMPT[: 2 * BLOCK], max_tokens=1, use_prefix_cache=False)
+    harness.step()
+    assert harness.tiers.manager.is_moving
+    harness.run()
+    harness.assert_output("again")
+    assert harness.requests["again"].num_cached_tokens == 20
+    harness.settle()
+    harness.assert_empty()
+
+
 def test_from_disk_by_way_of_the_host_pool() -> None:
     harness = small(3, 32, 1, 0)
     evicted(harness)
