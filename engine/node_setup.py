@@ -19,8 +19,6 @@ from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
 from tandem.engine.parallel.group import Membership, TensorParallel
 
-MIN_MAIL_ROWS = 512  # rows that ranks exchange through each other's memory; above, NCCL is faster
-
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -89,7 +87,8 @@ def load(options: NodeOptions, membership: Membership | None = None) -> LoadedMo
     dtype: torch.dtype = getattr(torch, name)
     group = None
     if membership is not None:
-        max_rows = max(options.scheduler.max_num_seqs, MIN_MAIL_ROWS)
+        scheduler = with_device_defaults(options, device).scheduler
+        max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
     model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)

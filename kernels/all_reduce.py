@@ -1,4 +1,4 @@
-"""Exchanges between the ranks of a tensor-parallel node at the sizes of decode steps, through each other's memory.
+"""Exchanges between the ranks of a tensor-parallel node, through each other's memory.
 
 Mail is a piece of each rank's device memory that its peers map and write. Legend: N rows, E hidden size, V
 vocabulary, R ranks.
@@ -7,6 +7,8 @@ vocabulary, R ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -14,6 +16,92 @@ from tandem.kernels.fused_ops import add_rms_norm, argmax_tokens
 
 ARGMAX_ROWS = 64  # rows of one lane
 WORD_BYTES = 8
+FLAG_BYTES = 4
+MOST_WORD_LANES = 512
+MOST_ROW_BYTES = 1 << 29  # of the mail's rows; larger steps go another way
+Way = Literal["words", "rows", "shares"]
+# For up to so many ranks: how sums of up to so many bytes travel, and "shares" beyond. Measured on H200s over NVLink.
+WAYS: tuple[tuple[int, tuple[tuple[int, Way], ...]], ...] = (
+    (2, ((32 * 8192, "words"), (1 << 62, "rows"))),
+    (8, ((16 * 8192, "words"), (64 * 8192, "rows"))),
+)
+
+
+def way_to_sum(num_ranks: int, num_bytes: int) -> Way:
+    """`num_bytes` of each rank's part. "words" and "rows": to every peer (each word with a number beside it, or rows
+    and flags); "shares": each row to one rank, which sends the sum to all."""
+    for most_ranks, steps in WAYS:
+        if num_ranks <= most_ranks:
+            return next((way for most, way in steps if num_bytes <= most), "shares")
+    return "shares"
+
+
+@dataclass(frozen=True)
+class MailLayout:
+    """What lies where in each rank's mail. Raises ValueError for sizes that the kernels don't serve.
+
+    [2 halves, word lanes, R, words of a row] int64, [2, argmax lanes, R, 2, ARGMAX_ROWS] int64, [2, row lanes, R, E]
+    of the dtype, [2, row lanes, R] int32.
+    """
+
+    num_ranks: int
+    max_rows: int
+    hidden_size: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if (self.hidden_size * self.dtype.itemsize) % 4:
+            raise ValueError(f"rows of {self.hidden_size} {self.dtype} values are no whole 32-bit words")
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return self.hidden_size * self.dtype.itemsize
+
+    @cached_property
+    def word_lanes(self) -> int:
+        return min(self.max_rows, MOST_WORD_LANES)
+
+    @cached_property
+    def argmax_lanes(self) -> int:
+        return -(-self.max_rows // ARGMAX_ROWS)
+
+    @cached_property
+    def row_lanes(self) -> int:
+        return min(self.max_rows, MOST_ROW_BYTES // (2 * self.num_ranks * self.row_bytes))
+
+    @cached_property
+    def argmax_at(self) -> int:
+        return 2 * self.word_lanes * self.num_ranks * self.row_bytes // 4 * WORD_BYTES
+
+    @cached_property
+    def rows_at(self) -> int:
+        end = self.argmax_at + 2 * self.argmax_lanes * self.num_ranks * 2 * ARGMAX_ROWS * WORD_BYTES
+        return -(-end // 128) * 128
+
+    @cached_property
+    def flags_at(self) -> int:
+        return self.rows_at + 2 * self.row_lanes * self.num_ranks * self.row_bytes
+
+    def way(self, num_rows: int) -> Way | None:
+        """How so many rows are summed; None: they don't fit."""
+        way = way_to_sum(self.num_ranks, num_rows * self.row_bytes)
+        if way == "words":
+            return way if num_rows <= self.word_lanes else "rows" if num_rows <= self.row_lanes else None
+        return way if num_rows <= self.row_lanes else None
+
+    @property
+    def ways(self) -> list[Way]:
+        """All that `way` answers."""
+        answers = {self.way(rows) for rows in range(1, self.max_rows + 1)}
+        return sorted(answer for answer in answers if answer is not None)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.flags_at + 2 * self.row_lanes * self.num_ranks * FLAG_BYTES
+
+    @property
+    def num_counters(self) -> int:
+        return self.word_lanes + self.argmax_lanes + self.row_lanes
 
 
 @dataclass(frozen=True)
@@ -22,60 +110,78 @@ class Mail:
     the same order, each on one stream."""
 
     rank: int
-    num_ranks: int
-    max_rows: int
-    hidden_size: int
-    dtype: torch.dtype
+    layout: MailLayout
     addresses_R: torch.Tensor  # int64, where each rank's mail begins, as this rank maps it
-    counters: torch.Tensor  # int32 [max_rows + lanes of argmax], zeros at first
+    counters: torch.Tensor  # int32: of word lanes, argmax lanes and row lanes; zeros at first
 
     @classmethod
-    def make(
-        cls, rank: int, addresses: list[int], max_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
-    ) -> Mail:
-        """`addresses[r]`: zeroed memory of rank r of at least `mail_bytes`."""
-        counters = torch.zeros(max_rows + _argmax_lanes(max_rows), dtype=torch.int32, device=device)
-        table = torch.tensor(addresses, dtype=torch.int64, device=device)
-        return cls(rank, len(addresses), max_rows, hidden_size, dtype, table, counters)
+    def make(cls, rank: int, addresses: list[int], layout: MailLayout, device: torch.device) -> Mail:
+        """`addresses[r]`: zeroed memory of rank r of at least `layout.num_bytes`."""
+        counters = torch.zeros(layout.num_counters, dtype=torch.int32, device=device)
+        return cls(rank, layout, torch.tensor(addresses, dtype=torch.int64, device=device), counters)
 
-    def takes(self, x_NE: torch.Tensor) -> bool:
-        """Whether rows like these can be exchanged here."""
-        fits = 0 < x_NE.shape[0] <= self.max_rows and x_NE.shape[1] == self.hidden_size
-        return fits and x_NE.dtype == self.dtype and x_NE.stride(1) == 1 and x_NE.stride(0) % 2 == 0
-
-
-def mail_bytes(max_rows: int, hidden_size: int, dtype: torch.dtype, num_ranks: int) -> int:
-    """Memory of one rank: both halves of all lanes, a number beside each word of data. Raises ValueError for sizes
-    that the kernels don't serve."""
-    if (hidden_size * dtype.itemsize) % 4:
-        raise ValueError(f"rows of {hidden_size} {dtype} values are no whole 32-bit words")
-    sums = 2 * max_rows * num_ranks * _row_words(hidden_size, dtype)
-    return (sums + 2 * _argmax_lanes(max_rows) * num_ranks * 2 * ARGMAX_ROWS) * WORD_BYTES
+    def way(self, x_NE: torch.Tensor) -> Way | None:
+        """How rows like these are summed here; None: not here."""
+        layout, num_rows = self.layout, x_NE.shape[0]
+        if x_NE.dtype != layout.dtype or x_NE.shape[1] != layout.hidden_size or x_NE.stride(1) != 1:
+            return None
+        return layout.way(num_rows) if num_rows and x_NE.stride(0) * x_NE.element_size() % 4 == 0 else None
 
 
 def sum_add_rms_norm(
-    mail: Mail, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
+    mail: Mail, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, eps: float, way: Way
 ) -> torch.Tensor:
     """residual += sum of all ranks' x, in place; returns the new residual normalised. Same bits on every rank.
 
     The sum is taken in fp32 in the order of ranks and rounded once. Eager twin: `sum_of_parts`, then `add_rms_norm`.
     """
-    from tandem.kernels.triton_kernels.all_reduce import TRITON_DTYPES, sum_add_rms_norm_kernel
+    out = torch.empty(x_NE.shape, dtype=x_NE.dtype, device=x_NE.device)
+    if way == "words":
+        _sum_words(mail, x_NE, residual_NE, weight_E, out, eps)
+    else:
+        _sum_rows(mail, x_NE, residual_NE, weight_E, out, eps, scatters=way == "shares")
+    return out
+
+
+def _sum_words(
+    mail: Mail, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, out_NE: torch.Tensor, eps: float
+) -> None:
+    from tandem.kernels.triton_kernels.all_reduce import TRITON_DTYPES, sum_add_rms_norm_words_kernel
     from tandem.kernels.triton_kernels.common import overlap
 
-    assert mail.takes(x_NE), f"no mail for {tuple(x_NE.shape)} {x_NE.dtype}"
-    num_rows, size = x_NE.shape
-    out = torch.empty((num_rows, size), dtype=x_NE.dtype, device=x_NE.device)
+    layout, (num_rows, size) = mail.layout, x_NE.shape
     x, residual = x_NE.view(torch.int32), residual_NE.view(torch.int32)
-    words = _row_words(size, x_NE.dtype)
+    words = layout.row_bytes // 4
     padded = 1 << (words - 1).bit_length()
-    sum_add_rms_norm_kernel[(num_rows,)](
-        x, residual, weight_E.view(torch.int32), out.view(torch.int32), mail.addresses_R, mail.counters,
+    sum_add_rms_norm_words_kernel[(num_rows,)](
+        x, residual, weight_E.view(torch.int32), out_NE.view(torch.int32), mail.addresses_R, mail.counters,
         x.stride(0), residual.stride(0), eps, DTYPE=TRITON_DTYPES[x_NE.dtype], IS_WIDE=x_NE.dtype.itemsize == 4,
-        SIZE=size, WORDS=words, PADDED=padded, LANES=mail.max_rows, RANK=mail.rank, RANKS=mail.num_ranks,
+        SIZE=size, WORDS=words, PADDED=padded, LANES=layout.word_lanes, RANK=mail.rank, RANKS=layout.num_ranks,
         num_warps=min(16, max(1, padded // 128)), **overlap(x_NE.device),
     )  # fmt: skip
-    return out
+
+
+def _sum_rows(
+    mail: Mail,
+    x_NE: torch.Tensor,
+    residual_NE: torch.Tensor,
+    weight_E: torch.Tensor,
+    out_NE: torch.Tensor,
+    eps: float,
+    *,
+    scatters: bool,
+) -> None:
+    from tandem.kernels.triton_kernels.all_reduce import sum_add_rms_norm_rows_kernel
+    from tandem.kernels.triton_kernels.common import overlap
+
+    layout, (num_rows, size) = mail.layout, x_NE.shape
+    padded = 1 << (size - 1).bit_length()
+    counters = mail.counters[layout.word_lanes + layout.argmax_lanes :]
+    sum_add_rms_norm_rows_kernel[(num_rows,)](
+        x_NE, residual_NE, weight_E, out_NE, mail.addresses_R, counters, x_NE.stride(0), residual_NE.stride(0), eps,
+        layout.rows_at, layout.flags_at, SIZE=size, PADDED=padded, LANES=layout.row_lanes, RANK=mail.rank,
+        RANKS=layout.num_ranks, SCATTERS=scatters, num_warps=min(16, max(1, padded // 256)), **overlap(x_NE.device),
+    )  # fmt: skip
 
 
 def argmax_of_shards(mail: Mail, logits_NV: torch.Tensor) -> torch.Tensor:
@@ -84,15 +190,14 @@ def argmax_of_shards(mail: Mail, logits_NV: torch.Tensor) -> torch.Tensor:
     from tandem.kernels.triton_kernels.all_reduce import argmax_of_shards_kernel
     from tandem.kernels.triton_kernels.common import overlap
 
-    num_rows, shard = logits_NV.shape
-    assert num_rows <= mail.max_rows
+    layout, (num_rows, shard) = mail.layout, logits_NV.shape
+    assert num_rows <= layout.max_rows
     best = argmax_tokens(logits_NV)
     tokens = torch.empty_like(best)
-    offset = 2 * mail.max_rows * mail.num_ranks * _row_words(mail.hidden_size, mail.dtype)
     argmax_of_shards_kernel[(-(-num_rows // ARGMAX_ROWS),)](
-        logits_NV, best, tokens, mail.addresses_R, mail.counters[mail.max_rows :], logits_NV.stride(0), num_rows,
-        offset, SHARD=shard, ROWS=ARGMAX_ROWS, LANES=_argmax_lanes(mail.max_rows), RANK=mail.rank,
-        RANKS=mail.num_ranks, num_warps=2, **overlap(logits_NV.device),
+        logits_NV, best, tokens, mail.addresses_R, mail.counters[layout.word_lanes :], logits_NV.stride(0), num_rows,
+        layout.argmax_at, SHARD=shard, ROWS=ARGMAX_ROWS, LANES=layout.argmax_lanes, RANK=mail.rank,
+        RANKS=layout.num_ranks, num_warps=2, **overlap(logits_NV.device),
     )  # fmt: skip
     return tokens
 
@@ -110,11 +215,3 @@ def sum_add_rms_norm_twin(
 ) -> torch.Tensor:
     """Eager twin of `sum_add_rms_norm`, with every rank's part at hand."""
     return add_rms_norm(sum_of_parts(parts_RNE), residual_NE, weight_E, eps)
-
-
-def _row_words(hidden_size: int, dtype: torch.dtype) -> int:
-    return hidden_size * dtype.itemsize // 4
-
-
-def _argmax_lanes(max_rows: int) -> int:
-    return -(-max_rows // ARGMAX_ROWS)

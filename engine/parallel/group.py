@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from tandem.engine.parallel.peer_memory import open_mail
 from tandem.engine.parallel.sharding import Shard
-from tandem.kernels.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm
+from tandem.kernels.all_reduce import Mail, MailLayout, argmax_of_shards, sum_add_rms_norm
 from tandem.kernels.fused_ops import add_rms_norm, argmax_tokens
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
@@ -35,8 +35,8 @@ class Membership:
 class TensorParallel:
     """One rank's end of the group; one a process.
 
-    Rows of decode steps go through the peers' memory (kernels/all_reduce.py), everything larger through NCCL; on CPU
-    all through gloo. Each way gives every rank the same bits.
+    Rows go through the peers' memory (kernels/all_reduce.py), what its mail doesn't hold through NCCL; on CPU all
+    through gloo. Each way gives every rank the same bits.
     """
 
     def __init__(self, shard: Shard, device: torch.device, mail: Mail | None = None) -> None:
@@ -63,8 +63,17 @@ class TensorParallel:
         )  # fmt: skip
         group = cls(shard, device)
         if on_gpu:
-            group._mail = open_mail(shard, device, group._gathered, max_rows, hidden_size, dtype)
+            layout = MailLayout(shard.size, max_rows, hidden_size, dtype)
+            group._mail = open_mail(shard, device, group._gathered, layout)
+            group._compile_sums(group._mail)
         return group
+
+    def _compile_sums(self, mail: Mail) -> None:
+        """One exchange in every way that steps can take: no step then waits for a compiler."""
+        layout = mail.layout
+        stream_E = torch.zeros((1, layout.hidden_size), dtype=layout.dtype, device=self.device)
+        for way in layout.ways:
+            sum_add_rms_norm(mail, stream_E, stream_E, stream_E[0], 1.0, way)
 
     def leave(self) -> None:
         """On CPU only: NCCL's own way out waits for ranks that may be gone, and the process ends anyway."""
@@ -75,8 +84,8 @@ class TensorParallel:
         self, x_NE: torch.Tensor, residual_NE: torch.Tensor, weight_E: torch.Tensor, eps: float
     ) -> torch.Tensor:
         """residual += sum of the ranks' x, in place; the new residual normalised. `x_NE` is overwritten."""
-        if self._mail is not None and self._mail.takes(x_NE):
-            return sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps)
+        if self._mail is not None and (way := self._mail.way(x_NE)) is not None:
+            return sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps, way)
         if x_NE.shape[0]:
             dist.all_reduce(x_NE)
         return add_rms_norm(x_NE, residual_NE, weight_E, eps)
@@ -84,7 +93,7 @@ class TensorParallel:
     def argmax(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """int64 [N]: the most likely token of the whole vocabulary, the lowest id of equals."""
         num_rows, shard_size = logits_NV.shape
-        if self._mail is not None and num_rows <= self._mail.max_rows:
+        if self._mail is not None and num_rows <= self._mail.layout.max_rows:
             return argmax_of_shards(self._mail, logits_NV)
         own_N = argmax_tokens(logits_NV)
         peak_N = logits_NV.gather(1, own_N[:, None])[:, 0]

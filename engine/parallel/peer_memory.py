@@ -8,23 +8,18 @@ import torch
 
 from tandem.engine.cuda_driver import HANDLE_BYTES, export_memory, map_memory
 from tandem.engine.parallel.sharding import Shard
-from tandem.kernels.all_reduce import Mail, mail_bytes
+from tandem.kernels.all_reduce import Mail, MailLayout
 
 OFFSET_BYTES = 8
 _kept: list[torch.Tensor] = []  # peers map it until their end, so it is never freed
 
 
 def open_mail(
-    shard: Shard,
-    device: torch.device,
-    gather: Callable[[torch.Tensor], torch.Tensor],
-    max_rows: int,
-    hidden_size: int,
-    dtype: torch.dtype,
+    shard: Shard, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor], layout: MailLayout
 ) -> Mail:
     """A collective: every rank makes its mail and maps the others'. `gather` gives every rank's tensor, in the order of
     ranks. Raises TransportError where GPUs of this host can't reach each other's memory."""
-    memory = torch.zeros(mail_bytes(max_rows, hidden_size, dtype, shard.size), dtype=torch.uint8, device=device)
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)  # zeroed before a peer may write
     _kept.append(memory)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -37,4 +32,4 @@ def open_mail(
         else:
             begin = map_memory(index, raw[:HANDLE_BYTES])
             addresses.append(begin + int.from_bytes(raw[HANDLE_BYTES:], "little"))
-    return Mail.make(shard.rank, addresses, max_rows, hidden_size, dtype, device)
+    return Mail.make(shard.rank, addresses, layout, device)

@@ -1,12 +1,16 @@
-"""Sums and maxima over the GPUs of one host, at the sizes of decode steps: each rank writes into its peers' memory.
+"""Sums and maxima over the GPUs of one host: each rank writes into its peers' memory.
 
-Every 32-bit word of data travels in a 64-bit word together with the number of the exchange, and 64-bit stores arrive
-whole: who reads the number it waits for has the data too, without a fence or a flag (NCCL's "LL" protocol). An
-exchange costs one trip over NVLink. All ranks add the same parts in the same order, so all get the same bits.
+Few rows: every 32-bit word of data travels in a 64-bit word together with the number of the exchange, and 64-bit stores
+arrive whole: who reads the number it waits for has the data too, without a fence or a flag (NCCL's "LL" protocol). An
+exchange costs one trip over NVLink. More rows: plain words, and when a row's are written, a flag with the number; half
+the bytes, but the writer waits for its writes before the flag. With three ranks or more a row then goes to one of them,
+which sends the sum to all (reduce-scatter and all-gather, row by row). All ranks add the same parts in the same order,
+so all get the same bits.
 
 A *lane* is what one program sends: it has a counter of exchanges and two halves in every rank's mail, used by turns.
 A rank overwrites a half two exchanges later; between lies an exchange in which it heard from every peer, and a peer
-sends that only after its kernel of the one before has ended. So nothing is overwritten unread.
+sends that only after its kernel of the one before has ended. So nothing is overwritten unread. Programs wait only for
+the same lane of other ranks, and all ranks start lanes in the same order: however few run at once, the wait ends.
 
 E hidden size, W = E / 2 words of a row (E for fp32), R ranks, N rows.
 """
@@ -24,17 +28,18 @@ TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.f
 
 
 @triton.jit
+def _mail_of(addresses, rank, at, dtype: tl.constexpr):
+    """What lies `at` bytes into a rank's mail. The compiler must know of the alignment to move 16 bytes at once."""
+    return tl.multiple_of((tl.load(addresses + rank) + at).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
 def _post(target, words, number, mask):
-    """Stores int32 `words` with the exchange's number above them at `target`, a peer's memory."""
+    """Stores int32 `words` with the exchange's number above them at `target`, a peer's memory: two words at once, and
+    past the caches (.wt), so that they leave as whole pieces of 16 bytes."""
     low = words.to(tl.uint32, bitcast=True).to(tl.uint64)
     packed = ((number.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | low).to(tl.int64, bitcast=True)
-    if INTERPRETED:
-        tl.store(target, packed, mask=mask)
-    else:
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,l,r", [target, packed, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+    tl.store(target, packed, mask=mask, cache_modifier=".wt")
 
 
 @triton.jit
@@ -69,7 +74,7 @@ def _pack(low, high, dtype: tl.constexpr, IS_WIDE: tl.constexpr):
 
 
 @triton.jit
-def sum_add_rms_norm_kernel(
+def sum_add_rms_norm_words_kernel(
     x,  # int32 words of [N, E], strides (x_row, 1): this rank's part of the sum
     residual,  # int32 words of [N, E], strides (residual_row, 1): becomes residual + sum
     weight,  # int32 words of [E]
@@ -99,11 +104,11 @@ def sum_add_rms_norm_kernel(
     own = tl.load(x + row * x_row + columns, mask=mask, other=0)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            mail = tl.load(addresses + peer).to(tl.pointer_type(tl.int64))
+            mail = _mail_of(addresses, peer, 0, tl.int64)
             _post(mail + (place + RANK) * WORDS + columns, own, number, mask)
     added = tl.load(residual + row * residual_row + columns, mask=mask, other=0)
     scales = tl.load(weight + columns, mask=mask, other=0)
-    mail = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64))
+    mail = _mail_of(addresses, RANK, 0, tl.int64)
     low = tl.zeros([PADDED], tl.float32)
     high = tl.zeros([PADDED], tl.float32)
     for peer in tl.static_range(RANKS):
@@ -127,6 +132,100 @@ def sum_add_rms_norm_kernel(
     tl.store(out + row * WORDS + columns, _pack(low, high, DTYPE, IS_WIDE), mask=mask)
 
 
+@triton.jit
+def _send_row(mail, flags, slot, values, columns, mask, number, SIZE: tl.constexpr):
+    """A row into slot `slot` of a peer's mail, then its number into the slot's flag."""
+    tl.store(mail + slot * SIZE + columns, values, mask=mask)
+    tl.debug_barrier()  # the one thread that writes the flag answers for all threads' writes before it
+    tl.atomic_xchg(flags + slot, number, sem="release", scope="sys")
+
+
+@triton.jit
+def _flag(place):
+    """A flag's number; what its writer wrote before it is there for the thread that reads it."""
+    if INTERPRETED:
+        return tl.load(place, volatile=True)
+    else:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [place], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _await_row(mail, flags, slot, columns, mask, number, SIZE: tl.constexpr):
+    """The row in slot `slot` of this rank's mail, fp32, once it is there."""
+    while _flag(flags + slot) != number:
+        pass
+    return tl.load(mail + slot * SIZE + columns, mask=mask, other=0.0, volatile=True).to(tl.float32)
+
+
+@triton.jit
+def sum_add_rms_norm_rows_kernel(
+    x,  # [N, E], strides (x_row, 1): this rank's part of the sum
+    residual,  # [N, E], strides (residual_row, 1): becomes residual + sum
+    weight,  # [E]
+    out,  # [N, E] contiguous
+    addresses,  # int64 [R]: where each rank's mail begins, as this rank maps it
+    counters,  # int32 [lanes]: exchanges so far
+    x_row,
+    residual_row,
+    eps,
+    rows_at,  # bytes before these lanes in the mail
+    flags_at,  # bytes before their flags
+    SIZE: tl.constexpr,  # E
+    PADDED: tl.constexpr,
+    LANES: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    SCATTERS: tl.constexpr,  # row n is summed by rank n % R alone
+    PDL: tl.constexpr,
+):
+    """Grid (N,), one lane a row. Mail: rows [2 halves, LANES, R senders, E], flags int32 [2, LANES, R]."""
+    begin(PDL)
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, PADDED)
+    mask = columns < SIZE
+    number = tl.load(counters + row) + 1
+    place = ((number & 1) * LANES + row) * RANKS
+    owner = row % RANKS
+    own = tl.load(x + row * x_row + columns, mask=mask, other=0.0)
+    added = tl.load(residual + row * residual_row + columns, mask=mask, other=0.0)
+    weights = tl.load(weight + columns, mask=mask, other=0.0)
+    for peer in tl.static_range(RANKS):
+        if peer != RANK:  # noqa: SIM102 (one is a constant, the other is not)
+            if not SCATTERS or owner == peer:
+                _send_row(
+                    _mail_of(addresses, peer, rows_at, dtype), _mail_of(addresses, peer, flags_at, tl.int32),
+                    place + RANK, own, columns, mask, number, SIZE,
+                )  # fmt: skip
+    mail = _mail_of(addresses, RANK, rows_at, dtype)
+    flags = _mail_of(addresses, RANK, flags_at, tl.int32)
+    total = tl.zeros([PADDED], tl.float32)
+    if not SCATTERS or owner == RANK:
+        for peer in tl.static_range(RANKS):
+            if peer == RANK:
+                total += own.to(tl.float32)
+            else:
+                total += _await_row(mail, flags, place + peer, columns, mask, number, SIZE)
+        if SCATTERS:
+            for peer in tl.static_range(RANKS):
+                if peer != RANK:
+                    _send_row(
+                        _mail_of(addresses, peer, rows_at, dtype), _mail_of(addresses, peer, flags_at, tl.int32),
+                        place + RANK, total.to(dtype), columns, mask, number, SIZE,
+                    )  # fmt: skip
+    else:
+        total = _await_row(mail, flags, place + owner, columns, mask, number, SIZE)
+    tl.store(counters + row, number)
+    stream = (total.to(dtype).to(tl.float32) + added.to(tl.float32)).to(dtype)
+    tl.store(residual + row * residual_row + columns, stream, mask=mask)
+    stream = stream.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(stream * stream, 0) / SIZE + eps)
+    normed = (stream * scale).to(dtype).to(tl.float32) * weights.to(tl.float32)
+    tl.store(out + row * SIZE + columns, normed.to(dtype), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def argmax_of_shards_kernel(
     logits,  # [N, V / R] of any float dtype, strides (logits_row, 1): this rank's part of the vocabulary
@@ -136,7 +235,7 @@ def argmax_of_shards_kernel(
     counters,  # int32 [lanes]
     logits_row,
     num_rows,
-    offset,  # int64 words before these lanes in the mail
+    offset,  # bytes before these lanes in the mail
     SHARD: tl.constexpr,  # V / R
     ROWS: tl.constexpr,
     LANES: tl.constexpr,
@@ -158,10 +257,10 @@ def argmax_of_shards_kernel(
     own_id = (own_id + RANK * SHARD).to(tl.int32)
     for peer in tl.static_range(RANKS):
         if peer != RANK:
-            mail = tl.load(addresses + peer).to(tl.pointer_type(tl.int64)) + offset + (place + RANK) * 2 * ROWS
+            mail = _mail_of(addresses, peer, offset, tl.int64) + (place + RANK) * 2 * ROWS
             _post(mail + inside, own_value, number, mask)
             _post(mail + ROWS + inside, own_id, number, mask)
-    own_mail = tl.load(addresses + RANK).to(tl.pointer_type(tl.int64)) + offset
+    own_mail = _mail_of(addresses, RANK, offset, tl.int64)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     token = tl.zeros([ROWS], tl.int32)
     for peer in tl.static_range(RANKS):

@@ -10,6 +10,8 @@ import sys
 
 import torch
 
+from tandem.kernels.all_reduce import MailLayout
+
 MAX_ROWS, HIDDEN, SHARD, EPS = 3, 44, 40, 1e-5
 ROUNDS = {torch.float16: (2, 3, 1, 3), torch.float32: (1, 2)}  # rows of each exchange
 
@@ -23,6 +25,10 @@ def parts_of(number: int, num_ranks: int, dtype: torch.dtype) -> tuple[torch.Ten
     return parts.to(dtype), residual.to(dtype), torch.rand(HIDDEN, generator=generator).to(dtype)
 
 
+def layout_of(num_ranks: int, dtype: torch.dtype) -> MailLayout:
+    return MailLayout(num_ranks, MAX_ROWS, HIDDEN, dtype)
+
+
 def logits_of(number: int, num_rows: int, num_ranks: int) -> torch.Tensor:
     """[N, R * SHARD] with few distinct values: ties within and across ranks."""
     generator = torch.Generator().manual_seed(100 + number)
@@ -30,26 +36,29 @@ def logits_of(number: int, num_rows: int, num_ranks: int) -> torch.Tensor:
 
 
 def _exchange(rank: int, num_ranks: int, path: str) -> None:
-    from tandem.kernels.all_reduce import Mail, argmax_of_shards, mail_bytes, sum_add_rms_norm, sum_add_rms_norm_twin
+    from tandem.kernels.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm, sum_add_rms_norm_twin
 
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     everything = torch.frombuffer(memory, dtype=torch.uint8)
     begin = everything.data_ptr()
     for dtype, rounds in ROUNDS.items():
-        size = mail_bytes(MAX_ROWS, HIDDEN, dtype, num_ranks)
+        layout = layout_of(num_ranks, dtype)
+        size = layout.num_bytes
         addresses = [begin + peer * size for peer in range(num_ranks)]
-        mail = Mail.make(rank, addresses, MAX_ROWS, HIDDEN, dtype, torch.device("cpu"))
+        mail = Mail.make(rank, addresses, layout, torch.device("cpu"))
         begin += num_ranks * size
         for number, num_rows in enumerate(rounds):
-            parts, residual, weight = parts_of(number, num_ranks, dtype)
-            twin = residual.clone()
+            parts, first_residual, weight = parts_of(number, num_ranks, dtype)
+            twin = first_residual.clone()
             expected = sum_add_rms_norm_twin(parts, twin, weight, EPS)
             wide = torch.zeros(num_rows, 2 * HIDDEN, dtype=dtype)  # the kernel must mind the rows' stride
             wide[:, :HIDDEN] = parts[rank]
-            normed = sum_add_rms_norm(mail, wide[:, :HIDDEN], residual, weight, EPS)
-            assert torch.equal(residual, twin), f"exchange {number}: the residual differs"
-            torch.testing.assert_close(normed, expected)
+            for way in ("words", "rows", "shares"):
+                residual = first_residual.clone()
+                normed = sum_add_rms_norm(mail, wide[:, :HIDDEN], residual, weight, EPS, way)
+                assert torch.equal(residual, twin), f"exchange {number} by {way}: the residual differs"
+                torch.testing.assert_close(normed, expected)
             logits = logits_of(number, num_rows, num_ranks)
             tokens = argmax_of_shards(mail, logits[:, rank * SHARD : (rank + 1) * SHARD])
             assert torch.equal(tokens, logits.argmax(-1)), f"exchange {number}: another token"

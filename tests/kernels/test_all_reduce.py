@@ -4,6 +4,7 @@ kernels compile for sm_90 without a GPU."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import mail_ranks
 import pytest
 import torch
 
-from tandem.kernels.all_reduce import mail_bytes
+from tandem.kernels.all_reduce import MOST_ROW_BYTES, Mail, MailLayout, way_to_sum
 
 pytest.importorskip("triton", reason="triton is not installed: no kernel to interpret")
 
@@ -20,7 +21,7 @@ pytest.importorskip("triton", reason="triton is not installed: no kernel to inte
 def test_every_rank_gets_the_sum_and_the_token_of_all(tmp_path: Path) -> None:
     """Different numbers of rows in turn: lanes count for themselves, and both halves are used again."""
     num_ranks = 3
-    sizes = [mail_bytes(mail_ranks.MAX_ROWS, mail_ranks.HIDDEN, dtype, num_ranks) for dtype in mail_ranks.ROUNDS]
+    sizes = [mail_ranks.layout_of(num_ranks, dtype).num_bytes for dtype in mail_ranks.ROUNDS]
     memory = tmp_path / "mail"
     memory.write_bytes(bytes(num_ranks * sum(sizes)))
     command = [sys.executable, mail_ranks.__file__]
@@ -38,13 +39,32 @@ def test_every_rank_gets_the_sum_and_the_token_of_all(tmp_path: Path) -> None:
             rank.kill()
 
 
+def test_few_bytes_go_as_words_and_many_ranks_share_rows() -> None:
+    assert [way_to_sum(2, rows * 8192) for rows in (1, 32, 33, 8192)] == ["words", "words", "rows", "rows"]
+    assert [way_to_sum(4, rows * 8192) for rows in (1, 16, 64, 65)] == ["words", "words", "rows", "shares"]
+
+
+def test_the_mail_of_long_rows_has_fewer_lanes() -> None:
+    """What it doesn't hold goes another way; the parts of the mail don't overlap."""
+    small, large = MailLayout(2, 8192, 4096, torch.bfloat16), MailLayout(8, 8192, 8192, torch.bfloat16)
+    assert small.row_lanes == 8192
+    assert large.row_lanes == MOST_ROW_BYTES // (2 * 8 * 8192 * 2)
+    mail = Mail.make(0, [0] * 8, large, torch.device("cpu"))
+    assert mail.way(torch.zeros(large.row_lanes, 8192, dtype=torch.bfloat16)) == "shares"
+    assert mail.way(torch.zeros(large.row_lanes + 1, 8192, dtype=torch.bfloat16)) is None
+    assert mail.way(torch.zeros(1, 8192)) is None
+    assert (small.ways, large.ways) == (["rows", "words"], ["rows", "shares", "words"])
+    assert large.rows_at % 16 == 0
+    assert large.rows_at >= large.argmax_at + 2 * large.argmax_lanes * 8 * 2 * 64 * 8
+
+
 def test_rows_of_half_words_have_no_mail() -> None:
     with pytest.raises(ValueError, match="32-bit words"):
-        mail_bytes(4, 33, torch.float16, 2)
+        MailLayout(2, 4, 33, torch.float16)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("kernel", ["sum", "argmax"])
+@pytest.mark.parametrize("kernel", ["words", "rows", "shares", "argmax"])
 def test_kernels_compile_for_hopper(kernel: str, num_ranks: int) -> None:
     import triton
     import triton.language as tl
@@ -59,10 +79,15 @@ def test_kernels_compile_for_hopper(kernel: str, num_ranks: int) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("kernels are interpreted in this process, not compiled")
     shared = {"LANES": 512, "RANK": 1, "RANKS": num_ranks, "PDL": True}
-    if kernel == "sum":
-        function = all_reduce.sum_add_rms_norm_kernel
+    if kernel == "words":
+        function = all_reduce.sum_add_rms_norm_words_kernel
         constants = {"DTYPE": tl.bfloat16, "IS_WIDE": False, "SIZE": 4096, "WORDS": 2048, "PADDED": 2048, **shared}
         types = dict.fromkeys(("x", "residual", "weight", "out", "counters"), "*i32") | {"eps": "fp32"}
+    elif kernel in ("rows", "shares"):
+        function = all_reduce.sum_add_rms_norm_rows_kernel
+        constants = {"SIZE": 4096, "PADDED": 4096, "SCATTERS": kernel == "shares", **shared}
+        types = dict.fromkeys(("x", "residual", "weight", "out"), "*bf16")
+        types |= {"counters": "*i32", "eps": "fp32", "rows_at": "i64", "flags_at": "i64"}
     else:
         function = all_reduce.argmax_of_shards_kernel
         constants = {"SHARD": 64128, "ROWS": 64, **shared}
@@ -73,6 +98,11 @@ def test_kernels_compile_for_hopper(kernel: str, num_ranks: int) -> None:
     }
     source = ASTSource(function, signature, constexprs=constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 16})
-    assert "st.relaxed.sys.global.b64" in compiled.asm["ptx"]
-    assert "ld.volatile" in compiled.asm["ptx"]
+    ptx = compiled.asm["ptx"]
+    if kernel in ("words", "argmax"):
+        assert re.search(r"st\.global\.wt(\.v2)?\.b64", ptx), "a word and its number leave apart"
+    else:
+        assert re.search(r"atom\.global\.(sys\.release|release\.sys)", ptx)
+        assert "ld.acquire.sys.global.b32" in ptx
+    assert "ld.volatile" in ptx
     assert compiled.asm["cubin"]
