@@ -7,7 +7,7 @@ moment of its choosing. Every call runs in the device's primary context, the one
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -35,6 +35,7 @@ def _library() -> ctypes.CDLL:
         ctypes.POINTER(ctypes.c_size_t),
         ctypes.c_uint64,
     ]
+    library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     _check("cuInit", library.cuInit(0), library)
     return library
 
@@ -59,6 +60,25 @@ def map_memory(device_index: int, handle: bytes) -> int:
         opened = library.cuIpcOpenMemHandle_v2(ctypes.byref(address), raw, _LAZY_ENABLE_PEER_ACCESS)
         _check("cuIpcOpenMemHandle", opened, library)
     return address.value
+
+
+def copy_runs(device_index: int, runs: Sequence[tuple[int, int, int]], stream: int) -> None:
+    """Enqueues copies (to address, from address, bytes) on `stream`, a handle of torch's; between devices the copy
+    engine does them. Runs that continue each other become one."""
+    library = _library()
+    with _primary_context(device_index):
+        for target, source, nbytes in merged_runs(runs):
+            _check("cuMemcpyAsync", library.cuMemcpyAsync(target, source, nbytes, stream), library)
+
+
+def merged_runs(runs: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    merged: list[tuple[int, int, int]] = []
+    for target, source, nbytes in runs:
+        if merged and (merged[-1][0] + merged[-1][2], merged[-1][1] + merged[-1][2]) == (target, source):
+            merged[-1] = (*merged[-1][:2], merged[-1][2] + nbytes)
+        else:
+            merged.append((target, source, nbytes))
+    return merged
 
 
 def unmap_memory(device_index: int, address: int) -> None:

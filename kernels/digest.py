@@ -10,7 +10,7 @@ guards against corruption and mix-ups, not against a peer that holds the cluster
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,13 +29,15 @@ def block_digests(
     block_size: int,
     *,
     positions: Sequence[int] | None = None,
+    on_host: bool = False,
 ) -> torch.Tensor:
     """Digests of `block_ids` in `pool` [num_blocks, heads, layers, 2, block_size, head_dim], over all heads and layers.
 
     `key`: any u64, equal on both sides, new for each (request, attempt). Of the last block of the list only the first
     `num_valid_last` token slots count. `positions[i]` is what block i mixes in as its place in the whole list (default
-    0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the device.
-    Raises ValueError for an impossible `num_valid_last`.
+    0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the device, unless
+    they are wanted `on_host`: one copy is waited for then, and the last step, taken there, costs no launches. Raises
+    ValueError for an impossible `num_valid_last`.
     """
     if not 1 <= num_valid_last <= block_size or pool.shape[-2] != block_size:
         raise ValueError(f"num_valid_last {num_valid_last} of block_size {block_size}, the pool has {pool.shape[-2]}")
@@ -50,7 +52,8 @@ def block_digests(
     sums = [sum_blocks(pool, ids[:num_whole], key)] if num_whole else []
     if num_whole < len(ids):
         sums.append(sum_blocks(pool[..., :num_valid_last, :], ids[num_whole:], key))
-    return _finish(torch.cat(sums), places, key, num_whole, num_valid_last)
+    both = torch.cat(sums)
+    return _finish(both.cpu() if on_host else both, places, key, num_whole, num_valid_last)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class BlockSums:
     """Sums of N blocks that a kernel takes up while it moves them, all at once or layer by layer (move_blocks.py).
 
     Of every block the same slots must be moved for each layer; `digests` are valid when each layer was moved once.
+    On CUDA all belongs to one stream.
     """
 
     key: int
@@ -71,6 +75,16 @@ class BlockSums:
         num_words = -(-pool[0].numel() * pool.element_size() // 8)
         sums = torch.zeros(num_blocks, dtype=torch.int64, device=pool.device)
         return cls(key, sums, _segment_keys(key, num_words, pool.device), _multiplier_table(pool.device))
+
+    def add_whole(self, pool: torch.Tensor, block_ids: Sequence[int], indices: Sequence[int]) -> None:
+        """Blocks of a CUDA `pool` that something else moves, all layers and slots of each."""
+        listed = torch.tensor([list(block_ids), list(indices)], dtype=torch.int64)
+        ids, places = listed.pin_memory().to(pool.device, non_blocking=True).unbind(0)
+        self.sums_N.index_add_(0, places, _sums_on_gpu(pool, ids, self.key))
+
+    def on_host(self) -> BlockSums:
+        """Waits for what the current stream has enqueued."""
+        return replace(self, sums_N=self.sums_N.cpu())
 
     def digests(self, num_valid_last: int, block_size: int, *, positions: Sequence[int] | None = None) -> torch.Tensor:
         """What `block_digests` gives for these blocks: int64 [N]."""

@@ -51,16 +51,17 @@ def move_blocks(
     like_NHLPBD: torch.Tensor,
     source: BlockPlaces,
     target: BlockPlaces,
-    pairs_3N: torch.Tensor,
+    pairs_4N: torch.Tensor,
     layers: range | None,
     num_programs: int,
     sums: BlockSums | None = None,
 ) -> None:
-    """Launches on the device of `pairs_3N` (int64: source block, target block, valid slots). `like_NHLPBD` gives the
-    sizes of a block. Both places name layer 0; `layers` (None: all) are moved."""
+    """Launches on the device of `pairs_4N` (int64: source block, target block, valid slots, which of `sums` takes the
+    block up; three rows do without). `like_NHLPBD` gives the sizes of a block. Both places name layer 0; `layers` are
+    moved (None: all)."""
     from tandem.kernels.triton_kernels.move_blocks import WORDS_AT_ONCE, move_blocks_kernel
 
-    num_pairs = pairs_3N.shape[1]
+    num_pairs = pairs_4N.shape[1]
     if num_pairs == 0:
         return
     _, heads, num_layers, planes, block_size, head_size = like_NHLPBD.shape
@@ -73,10 +74,10 @@ def move_blocks(
         for side in (source, target)
         for stride in (side.block_bytes, side.head_bytes, side.layer_bytes)
     ]
-    summed = (pairs_3N, pairs_3N, pairs_3N) if sums is None else (sums.sums_N, sums.keys_S2, sums.table)
-    with torch.cuda.device_of(pairs_3N):
+    summed = (pairs_4N, pairs_4N, pairs_4N) if sums is None else (sums.sums_N, sums.keys_S2, sums.table)
+    with torch.cuda.device_of(pairs_4N):
         move_blocks_kernel[(min(num_programs, num_pairs * heads * len(chosen) * planes),)](
-            source.address, target.address, pairs_3N, num_pairs, chosen.start, len(chosen), *strides, *summed,
+            source.address, target.address, pairs_4N, num_pairs, chosen.start, len(chosen), *strides, *summed,
             NUM_HEADS=heads, POOL_LAYERS=num_layers, PLANES=planes, PLANE_WORDS=plane_words, SLOT_WORDS=slot_words,
             CHUNK=min(WORDS_AT_ONCE, 1 << (plane_words - 1).bit_length()), HAS_SUMS=sums is not None,
             SEGMENT=1 if sums is None else sums.table.shape[1], num_warps=4,

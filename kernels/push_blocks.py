@@ -26,19 +26,21 @@ def push_blocks(
     num_valid: Sequence[int],
     num_programs: int = 16,
     sums: BlockSums | None = None,
+    sum_indices: Sequence[int] = (),
 ) -> None:
     """Copies `layers` (None: all) of the first `num_valid[i]` slots of block `pairs[i][0]` of `pool_NHLPBD` into block
     `pairs[i][1]` of the pool at `target_address`, which has the same shape but for its blocks' stride.
 
     Enqueued on the current stream. Few programs leave the GPU to the computation beside them: 8 move some 120 GB/s
-    over NVLink, 16 some 250. `sums` (one entry for each pair) takes up what is moved. Raises ValueError for a pool that
-    can't be pushed.
+    over NVLink, 16 some 250. `sums` takes up what is moved: pair i at `sum_indices[i]`, without indices at i. Raises
+    ValueError for a pool that can't be pushed.
     """
     problem = can_push(pool_NHLPBD)
     if problem:
         raise ValueError(problem)
     places = BlockPlaces.of(pool_NHLPBD)
     target = BlockPlaces(target_address, target_stride_bytes, places.head_bytes, places.layer_bytes)
-    listed = torch.tensor([[s for s, _ in pairs], [d for _, d in pairs], list(num_valid)], dtype=torch.int64)
+    rows = [[s for s, _ in pairs], [d for _, d in pairs], list(num_valid), list(sum_indices or range(len(pairs)))]
+    listed = torch.tensor(rows, dtype=torch.int64)
     sent = listed.pin_memory().to(pool_NHLPBD.device, non_blocking=True)
     move_blocks(pool_NHLPBD, places, target, sent, layers, num_programs, sums)

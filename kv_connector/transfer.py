@@ -23,8 +23,10 @@ import torch
 from tandem.engine.errors import TandemError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVReady, NodeInfo
-from tandem.kernels.digest import block_digests
+from tandem.kernels.digest import BlockSums, block_digests
+from tandem.kernels.push_blocks import can_push, push_blocks
 from tandem.kv_connector.grant_book import GrantBook
+from tandem.kv_connector.grant_sums import GrantSums
 from tandem.kv_connector.meta import (
     Finalize,
     HandoffKey,
@@ -42,8 +44,8 @@ from tandem.kv_connector.meta import (
 from tandem.kv_connector.peer_channels import Connect, PeerChannels
 from tandem.kv_connector.plan import plan
 from tandem.kv_connector.reshape import Reshaper
-from tandem.kv_connector.transports.base import OnLost
-from tandem.kv_connector.transports.geometry import BlockGeometry
+from tandem.kv_connector.transports.base import Channel, OnLost, PairSums
+from tandem.kv_connector.transports.geometry import BlockGeometry, pool_stride_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,9 @@ class TransferWorker:
         send_ready: Callable[[str, KVReady], None],
         on_peer_lost: OnLost,
         fault_injection: str = "",
+        with_digests: bool = True,
     ) -> None:
+        self._with_digests = with_digests
         self._pool_NHLPBD, self._layout = pool, layout
         self._geometry = BlockGeometry(layout)
         self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
@@ -84,18 +88,37 @@ class TransferWorker:
         self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
         self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._book = GrantBook()
-        self._stream: torch.cuda.Stream | None = None
+        self._stream: torch.cuda.Stream | None = None  # of pushes, each behind the step that computes it
+        self._digest_stream: torch.cuda.Stream | None = None  # of what must not wait for other requests' steps
         self._newest_step_done: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.counters: dict[str, float] = dict.fromkeys(
-            ("kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures", "kv_blocks_verified", "kv_blocks_bad"), 0.0
-        )
+            (
+                "kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures",
+                "kv_digest_passes",  # hand-offs whose digests were not made while they were pushed
+                "kv_blocks_verified", "kv_blocks_bad",
+            ),
+            0.0,
+        )  # fmt: skip
 
     @property
     def pool(self) -> torch.Tensor:
         return self._pool_NHLPBD
 
     # --- any thread -----------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Before `start`: compiles what digests and pushes by kernels need. Block 0 is written with its own bytes."""
+        pool, size = self._pool_NHLPBD, self._layout.block_size
+        if not pool.is_cuda:
+            return
+        for num_valid in {1, size}:
+            block_digests(pool, [0], 0, num_valid, size)
+        if can_push(pool):
+            return
+        for sums in (None, BlockSums.of_none(pool, 1, 0)):
+            push_blocks(pool, pool.data_ptr(), pool_stride_bytes(pool), [(0, 0)], range(1), [size], 1, sums)
+        torch.cuda.synchronize(pool.device)
 
     def start(self) -> None:
         self._thread.start()
@@ -135,20 +158,18 @@ class TransferWorker:
     def _run(self) -> None:
         if self._pool_NHLPBD.is_cuda:
             torch.cuda.set_device(self._pool_NHLPBD.device)
-            self._stream = torch.cuda.Stream(self._pool_NHLPBD.device)
-        with self._on_stream():
+            self._stream, self._digest_stream = (torch.cuda.Stream(self._pool_NHLPBD.device) for _ in range(2))
+        with _on_stream(self._stream):
             while (item := self._jobs.get()) is not None:
                 self._run_job(*item)
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
         self.counters["kv_jobs"] += 1
         if isinstance(job, NodeInfo):
             self._channels.open(job)
         elif isinstance(job, Verify):
-            self._verify(job)
+            with _on_stream(self._digest_stream):
+                self._verify(job)
         elif isinstance(job, Retire):
             self._retire(job)
         else:
@@ -158,7 +179,8 @@ class TransferWorker:
         subject = job.push if isinstance(job, _LayerJob) else job
         if self._book.is_over(subject.grant_id):
             return
-        if written is not None and self._stream is not None:
+        # A Finalize comes behind its own pushes, which have waited; the newest step launched is none of its business.
+        if written is not None and self._stream is not None and not isinstance(job, Finalize):
             self._stream.wait_event(written)
         try:
             if isinstance(job, Finalize):
@@ -194,12 +216,29 @@ class TransferWorker:
             destinations, valid = push.destination_block_ids[first:end], push.num_valid[first:end]
             if reshaper is None:
                 pairs = tuple(zip(push.source_block_ids[first:end], destinations, strict=True))
-                channel.write(push.grant, pairs, layers, valid)
+                sums = self._sums(push, channel, self._pool_NHLPBD, destinations, layers)
+                channel.write(push.grant, pairs, layers, valid, sums)
             else:
                 staged = reshaper.stage(parts[first:end], layers)
-                channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid)
+                sums = self._sums(push, channel, staged, destinations, layers)
+                channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid, sums)
             self.counters["kv_pushed_bytes"] += nbytes
         self.counters["kv_push_s"] += time.monotonic() - started
+
+    def _sums(
+        self,
+        push: LayerPush | WholePush,
+        channel: Channel,
+        pool_NHLPBD: torch.Tensor,
+        destination_block_ids: Sequence[int],
+        layers: range | None,
+    ) -> PairSums | None:
+        """What digests the blocks of the next write on their way, where the channel can."""
+        if not (self._with_digests and channel.sums_blocks):
+            return None
+        if push.grant_id not in self._book.sums:
+            self._book.sums[push.grant_id] = GrantSums(push.grant, pool_NHLPBD)
+        return self._book.sums[push.grant_id].of_write(destination_block_ids, layers)
 
     def _reshaper_to(self, sink: KVLayout) -> Reshaper | None:
         """None when blocks go into such a pool as they are."""
@@ -213,9 +252,9 @@ class TransferWorker:
         way = self._channels.of(grant)
         way.channel.flush(grant)
         self._book.unflushed.discard(grant.grant_id)
-        digests = b""
+        digests, sums = b"", self._book.sums.pop(grant.grant_id, None)
         if job.with_digests:
-            digests = self._digests_as_sent(job, way.layout).tobytes()
+            digests = self._digests_as_sent(job, way.layout, sums).tobytes()
         ready = KVReady(
             request_id=grant.request_id,
             attempt=grant.attempt,
@@ -235,12 +274,14 @@ class TransferWorker:
 
     def _retire(self, job: Retire) -> None:
         grant = job.grant
+        is_flushed = grant.grant_id not in self._book.failed
         if grant.grant_id in self._book.unflushed:
             try:
                 self._channels.of(grant).channel.flush(grant)
             except TandemError as error:  # refused or lost: either way nothing more is sent under this grant
                 logger.debug("grant %#x retired without a flush: %s", grant.grant_id, error)
-        if self._stream is not None:
+                is_flushed = False
+        if self._stream is not None and not is_flushed:  # what was begun may still read; waits for others' steps too
             self._stream.synchronize()
         self._book.forget(grant.grant_id)
         self._post_event(Retired(job.key, grant.grant_id))
@@ -258,19 +299,31 @@ class TransferWorker:
         self.counters["kv_blocks_bad"] += len(bad)
         self._post_event(Verified(job.key, job.grant_id, job.round, bad))
 
-    def _digests_as_sent(self, job: Finalize, sink: KVLayout) -> np.ndarray:
-        """As `_digests`, of the sink's blocks: those that have to be reshaped are staged again, the same way."""
+    def _digests_as_sent(self, job: Finalize, sink: KVLayout, sums: GrantSums | None) -> np.ndarray:
+        """As `_digests`, of the sink's blocks: those summed while they were pushed, else in a pass over the source's;
+        what has to be reshaped is staged again for it, the same way."""
+        with _on_stream(self._digest_stream):
+            summed = sums and sums.digests(job.digest_key, job.num_valid_last, sink.block_size)
+            if isinstance(summed, np.ndarray):
+                return summed
+        self.counters["kv_digest_passes"] += 1
         reshaper = self._reshaper_to(sink)
         if reshaper is None:
-            return self._digests(job.source_block_ids, job.digest_key, job.num_valid_last)
+            with _on_stream(self._digest_stream):
+                return self._digests(job.source_block_ids, job.digest_key, job.num_valid_last)
         num_valid = [reshaper.geometry.block_size] * (len(job.grant.block_ids) - 1) + [job.num_valid_last]
         parts = reshaper.parts(job.source_block_ids, job.first_slots, num_valid)
         return reshaper.digests(parts, job.digest_key, job.num_valid_last).cpu().numpy().astype("<i8")
 
     def _digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> np.ndarray:
         """Little-endian int64 [n]."""
-        digests = block_digests(self._pool_NHLPBD, block_ids, key, num_valid_last, self._layout.block_size)
-        return digests.cpu().numpy().astype("<i8")
+        size = self._layout.block_size
+        digests = block_digests(self._pool_NHLPBD, block_ids, key, num_valid_last, size, on_host=True)
+        return digests.numpy().astype("<i8")
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:

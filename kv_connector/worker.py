@@ -56,6 +56,7 @@ class ConnectorWorker:
 
     def register_kv_cache(self, pool: torch.Tensor) -> None:
         assert pool.data_ptr() == self._transfer.pool.data_ptr(), "the connector moves the pool that the model writes"
+        self._transfer.warm_up()
 
     def start_load_kv(self, meta: object | None) -> None:
         """Raises TypeError for metadata that no part of this connector made."""

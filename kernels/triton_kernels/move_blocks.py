@@ -36,7 +36,7 @@ def _sum_in_segment(word, place, keys, table, SEGMENT: tl.constexpr, CHUNK: tl.c
 def move_blocks_kernel(
     source,  # address, an integer: where layer `first_layer` of block 0 begins
     target,  # the same of the other side
-    pairs,  # int64 [3, N]: source block, target block, valid slots
+    pairs,  # int64 [4, N]: source block, target block, valid slots, index into sums (read only with HAS_SUMS)
     num_pairs,
     first_layer,
     num_layers,
@@ -46,7 +46,7 @@ def move_blocks_kernel(
     target_block,
     target_head,
     target_layer,
-    sums,  # int64 [N], added to
+    sums,  # int64, added to
     keys,  # int64 [segments, 2]
     table,  # int64 [2, SEGMENT]
     NUM_HEADS: tl.constexpr,
@@ -83,4 +83,4 @@ def move_blocks_kernel(
                     total = _sum_in_segment(word, index * PLANE_WORDS + first, keys, table, SEGMENT, CHUNK)
                 else:
                     total = _weighted_sum(word, index * num_words + words, mask, keys, table, SEGMENT)
-                tl.atomic_add(sums + pair, total)
+                tl.atomic_add(sums + tl.load(pairs + 3 * num_pairs + pair), total)

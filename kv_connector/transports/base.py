@@ -19,11 +19,20 @@ import torch
 from tandem.engine.errors import GrantError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.kernels.digest import BlockSums
 
 # Called at most once a channel, from any thread: (node_id, epoch, reason). The channel takes no more writes.
 OnLost = Callable[[str, int, str], None]
 BlockPairs = Sequence[tuple[int, int]]  # (source block id, destination block id)
 MAX_WRITE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PairSums:
+    """Where the blocks of a write are summed for digests on their way: pair i at `indices[i]` of `sums`."""
+
+    sums: BlockSums
+    indices: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +51,21 @@ class Channel(Protocol):
     peer_id: str
     peer_epoch: int
     max_write_bytes: int  # a longer push is split: between two writes it is noticed that its grant was retired
+    sums_blocks: bool  # whether writes take up `sums` while they read the blocks
 
-    def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
+    def write(
+        self,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None = None,
+    ) -> None:
         """Starts (or does) the copy of `layers` (None: all) of each source block into its destination block, which is
         laid out like it.
 
         Of pair i only slots 0 .. num_valid[i]-1 move. On CUDA, copies are ordered after the current stream's work.
+        `sums` only where `sums_blocks`.
         Raises GrantError (nothing moved) for a destination outside the grant or a grant of another sink epoch;
         TransportError, PeerLostError when the bytes can't be moved: the destination is then undefined.
         """
@@ -59,6 +77,7 @@ class Channel(Protocol):
         pairs: BlockPairs,
         layers: range | None,
         num_valid: Sequence[int],
+        sums: PairSums | None = None,
     ) -> None:
         """As `write`, but source block ids index `pool_NHLPBD`, whose blocks are laid out like the sink's. They have
         been read when it returns; on CUDA when the current stream gets there."""

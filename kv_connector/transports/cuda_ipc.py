@@ -1,7 +1,9 @@
 """Transport between GPU pools of one host: the source maps the sink's pool and its kernels store into it.
 
-Stores run on the transfer thread's stream beside the computation; `flush` waits for them. The mapping of an epoch is
-closed the moment the epoch is superseded or its process is gone: until then the driver keeps a dead node's memory.
+Stores run on the transfer thread's stream beside the computation; `flush` waits for them. Layers go by a kernel of few
+programs that sums what it moves for the digests; whole blocks by the copy engine, which takes no multiprocessor.
+The mapping of an epoch is closed the moment the epoch is superseded or its process is gone: until then the driver keeps
+a dead node's memory.
 """
 
 from __future__ import annotations
@@ -12,18 +14,17 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from tandem.engine.cuda_driver import HANDLE_BYTES, export_memory, map_memory, unmap_memory
+from tandem.engine.cuda_driver import HANDLE_BYTES, copy_runs, export_memory, map_memory, unmap_memory
 from tandem.engine.errors import TransportError
 from tandem.engine.kv_layout import KVLayout
 from tandem.kernels.push_blocks import can_push, push_blocks
-from tandem.kv_connector.transports.base import BlockPairs
+from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
 
 FLUSH_TIMEOUT_S = 60.0  # a push waits for the step that computes it; this is far beyond any step
 FLUSH_POLL_S = 20e-6
-LAYER_PROGRAMS = 16
-WHOLE_PROGRAMS = 64
+LAYER_PROGRAMS = 8  # of the kernel; each takes a place on a multiprocessor from the computation
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True):
@@ -36,32 +37,59 @@ class CudaMapping(Mapping):
     """`address` is where our kernels see the other pool's first block."""
 
     max_write_bytes = 64 << 20  # each copy is a kernel launch: one takes a whole layer of a long chunk
+    sums_blocks = True
 
     def __init__(self, device: torch.device, mapped: int, offset: int, stride_bytes: int) -> None:
         super().__init__()
         self._device, self._mapped = device, mapped
         self._address, self._stride_bytes = mapped + offset, stride_bytes
-        self._last_copy: torch.cuda.Event | None = None
+        self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed: others' wait for other steps
 
     def _copy(
-        self, source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None,
     ) -> None:
-        programs = WHOLE_PROGRAMS if layers is None else LAYER_PROGRAMS
-        push_blocks(source_NHLPBD, self._address, self._stride_bytes, pairs, layers, num_valid, programs)
-        self._last_copy = torch.cuda.Event()
-        self._last_copy.record(torch.cuda.current_stream(self._device))
+        whole: list[int] = []
+        if layers is None and source_NHLPBD[0].is_contiguous():
+            whole = [index for index, valid in enumerate(num_valid) if valid == source_NHLPBD.shape[4]]
+            self._copy_whole(source_NHLPBD, [pairs[index] for index in whole])
+            if sums is not None and whole:
+                ids, places = [pairs[index][0] for index in whole], [sums.indices[index] for index in whole]
+                sums.sums.add_whole(source_NHLPBD, ids, places)
+        rest = sorted(set(range(len(pairs))) - set(whole)) if whole else range(len(pairs))
+        if rest:
+            push_blocks(
+                source_NHLPBD, self._address, self._stride_bytes, [pairs[index] for index in rest], layers,
+                [num_valid[index] for index in rest], LAYER_PROGRAMS, None if sums is None else sums.sums,
+                () if sums is None else [sums.indices[index] for index in rest],
+            )  # fmt: skip
+        copied = self._last_copies[grant_id] = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self._device))
 
-    def flush(self) -> None:
-        copy = self._last_copy
+    def _copy_whole(self, source_NHLPBD: torch.Tensor, pairs: BlockPairs) -> None:
+        stride, nbytes = pool_stride_bytes(source_NHLPBD), source_NHLPBD[0].numel() * source_NHLPBD.element_size()
+        begin, stream = source_NHLPBD.data_ptr(), torch.cuda.current_stream(self._device).cuda_stream
+        assert self._device.index is not None, "the pool is on one certain device"
+        runs = [(self._address + there * self._stride_bytes, begin + here * stride, nbytes) for here, there in pairs]
+        copy_runs(self._device.index, runs, stream)
+
+    def flush(self, grant_id: int) -> None:
+        copied = self._last_copies.get(grant_id)
         deadline = time.monotonic() + FLUSH_TIMEOUT_S
-        while copy is not None and not copy.query():
+        while copied is not None and not copied.query():
             if time.monotonic() > deadline:
                 raise TransportError(f"stores into a peer's pool did not end within {FLUSH_TIMEOUT_S:.0f} s")
             time.sleep(FLUSH_POLL_S)
+        self._last_copies.pop(grant_id, None)
 
     def _unmap(self) -> None:
-        if self._last_copy is not None:
-            self._last_copy.synchronize()
+        for copied in list(self._last_copies.values()):
+            copied.synchronize()
         assert self._device.index is not None, "the pool is on one certain device"
         unmap_memory(self._device.index, self._mapped)
 

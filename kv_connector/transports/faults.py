@@ -21,7 +21,7 @@ import torch
 
 from tandem.engine.errors import ConfigError
 from tandem.engine.messages import KVGrant
-from tandem.kv_connector.transports.base import BlockPairs
+from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 _NUMBERED = ("drop", "duplicate", "corrupt", "die")
@@ -66,9 +66,17 @@ class FaultInjector:
         self._num_writes = 0
         self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
         self.max_write_bytes = channel.max_write_bytes
+        self.sums_blocks = channel.sums_blocks
 
-    def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
-        self.write_from(self._channel.source.pool_NHLPBD, grant, pairs, layers, num_valid)
+    def write(
+        self,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None = None,
+    ) -> None:
+        self.write_from(self._channel.source.pool_NHLPBD, grant, pairs, layers, num_valid, sums)
 
     def write_from(
         self,
@@ -77,6 +85,7 @@ class FaultInjector:
         pairs: BlockPairs,
         layers: range | None,
         num_valid: Sequence[int],
+        sums: PairSums | None = None,
     ) -> None:
         self._num_writes += 1
         number = self._num_writes
@@ -87,7 +96,7 @@ class FaultInjector:
             half = (len(pairs) + 1) // 2
             self._channel.write_from(pool_NHLPBD, grant, pairs[:half], layers, num_valid[:half])
             os.kill(os.getpid(), signal.SIGKILL)
-        self._channel.write_from(pool_NHLPBD, grant, pairs, layers, num_valid)
+        self._channel.write_from(pool_NHLPBD, grant, pairs, layers, num_valid, sums)
         if self._plan.hits("duplicate", number):
             self._channel.write_from(pool_NHLPBD, grant, pairs, layers, num_valid)
         if self._plan.hits("corrupt", number) and pairs:

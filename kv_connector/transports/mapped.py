@@ -22,7 +22,7 @@ from tandem.engine.errors import GrantError, PeerLostError, TransportError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kv_connector.fence import ProcessRef, Watch, host_id, process_watcher
-from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, PairSums, RegisteredPool
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 
@@ -43,23 +43,30 @@ class Mapping(ABC):
     """Another process's pool in our address space. `close` waits for the copy that is running."""
 
     max_write_bytes = MAX_WRITE_BYTES  # of one copy
+    sums_blocks = False
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
 
     def copy_in(
-        self, source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None = None,
     ) -> bool:
-        """Starts (or does) the copy of blocks; False when the mapping is closed."""
+        """Starts (or does) the copy of blocks; False when the mapping is closed. `sums` where it `sums_blocks`."""
         with self._lock:
             if not self._closed:
-                self._copy(source_NHLPBD, pairs, layers, num_valid)
+                self._copy(grant_id, source_NHLPBD, pairs, layers, num_valid, sums)
             return not self._closed
 
     @abstractmethod
-    def flush(self) -> None:
-        """Returns when every copy made so far is in the other pool. Raises TransportError."""
+    def flush(self, grant_id: int) -> None:
+        """Returns when every copy made so far for this grant is in the other pool. Raises TransportError."""
 
     def close(self) -> None:
         with self._lock:
@@ -69,7 +76,13 @@ class Mapping(ABC):
 
     @abstractmethod
     def _copy(
-        self, source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None,
     ) -> None: ...
 
     @abstractmethod
@@ -203,6 +216,7 @@ class MappedChannel(PoolChannel):
         super().__init__(source, peer.node_id, peer.epoch, on_lost)
         self._mapping = mapping
         self.max_write_bytes = mapping.max_write_bytes
+        self.sums_blocks = mapping.sums_blocks
         self._watch: Watch | None = None
 
     def watch_peer(self, process: ProcessRef) -> None:
@@ -219,12 +233,24 @@ class MappedChannel(PoolChannel):
         layers: range | None,
         num_valid: Sequence[int],
     ) -> None:
-        if not self._mapping.copy_in(pool_NHLPBD, pairs, layers, num_valid):
+        if not self._mapping.copy_in(grant.grant_id, pool_NHLPBD, pairs, layers, num_valid):
+            self._raise_if_ended()
+
+    def _copy_and_sum(
+        self,
+        grant: KVGrant,
+        pool_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums,
+    ) -> None:
+        if not self._mapping.copy_in(grant.grant_id, pool_NHLPBD, pairs, layers, num_valid, sums):
             self._raise_if_ended()
 
     def flush(self, grant: KVGrant) -> None:
         self._raise_if_ended()
-        self._mapping.flush()
+        self._mapping.flush(grant.grant_id)
 
     def _release(self) -> None:
         self._mapping.close()

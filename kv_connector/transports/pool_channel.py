@@ -10,11 +10,20 @@ import torch
 
 from tandem.engine.errors import PeerLostError
 from tandem.engine.messages import KVGrant
-from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, RegisteredPool, check_write
+from tandem.kv_connector.transports.base import (
+    MAX_WRITE_BYTES,
+    BlockPairs,
+    OnLost,
+    PairSums,
+    RegisteredPool,
+    check_write,
+)
 
 
 class PoolChannel(ABC):
     """Checks each write against its grant, reports the loss of the peer once."""
+
+    sums_blocks = False
 
     def __init__(self, source: RegisteredPool, peer_id: str, peer_epoch: int, on_lost: OnLost) -> None:
         self.source = source
@@ -24,8 +33,15 @@ class PoolChannel(ABC):
         self._end_lock = threading.Lock()
         self._end_reason = ""  # why it takes no more writes
 
-    def write(self, grant: KVGrant, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]) -> None:
-        self.write_from(self.source.pool_NHLPBD, grant, pairs, layers, num_valid)
+    def write(
+        self,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None = None,
+    ) -> None:
+        self.write_from(self.source.pool_NHLPBD, grant, pairs, layers, num_valid, sums)
 
     def write_from(
         self,
@@ -34,11 +50,16 @@ class PoolChannel(ABC):
         pairs: BlockPairs,
         layers: range | None,
         num_valid: Sequence[int],
+        sums: PairSums | None = None,
     ) -> None:
         check_write(grant, pairs, num_valid, self.peer_epoch)
         self._raise_if_ended()
-        if pairs:
+        if not pairs:
+            return
+        if sums is None:
             self._copy(pool_NHLPBD, grant, pairs, layers, num_valid)
+        else:
+            self._copy_and_sum(grant, pool_NHLPBD, pairs, layers, num_valid, sums)
 
     @abstractmethod
     def _copy(
@@ -49,6 +70,17 @@ class PoolChannel(ABC):
         layers: range | None,
         num_valid: Sequence[int],
     ) -> None: ...
+
+    def _copy_and_sum(
+        self,
+        grant: KVGrant,
+        pool_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums,
+    ) -> None:
+        raise AssertionError("only a channel with sums_blocks is asked for sums")
 
     @abstractmethod
     def flush(self, grant: KVGrant) -> None: ...

@@ -18,7 +18,7 @@ import torch
 
 from tandem.engine.errors import PeerLostError, TransportError
 from tandem.engine.kv_layout import KVLayout
-from tandem.kv_connector.transports.base import BlockPairs
+from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.geometry import copy_blocks, pool_stride_bytes, shape_pool
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
 
@@ -41,12 +41,18 @@ class ShmMapping(Mapping):
         self._pool: torch.Tensor | None = pool_NHLPBD
 
     def _copy(
-        self, source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int]
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None,
     ) -> None:
         assert self._pool is not None, "an open mapping has its memory"
         copy_blocks(source_NHLPBD, self._pool, pairs, layers, num_valid)
 
-    def flush(self) -> None:
+    def flush(self, grant_id: int) -> None:
         pass  # a store that returned is in the pool
 
     def _unmap(self) -> None:

@@ -122,7 +122,7 @@ def test_what_is_moved_is_summed(num_valid: int, head_size: int) -> None:
     source = torch.randn(4, 2, 3, 2, 8, head_size)
     target = torch.zeros_like(source)
     expected = digest.block_digests(source, [2, 0, 3], 1234, num_valid, 8, positions=[7, 8, 9])
-    pairs = torch.tensor([[2, 0, 3], [1, 0, 2], [8, 8, num_valid]])
+    pairs = torch.tensor([[3, 2, 0], [2, 1, 0], [num_valid, 8, 8], [2, 0, 1]])  # summed in another order than moved
     for steps in ([range(3)], [range(1, 3), range(1)]):
         sums = digest.BlockSums.of_none(source, 3, 1234)
         for layers in steps:

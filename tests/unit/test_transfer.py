@@ -167,11 +167,11 @@ class GatedChannel:
 
     def __init__(self, channel) -> None:
         self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
-        self.max_write_bytes = channel.max_write_bytes
+        self.max_write_bytes, self.sums_blocks = channel.max_write_bytes, channel.sums_blocks
         self.begun, self.go = threading.Event(), threading.Event()
         self.log: list[tuple] = []
 
-    def write(self, grant, pairs, layers, num_valid) -> None:
+    def write(self, grant, pairs, layers, num_valid, sums=None) -> None:
         self.begun.set()
         assert self.go.wait(5)
         self.log.append(("write", grant.grant_id, len(pairs)))

@@ -1,0 +1,125 @@
+"""Digests that a channel takes up while it writes, as the GPU's copy kernel does: when they hold, and when not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.engine.cuda_driver import merged_runs
+from tandem.engine.messages import FirstToken
+from tandem.kernels import digest
+from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
+from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
+from tests.fakes.kv_pools import PoolNode
+from tests.fakes.transfer_side import Side
+
+KEY = ("r", 0)
+
+
+class SummingChannel:
+    """A real channel, and sums as the kernel adds them up: words that are not moved count as zeros."""
+
+    sums_blocks = True
+
+    def __init__(self, channel) -> None:
+        self.channel, self.source, self.num_summed = channel, channel.source, 0
+        self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
+        self.max_write_bytes = channel.max_write_bytes
+
+    def write(self, grant, pairs, layers, num_valid, sums=None) -> None:
+        self.write_from(self.source.pool_NHLPBD, grant, pairs, layers, num_valid, sums)
+
+    def write_from(self, pool, grant, pairs, layers, num_valid, sums=None) -> None:
+        self.channel.write_from(pool, grant, pairs, layers, num_valid)
+        span = slice(None) if layers is None else slice(layers.start, layers.stop)
+        for index, (pair, valid) in enumerate(zip(pairs, num_valid, strict=True)):
+            if sums is None:
+                continue
+            moved = torch.zeros_like(pool[:1, ..., :valid, :])
+            moved[0, :, span] = pool[pair[0], :, span, :, :valid]
+            added = digest._sums_in_place(moved, torch.tensor([0]), sums.sums.key)
+            sums.sums.sums_N[sums.indices[index]] += added[0]
+            self.num_summed += 1
+
+    def flush(self, grant) -> None:
+        self.channel.flush(grant)
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+@pytest.fixture
+def sides():
+    """(source side, sink side, fault to inject from now on)"""
+    made: list[Side] = []
+
+    def make(faults: str = "drop:0") -> tuple[Side, Side, SummingChannel]:
+        node, sink = PoolNode("p", "local", seed=1), Side(PoolNode("d", "local", seed=2))
+        sink.node.admit(node.info)
+        channel = SummingChannel(node.transports.connect(node.info, sink.node.info, lambda *what: None))
+        source = Side(node, connect=lambda peer, on_lost: FaultInjector(channel, parse_faults(faults)))  # type: ignore[arg-type]
+        made.extend((source, sink))
+        source.transfer.connect_peer(sink.node.info)
+        return source, sink, channel
+
+    yield make
+    for side in made:
+        assert side.transfer.stop(5.0)
+        side.node.close()
+
+
+def push_all(source: Side, grant, origins, num_valid, whole=()) -> None:
+    """Blocks in `whole` (places in the grant) at once, the others layer by layer, two to a push, last ones first."""
+    layered = [place for place in range(len(origins)) if place not in whole]
+    for place in whole:
+        push = WholePush(KEY, grant, (origins[place],), (grant.block_ids[place],), (num_valid[place],), -1)
+        source.transfer.submit(push)
+    for first in reversed(range(0, len(layered), 2)):
+        places = layered[first : first + 2]
+        columns = [tuple(of[place] for place in places) for of in (origins, grant.block_ids, num_valid)]
+        for layer in range(3):
+            source.transfer.submit_layer(LayerPush(KEY, grant, *columns), layer)
+
+
+def verified(source: Side, sink: Side, grant, origins, valid, round=0) -> Verified:
+    key = digest_key(*KEY, grant.grant_id)
+    source.transfer.submit(Finalize(KEY, grant, round, tuple(origins), valid, key, (FirstToken(0, 1, False),)))
+    ready = source.wait_for(ReadySent, round + 1).ready
+    sink.transfer.submit(Verify(KEY, grant.grant_id, round, grant.block_ids, ready.digests, key, valid))
+    return sink.wait_for(Verified, round + 1)
+
+
+def test_sums_of_layers_and_whole_blocks_make_the_digests(sides) -> None:
+    source, sink, channel = sides()
+    grant = sink.node.grant(source.node.info, [4, 9, 2, 7])
+    push_all(source, grant, [1, 5, 6, 3], [8, 8, 8, 3], whole=[1])
+    assert verified(source, sink, grant, [1, 5, 6, 3], 3).bad_indices == ()
+    assert channel.num_summed == 1 + 3 * 3
+    assert source.transfer.counters["kv_digest_passes"] == 0
+
+
+def test_a_corrupt_block_is_found_and_its_resend_is_digested_anew(sides) -> None:
+    source, sink, _ = sides("corrupt:2")
+    grant = sink.node.grant(source.node.info, [4, 9])
+    push_all(source, grant, [1, 5], [8, 8])
+    assert verified(source, sink, grant, [1, 5], 8).bad_indices == (0,)
+    source.transfer.submit(WholePush(KEY, grant, (1,), (4,), (8,), -1))
+    assert verified(source, sink, grant, [1, 5], 8, round=1).bad_indices == ()
+    assert source.transfer.counters["kv_digest_passes"] == 1
+
+
+@pytest.mark.parametrize("again", [0, 2])
+def test_what_was_pushed_twice_is_digested_in_a_pass(sides, again) -> None:
+    """The sums count it twice, and the digests are those of what arrived all the same."""
+    source, sink, _ = sides()
+    grant = sink.node.grant(source.node.info, [4, 9])
+    source.transfer.submit_layer(LayerPush(KEY, grant, (1,), (4,), (8,)), again)
+    push_all(source, grant, [1, 5], [8, 8])
+    assert verified(source, sink, grant, [1, 5], 8).bad_indices == ()
+    assert source.transfer.counters["kv_digest_passes"] == 1
+
+
+def test_copies_that_continue_each_other_become_one() -> None:
+    runs = [(100, 0, 10), (110, 10, 10), (120, 30, 10), (140, 40, 10), (150, 50, 10)]
+    assert merged_runs(runs) == [(100, 0, 20), (120, 30, 10), (140, 40, 20)]
+    assert merged_runs([]) == []
