@@ -82,7 +82,8 @@ def few_rows_attention_kernel(
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, R * K). Before the wait: only what kernels before the QKV product have written (matmul_rows.py)."""
+    """Grid (N, R * K). What is read before the wait was complete before the pass began: lengths, tables and older tokens.
+    (A pass begins with torch's embedding, which lets nothing start before it has ended.)"""
     if PDL:
         gdc_launch_dependents()
     run, segment = tl.program_id(0), tl.program_id(1)
