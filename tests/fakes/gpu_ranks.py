@@ -1,6 +1,6 @@
 """Ranks that exchange rows through each other's GPU memory, against NCCL: one process a rank, started by `run_ranks`.
 
-Run as a script: `gpu_ranks.py RANK RANKS PORT`. Rank 0 prints one line of JSON: rows -> {way, or "chosen": microseconds;
+Run as a script: `gpu_ranks.py RANK RANKS PORT`. Rank 0 prints one line of JSON: rows -> {way, or "chosen": its us;
 "nccl": us of NCCL's sum and our norm}.
 """
 
