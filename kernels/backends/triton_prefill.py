@@ -10,14 +10,15 @@ import torch
 from tandem.kernels.backend import PagedKV
 from tandem.kernels.gluon_support import why_no_gluon
 from tandem.kernels.metadata import RowBatch
-from tandem.kernels.quantization import scale_tensor
+from tandem.kernels.quantization import FP8_DTYPE, scale_tensor
 from tandem.kernels.spec import AttentionSpec
 
 logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
-UNSAFE: str | None = "the Hopper kernel may touch memory before a tensor"  # None once its tests pass on a GPU
+
 _failures: list[str] = []
+_warm: set[tuple[object, ...]] = set()
 
 
 def prefill(
@@ -31,7 +32,11 @@ def prefill(
     """query [T, H, D], key/value [T, K, D] of the new tokens, earlier ones in the cache -> [T, H, D]."""
     if why_general(query, key, value, kv, spec) is None:
         try:
-            return _hopper(query, key, value, kv, rows, spec)
+            if kv is None or kv.key_cache.dtype != FP8_DTYPE:
+                return _hopper(query, key, value, kv, rows, spec)
+            output = _hopper_over_fp8(query, key, value, kv, rows, spec)
+            if output is not None:
+                return output
         except Exception as error:
             if not type(error).__module__.startswith("triton."):
                 raise
@@ -52,7 +57,7 @@ def why_general(
     if key.dtype != query.dtype or value.dtype != query.dtype:
         return f"keys are {key.dtype}, values {value.dtype}, queries {query.dtype}"
     if kv is not None:
-        if kv.key_cache.dtype != query.dtype:
+        if kv.key_cache.dtype not in (query.dtype, FP8_DTYPE):
             return f"the cache holds {kv.key_cache.dtype}, queries are {query.dtype}"
         reason = why_not_cache(kv.key_cache, kv.value_cache)
     return reason or why_not_tiles("query", query) or why_not_tiles("key", key) or why_not_tiles("value", value)
@@ -64,13 +69,11 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return "the Hopper kernel needs compute capability 9.0"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the Hopper kernel multiplies 16-bit elements, not {dtype}"
-    if spec.head_size not in (64, 128):
-        return f"the Hopper kernel has heads of 64 and 128, not {spec.head_size}"
-    if spec.alibi_slopes is not None:
-        return "the Hopper kernel has no ALiBi"
+    if spec.head_size not in (64, 80, 96, 128):
+        return f"the Hopper kernel has heads of 64, 80, 96 and 128, not {spec.head_size}"
     if spec.scale <= 0:
         return f"the Hopper kernel needs a positive scale, not {spec.scale}"
-    return UNSAFE or why_no_gluon()
+    return why_no_gluon()
 
 
 @cache
@@ -81,6 +84,49 @@ def _capability(device: torch.device) -> tuple[int, int]:
 def _hopper(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec
 ) -> torch.Tensor:
+    keys, values = (None, None) if kv is None else (kv.key_cache, kv.value_cache)
+    return _launch_hopper(query, key, value, keys, values, rows.block_tables, rows, spec)
+
+
+def _hopper_over_fp8(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
+) -> torch.Tensor | None:
+    """Over prefixes unpacked to 16 bits; None where the general kernel is faster, or memory is short."""
+    from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes, is_unpacking_worthwhile
+
+    kind = (query.device, query.dtype, spec.num_heads, spec.num_kv_heads, spec.head_size, kv.block_size,
+            spec.sliding_window is None, spec.logits_soft_cap is None, spec.alibi_slopes is None)  # fmt: skip
+    if kind not in _warm:  # lengths decide between the two kernels: neither may compile later
+        _warm.add(kind)
+        _general(query, key, value, kv, rows, spec)
+    elif not is_unpacking_worthwhile(
+        rows.query_lens_cpu, rows.seq_lens_cpu, spec.num_heads, spec.num_kv_heads, spec.head_size
+    ):
+        return None
+    name = "unpacked_prefixes", query.dtype, *kv.key_cache.shape[1:]
+    prefixes = rows.scratch.get(name)
+    if prefixes is None:
+        try:
+            prefixes = UnpackedPrefixes.allocate(rows.query_lens_cpu, rows.seq_lens_cpu, kv.key_cache, query.dtype)
+        except torch.OutOfMemoryError:
+            return None
+        rows.scratch[name] = prefixes
+    scales = scale_tensor(kv.k_scale, query.device), scale_tensor(kv.v_scale, query.device)
+    prefixes.fill(kv.key_cache, kv.value_cache, rows.block_tables, *scales)
+    keys, values = prefixes.pool[:, :, 0], prefixes.pool[:, :, 1]
+    return _launch_hopper(query, key, value, keys, values, prefixes.block_tables, rows, spec)
+
+
+def _launch_hopper(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor | None,
+    value_cache: torch.Tensor | None,
+    block_tables: torch.Tensor,
+    rows: RowBatch,
+    spec: AttentionSpec,
+) -> torch.Tensor:
     from tandem.kernels.triton_kernels.prefill_launch import launch_prefill, list_work
 
     work = rows.scratch.get("prefill_work")
@@ -88,8 +134,8 @@ def _hopper(
         work = torch.from_numpy(list_work(rows.query_lens_cpu, rows.seq_lens_cpu)).to(query.device, non_blocking=True)
         rows.scratch["prefill_work"] = work
     return launch_prefill(
-        query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None, rows.block_tables, work,
-        spec.scale, window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+        query, key, value, key_cache, value_cache, block_tables, work, spec.scale,
+        alibi_slopes=spec.slopes_on(query.device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
     )  # fmt: skip
 
 

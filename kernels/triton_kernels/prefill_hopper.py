@@ -66,6 +66,22 @@ def cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
+def add_bias(
+    scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
+    HAS_ALIBI: gl.constexpr,
+):  # fmt: skip
+    """Scores plus slope times the key's distance from the first query; another origin would change no weight."""
+    if HAS_ALIBI:
+        in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles)
+        distance = index * KEY_TILE - gl.where(in_prefix, num_earlier, 0) - first_query
+        # As floats by adding them to the bits of 1.5 * 2^23: what converts integers is busy with powers of two, and
+        # floats made before the loop would take a register each.
+        keys = distance + 0x4B400000 + gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, scores.type.layout))
+        scores = scores + slope * (keys.to(gl.float32, bitcast=True) - 12582912.0)[None, :]
+    return scores
+
+
+@gluon.jit
 def weigh(scores, peak, total, factor):
     """One step of the running softmax of factor * scores, to base 2: (weights, new peak, new total, decay of what came
     before)."""
@@ -78,9 +94,9 @@ def weigh(scores, peak, total, factor):
 @gluon.jit
 def attend(
     q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, my_turn, other_turn, o_desc,
-    o_chunks, work, num_items, scale, soft_cap, window,
+    o_chunks, work, num_items, alibi_slopes, scale, soft_cap, window,
     WHICH: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
+    HAS_ALIBI: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: HALF queries of each item against every tile. Results go out through their queries'
     memory; the loading warp gets it back once the copy engine has read them, seen while the next item runs."""
@@ -95,6 +111,7 @@ def attend(
     nothing = gl.zeros([HALF, KEY_TILE], gl.float32, s_layout)
     head, _row, query_tile, first_token, query_len, num_earlier = read_item(work, 0, num_items, HEADS)
     factor = LOG2_E if HAS_SOFT_CAP else scale * LOG2_E
+    slope = factor
     count = 0  # tiles seen
     num_turns = 0
     for turn in range(count_items(num_items)):
@@ -106,6 +123,8 @@ def attend(
         acc = gl.zeros([HALF, D], gl.float32, o_layout)
         q_slot = turn % 2
         q_half = q_halves.index(q_slot * 2 + WHICH)
+        if HAS_ALIBI:
+            slope = gl.load(alibi_slopes + head) * (LOG2_E / factor)  # as `weigh` takes scores
 
         mbarrier.wait(q_ready.index(q_slot), (turn // 2) & 1)
         mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
@@ -114,6 +133,9 @@ def attend(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(k_empty.index(count % STAGES))
         scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
+        scores = add_bias(
+            scores, slope, first_query, num_earlier, 0, query_tile, first_new, partial, prefix_tiles, HAS_ALIBI
+        )
         scores = mask_scores(
             scores, first_query, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles, HAS_WINDOW
         )
@@ -135,6 +157,10 @@ def attend(
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(slot))
             scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
+            scores = add_bias(
+                scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
+                HAS_ALIBI,
+            )  # fmt: skip
             scores = mask_scores(
                 scores, first_query, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
                 HAS_WINDOW,
@@ -145,7 +171,7 @@ def attend(
             acc = acc * gl.convert_layout(decay, o_row_layout)[:, None]
             p = gl.convert_layout(weights.to(dtype), p_layout)
 
-        for _ in range(masked_steps, steps):
+        for step in range(masked_steps, steps):
             count += 1
             slot = count % STAGES
             before = (count - 1) % STAGES
@@ -159,6 +185,10 @@ def attend(
             scores = warpgroup_mma_wait(1, deps=(scores,))
             mbarrier.arrive(k_empty.index(slot))
             scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
+            scores = add_bias(
+                scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
+                HAS_ALIBI,
+            )  # fmt: skip
             weights, peak, total, decay = weigh(scores, peak, total, factor)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             mbarrier.arrive(v_empty.index(before))
@@ -190,7 +220,7 @@ def attend(
     do_not_specialize=[
         "num_items", "scale", "soft_cap", "window", "table_row", "block_units", "head_units", "value_units",
     ],
-    do_not_specialize_on_alignment=["work", "block_tables"],
+    do_not_specialize_on_alignment=["work", "block_tables", "alibi_slopes"],
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc,  # [H, T, D], boxes [1, HALF, COLUMNS]
@@ -202,6 +232,7 @@ def prefill_hopper_kernel(
     work,  # int32 [pieces, ITEM_FIELDS]: row, query tile, first token, new tokens, earlier tokens; longest first
     num_items,  # pieces * H
     block_tables,  # int32 [N, B], strides (table_row, 1)
+    alibi_slopes,  # fp32 [H], HAS_ALIBI
     scale,
     soft_cap,
     window,
@@ -216,6 +247,7 @@ def prefill_hopper_kernel(
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_CACHE: gl.constexpr,
+    HAS_ALIBI: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     HAS_SOFT_CAP: gl.constexpr,
 ):
@@ -255,13 +287,13 @@ def prefill_hopper_kernel(
         [
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(0),
-                turns.index(1), o_desc, o_chunks, work, num_items, scale, soft_cap, window,
-                0, HEADS, D, PANELS, STAGES, HAS_WINDOW, HAS_SOFT_CAP,
+                turns.index(1), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
+                window, 0, HEADS, D, PANELS, STAGES, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
             )),
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(1),
-                turns.index(0), o_desc, o_chunks, work, num_items, scale, soft_cap, window,
-                1, HEADS, D, PANELS, STAGES, HAS_WINDOW, HAS_SOFT_CAP,
+                turns.index(0), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
+                window, 1, HEADS, D, PANELS, STAGES, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
             )),
             (load_all, (
                 q_desc, k_desc, v_desc, cache_desc, nothing_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready,

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tandem.kernels.triton_kernels.prefill_hopper import prefill_hopper_kernel
 from tandem.kernels.triton_kernels.prefill_loads import COLUMNS, HALF, ITEM_FIELDS, QUERY_TILE
 
-HEAD_SIZES = (64, 128)
+HEAD_SIZES = {64: 64, 80: 128, 96: 128, 128: 128}  # -> columns in shared memory; the copy engine fills up with zeros
 SMALLEST_BOX = 16
 BOX_ROWS, BOX_COLUMNS, QUERIES, FIELDS = HALF.value, COLUMNS.value, QUERY_TILE.value, ITEM_FIELDS.value
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -144,12 +144,20 @@ def _cache_tiles(
 
 @functools.cache
 def hopper_constants(
-    num_heads: int, group: int, head_size: int, block_size: int, has_cache: bool, has_window: bool, has_soft_cap: bool
+    num_heads: int,
+    group: int,
+    head_size: int,
+    block_size: int,
+    has_cache: bool,
+    has_alibi: bool,
+    has_window: bool,
+    has_soft_cap: bool,
 ) -> dict[str, Any]:
     """The kernel's compile-time constants, in its order."""
+    columns = HEAD_SIZES[head_size]
     return {
-        "HEADS": num_heads, "GROUP": group, "D": head_size, "BLOCK_SIZE": block_size, "BOX": box_of(block_size),
-        "STAGES": 2 if head_size == 128 else 4, "HAS_CACHE": has_cache, "HAS_WINDOW": has_window,
+        "HEADS": num_heads, "GROUP": group, "D": columns, "BLOCK_SIZE": block_size, "BOX": box_of(block_size),
+        "STAGES": 2 if columns == 128 else 4, "HAS_CACHE": has_cache, "HAS_ALIBI": has_alibi, "HAS_WINDOW": has_window,
         "HAS_SOFT_CAP": has_soft_cap,
     }  # fmt: skip
 
@@ -169,6 +177,7 @@ def launch_prefill(
     work: torch.Tensor,
     scale: float,
     *,
+    alibi_slopes: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
@@ -188,19 +197,19 @@ def launch_prefill(
             pointer, dtype, key_cache.shape, key_cache.stride(), value_cache.data_ptr() - pointer
         )  # fmt: skip
     constants = hopper_constants(
-        num_heads, num_heads // key.shape[1], head_size, block_size, key_cache is not None, window is not None,
-        soft_cap is not None,
+        num_heads, num_heads // key.shape[1], head_size, block_size, key_cache is not None,
+        alibi_slopes is not None, window is not None, soft_cap is not None,
     )  # fmt: skip
     arguments = (
         _describe_queries(query.data_ptr(), dtype, shape, query.stride()), keys,
         _describe_rows(value.data_ptr(), dtype, value.shape, value.stride()), tiles.desc,
         _describe_nothing(query.data_ptr(), dtype, constants["BOX"]),
         _describe_rows(output.data_ptr(), dtype, shape, output.stride()), work, num_items, block_tables,
-        scale, soft_cap or 0.0, window or 0, block_tables.stride(0),
+        work if alibi_slopes is None else alibi_slopes, scale, soft_cap or 0.0, window or 0, block_tables.stride(0),
         tiles.block_units, tiles.head_units, tiles.value_units, *constants.values(),
     )  # fmt: skip
     grid = (min(num_items, _num_programs(device)), 1, 1)
-    variant = (device, dtype, *constants.values())
+    variant = (device, dtype, head_size, *constants.values())
     compiled = _compiled.get(variant)
     if compiled is None:
         _compiled[variant] = prefill_hopper_kernel[grid](*arguments, num_warps=4)

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.kernels import reference
 from tandem.kernels.backend import PagedKV
 from tandem.kernels.backends import triton_prefill
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
 from tandem.kernels.metadata import RowBatch
+from tandem.kernels.quantization import FP8_DTYPE
 from tandem.kernels.sample_batches import PagedBatch, random_batch
 from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.triton_kernels import unpack_prefix
 from tests.fakes.guarded_memory import guarded_copy
 
 pytestmark = [
@@ -32,6 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window-1": {"sliding_window": 1},
     "soft-cap": {"logits_soft_cap": 5.0},
     "window-soft-cap": {"sliding_window": 64, "logits_soft_cap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(8))},
+    "all": {"alibi_slopes": torch.tensor(reference.alibi_slopes(8)), "sliding_window": 300, "logits_soft_cap": 3.0},
 }
 
 
@@ -44,13 +49,11 @@ def poisoned_memory() -> None:
 @pytest.fixture(autouse=True)
 def hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tested whether or not it serves."""
-    monkeypatch.setattr(triton_prefill, "UNSAFE", None)
 
 
-def exact(batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
+def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
     query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
-    kv = batch.kv()
-    return NativeOps.prefill(query, key, value, kv, batch.metadata.all_rows(), spec)
+    return NativeOps.prefill(query, key, value, batch.kv(*scales), batch.metadata.all_rows(), spec)
 
 
 def rows_without_prefix(lengths: Sequence[int]) -> RowBatch:
@@ -62,12 +65,13 @@ def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
     return ((output.double() - expected).norm() / expected.norm()).item()
 
 
-def check(batch: PagedBatch, spec: AttentionSpec, *, hopper: bool = True) -> None:
-    reason = triton_prefill.why_general(batch.query, batch.key, batch.value, batch.kv(), spec)
+def check(batch: PagedBatch, spec: AttentionSpec, *scales: float, hopper: bool = True) -> None:
+    kv = batch.kv(*scales)
+    reason = triton_prefill.why_general(batch.query, batch.key, batch.value, kv, spec)
     if torch.cuda.get_device_capability() == (9, 0):
         assert (reason is None) == hopper, reason
-    output = TritonOps.prefill(batch.query, batch.key, batch.value, batch.kv(), batch.metadata.all_rows(), spec)
-    expected = exact(batch, spec)
+    output = TritonOps.prefill(batch.query, batch.key, batch.value, kv, batch.metadata.all_rows(), spec)
+    expected = exact(batch, spec, *scales)
     assert not triton_prefill._failures
     assert output.isfinite().all()
     tolerance = TOLERANCE[batch.query.dtype]
@@ -122,9 +126,35 @@ def test_rows_without_new_tokens() -> None:
 
 
 @pytest.mark.parametrize("size", [80, 96, 256])
-def test_other_head_sizes_take_the_general_kernel(size: int) -> None:
+def test_other_head_sizes(size: int) -> None:
+    """80 and 96 as 128 columns, the last of them zeros; 256 by the general kernel."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": size, "block_size": 64, "device": "cuda"}
-    check(random_batch(*CHUNKED, dtype=torch.bfloat16, **sizes), AttentionSpec(4, size, 0.1, 2), hopper=False)
+    for lengths in (RAGGED, CHUNKED):
+        batch = random_batch(*lengths, dtype=torch.bfloat16, **sizes)
+        check(batch, AttentionSpec(4, size, 0.1, 2), hopper=size != 256)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [(8, 2, 128, 64), (8, 8, 64, 16), (8, 1, 96, 48)])
+@pytest.mark.parametrize("options", ["plain", "window", "all"])
+def test_prefixes_in_fp8(
+    options: str, heads: int, kv_heads: int, size: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpack_prefix, "WORTHWHILE_QUERIES", 0)
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": size, "block_size": block, "device": "cuda"}
+    spec = AttentionSpec(heads, size, size**-0.5, kv_heads, kv_cache_dtype="fp8", **OPTIONS[options])
+    for lengths in (RAGGED, CHUNKED):
+        batch = random_batch(*lengths, dtype=torch.bfloat16, cache_dtype=FP8_DTYPE, **sizes)
+        check(batch, spec, 0.5, 0.25)
+
+
+def test_few_queries_read_fp8_themselves() -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
+    spec = AttentionSpec(8, 128, 128**-0.5, 2, kv_cache_dtype="fp8")
+    batch = random_batch((20, 3), (3000, 800), dtype=torch.bfloat16, cache_dtype=FP8_DTYPE, **sizes)
+    for _ in range(2):  # the first call runs both kernels
+        batch.metadata.scratch.clear()
+        check(batch, spec, 0.5, 0.25)
+    assert "unpacked_prefixes" not in {key[0] for key in batch.metadata.all_rows().scratch if isinstance(key, tuple)}
 
 
 def test_without_a_cache() -> None:

@@ -14,11 +14,12 @@ import torch
 from tandem.kernels import reference
 from tandem.kernels.attention import Attention
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.quantization import FP8_DTYPE, overflow_counts
+from tandem.kernels.quantization import FP8_DTYPE, dequantize, overflow_counts
 from tandem.kernels.sample_batches import random_batch
 from tandem.kernels.spec import AttentionSpec
 from tandem.kernels.triton_kernels.cache_write import cache_write
 from tandem.kernels.triton_kernels.copy_blocks import copy_blocks
+from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes
 
 ONE = torch.ones(1)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -101,6 +102,23 @@ def test_copy_blocks(dtype: torch.dtype) -> None:
     copy_blocks(pool, [0, 1], [3, 4], [5, 16])
     reference.copy_blocks(expected, [0, 1], [3, 4], [5, 16])
     assert torch.equal(pool.view(torch.uint8), expected)
+
+
+@pytest.mark.parametrize(("size", "block"), [(80, 16), (128, 64)])
+def test_unpacked_prefixes_hold_what_the_cache_holds(size: int, block: int) -> None:
+    new, total = (5, 3, 0, 7), (5, 40, 16, 135)
+    sizes = {"num_kv_heads": 2, "head_size": size, "block_size": block, "cache_dtype": FP8_DTYPE}
+    batch = random_batch(new, total, **sizes)
+    kv = batch.kv()
+    prefixes = UnpackedPrefixes.allocate(new, total, kv.key_cache, torch.float16)
+    prefixes.fill(kv.key_cache, kv.value_cache, batch.metadata.block_tables, torch.tensor([0.5]), torch.tensor([3.0]))
+    for row, table in enumerate(batch.block_tables):
+        for column in range(-(-(total[row] - new[row]) // block)):
+            used = min(block, total[row] - new[row] - column * block)
+            unpacked = prefixes.pool[prefixes.block_tables[row, column]][:, :, :used]
+            stored = batch.kv_layer[table[column]][:, :, :used]
+            assert torch.equal(unpacked[:, 0], dequantize(stored[:, 0], 0.5, torch.float16))
+            assert torch.equal(unpacked[:, 1], dequantize(stored[:, 1], 3.0, torch.float16))
 
 
 def test_wrong_arguments_are_refused_before_the_launch() -> None:

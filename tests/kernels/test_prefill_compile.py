@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 pytest.importorskip("triton.experimental.gluon", reason="this triton has no Gluon")
 
-from tandem.kernels.triton_kernels import prefill_launch  # noqa: E402
+from tandem.kernels.triton_kernels import prefill_launch, unpack_prefix  # noqa: E402
 from tandem.kernels.triton_kernels.prefill_hopper import prefill_hopper_kernel  # noqa: E402
 
 SHARED_MEMORY_BYTES = 227 << 10  # a block's limit of sm_90, from the CUDA programming guide
@@ -25,8 +25,10 @@ INTEGERS = {"num_items", "window", "table_row", "block_units", "head_units", "va
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("bf16", {"head_size": 128, "block_size": 64, "has_cache": True}),
     "everything": (
-        "fp16", {"head_size": 128, "block_size": 16, "has_cache": True, "has_window": True, "has_soft_cap": True}
+        "fp16", {"head_size": 96, "block_size": 16, "has_cache": True, "has_alibi": True, "has_window": True,
+                 "has_soft_cap": True}
     ),
+    "alibi": ("bf16", {"head_size": 128, "block_size": 64, "has_cache": True, "has_alibi": True}),
     "small-heads": ("bf16", {"head_size": 64, "block_size": 64, "has_cache": False}),
 }  # fmt: skip
 
@@ -36,7 +38,7 @@ def compile_variant(dtype: str, **options: Any) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants = prefill_launch.hopper_constants(
-        32, 4, **({"has_window": False, "has_soft_cap": False} | options)
+        32, 4, **({"has_alibi": False, "has_window": False, "has_soft_cap": False} | options)
     )  # fmt: skip
     rows, box = prefill_launch.BOX_ROWS, constants["BOX"]
     boxes = {"q_desc": (1, rows), "cache_desc": (1, 1, box), "nothing_desc": (1, 1, box)}
@@ -49,6 +51,8 @@ def compile_variant(dtype: str, **options: Any) -> Any:
             return f"tensordesc<{dtype}{list(shape)},{prefill_launch._layout(len(shape))!r}>"
         if name in INTEGERS:
             return "i32"
+        if name == "alibi_slopes":
+            return "*fp32"
         return "fp32" if name in {"scale", "soft_cap"} else "*i32"
 
     signature = {name: kind(name) for name in prefill_hopper_kernel.arg_names}
@@ -112,3 +116,43 @@ def test_refuses_caches_that_are_no_line_of_tiles() -> None:
     assert "no multiple" in (prefill_launch.why_not_cache(keys[:, :, :8], values[:, :, :8]) or "")
     by_slot = torch.zeros(5, 2, 16, 2, 64, dtype=torch.bfloat16)
     assert "tiles apart" in (prefill_launch.why_not_cache(by_slot[:, :, :, 0], by_slot[:, :, :, 1]) or "")
+
+
+def test_blocks_of_prefixes_are_placed_one_after_the_other() -> None:
+    places, tables = unpack_prefix.place_prefixes((5, 1, 7, 0), (5, 34, 7, 16), 16)
+    assert places.tolist() == [[1, 0], [1, 1], [1, 2], [3, 0]]
+    assert tables[1].tolist() == [0, 1, 2]
+    assert tables[3, 0] == 3
+    places, tables = unpack_prefix.place_prefixes((5, 3), (5, 3), 16)
+    assert (places.shape, tables.shape) == ((0, 2), (2, 1))
+
+
+def test_unpacking_pays_for_many_queries_and_fits_memory() -> None:
+    assert unpack_prefix.is_unpacking_worthwhile((1024,), (9216,), 32, 8, 128)
+    assert unpack_prefix.is_unpacking_worthwhile((64,), (9216,), 32, 8, 128)
+    assert not unpack_prefix.is_unpacking_worthwhile((63,), (9216,), 32, 8, 128)
+    assert not unpack_prefix.is_unpacking_worthwhile((63, 4096), (90_000, 4096), 32, 8, 128)
+    assert unpack_prefix.is_unpacking_worthwhile((4096, 4096), (4096, 4096), 32, 8, 128)
+    assert not unpack_prefix.is_unpacking_worthwhile((1024,), (1024 + 65_537,), 32, 8, 128)
+
+
+def test_the_unpacking_kernel_loads_sixteen_bytes() -> None:
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    if "nvidia" not in backends:
+        pytest.skip("this triton build has no NVIDIA backend")
+    kernel = unpack_prefix.unpack_prefix_kernel
+    constants = {"TILE": 64 * 128, "CHUNK": unpack_prefix.CHUNK}
+    kinds = {"pool": "*bf16", "key_cache": "*fp8e4nv", "value_cache": "*fp8e4nv", "k_scale": "*fp32",
+             "v_scale": "*fp32", "block_tables": "*i32", "places": "*i32"}  # fmt: skip
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    vectors = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(kernel.arg_names)
+        if name in ("pool", "key_cache", "value_cache", "cache_block", "cache_head")
+    }
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=vectors)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "ld.global.v4.b32" in compiled.asm["ptx"]
