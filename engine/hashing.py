@@ -11,7 +11,6 @@ without the salt, and the first block after them follows `private_root` of the l
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,13 +46,13 @@ def hash_blocks(
     """
     if token_ids.ndim != 1 or token_ids.dtype != np.int32:
         raise ValueError(f"token_ids must be int32 [num_tokens], not {token_ids.dtype} {list(token_ids.shape)}")
-    raw = np.ascontiguousarray(token_ids, "<i4").tobytes()
-    num_bytes, sha256 = 4 * block_size, hashlib.sha256
-    blocks = struct.iter_unpack(f"{num_bytes}s", memoryview(raw)[: len(raw) // num_bytes * num_bytes])
+    whole = np.ascontiguousarray(token_ids[: len(token_ids) // block_size * block_size], "<i4")
+    blocks: list[bytes] = whole.view(f"V{4 * block_size}").tolist()
+    sha256 = hashlib.sha256
     last = root if parent is None else parent
     if extra:
-        return [last := sha256(last + block + extra).digest()[:HASH_BYTES] for (block,) in blocks]
-    return [last := sha256(last + block).digest()[:HASH_BYTES] for (block,) in blocks]
+        return [last := sha256(last + block + extra).digest()[:HASH_BYTES] for block in blocks]
+    return [last := sha256(last + block).digest()[:HASH_BYTES] for block in blocks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +94,12 @@ def every_kth(hashes: Sequence[bytes], k: int) -> list[bytes]:
     return list(hashes[k - 1 :: k])
 
 
+def num_public_blocks(secrecy: Secrecy, block_size: int, hash_block_size: int) -> int:
+    """Leading blocks of a salted prompt that hold public tokens only."""
+    whole = secrecy.num_public_tokens // hash_block_size * hash_block_size
+    return whole // block_size if secrecy.salt else 0
+
+
 class BlockHasher:
     """Makes the hashes of a node's blocks, and continues them as tokens are generated.
 
@@ -120,6 +125,4 @@ class BlockHasher:
         hashes += every_kth(fine, self.block_size // self._hash_block_size)
 
     def num_public_blocks(self, secrecy: Secrecy) -> int:
-        """Leading blocks of a salted prompt that hold public tokens only."""
-        size = self._hash_block_size
-        return secrecy.num_public_tokens // size * size // self.block_size if secrecy.salt else 0
+        return num_public_blocks(secrecy, self.block_size, self._hash_block_size)

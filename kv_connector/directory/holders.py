@@ -20,10 +20,16 @@ from tandem.kv_connector.directory.records import HASH_BYTES
 KEY_MASK = np.uint64((1 << 60) - 1)
 BITS_PER_OWNER = 4  # three tiers, and one to spare that keeps columns apart
 MAX_SHARED_MASKS = 65_536
+LOOKUP_KEYS = 16  # looked up before it is asked whether anyone still holds on
+
+
+def key_of(block_hash: bytes) -> int:
+    """60 bits of a 16-byte hash."""
+    return int.from_bytes(block_hash[:8], "little") & (1 << 60) - 1
 
 
 def keys_of(block_hashes: Sequence[bytes]) -> list[int]:
-    """60 bits of each 16-byte hash."""
+    """`key_of` each."""
     return keys_of_joined(b"".join(block_hashes))
 
 
@@ -47,6 +53,10 @@ class Holders:
         self._num_columns = 0
         self._num_sweeping = 0  # how many of the closed columns this sweep takes out
         self._to_sweep: list[int] = []
+
+    def __contains__(self, key: int) -> bool:
+        """Whether somebody holds the block, or did until not long ago."""
+        return key in self._mask_of
 
     def __len__(self) -> int:
         """Blocks, with those of dropped owners that were not swept up yet."""
@@ -102,24 +112,21 @@ class Holders:
 
     def prefixes(self, keys: Sequence[int]) -> dict[int, int]:
         """Column -> how many leading blocks it holds in any tier; columns with none are left out."""
-        live = self._live
+        live, mask_of = self._live, self._mask_of
         found: dict[int, int] = {}
-        if not keys or keys[0] not in self._mask_of:
-            return found
-        masks = list(map(self._mask_of.get, keys))
-        previous = masks[0]
+        previous = mask_of.get(keys[0]) if keys else None
         holding = _any_tier((previous or 0) & live)
-        for index, mask in enumerate(masks):
-            if mask is previous:
-                continue
-            previous = mask
-            still = holding & _any_tier((mask or 0) & live)
-            if still != holding:
+        for first in range(0, len(keys), LOOKUP_KEYS):
+            if not holding:
+                break
+            for index, mask in enumerate(map(mask_of.get, keys[first : first + LOOKUP_KEYS]), first):
+                if mask is previous:
+                    continue
+                previous = mask
+                still = holding & _any_tier((mask or 0) & live)
                 for column in _columns(holding ^ still):
                     found[column] = index
                 holding = still
-                if not holding:
-                    return found
         for column in _columns(holding):
             found[column] = len(keys)
         return found

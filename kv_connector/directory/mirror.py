@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.kv_connector.directory.holders import Holders, keys_of, keys_of_joined
+from tandem.kv_connector.directory.holders import Holders, key_of, keys_of, keys_of_joined
 from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
@@ -125,6 +125,8 @@ class Mirror:
         """Owner -> number of leading hashes it holds in any tier; owners with none are left out."""
         self._clock += 1
         found: dict[Owner, int] = {}
+        if not block_hashes or key_of(block_hashes[0]) not in self._holders:
+            return found
         for column, length in self._holders.prefixes(keys_of(block_hashes)).items():
             owner = self._owner_of[column]
             found[owner] = length
