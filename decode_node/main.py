@@ -12,18 +12,8 @@ from tandem.kv_connector.node_shell import run_node as run_shell
 
 def make_logic(context: NodeContext) -> ServingNode:
     """A unified node serves every request alone."""
-    options = context.options
-    kind = HandoffNode if options.role == "unified" else DecodeNode
-    scheduler = context.make_scheduler(None, context.tiers)
-    return kind(
-        context.info,
-        context.make_book(),
-        scheduler,
-        context.pool,
-        options.scheduler.max_queue,
-        context.make_source(),
-        context.make_sink(),
-    )
+    kind = HandoffNode if context.options.role == "unified" else DecodeNode
+    return context.make_node(kind, pushes_prompts=False)
 
 
 def run_node(options: NodeOptions) -> int:

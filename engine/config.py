@@ -75,6 +75,7 @@ class Timeouts:
     request_s: float = 600.0
     drain_s: float = 60.0
     quarantine_warn_s: float = 10.0
+    pull_s: float = 2.0  # how long a request waits at least for a prefix from a peer before it is computed
 
 
 @dataclass(frozen=True)

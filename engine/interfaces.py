@@ -105,6 +105,29 @@ class LowerTiers(Protocol):
     def check_integrity(self) -> None: ...
 
 
+class NoTiers:
+    """LowerTiers of a node that has none."""
+
+    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+        return 0
+
+    def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        raise AssertionError("there is nothing to load")
+
+    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+        return meta
+
+    def started(self, request: Request, hashes: Sequence[bytes]) -> None: ...
+
+    def ended(self, request: Request) -> None: ...
+
+    def give_way(self, besides: Request | None = None) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BlockEvent:
     """A cached block appeared on (stored) or left (removed) this node. Parents stored first, children removed first."""

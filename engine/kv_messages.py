@@ -5,8 +5,26 @@ from __future__ import annotations
 from tandem.engine.message_parts import FirstToken, Message
 
 
+class KVPull(Message, frozen=True, kw_only=True):
+    """Sink -> source: push me blocks of this chain that you have cached now. Answered by a KVClaim for as many leading
+    ones as there are, which begins a hand-off like any other, or by KVRelease.
+
+    `block_hashes`: 16 bytes a block of the sink's size, from the first block of the prompt on; blocks from
+    `first_block` on are wanted. `deadline_s`: how long the sink will wait.
+    """
+
+    request_id: str  # of this hand-off: no request's of a router
+    attempt: int
+    source_epoch: int
+    sink_epoch: int
+    first_block: int
+    block_hashes: bytes
+    deadline_s: float
+
+
 class KVClaim(Message, frozen=True, kw_only=True):
-    """Source -> sink: I am about to compute this prompt. Answered by KVGrant, KVWait or KVRefused."""
+    """Source -> sink: I am about to compute this prompt, or I have what a KVPull asks for, this many tokens of it.
+    Answered by KVGrant, KVWait or KVRefused."""
 
     request_id: str
     attempt: int

@@ -45,6 +45,13 @@ class PeerRef(msgspec.Struct, frozen=True):
     control_address: str
 
 
+class PrefixHint(msgspec.Struct, frozen=True):
+    """Where to pull a prompt's prefix from: `peer` is believed to have its first `num_tokens` tokens cached."""
+
+    peer: PeerRef
+    num_tokens: int
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities at one position: the chosen token first, then the top k, best first (ids may repeat)."""
 

@@ -19,6 +19,7 @@ from tandem.engine.kv_messages import (
     KVDrained,
     KVDrainedAck,
     KVGrant,
+    KVPull,
     KVReady,
     KVRefused,
     KVRelease,
@@ -31,6 +32,7 @@ from tandem.engine.message_parts import (
     Message,
     NodeInfo,
     PeerRef,
+    PrefixHint,
     Role,
     TokenLogprobs,
     peer_id_of,
@@ -45,6 +47,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "KVDrained",
     "KVDrainedAck",
     "KVGrant",
+    "KVPull",
     "KVReady",
     "KVRefused",
     "KVRelease",
@@ -53,6 +56,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "Message",
     "NodeInfo",
     "PeerRef",
+    "PrefixHint",
     "Role",
     "TokenLogprobs",
     "peer_id_of",
@@ -101,6 +105,7 @@ class Status(Message, frozen=True, kw_only=True):
     prefill_s_per_token: float = 0.0
     transfer_s_per_token: float = 0.0
     fetch_s_per_token: float = 0.0
+    fetch_s_per_token_from: dict[str, float] = {}  # by node_id, where it was measured
     counters: dict[str, float] = {}
 
 
@@ -133,6 +138,8 @@ class Submit(Message, frozen=True, kw_only=True):
     num_public_tokens: int = 0  # leading prompt tokens that are hashed without the salt, in whole hash blocks
     cache_share: float = 1.0  # of each cache on the node: how much the tenant may fill
     peer: PeerRef | None = None
+    # Whoever computes the prompt may pull this part of it instead, and computes it after all if that fails.
+    prefix: PrefixHint | None = None
 
 
 class Cancel(Message, frozen=True, kw_only=True):
@@ -200,11 +207,12 @@ class FlushBlocks(Message, frozen=True, kw_only=True):
 
 
 # Two nodes share one connection, whoever made it, and each may be source and sink: hand-offs go either way on it.
-Handoff = (
-    KVClaim | KVWait | KVGrant | KVReady | KVCommitted | KVResend | KVRefused | KVRelease | KVDrained | KVDrainedAck
+OfSource = KVClaim | KVReady | KVRelease | KVDrained
+OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
+ToNode = Hello | Ping | Submit | Cancel | FlushBlocks | OfSource | OfSink
+FromNode = (
+    Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | OfSource | OfSink
 )
-ToNode = Hello | Ping | Submit | Cancel | FlushBlocks | Handoff
-FromNode = Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | Handoff
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_node = msgspec.msgpack.Decoder(ToNode).decode

@@ -69,6 +69,10 @@ class ServingNode:
     def handoff_idle(self) -> bool:
         return True
 
+    def fetch_rates(self) -> tuple[float, dict[str, float]]:
+        """Seconds a token to have a prefix from a peer, of any and by node_id; 0.0 where it is not done."""
+        return 0.0, {}
+
     # --- events in ------------------------------------------------------------------------------------------
 
     def on_control(self, event: ControlEvent, now: float) -> None:
@@ -158,6 +162,7 @@ class ServingNode:
             **self.handoff_counters(),
             **self.extra_counters(),
         }
+        fetch_s_per_token, fetch_s_per_token_from = self.fetch_rates()
         return Status(
             node_id=self.info.node_id,
             epoch=self.info.epoch,
@@ -170,6 +175,8 @@ class ServingNode:
             draining=self.draining,
             prefill_s_per_token=self.scheduler.prompt_order.seconds_per_token,
             transfer_s_per_token=self._transfer_s_per_token(counters),
+            fetch_s_per_token=fetch_s_per_token,
+            fetch_s_per_token_from=fetch_s_per_token_from,
             counters=counters,
         )
 

@@ -1,19 +1,30 @@
 """A node that takes part in hand-offs as source and as sink, whatever its role; roles say which requests it takes.
 
-One manager a side over one pool and the same transports. A message, a transfer event or an end belongs to the side that
-its type names; a peer that comes or goes is told to both, since it may be source and sink at once. Sans-IO.
+One manager a side over one pool and the same transports; pulls of prefixes, which use both, stand beside them. A
+message, a transfer event or an end belongs to the side that its type names; a peer that comes or goes is told to both,
+since it may be source and sink at once. Sans-IO.
 """
 
 from __future__ import annotations
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.messages import KVClaim, KVDrained, KVReady, KVRelease, Message, NodeInfo, PeerRef
-from tandem.engine.request_book import RequestBook
+from tandem.engine.messages import KVClaim, KVDrained, KVPull, KVReady, KVRelease, Message, NodeInfo, PeerRef
+from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
 from tandem.kv_connector.meta import TransferJob, TransportCommand, Verified
-from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed, SinkOutcome, SourceOutcome, failure_code
+from tandem.kv_connector.outcomes import (
+    Fetched,
+    HandoffCompleted,
+    HandoffFailed,
+    NotFetched,
+    SinkOutcome,
+    SourceOutcome,
+    failure_code,
+)
 from tandem.kv_connector.peer_effects import Fenced, PeerEffect
+from tandem.kv_connector.pull_asker import PullAsker
+from tandem.kv_connector.pull_holder import PullHolder
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.source import SourceManager
 
@@ -30,12 +41,19 @@ class HandoffNode(ServingNode):
         max_queue: int,
         source: SourceManager,
         sink: SinkManager,
+        asker: PullAsker,
+        holder: PullHolder,
     ) -> None:
         super().__init__(info, book, scheduler, pool, max_queue)
-        self.source = source
-        self.sink = sink
+        self.source, self.sink = source, sink
+        self.asker, self.holder = asker, holder
 
     # --- for the roles --------------------------------------------------------------------------------------
+
+    def start(self, entry: Entry, now: float) -> None:
+        if entry.submit.prefix is not None:
+            self.asker.want(entry.request, entry.submit.prefix)
+        super().start(entry, now)
 
     def on_source_outcome(self, outcome: SourceOutcome, now: float) -> None:
         """How a hand-off of this node's KV ended."""
@@ -57,6 +75,8 @@ class HandoffNode(ServingNode):
     def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
         if isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.sink.on_message(peer_id, message, now)
+        elif isinstance(message, KVPull):
+            self.holder.on_pull(peer_id, message, now)
         else:
             self.source.on_message(peer_id, message, now)
         self._take_outcomes(now)
@@ -64,16 +84,20 @@ class HandoffNode(ServingNode):
     def on_peer_up(self, peer_id: str, info: NodeInfo, now: float) -> None:
         self.sink.peer_connected(info)
         self.source.peer_connected(info)
+        self.asker.peer_connected(info)
         self._take_outcomes(now)
 
     def on_peer_lost(self, peer_id: str, info: NodeInfo, reason: str, now: float) -> None:
         self.source.peer_lost(info.node_id, info.epoch)
         self.sink.peer_lost(info.node_id, info.epoch)
+        self.holder.peer_lost(peer_id)
         self._take_outcomes(now)
+        self.asker.peer_lost(info.node_id, info.epoch)
 
     def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None:
         self.source.peer_lost(ref.node_id, ref.epoch, f"the sink is refused: {reason}")
         self._take_outcomes(now)
+        self.asker.peer_lost(ref.node_id, ref.epoch)
 
     def on_transfer(self, event: object, now: float) -> None:
         if isinstance(event, Verified | Fenced):
@@ -83,6 +107,8 @@ class HandoffNode(ServingNode):
         self._take_outcomes(now)
 
     def on_tick(self, now: float) -> None:
+        self.asker.on_tick(now)
+        self.holder.on_tick(now)
         self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
         self.sink.on_tick(now)
         self._take_outcomes(now)
@@ -100,14 +126,29 @@ class HandoffNode(ServingNode):
         return self.source.drain_transport_commands() + self.sink.drain_transport_commands()
 
     def handoff_outbox(self) -> list[tuple[str, Message]]:
-        return self.source.drain_outbox() + self.sink.drain_outbox()
+        asked, answered = self.asker.drain_outbox(), self.holder.drain_outbox()
+        return self.source.drain_outbox() + self.sink.drain_outbox() + asked + answered
+
+    def drain_connects(self) -> list[PeerRef]:
+        return super().drain_connects() + self.asker.drain_connects()
 
     def handoff_counters(self) -> dict[str, float]:
-        return {**self.source.counters.as_dict(), **self.sink.counters.as_dict()}
+        return {
+            **self.source.counters.as_dict(),
+            **self.sink.counters.as_dict(),
+            **self.asker.as_counters(),
+            "pull_served_blocks": float(self.holder.num_served_blocks),
+        }
+
+    def fetch_rates(self) -> tuple[float, dict[str, float]]:
+        if not self.pool.enable_caching:
+            return 0.0, {}
+        rates = self.asker.rates
+        return rates.s_per_token(self.scheduler.prompt_order.seconds_per_token), rates.by_peer()
 
     @property
     def handoff_idle(self) -> bool:
-        return self.source.is_idle and self.sink.is_idle
+        return self.source.is_idle and self.sink.is_idle and self.holder.is_idle
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -116,6 +157,10 @@ class HandoffNode(ServingNode):
 
     def _take_outcomes(self, now: float) -> None:
         for ended in self.source.drain_events():
-            self.on_source_outcome(ended, now)
+            if not self.holder.on_outcome(ended):
+                self.on_source_outcome(ended, now)
         for received in self.sink.drain_events():
-            self.on_sink_outcome(received, now)
+            if isinstance(received, Fetched | NotFetched):
+                self.asker.on_outcome(received)
+            else:
+                self.on_sink_outcome(received, now)

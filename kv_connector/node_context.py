@@ -16,36 +16,44 @@ from tandem.engine.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.request_book import RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.handoff_node import HandoffNode
+from tandem.kv_connector.pull_asker import PullAsker
+from tandem.kv_connector.pull_holder import PullHolder
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.source import SourceManager
 
 
 @dataclass(frozen=True)
 class NodeContext:
-    """`tiers` is None where there are none below the pool."""
+    """`tiers`: below the pool."""
 
     options: NodeOptions
     info: NodeInfo
     keys: ClusterKeys
     pool: BlockPool
     loaded: LoadedModel
-    tiers: LowerTiers | None
+    tiers: LowerTiers
     is_settled: Callable[[int], bool]  # NodeTransports.is_settled
 
-    def make_source(self) -> SourceManager:
-        return SourceManager(self.info, self.keys, self.pool, self.options)
+    def make_node(self, kind: type[HandoffNode], pushes_prompts: bool) -> HandoffNode:
+        """`pushes_prompts`: prompts in mode "prefill" are handed over while they are computed."""
+        info, pool, options, tiers = self.info, self.pool, self.options, self.tiers
+        source = SourceManager(info, self.keys, pool, options)
+        sink = SinkManager(info, self.keys, pool, options, self.is_settled)
+        asker = PullAsker(info, pool, sink, tiers, options)
+        holder = PullHolder(info, pool, source, tiers, options)
+        scheduler = self._make_scheduler(source if pushes_prompts else None, asker)
+        asker.compute_seconds_per_token = lambda: scheduler.prompt_order.seconds_per_token
+        max_queue = options.scheduler.max_queue
+        return kind(info, self._make_book(), scheduler, pool, max_queue, source, sink, asker, holder)
 
-    def make_sink(self) -> SinkManager:
-        return SinkManager(self.info, self.keys, self.pool, self.options, self.is_settled)
-
-    def make_book(self) -> RequestBook:
+    def _make_book(self) -> RequestBook:
         cache, loaded = self.options.cache, self.loaded
         return RequestBook(
             loaded.config.vocab_size, loaded.max_model_len, cache.block_size, cache.hash_block_size, self.pool.shares
         )
 
-    def make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers | None) -> Scheduler:
-        """`connector` for prompts that are handed over while they are computed."""
+    def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded
         identity_key = loaded.identity.key()
         return Scheduler(

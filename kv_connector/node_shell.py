@@ -23,6 +23,7 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.control_plane import ControlPlane
 from tandem.engine.core import EngineCore
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
+from tandem.engine.interfaces import LowerTiers, NoTiers
 from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
@@ -195,7 +196,7 @@ class NodeProcess:
         )
 
     def _context(self) -> NodeContext:
-        tiers = None if self.tiers is None else self.tiers.manager
+        tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
         return NodeContext(
             self.options, self.info, self.keys, self.pool, self.loaded, tiers, self.transports.is_settled
         )

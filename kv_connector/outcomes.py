@@ -22,6 +22,11 @@ UNKNOWN = "no such hand-off"
 EARLY = "the request did not come in time"
 TOO_LARGE = "the prompt does not fit into the pool"
 
+NOT_CACHED = "nothing of it is cached"
+NO_ROOM = "no room for what is pulled"
+BUSY = "busy with other pulls"
+OTHER_LAYOUT = "the blocks of the two nodes are laid out differently"
+
 # No other attempt can do better.
 _FINAL = frozenset({CANCELLED, DEADLINE, TOO_LARGE})
 
@@ -97,4 +102,20 @@ class Released:
     request: Request
 
 
-SinkOutcome = Commit | Recompute | Failed | Released
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What was pulled is in `block_ids`, in order of position. The references to them pass to the receiver."""
+
+    key: HandoffKey
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotFetched:
+    """Nothing came of the pull, and no block is held by it."""
+
+    key: HandoffKey
+    reason: str
+
+
+SinkOutcome = Commit | Recompute | Failed | Released | Fetched | NotFetched

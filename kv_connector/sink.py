@@ -19,6 +19,7 @@ from tandem.engine.messages import (
     KVRelease,
     Message,
     NodeInfo,
+    PeerRef,
     Submit,
 )
 from tandem.engine.request import Request
@@ -68,6 +69,7 @@ class SinkManager(SinkQueue):
         record = self._record(request.key)
         record.deadline, record.expected_at = now + submit.deadline_s, now
         record.request = request
+        record.num_tokens = request.num_prompt_tokens
         record.num_blocks = -(-request.num_prompt_tokens // self._block_size)
         assert submit.peer is not None, "a decode node is told who hands over"
         record.source_id = submit.peer.node_id
@@ -81,6 +83,20 @@ class SinkManager(SinkQueue):
             self._run(record, record.machine.on(E.DEADLINE))
         self._settle(record)
         return num_cached
+
+    def fetch(self, key: HandoffKey, source: PeerRef, most_blocks: int, deadline: float, now: float) -> None:
+        """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
+        Fetched or NotFetched; no later than at `deadline`, unless cancelled."""
+        self._now = now
+        record = self._record(key)
+        record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
+        record.most_blocks = most_blocks
+        self._run(record, record.machine.on_submit(source.epoch))
+
+    def is_unanswered(self, key: HandoffKey) -> bool:
+        """Whether the source has not been heard of in this hand-off."""
+        record = self._records.get(key)
+        return record is not None and record.machine.state is S.EXPECTING
 
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
         self._now = now
@@ -110,7 +126,7 @@ class SinkManager(SinkQueue):
         if isinstance(message, KVClaim) and (source_id, message.source_epoch) in self._lost:
             self.counters.foreign_messages += 1  # no grant before it is greeted again: no fence to come would cover it
         elif isinstance(message, KVClaim):
-            self._run(record, machine.on_claim(message.source_epoch, message.sink_epoch))
+            self._on_claim(record, message)
         elif isinstance(message, KVReady):
             self._on_ready(record, message)
         elif isinstance(message, KVRelease):
@@ -234,6 +250,17 @@ class SinkManager(SinkQueue):
         if record.machine.state not in (*_ENDED, *_UNTIL_SAFE):
             record.reason = reason
 
+    def _on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
+        """Of a pull it says how much the source has; a repetition must say the same."""
+        if record.most_blocks:
+            num_blocks, rest = divmod(claim.num_prompt_tokens, self._block_size)
+            fits = not rest and 0 < num_blocks <= record.most_blocks
+            if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
+                self.counters.foreign_messages += 1
+                return
+            record.num_tokens, record.num_blocks = claim.num_prompt_tokens, num_blocks
+        self._run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
+
     def _on_ready(self, record: SinkRecord, ready: KVReady) -> None:
         if record.grant is not None and ready.grant_signature != record.grant.signature:
             self.counters.foreign_messages += 1
@@ -259,8 +286,9 @@ class SinkManager(SinkQueue):
 
     def _settle(self, record: SinkRecord) -> None:
         """After any event: queue a new claim, note an end, grant what can be granted now."""
-        if record.machine.state is S.QUEUED and record not in self._queue:
-            self._queue.append(record)
+        line = self._pulls if record.most_blocks else self._queue
+        if record.machine.state is S.QUEUED and record not in line:
+            line.append(record)
         if record.machine.state in _ENDED and not record.closed_at:
             record.closed_at = self._now
         self._grant_in_order()

@@ -24,7 +24,7 @@ from tandem.kv_connector.action_queues import ActionQueues
 from tandem.kv_connector.handoff.sink import SinkAction as A
 from tandem.kv_connector.handoff.sink import SinkState as S
 from tandem.kv_connector.meta import CloseGrant, OpenGrant, Verify, digest_key
-from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome
+from tandem.kv_connector.outcomes import Commit, Failed, Fetched, NotFetched, Recompute, Released, SinkOutcome
 from tandem.kv_connector.sink_record import SinkRecord
 
 logger = logging.getLogger(__name__)
@@ -129,11 +129,10 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
     def _verify(self, record: SinkRecord) -> None:
         assert record.grant is not None
         assert record.ready is not None
-        assert record.request is not None
         if not self._options.digests and not record.ready.digests:
             self._run(record, record.machine.on_verified(record.grant.grant_id, record.machine.round, True))
             return
-        valid_last = (record.request.num_prompt_tokens - 1) % self._block_size + 1
+        valid_last = (record.num_tokens - 1) % self._block_size + 1
         key = digest_key(*record.key, record.grant.grant_id)
         blocks, digests = record.grant.block_ids, record.ready.digests
         job = Verify(record.key, record.grant.grant_id, record.machine.round, blocks, digests, key, valid_last)
@@ -141,7 +140,12 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
 
     def _end(self, record: SinkRecord, action: A) -> None:
         request = record.request
-        if request is None or action is A.END_CANCELLED:
+        if action is A.END_CANCELLED:
+            return
+        if record.most_blocks:
+            self._end_pull(record, action)
+            return
+        if request is None:
             return
         if action is A.COMMIT:
             assert record.ready is not None
@@ -158,3 +162,10 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
         else:
             self.counters.failures += 1
             self._outcomes.append(Failed(request, record.reason, outcomes.is_retryable(record.reason)))
+
+    def _end_pull(self, record: SinkRecord, action: A) -> None:
+        if action is A.COMMIT:
+            self._outcomes.append(Fetched(record.key, tuple(record.granted)))
+            record.granted = []
+        else:
+            self._outcomes.append(NotFetched(record.key, record.reason))

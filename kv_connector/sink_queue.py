@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
 from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.kv_connector import outcomes
+from tandem.kv_connector.handoff.sink import SinkEvent
 from tandem.kv_connector.handoff.sink import SinkState as S
 from tandem.kv_connector.meta import HandoffKey
 from tandem.kv_connector.sink_actions import SinkActionRunner
@@ -18,13 +20,15 @@ if TYPE_CHECKING:
 
 
 class SinkQueue(SinkActionRunner):
-    """A claim that does not fit holds the line."""
+    """A claim that does not fit holds the line. Pulls come after all others and let each other pass: whoever pulls can
+    do without."""
 
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
         super().__init__(info, pool, options)
         self._keys = keys
         self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
         self._records: dict[HandoffKey, SinkRecord] = {}
+        self._pulls: list[SinkRecord] = []  # claimed
 
     def _grant_in_order(self) -> None:
         while self._queue:
@@ -44,6 +48,18 @@ class SinkQueue(SinkActionRunner):
                 return
             self._queue.popleft()
             self._grant(record, blocks)
+        self._grant_pulls()
+
+    def _grant_pulls(self) -> None:
+        self._pulls = [record for record in self._pulls if record.machine.state is S.QUEUED]
+        for record in self._pulls:
+            if record.num_blocks > self._pool.num_free - self._headroom:
+                record.reason, record.closed_at = outcomes.NO_ROOM, self._now
+                self._run(record, record.machine.on(SinkEvent.DEADLINE))
+            elif record.num_blocks <= self._pool.num_grantable:
+                blocks = self._pool.allocate_grantable(record.num_blocks)
+                assert blocks is not None, "there are as many"
+                self._grant(record, blocks)
 
     def _others_will_free_blocks(self) -> bool:
         """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
@@ -71,7 +87,6 @@ class SinkQueue(SinkActionRunner):
             self._pool.touch(record.hits)
 
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
-        assert record.request is not None
         lease_s = self._options.timeouts.grant_lease_s
         record.granted = blocks
         record.lease_until = self._now + lease_s
@@ -86,7 +101,7 @@ class SinkQueue(SinkActionRunner):
                 sink_epoch=self.info.epoch,
                 first_block=len(record.hits),
                 block_ids=tuple(blocks),
-                num_prompt_tokens=record.request.num_prompt_tokens,
+                num_prompt_tokens=record.num_tokens,
                 lease_s=lease_s,
             )
         )

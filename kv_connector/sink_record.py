@@ -18,7 +18,9 @@ class SinkRecord:
     source_id: str = ""
     request: Request | None = None
     expected_at: float = 0.0  # when it was submitted
+    num_tokens: int = 0  # to be in the pool at its commit; of a pull known from its claim on
     num_blocks: int = 0
+    most_blocks: int = 0  # of a pull: so many were asked for; 0: it is no pull
     hits: list[int] = field(default_factory=list)
     lost_pins: bool = False  # gave its hits up for one that came before
     granted: list[int] = field(default_factory=list)

@@ -53,6 +53,10 @@ class SourcePeers(SourceActionRunner):
         if (peer.node_id, peer.epoch) in self._peers:
             self._claim_offer(record)
 
+    def peer(self, node_id: str, epoch: int) -> NodeInfo | None:
+        """As it was greeted."""
+        return self._peers.get((node_id, epoch))
+
     def knows(self, key: HandoffKey) -> bool:
         """Whether there is, or a short while ago was, such a hand-off."""
         return key in self._records

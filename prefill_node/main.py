@@ -10,12 +10,7 @@ from tandem.prefill_node.node import PrefillNode
 
 
 def make_logic(context: NodeContext) -> ServingNode:
-    source = context.make_source()
-    scheduler = context.make_scheduler(source, context.tiers)
-    max_queue = context.options.scheduler.max_queue
-    return PrefillNode(
-        context.info, context.make_book(), scheduler, context.pool, max_queue, source, context.make_sink()
-    )
+    return context.make_node(PrefillNode, pushes_prompts=True)
 
 
 def run_node(options: NodeOptions) -> int:

@@ -23,6 +23,7 @@ from tandem.engine.messages import (
     NodeInfo,
     PeerRef,
     Ping,
+    PrefixHint,
     PromptLogprobs,
     RequestFailed,
     Status,
@@ -115,6 +116,10 @@ class Result:
         return [tokens[index] for index in sorted(tokens)]
 
 
+def _ref(node: NodeInfo) -> PeerRef:
+    return PeerRef(node.node_id, node.epoch, node.control_address)
+
+
 class Client:
     """What a router says to nodes, without HTTP."""
 
@@ -149,8 +154,10 @@ class Client:
         num_prior: int = 0,
         priority: int = 0,
         deadline_s: float = 60.0,
+        holder: NodeInfo | None = None,
+        salt: bytes = b"",
     ) -> Result:
-        """With `prefill` split over two nodes, else on `decode` alone."""
+        """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from."""
         result = self.results[request_id, attempt] = Result(num_samples=len(samples))
 
         def message(mode: str, peer: NodeInfo | None) -> Submit:
@@ -164,7 +171,9 @@ class Client:
                 sampling=sampling,
                 priority=priority,
                 deadline_s=deadline_s,
-                peer=None if peer is None else PeerRef(peer.node_id, peer.epoch, peer.control_address),
+                peer=None if peer is None else _ref(peer),
+                prefix=None if holder is None else PrefixHint(_ref(holder), len(prompt)),
+                salt=salt,
             )
 
         if prefill is None:

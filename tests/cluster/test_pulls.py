@@ -1,0 +1,178 @@
+"""Real nodes that pull prefixes from each other: the tokens of a node alone, whatever happens on the way."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+from node_child import NodeChild
+from pull_nodes import PATIENT, WAYS, greet, make_nodes
+from tier_nodes import always_loading, until_saved
+
+from in_process_cluster import BLOCK, Client
+from tandem.engine.messages import FlushBlocks
+from tiny_models import random_prompt
+
+PROMPT = random_prompt(9 * BLOCK + 3, seed=5)
+NUM_BLOCKS = 9  # of it, whole ones
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_single_node_pulls_what_another_has(way: str) -> None:
+    with make_nodes("unified", "unified", transport=way) as nodes:
+        nodes.ask(PROMPT, on=0)
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert nodes.count(1, "pull_tokens") == NUM_BLOCKS * BLOCK
+        assert nodes.count(0, "pull_served_blocks") == NUM_BLOCKS
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert nodes.count(1, "pull_asked") == 1, "it was pulled once and is here"
+        longer = PROMPT + random_prompt(3 * BLOCK, seed=6)
+        nodes.ask(longer, on=1)
+        nodes.ask(longer, on=0, holder=1)
+        assert nodes.count(0, "pull_tokens") == 3 * BLOCK, "the other way on the same connection, behind its own hits"
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_prefill_node_pulls_from_both_roles_and_hands_on(way: str) -> None:
+    """What the decode node made itself, too: the next turn of a conversation."""
+    with make_nodes("decode", "prefill", "prefill", transport=way, chunk=64) as nodes:
+        first = nodes.ask(PROMPT, on=0, prefill=1)
+        turn = PROMPT + first.output() + random_prompt(2 * BLOCK, seed=7)
+        nodes.ask(turn, on=0, prefill=2, holder=0)
+        assert nodes.count(2, "pull_tokens") == (len(PROMPT) + len(first.output()) - 1) // BLOCK * BLOCK
+        nodes.ask(turn, on=0, prefill=1, holder=2)
+        assert nodes.count(1, "pull_completed") == 1
+        assert nodes.count(0, "sink_commits") == 3
+
+
+def test_a_prefix_comes_from_the_holders_host_tier() -> None:
+    with make_nodes("unified", "unified", transport="shm", changes={0: {"num_blocks": 24}}) as nodes:
+        holder = always_loading(nodes.nodes[0])
+        nodes.ask(PROMPT, on=0)
+        until_saved(holder)
+        nodes.ask(random_prompt(20 * BLOCK, seed=8), on=0)  # evicts it
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert holder.process.tiers.manager.counts()["tier_host_hits"] > 0  # type: ignore[union-attr]
+        assert nodes.count(1, "pull_tokens") == NUM_BLOCKS * BLOCK
+
+
+def test_a_holder_says_honestly_what_it_has() -> None:
+    """Less than was hoped, nothing at all, or nothing any more."""
+    with make_nodes("unified", "unified", transport="shm", host_tier_bytes=0) as nodes:
+        nodes.ask(PROMPT[: 4 * BLOCK], on=0)
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert nodes.count(1, "pull_tokens") == 4 * BLOCK
+        other = random_prompt(6 * BLOCK, seed=9)
+        nodes.ask(other, on=1, holder=0)
+        nodes.ask(other, on=1)
+        nodes.client.send(nodes.nodes[0].info, FlushBlocks())
+        nodes.client.send(nodes.nodes[1].info, FlushBlocks())
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert (nodes.count(1, "pull_completed"), nodes.count(1, "pull_failed")) == (1, 2)
+
+
+def test_another_salt_finds_nothing() -> None:
+    with make_nodes("unified", "unified", transport="shm") as nodes:
+        nodes.ask(PROMPT, on=0, salt=b"a" * 16)
+        nodes.ask(PROMPT, on=1, holder=0, salt=b"b" * 16)
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert (nodes.count(1, "pull_completed"), nodes.count(1, "pull_failed")) == (0, 2)
+        nodes.ask(PROMPT, on=1, holder=0, salt=b"a" * 16)
+        assert nodes.count(1, "pull_completed") == 1
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+@pytest.mark.parametrize(
+    ("fault", "completes"), [("corrupt:1", True), ("drop:1", True), ("corrupt:*", False), ("drop:*", False)]
+)
+def test_wrong_bytes_are_sent_again_or_computed(way: str, fault: str, completes: bool) -> None:
+    with make_nodes("unified", "unified", transport=way, changes={0: {"fault_injection": fault}}) as nodes:
+        nodes.ask(PROMPT, on=0)
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert nodes.count(1, "sink_digest_mismatches") >= 1
+        assert nodes.count(1, "pull_completed") == completes
+        assert nodes.count(1, "pull_failed") == (not completes)
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_holder_that_is_too_slow_is_not_waited_for(way: str) -> None:
+    hasty = PATIENT.__class__(**{**vars(PATIENT), "pull_s": 0.2})
+    changes = {0: {"fault_injection": "delay:1.0"}, 1: {"timeouts": hasty}}
+    with make_nodes("unified", "unified", transport=way, changes=changes) as nodes:
+        nodes.ask(PROMPT, on=0)
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert nodes.count(1, "pull_failed") == 1
+
+
+@pytest.mark.parametrize("way", ["shm", "tcp"])
+def test_a_holder_dies_in_the_middle_of_a_write(way: str) -> None:
+    child = NodeChild(("prefill",), way, "die:1")
+    try:
+        info = greet(child.addresses[0])
+        with make_nodes("unified", transport=way) as nodes:
+            other = Client(info)
+            other.wait(other.submit("warm", PROMPT, nodes.sampling, decode=info))
+            other.close()
+            result = nodes.submit(PROMPT, on=0, holder_info=info)
+            nodes.client.wait(result)
+            nodes.check(result, PROMPT)
+            assert child.process.wait(5) == -signal.SIGKILL, "the fault did not strike: this test shows nothing"
+            assert nodes.count(0, "pull_failed") == 1
+            assert nodes.count(0, "sink_blocks_quarantined") == NUM_BLOCKS
+    finally:
+        child.stop()
+
+
+def test_a_node_that_is_not_there_costs_little() -> None:
+    with make_nodes("unified", "unified", transport="shm", pull_s=0.3) as nodes:
+        gone = nodes.nodes[0].info.__class__(**{**_fields(nodes.nodes[0].info), "node_id": "gone", "epoch": 7})
+        result = nodes.submit(PROMPT, on=1, holder_info=gone)
+        nodes.client.wait(result)
+        nodes.check(result, PROMPT)
+        assert nodes.count(1, "pull_failed") == 1
+
+
+def test_requests_with_one_prefix_pull_it_once_and_cancels_leave_nothing() -> None:
+    with make_nodes("unified", "unified", transport="tcp", changes={0: {"fault_injection": "delay:0.2"}}) as nodes:
+        nodes.ask(PROMPT, on=0)
+        results = [nodes.submit(PROMPT, on=1, holder=0) for _ in range(3)]
+        nodes.client.wait()
+        for result in results:
+            nodes.check(result, PROMPT)
+        assert nodes.count(1, "pull_asked") == 1
+        for node in nodes.nodes[1:]:
+            nodes.client.send(node.info, FlushBlocks())
+        cancelled = nodes.submit(PROMPT, on=1, holder=0)
+        nodes.until(lambda: nodes.count(1, "pull_asked") == 2)
+        nodes.cancel(cancelled, on=1)
+        nodes.client.wait(cancelled)
+
+
+@pytest.mark.parametrize(("way", "seed"), [("shm", 1), ("tcp", 2), ("local", 3)])
+def test_tiny_pools_that_evict_all_the_time(way: str, seed: int) -> None:
+    """Prompts that share prefixes go to random nodes, pulling from random others, faults on every way."""
+    rng = random.Random(seed)
+    stems = [random_prompt(length, seed=length) for length in (5 * BLOCK, 8 * BLOCK + 2)]
+    faults = {index: {"fault_injection": f"corrupt:{3 + index},drop:{5 + index},duplicate:*"} for index in range(3)}
+    changes = {index: {**faults[index], "host_tier_bytes": (1 << 18) * (index == 1)} for index in range(3)}
+    roles = ("decode", "prefill", "unified")
+    with make_nodes(*roles, transport=way, changes=changes, num_blocks=20, chunk=48) as nodes:
+        for _ in range(6):
+            wanted = []
+            for _ in range(3):
+                prompt = rng.choice(stems)[: rng.randrange(2 * BLOCK, 8 * BLOCK)] + random_prompt(
+                    rng.randrange(1, 2 * BLOCK), seed=rng.randrange(4)
+                )
+                on, prefill = rng.choice([(0, 1), (0, None), (2, None)])
+                computes = on if prefill is None else prefill
+                holder = rng.choice([index for index in range(3) if index != computes])
+                wanted.append((prompt, nodes.submit(prompt, on=on, prefill=prefill, holder=holder)))
+            nodes.client.wait()
+            for prompt, result in wanted:
+                nodes.check(result, prompt)
+        assert sum(nodes.count(index, "pull_completed") for index in range(3)) >= 3
+
+
+def _fields(info: object) -> dict[str, object]:
+    return {name: getattr(info, name) for name in info.__struct_fields__}  # type: ignore[attr-defined]

@@ -1,0 +1,119 @@
+"""Real nodes that may pull from each other, one client of all of them, and what a node alone would answer."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import zmq
+from split_pair import WAYS
+
+from in_process_cluster import FAST, Client, Node, Result, node_options
+from tandem.engine import messages as wire
+from tandem.engine.messages import Hello, NodeInfo, Welcome
+from tandem.engine.sampling_params import SamplingParams
+from tiny_models import reference_greedy, tiny_model
+
+__all__ = ["PATIENT", "WAYS", "Nodes", "greet", "make_nodes"]
+PATIENT = replace(FAST, pull_s=20.0)  # the machine is shared: nothing here is to fail for being slow
+
+
+@dataclass
+class Nodes:
+    nodes: list[Node]
+    client: Client
+    sampling: SamplingParams = field(
+        default_factory=lambda: SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    )
+    _names: Iterator[int] = field(default_factory=itertools.count)
+
+    def submit(
+        self,
+        prompt: list[int],
+        on: int,
+        prefill: int | None = None,
+        holder: int | None = None,
+        holder_info: NodeInfo | None = None,
+        salt: bytes = b"",
+    ) -> Result:
+        """On node `on`, its prompt on `prefill`, whichever of them computes it pulling from the holder."""
+        infos = [node.info for node in self.nodes]
+        return self.client.submit(
+            f"r{next(self._names)}",
+            prompt,
+            self.sampling,
+            decode=infos[on],
+            prefill=None if prefill is None else infos[prefill],
+            holder=holder_info if holder is None else infos[holder],
+            salt=salt,
+        )
+
+    def check(self, result: Result, prompt: list[int]) -> Result:
+        assert result.failed is None, result.failed
+        assert result.output() == reference_greedy(tiny_model("llama"), prompt, self.sampling.max_tokens).token_ids
+        return result
+
+    def ask(self, prompt: list[int], on: int, **options: object) -> Result:
+        """Waits for its end and checks its tokens."""
+        result = self.submit(prompt, on, **options)  # type: ignore[arg-type]
+        self.client.wait(result)
+        return self.check(result, prompt)
+
+    def cancel(self, result: Result, on: int) -> None:
+        request_id, attempt = next(key for key, known in self.client.results.items() if known is result)
+        self.client.cancel(request_id, attempt, self.nodes[on].info)
+
+    def count(self, node: int, name: str) -> float:
+        return self.nodes[node].process.logic.handoff_counters()[name]
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            self.client.poll(0.005)
+
+
+@contextmanager
+def make_nodes(
+    *roles: str, changes: dict[int, dict[str, object]] | None = None, pull_s: float = 20.0, **common: object
+) -> Iterator[Nodes]:
+    """One node a role; `changes` of node_options by index, `common` to all. All of them pull whatever the rates say.
+    At the end nothing is held anywhere."""
+    common = {"timeouts": replace(PATIENT, pull_s=pull_s), **common}
+    options = [
+        node_options(role, tiny_model("llama"), **{**common, **(changes or {}).get(index, {})})
+        for index, role in enumerate(roles)
+    ]
+    nodes = [Node(each) for each in options]
+    for node in nodes:
+        node.process.logic.asker.compute_seconds_per_token = lambda: 0.0  # type: ignore[attr-defined]
+    client = Client(*(node.info for node in nodes))
+    try:
+        yield Nodes(nodes, client)
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        client.close()
+        for node in nodes:
+            node.stop()
+
+
+def greet(address: str) -> NodeInfo:
+    """Who serves there."""
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    try:
+        socket.connect(address)
+        info = NodeInfo(node_id="asks-who", epoch=1, role="router")
+        socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
+        assert socket.poll(10_000), "nobody answers"
+        welcome = wire.decode_from_node(socket.recv())
+        assert isinstance(welcome, Welcome)
+        return welcome.info
+    finally:
+        socket.close()
+        context.term()
