@@ -59,6 +59,8 @@ def why_general(
     if kv is not None:
         if kv.key_cache.dtype not in (query.dtype, FP8_DTYPE):
             return f"the cache holds {kv.key_cache.dtype}, queries are {query.dtype}"
+        if UNTRIED and kv.key_cache.dtype == FP8_DTYPE:
+            return UNTRIED
         reason = why_not_cache(kv.key_cache, kv.value_cache)
     return reason or why_not_tiles("query", query) or why_not_tiles("key", key) or why_not_tiles("value", value)
 
@@ -71,6 +73,8 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return f"the Hopper kernel multiplies 16-bit elements, not {dtype}"
     if spec.head_size not in (64, 80, 96, 128):
         return f"the Hopper kernel has heads of 64, 80, 96 and 128, not {spec.head_size}"
+    if UNTRIED and (spec.head_size in (80, 96) or spec.alibi_slopes is not None or spec.is_fp8):
+        return UNTRIED
     if spec.scale <= 0:
         return f"the Hopper kernel needs a positive scale, not {spec.scale}"
     return why_no_gluon()
