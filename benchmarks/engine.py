@@ -3,8 +3,9 @@
     python benchmarks/engine.py MODEL_FOLDER [--only NAME] [--load-format dummy] [--eager] [--json FILE]
                                 [--tensor-parallel-size N]
 
-Floors: a decode step reads every weight and the batch's KV once (bytes / copy bandwidth); a prompt costs its FLOPs
-(/ the rate of a large matrix product). `idle` is the time the GPU waited between decode steps (events, median).
+Floors (engine_workloads.py) stand after what they belong to: output tokens/s (input tokens/s where there is one output
+token), time to first token, time per token. `idle` is the time the GPU waited between decode steps (events, median).
+Ends with an error if a kernel was compiled once the engine was ready.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from engine_workloads import WORKLOADS, Floors, Limits, Workload
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import ModelOptions, NodeOptions, SchedulerOptions
@@ -30,29 +32,7 @@ from tandem.engine.request import FailedEvent, Request, TokenEvent
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Scheduler
-
-
-@dataclass(frozen=True)
-class Workload:
-    name: str
-    num_requests: int
-    concurrency: int
-    num_prompt_tokens: int
-    num_output_tokens: int
-    num_shared_tokens: int = 0  # of the prompt, shared by all requests of a group
-    num_groups: int = 1
-
-
-WORKLOADS = (
-    Workload("single_stream", 3, 1, 512, 256),
-    Workload("decode_b64", 128, 64, 128, 256),
-    Workload("decode_b256", 512, 256, 128, 256),
-    Workload("chat_1k_256_c128", 384, 128, 1024, 256),
-    Workload("prefill_8k", 32, 8, 8192, 1),
-    Workload("ttft_8k_c1", 8, 1, 8192, 8),
-    Workload("ttft_2k_c1", 12, 1, 2048, 8),
-    Workload("prefix_shared", 192, 64, 4352, 64, 4096, 8),
-)
+from tandem.kernels.compilations import CompilationCounter
 
 
 @dataclass
@@ -64,8 +44,10 @@ class Result:
     tpot_ms: float
     itl_p99_ms: float
     idle_us: float
-    floor_tpot_ms: float  # a decode step of this batch at half its output
-    floor_ttft_ms: float  # one prompt alone
+    best_tok_s: float  # output tokens a second at the floor; of input where one token is put out
+    floor_tpot_ms: float
+    floor_ttft_ms: float
+    num_compiled: int  # kernels, since the engine was ready
 
 
 class Engine:
@@ -202,48 +184,6 @@ def _record() -> torch.cuda.Event:
     return event
 
 
-@dataclass(frozen=True)
-class Limits:
-    bytes_per_s: float
-    flops: float
-
-    @classmethod
-    def measure(cls, dtype: torch.dtype) -> Limits:
-        source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
-        target = torch.empty_like(source)
-        copy = best_of(lambda: target.copy_(source))
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
-        product = best_of(lambda: a @ b)
-        return cls(2 * source.numel() / copy, 2 * 8192**3 / product)
-
-
-def best_of(call, repeat: int = 10) -> float:  # type: ignore[no-untyped-def]
-    """Median seconds of one call."""
-    times = []
-    for _ in range(repeat + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
-
-
-def floors(engine: Engine, workload: Workload, limits: Limits) -> tuple[float, float]:
-    """(seconds of a decode step of the whole batch, seconds of one prompt)."""
-    model, layout = engine.loaded.model, engine.loaded.layout
-    config = model.config if model.group is None else model.group.shard.config(model.config)
-    weights = sum(p.numel() for name, p in engine.loaded.model.named_parameters() if "embed" not in name)
-    kv_bytes = layout.payload_bytes // layout.block_size
-    length = workload.num_prompt_tokens + workload.num_output_tokens // 2
-    step = (weights * engine.loaded.dtype.itemsize + workload.concurrency * length * kv_bytes) / limits.bytes_per_s
-    new = workload.num_prompt_tokens
-    matrices = weights - model.lm_head.weight.numel()
-    attention = 2 * new * new * config.num_heads * config.head_dim * config.num_layers
-    return step, (2 * matrices * new + attention) / limits.flops
-
-
 def percentile(values: Sequence[float], q: float) -> float:
     return float(np.percentile(values, q)) if values else float("nan")
 
@@ -260,40 +200,58 @@ def main() -> None:
     parser.add_argument("--json")
     args = parser.parse_args()
     sizes = args.max_model_len, args.prompt_budget, args.tensor_parallel_size
+    counter = CompilationCounter()
     engine = Engine(args.model, args.load_format, not args.eager, *sizes)
+    counter.warn_from_now()
     limits = Limits.measure(engine.loaded.dtype)
-    print(f"copy {limits.bytes_per_s / 1e12:.2f} TB/s, product {limits.flops / 1e12:.0f} TFLOP/s", flush=True)
+    print(f"memory {limits.bytes_per_s / 1e12:.2f} TB/s, product {limits.flops / 1e12:.0f} TFLOP/s", flush=True)
     meter = None if args.eager else IdleMeter(engine.runner)
     engine.run(Workload("warm", 64, 32, 512, 32), seed=99)
     results = []
-    print(f"{'workload':18} {'in tok/s':>9} {'out tok/s':>9} {'TTFT':>7} {'floor':>6} {'TPOT':>6} {'floor':>6} "
-          f"{'ITL p99':>8} {'idle us':>8}")  # fmt: skip
+    names = ("in tok/s", 9), ("out tok/s", 9), ("floor", 7), ("TTFT", 7), ("floor", 6), ("TPOT", 6), ("floor", 6)
+    print(f"{'workload':18}", *(f"{name:>{width}}" for name, width in (*names, ("ITL p99", 8), ("idle us", 8))))
     for number, workload in enumerate(w for w in WORKLOADS if not args.only or w.name in args.only):
-        if meter is not None:
-            meter.take_us()
-        took = engine.run(workload, seed=number)
-        step, prompt = floors(engine, workload, limits)
-        total = took["total"][0]
-        result = Result(
-            workload.name,
-            workload.num_requests * workload.num_prompt_tokens / total,
-            workload.num_requests * workload.num_output_tokens / total,
-            1e3 * percentile(took["ttft"], 50),
-            1e3 * statistics.mean(took["tpot"]) if took["tpot"] else float("nan"),
-            1e3 * percentile(took["itl"], 99),
-            meter.take_us() if meter is not None else float("nan"),
-            1e3 * step,
-            1e3 * prompt,
-        )
+        result = measure(engine, workload, number, limits, meter, counter)
         results.append(asdict(result))
-        print(f"{result.name:18} {result.input_tok_s:9.0f} {result.output_tok_s:9.0f} {result.ttft_ms:7.1f} "
-              f"{result.floor_ttft_ms:6.1f} {result.tpot_ms:6.2f} {result.floor_tpot_ms:6.2f} "
+        print(f"{result.name:18} {result.input_tok_s:9.0f} {result.output_tok_s:9.0f} {result.best_tok_s:7.0f} "
+              f"{result.ttft_ms:7.1f} {result.floor_ttft_ms:6.1f} {result.tpot_ms:6.2f} {result.floor_tpot_ms:6.2f} "
               f"{result.itl_p99_ms:8.1f} {result.idle_us:8.1f}", flush=True)  # fmt: skip
     if args.json:
         with open(args.json, "w") as file:
             json.dump(results, file, indent=1)
     if engine.ranks is not None:
         engine.ranks.close()
+    if counter.num_late:
+        raise SystemExit(f"{counter.num_late} kernels were compiled after the engine was ready")
+
+
+def measure(
+    engine: Engine,
+    workload: Workload,
+    seed: int,
+    limits: Limits,
+    meter: IdleMeter | None,
+    counter: CompilationCounter,
+) -> Result:
+    if meter is not None:
+        meter.take_us()
+    took = engine.run(workload, seed)
+    floors = Floors.of(engine.loaded, workload, limits)
+    seconds, requests = took["total"][0], workload.num_requests
+    counted = workload.num_output_tokens if workload.num_output_tokens > 1 else workload.num_prompt_tokens
+    return Result(
+        workload.name,
+        requests * workload.num_prompt_tokens / seconds,
+        requests * workload.num_output_tokens / seconds,
+        1e3 * percentile(took["ttft"], 50),
+        1e3 * statistics.mean(took["tpot"]) if took["tpot"] else float("nan"),
+        1e3 * percentile(took["itl"], 99),
+        meter.take_us() if meter is not None else float("nan"),
+        requests * counted / floors.total,
+        1e3 * floors.step,
+        1e3 * floors.prompt,
+        counter.num_late,
+    )
 
 
 if __name__ == "__main__":
