@@ -33,7 +33,8 @@ class PromptOrder(Protocol):
     def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
         """A step with these prompt tokens is on its way."""
 
-    def completed(self, step_id: int) -> None: ...
+    def completed(self, step_id: int) -> float:
+        """Seconds that the step took."""
 
     def ended(self, request: Request) -> None: ...
 
@@ -54,13 +55,14 @@ class _Measuring:
     def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
         self._steps[step_id] = self._clock(), sum(count for _, count in tokens)
 
-    def completed(self, step_id: int) -> None:
+    def completed(self, step_id: int) -> float:
         began, num_tokens = self._steps.pop(step_id)
         now = self._clock()
         seconds = now - max(began, self._last_completed)
         self._last_completed = now
         if num_tokens >= MIN_MEASURED_TOKENS:
             self.rate.measured(num_tokens, seconds)
+        return seconds
 
 
 class ArrivalOrder(_Measuring):

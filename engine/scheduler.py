@@ -71,8 +71,10 @@ class Scheduler(SchedulerState):
             return None
         step_id = self._next_step
         self._next_step += 1
-        output, self._launched[step_id] = StepBuilder(self, step_id).build(plan)
+        output, launched = StepBuilder(self, step_id).build(plan)
+        self._launched[step_id] = launched
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
+        launched.is_mixed = 0 < len(prompts) < len(plan.rows)
         self.prompt_order.launched(step_id, prompts)
         meta = None if self.connector is None else self.connector.build_connector_meta(output)
         if self.tiers is not None:
@@ -83,7 +85,9 @@ class Scheduler(SchedulerState):
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
-        self.prompt_order.completed(output.step_id)
+        seconds = self.prompt_order.completed(output.step_id)
+        if self.step_times is not None and launched.is_mixed:
+            self.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:
             return self._give_up(launched, result.failure)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):

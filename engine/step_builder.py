@@ -16,6 +16,7 @@ class LaunchedStep:
 
     row_requests: list[Request] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)
+    is_mixed: bool = False  # prompt work beside decodes
 
 
 class StepBuilder:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 
+SMOOTHING = 1 / 16
+MOST_SLOWNESS = 3.0  # beyond it something else than the step took the time
+
 
 class StepTimes:
-    """A table of measured points, read as straight lines between them. Pure."""
+    """A table of measured points, read as straight lines between them, and what serving adds to them: attention over
+    real lengths, patches of the batch. Pure."""
 
     def __init__(self, seconds_by_tokens: Mapping[int, float]) -> None:
         """At least one point. A larger step that was measured faster than a smaller one counts as equally slow."""
@@ -15,10 +19,25 @@ class StepTimes:
         self._seconds: list[float] = []
         for tokens in self._tokens:
             self._seconds.append(max([seconds_by_tokens[tokens], *self._seconds[-1:]]))
+        self._slowness = 1.0
+
+    def observed(self, tokens: int, seconds: float) -> None:
+        """How long a step with prompt work took in fact."""
+        ratio = min(MOST_SLOWNESS, max(1.0, seconds / self._seconds_of(tokens)))
+        self._slowness += SMOOTHING * (ratio - self._slowness)
+
+    def _seconds_of(self, tokens: int) -> float:
+        index = bisect.bisect_right(self._tokens, tokens)
+        if index in (0, len(self._tokens)):
+            return self._seconds[min(index, len(self._tokens) - 1)]
+        low, high = self._tokens[index - 1], self._tokens[index]
+        share = (tokens - low) / (high - low)
+        return self._seconds[index - 1] + share * (self._seconds[index] - self._seconds[index - 1])
 
     def most_tokens(self, seconds: float) -> int:
         """Tokens of the largest step that takes at most `seconds`; 0 if even the smallest measured one takes longer,
         the largest measured one if that takes less."""
+        seconds /= self._slowness
         index = bisect.bisect_right(self._seconds, seconds)
         if index == 0:
             return 0

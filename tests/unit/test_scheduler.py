@@ -138,6 +138,33 @@ def test_step_times_are_read_between_their_points() -> None:
     assert times.most_tokens(1.0) == 256
 
 
+def test_step_times_learn_what_serving_adds() -> None:
+    times = StepTimes({16: 0.004, 256: 0.012})
+    for _ in range(100):
+        times.observed(136, 0.010)  # a quarter longer than measured
+    assert times.most_tokens(0.010) == pytest.approx(136, abs=2)
+    for _ in range(100):
+        times.observed(136, 60.0)  # a stopped process, say
+    assert times.most_tokens(0.030) == pytest.approx(196, abs=2), "at most three times as slow"
+    for _ in range(100):
+        times.observed(8, 0.001)
+    assert times.most_tokens(0.008) == pytest.approx(136, abs=2), "never faster than measured"
+
+
+def test_only_steps_with_both_kinds_of_work_teach() -> None:
+    observed = []
+    harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64)
+    harness.scheduler.step_times = times = StepTimes({16: 0.001, 64: 0.001})
+    times.observed = lambda tokens, seconds: observed.append(tokens)  # type: ignore[method-assign]
+    harness.add("a", range(9), max_tokens=20)
+    for _ in range(3):
+        harness.step()
+    harness.add("b", range(28, 0, -1), max_tokens=2)
+    harness.run()
+    assert observed == [29]
+    harness.assert_output("b")
+
+
 def test_priority_comes_before_arrival() -> None:
     harness = Harness(max_num_seqs=1)
     for name, priority in (("late", 5), ("early", 0), ("middle", 3)):
