@@ -139,6 +139,8 @@ def both_kernels(batch: PagedBatch, spec: AttentionSpec) -> tuple[float, float]:
 
 
 def print_variants() -> None:
+    unpack_prefix.WORTHWHILE_QUERIES = 0
+    triton_prefill.UNTRIED = None
     print(f"{'Hopper kernel / general, TFLOP/s':34}" + "".join(f"{name:>14}" for name in VARIANT_SHAPES))
     for name, variant in VARIANTS.items():
         cells = []
@@ -148,7 +150,6 @@ def print_variants() -> None:
             hopper, general = both_kernels(make_batch(lengths, earlier, variant), variant.spec())
             cells.append(f"{work / hopper:.0f} / {work / general:.0f}")
         print(f"{name:34}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
-    unpack_prefix.WORTHWHILE_QUERIES = 0
     for new in FEW_QUERIES:
         hopper, general = both_kernels(make_batch((new,), 8192, VARIANTS["fp8"]), VARIANTS["fp8"].spec())
         print(f"{new} over 8k of fp8: {1e6 * hopper:.1f} / {1e6 * general:.1f} us", flush=True)

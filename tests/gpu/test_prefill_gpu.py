@@ -49,6 +49,7 @@ def poisoned_memory() -> None:
 @pytest.fixture(autouse=True)
 def hopper_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tested whether or not it serves."""
+    monkeypatch.setattr(triton_prefill, "UNTRIED", None)
 
 
 def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
