@@ -23,6 +23,7 @@ COLUMNS = (
     ("crowding ms", "crowding_s", 1e3),
     ("cached", "num_cached_tokens", 1),
     ("fetched", "num_fetched_tokens", 1),
+    ("from", "fetched_from", 1),
 )
 
 

@@ -43,6 +43,7 @@ OPTION_HELP: dict[str, str] = {
     "request_s": "deadline of a request",
     "drain_s": "longest time that running requests get to finish after SIGTERM",
     "quarantine_warn_s": "blocks that stay in quarantine longer are logged",
+    "pull_s": "seconds that a request waits at least for a prefix from a peer before it is computed",
     # NodeOptions
     "node_id": "name of this node, unique in the cluster; default: its role and a random suffix",
     "host": "address to listen on",

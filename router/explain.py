@@ -63,5 +63,6 @@ def _shown(choice: Choice) -> dict[str, Any]:
         "crowding_s": round(choice.crowding_s, 6),
         "num_cached_tokens": choice.num_cached_tokens,
         "num_fetched_tokens": choice.num_fetched_tokens,
+        "fetched_from": choice.holder,
         "no_room": choice.no_room,
     }

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.engine.messages import PeerRef
+from tandem.engine.messages import PeerRef, PrefixHint
 from tandem.router.node_view import NodeKey, NodeView, affinity, node_key
 from tandem.router.placement_policies import Choice, PlacementPolicy, Work, mean_new_tokens, price
+from tandem.router.prefix_source import with_holder
 
 __all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "find_placement", "node_key", "offers"]
 
@@ -36,7 +37,8 @@ class Placement(msgspec.Struct, frozen=True):
     primary: PeerRef  # makes the tokens
     prefill: PeerRef | None  # computes the prompt and hands its KV to the primary; None: the primary does all
     reason: str
-    choices: tuple[Choice, ...] = ()  # one for each of the nodes above
+    choices: tuple[Choice, ...] = ()  # one for each of the nodes above, whoever computes the prompt last
+    prefix: PrefixHint | None = None  # for whoever computes the prompt
 
     def explanation(self) -> str:
         """One line of ASCII for people: what was chosen and what it was expected to cost."""
@@ -57,11 +59,16 @@ def find_placement(
     """
     cached = {} if request.prompt_logprobs else cached_tokens
     finder = _Finder(request, cached, local_tail_tokens, policy, now)
+    placement = None
     if request.avoid:
         placement = finder.place([node for node in nodes if node.key not in request.avoid])
-        if placement is not None:
-            return placement
-    return finder.place(nodes)
+    if placement is None:
+        placement = finder.place(nodes)
+    if placement is None or not placement.choices[-1].num_fetched_tokens:
+        return placement
+    *others, computing = placement.choices
+    computing, prefix = with_holder(computing, nodes, cached, request.num_prompt_tokens)
+    return msgspec.structs.replace(placement, choices=(*others, computing), prefix=prefix)
 
 
 def offers(
@@ -77,7 +84,8 @@ def offers(
             kind = "prompt" if node.role == "prefill" else "all"
             kind = "tokens" if node.role == "decode" and prefills else kind
             work = Work(kind, request.num_prompt_tokens, transfer_s)
-            found.append(price(node, work, cached_tokens, now, usual))
+            choice = price(node, work, cached_tokens, now, usual)
+            found.append(with_holder(choice, nodes, cached_tokens, request.num_prompt_tokens)[0])
     return sorted(found, key=lambda choice: choice.cost_s)
 
 

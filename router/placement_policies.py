@@ -58,6 +58,7 @@ class Choice(msgspec.Struct, frozen=True):
     no_room: bool = False
     why: str = ""  # the policy, or "session"
     num_candidates: int = 1
+    holder: str = ""  # whom the fetched tokens come from
 
     @property
     def cost_s(self) -> float:
@@ -81,7 +82,7 @@ class Choice(msgspec.Struct, frozen=True):
         words = [f"{self.kind}={self.node.info.node_id}"]
         words += [f"by={self.why} of={self.num_candidates}"] if self.why else []
         words += [f"cached={self.num_cached_tokens}"]
-        words += [f"fetched={self.num_fetched_tokens}"] if self.num_fetched_tokens else []
+        words += [f"fetched={self.num_fetched_tokens} from={self.holder}"] if self.num_fetched_tokens else []
         words += [f"{name}={value * 1e3:.1f}ms" for name, value in seconds.items() if value]
         return " ".join([*words, "no_room"] if self.no_room else words)
 

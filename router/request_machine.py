@@ -39,11 +39,12 @@ class RequestMachine(RequestCore):
         attempt.awaiting, attempt.num_prior = set(attempt.nodes), len(self._seen(attempt))
         self.placed_at = self.placed_at if self.placed_at is not None else now
         base = self._submit(attempt, block_hashes, now)
+        computes = msgspec.structs.replace(base, prefix=placement.prefix) if placement.prefix is not None else base
         if placement.prefill is None:
-            return [Send(attempt.primary, base)]
+            return [Send(attempt.primary, computes)]
         assert attempt.prefill is not None
         decode = msgspec.structs.replace(base, mode="decode", peer=placement.prefill)
-        prefill = msgspec.structs.replace(base, mode="prefill", peer=placement.primary)
+        prefill = msgspec.structs.replace(computes, mode="prefill", peer=placement.primary)
         return [Send(attempt.primary, decode), Send(attempt.prefill, prefill)]
 
     def accepted(self, node: NodeKey, message: Accepted, now: float) -> list[Action]:
