@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+import time
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 import torch
 from gpu_ranks import run_ranks
@@ -11,6 +17,7 @@ from near_ties import check_against_reference
 from tensor_parallel_engine import run_in_child
 
 import tandem.deploy
+from real_cluster import RealCluster
 from tiny_models import random_prompt
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -43,3 +50,26 @@ def test_greedy_against_fp32(dtype: str) -> None:
             check_against_reference(DEMO, prompt, result["tokens"][f"{turn}-{length}-0"], getattr(torch, dtype))
     assert len(result["tokens"]["1-drawn-0"]) == 16
     assert result["num_cached"] > 0
+
+
+def test_a_rank_that_dies_takes_its_node_along_within_a_second() -> None:
+    """In the middle of a request, when the other GPU soon waits for a row that never comes."""
+    with RealCluster(DEMO, "--tensor-parallel-size", "2", "--device", "cuda") as cluster:
+        assert len(cluster.tokens(random_prompt(20, 1), 8)[0]) == 8
+        node = psutil.Process(cluster.pid_of("unified"))
+        (rank,) = [child for child in node.children() if "rank_main" in " ".join(child.cmdline())]
+
+        def ask() -> None:
+            with contextlib.suppress(httpx.HTTPError):
+                cluster.complete(random_prompt(20, 2), max_tokens=1900)
+
+        request = threading.Thread(target=ask)
+        request.start()
+        time.sleep(0.1)
+        rank.send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        psutil.wait_procs([node], timeout=5)
+        took = time.monotonic() - killed
+        request.join()
+    assert not node.is_running()
+    assert took < 1.5, f"noticed after {took:.1f} s: a second, and what the end of a process takes"
