@@ -1,10 +1,12 @@
 #!/bin/sh
 # The kernels' GPU tests under NVIDIA's compute-sanitizer: an access out of bounds or misaligned fails them (exit 66).
 #
-#   tests/gpu/sanitize.sh [pytest arguments]        TOOL=racecheck tests/gpu/sanitize.sh -k digest
+#   tests/gpu/sanitize.sh                           every file, its cases that are small enough: about 100 s each
+#   tests/gpu/sanitize.sh tests/gpu/test_decode_gpu.py [pytest arguments]
+#   TOOL=racecheck tests/gpu/sanitize.sh tests/gpu/test_decode_gpu.py -k in_fp8
 #
 # Every tensor gets an allocation of its own with a gap behind it, so that a store just past its end is seen; graphs
-# can't be captured like that, and their tests are left out, as are those that fill the memory. Slow: minutes to hours.
+# can't be captured like that, and their tests are left out, as are those that fill the memory.
 set -eu
 cd "$(dirname "$0")/../.."
 tool=${TOOL:-memcheck}
@@ -14,12 +16,27 @@ if [ ! -x "$sanitizer" ]; then
     echo "no compute-sanitizer: install the CUDA toolkit or set COMPUTE_SANITIZER" >&2
     exit 2
 fi
-if [ $# -eq 0 ]; then
-    set -- tests/gpu/test_kernels_gpu.py tests/gpu/test_prefill_gpu.py tests/gpu/test_sampling_gpu.py \
-        tests/gpu/test_cache_gpu.py -k "not graph and not beyond and not compiled"
-fi
 padding=""
 if [ "$tool" = memcheck ]; then padding="--padding 512"; fi
-# shellcheck disable=SC2086
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 exec "$sanitizer" --tool "$tool" $padding --target-processes all \
-    --error-exitcode 66 --print-limit 20 "$pytest" -p no:cacheprovider --timeout 3600 "$@"
+
+sanitize() {
+    echo "$tool: $*"
+    # shellcheck disable=SC2086
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$sanitizer" --tool "$tool" $padding --target-processes all \
+        --error-exitcode 66 --print-limit 20 "$pytest" -q -p no:cacheprovider --timeout 3600 "$@"
+}
+
+if [ $# -gt 0 ]; then
+    sanitize "$@"
+    exit
+fi
+failed=0
+small="not graph and not beyond and not compiled and not 131072 and not engine"
+for file in kernels sampling cache; do
+    sanitize "tests/gpu/test_${file}_gpu.py" -k "$small" || failed=$?
+done
+sanitize tests/gpu/test_decode_gpu.py -k "$small and not lengths3" || failed=$?
+sanitize tests/gpu/test_prefill_gpu.py \
+    -k "touches or without or other_head or fused or few_queries or (batches and dtype1 and chunked)" || failed=$?
+sanitize tests/gpu/test_matmul_gpu.py -k "odd_sizes or larger_matrix" || failed=$?
+exit "$failed"

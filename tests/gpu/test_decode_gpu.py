@@ -24,7 +24,7 @@ from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
 from tandem.kernels.metadata import RowBatch
 from tandem.kernels.prefix_groups import PrefixGroup
-from tandem.kernels.quantization import FP8_DTYPE
+from tandem.kernels.quantization import FP8_DTYPE, dequantize, quantize
 from tandem.kernels.sample_batches import PagedBatch, random_batch, share_prefix
 from tandem.kernels.shared_prefix import PrefixBuffers, SharedPrefixes
 from tandem.kernels.spec import AttentionSpec
@@ -87,6 +87,30 @@ def test_lengths(lengths: tuple[int, ...], cache: str) -> None:
     spec = AttentionSpec(8, 128, 128**-0.5, 2, kv_cache_dtype=cache)
     output = TritonOps.decode(batch.query, batch.kv(*scales), rows_of(batch), spec)
     check(output, exact(batch, spec, *scales), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("every_option", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "block", "new"), [
+    (8, 8, 64, 16, 1), (16, 1, 80, 32, 1), (8, 2, 96, 48, 2), (32, 8, 128, 64, 4), (8, 1, 128, 64, 8),
+    (4, 2, 256, 64, 1),
+])  # fmt: skip
+def test_fp8_of_other_shapes(heads: int, kv_heads: int, size: int, block: int, new: int, every_option: bool) -> None:
+    """One warp or four, 8 or 16 query rows of it, heads and blocks that tiles don't divide, up to 8 new tokens."""
+    sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_size": size, "block_size": block, "device": "cuda"}
+    lengths = (new, new + 1, 63 + new, 300, 700, 1500)
+    batch = random_batch((new,) * len(lengths), lengths, dtype=torch.bfloat16, cache_dtype=FP8_DTYPE, **sizes)
+    for tensor in (batch.key, batch.value):  # what the cache can hold
+        tensor.copy_(dequantize(quantize(tensor, 0.5), 0.5, tensor.dtype))
+    write(batch, 0.5, 0.5)
+    spec = AttentionSpec(heads, size, size**-0.5, kv_heads, kv_cache_dtype="fp8")
+    if every_option:
+        slopes = torch.tensor(reference.alibi_slopes(heads))
+        spec = replace(spec, alibi_slopes=slopes, sliding_window=400, logits_soft_cap=5.0)
+    tensors = batch.query.double(), batch.key.double(), batch.value.double()
+    expected = NativeOps.prefill(*tensors, batch.kv(0.5, 0.5), batch.metadata.all_rows(), spec)
+    for _ in range(2):  # the first call runs the other kernels, too
+        output = TritonOps.decode(batch.query, batch.kv(0.5, 0.5), rows_of(batch), spec)
+        check(output, expected, TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
