@@ -190,7 +190,8 @@ class SinkManager(SinkQueue):
         if record.machine.state in _UNTIL_SAFE:
             self._warn_of_long_quarantine(record)
         elif self._now >= record.deadline:
-            record.reason = outcomes.DEADLINE if record.request is not None else outcomes.EARLY
+            was_asked = record.request is not None or record.most_blocks
+            record.reason = outcomes.DEADLINE if was_asked else outcomes.EARLY
             self._run(record, record.machine.on(E.DEADLINE))
         if record.machine.state is S.EXPECTING and self._has_stayed_away(record):
             record.reason = outcomes.SOURCE_LOST

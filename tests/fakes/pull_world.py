@@ -1,0 +1,264 @@
+"""Nodes that pull from each other, with real managers and pools: memory, transfer threads and network in short.
+
+A block's content is the hash that it was computed for; whatever is cached must hold its own. `one_sided`: writes land
+whether their grant is open or not, and no fence of a node that lives ever ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from tandem.engine.block_pool import BlockPool
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
+from tandem.engine.interfaces import NoTiers
+from tandem.engine.kv_layout import KVGroup, KVLayout
+from tandem.engine.messages import (
+    KVClaim,
+    KVDrained,
+    KVPull,
+    KVReady,
+    KVRelease,
+    NodeInfo,
+    PeerRef,
+    PrefixHint,
+    peer_id_of,
+)  # fmt: skip
+from tandem.engine.request import Request
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.meta import CloseGrant, Finalize, OpenGrant, ReadySent, Retire, Retired, Verified, Verify
+from tandem.kv_connector.outcomes import Fetched, NotFetched
+from tandem.kv_connector.peer_effects import Fenced, FenceSource
+from tandem.kv_connector.pull_asker import PullAsker
+from tandem.kv_connector.pull_holder import PullHolder
+from tandem.kv_connector.sink import SinkManager
+from tandem.kv_connector.source import SourceManager
+
+BLOCK = 4
+LAYOUT = KVLayout((KVGroup(1, 1, 1, "float32"),), BLOCK)
+TIMES = Timeouts(pull_s=5.0, resend_s=0.5, connect_s=3.0)
+NOTHING = b"?" * 16
+
+
+def chain(seed: int, num_blocks: int) -> list[bytes]:
+    """Hashes of a prompt; those of one seed share their prefix."""
+    return [bytes([seed, index]) * 8 for index in range(num_blocks)]
+
+
+class PullNode:
+    """One node's managers as HandoffNode joins them."""
+
+    def __init__(self, name: str, num_blocks: int) -> None:
+        options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), timeouts=TIMES)
+        keys = ClusterKeys(b"k" * 16, False)
+        self.info = NodeInfo(node_id=name, epoch=ord(name), role="unified", layout=LAYOUT)
+        self.peer_id = peer_id_of(name, self.info.epoch)
+        self.pool = BlockPool(num_blocks, enable_caching=True)
+        self.source = SourceManager(self.info, keys, self.pool, options)
+        self.sink = SinkManager(self.info, keys, self.pool, options)
+        self.asker = PullAsker(self.info, self.pool, self.sink, NoTiers(), options)
+        self.holder = PullHolder(self.info, self.pool, self.source, NoTiers(), options)
+        self.content = [NOTHING] * num_blocks
+        self.jobs: deque[Any] = deque()
+        self.open: set[int] = set()
+        self.retired: set[int] = set()
+        self.waiting: list[Request] = []
+        self.num_computed = 0  # blocks
+
+    @property
+    def ref(self) -> PeerRef:
+        return PeerRef(self.info.node_id, self.info.epoch, "")
+
+    def schedule(self, request: Request) -> bool:
+        """Starts and ends `request`, if it waits for nothing."""
+        hashes, pool = request.block_hashes, self.pool
+        hits = pool.match_prefix(hashes)
+        if len(hashes) - len(hits) > pool.num_free - pool.num_unused(hits):
+            self.asker.give_way(besides=request)
+            return False
+        if self.asker.prepare(request, hashes, hits, False) is None:
+            return False
+        self.waiting.remove(request)
+        pool.touch(hits)
+        new = pool.allocate(len(hashes) - len(hits))
+        assert new is not None
+        self.asker.started(request, hashes)
+        self.num_computed += len(new)
+        for index, block_id in enumerate(new, len(hits)):
+            self.content[block_id] = hashes[index]
+            pool.register(block_id, hashes[index], hashes[index - 1] if index else None)
+        self.asker.ended(request)
+        pool.free([*hits, *new], None)
+        return True
+
+    def check(self) -> None:
+        for part in (self.pool, self.source, self.sink, self.asker):
+            part.check_integrity()  # type: ignore[attr-defined]
+        for block_id, content in enumerate(self.content):
+            block_hash = self.pool.block_hash(block_id)
+            assert block_hash in (None, content), f"{self.info.node_id}: block {block_id} holds another's bytes"
+
+
+class PullWorld:
+    """`post` is what has been sent and not arrived; nothing arrives by itself."""
+
+    def __init__(self, *num_blocks: int, one_sided: bool = False, rng: random.Random | None = None) -> None:
+        self.nodes = [PullNode("abc"[index], count) for index, count in enumerate(num_blocks)]
+        self.one_sided, self.rng, self.now = one_sided, rng or random.Random(0), 1.0
+        self.post: list[tuple[PullNode, PullNode, Any]] = []
+        self._names = itertools.count()
+        for one, other in itertools.permutations(self.nodes, 2):
+            self._greet(one, other)
+
+    # --- what may happen ------------------------------------------------------------------------------------
+
+    def submit(self, node: int, hashes: list[bytes], holder: int | None = None) -> Request:
+        ids = np.zeros(len(hashes) * BLOCK + 1, np.int32)
+        request = Request(f"r{next(self._names)}", 0, ids, SamplingParams(), block_hashes=list(hashes))
+        if holder is not None:
+            self.nodes[node].asker.want(request, PrefixHint(self.nodes[holder].ref, len(hashes) * BLOCK))
+        self.nodes[node].waiting.append(request)
+        return request
+
+    def schedule(self) -> None:
+        for node in self.nodes:
+            for request in list(node.waiting):
+                node.schedule(request)
+        self._settle()
+
+    def cancel(self, node: PullNode, request: Request) -> None:
+        node.waiting.remove(request)
+        node.asker.ended(request)
+        self._settle()
+
+    def deliver(self, letter: tuple[PullNode, PullNode, Any], keep: bool = False) -> None:
+        if not keep:
+            self.post.remove(letter)
+        sender, to, message = letter
+        if isinstance(message, KVPull):
+            to.holder.on_pull(sender.peer_id, message, self.now)
+        elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
+            to.sink.on_message(sender.peer_id, message, self.now)
+        else:
+            to.source.on_message(sender.peer_id, message, self.now)
+        self._settle()
+
+    def transfer(self, node: PullNode, corrupt: bool = False) -> None:
+        """The next job of a node's transfer thread."""
+        job = node.jobs.popleft()
+        if isinstance(job, Verify):
+            expected = [job.digests[i : i + 8] for i in range(0, len(job.digests), 8)]
+            found = [node.content[block_id][:8] for block_id in job.block_ids]
+            bad = tuple(i for i, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
+            node.sink.on_transfer_event(Verified(job.key, job.grant_id, job.round, bad), self.now)
+        elif isinstance(job, Retire):
+            node.source.on_transfer_event(Retired(job.key, job.grant_id), self.now)
+        elif job.grant_id not in node.retired:
+            self._run_source_job(node, job, corrupt)
+        self._settle()
+
+    def lose_each_other(self, one: PullNode, other: PullNode) -> None:
+        """As both control planes do after silence; what was under way between them is gone."""
+        self.post = [letter for letter in self.post if {letter[0], letter[1]} != {one, other}]
+        for me, peer in ((one, other), (other, one)):
+            me.source.peer_lost(peer.info.node_id, peer.info.epoch)
+            me.sink.peer_lost(peer.info.node_id, peer.info.epoch)
+            me.holder.peer_lost(peer.peer_id)
+            self._settle()
+            me.asker.peer_lost(peer.info.node_id, peer.info.epoch)
+            self._settle()
+        for me, peer in ((one, other), (other, one)):
+            self._greet(me, peer)
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for node in self.nodes:
+            for part in (node.asker, node.holder, node.source, node.sink):
+                part.on_tick(self.now)  # type: ignore[attr-defined]
+        self._settle()
+
+    def run(self, turns: int = 60) -> None:
+        """Everything goes well from here on, until nothing more happens."""
+        for _ in range(turns):
+            self.schedule()
+            while self.post or any(node.jobs for node in self.nodes):
+                for node in self.nodes:
+                    if node.jobs:
+                        self.transfer(node)
+                if self.post:
+                    self.deliver(self.post[0])
+            self.tick(0.6)
+
+    def check_whole(self) -> None:
+        for node in self.nodes:
+            assert not node.waiting, "a request never started"
+            assert node.pool.num_free == node.pool.num_blocks, f"{node.info.node_id} leaks blocks"
+            assert node.source.is_idle
+            assert node.sink.is_idle
+            assert node.holder.is_idle
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _greet(self, me: PullNode, peer: PullNode) -> None:
+        me.sink.peer_connected(peer.info)
+        me.source.peer_connected(peer.info)
+        me.asker.peer_connected(peer.info)
+        self._settle()
+
+    def _run_source_job(self, node: PullNode, job: Any, corrupt: bool) -> None:
+        grant = job.grant
+        sink = next(each for each in self.nodes if each.info.node_id == grant.sink_id)
+        if isinstance(job, Finalize):
+            ready = KVReady(
+                request_id=grant.request_id, attempt=grant.attempt, grant_id=grant.grant_id,
+                grant_signature=grant.signature, source_id=node.info.node_id, source_epoch=node.info.epoch,
+                sink_epoch=grant.sink_epoch, first_tokens=(), round=job.round,
+                digests=b"".join(node.content[block_id][:8] for block_id in job.source_block_ids),
+            )  # fmt: skip
+            self.post.append((node, sink, ready))
+            node.source.on_transfer_event(ReadySent(job.key, grant.grant_id, ready), self.now)
+        elif self.one_sided or grant.grant_id in sink.open:
+            record = sink.sink._records[grant.request_id, grant.attempt]
+            for source, destination in zip(job.source_block_ids, job.destination_block_ids, strict=True):
+                assert node.pool.ref_count(source) > 0, "a push reads a block that was freed"
+                assert destination in record.granted, "a write lands in a block that its grant no longer holds"
+                sink.content[destination] = NOTHING if corrupt else node.content[source]
+
+    def _settle(self) -> None:
+        """What the managers want done, but for what takes time."""
+        for node in self.nodes:
+            for outcome in node.source.drain_events():
+                assert node.holder.on_outcome(outcome), "a hand-off that was no pull"
+            for ended in node.sink.drain_events():
+                assert isinstance(ended, Fetched | NotFetched)
+                node.asker.on_outcome(ended)
+            for effect in [*node.source.drain_peer_effects(), *node.sink.drain_peer_effects()]:
+                if isinstance(effect, FenceSource) and not self.one_sided:
+                    source = next(each for each in self.nodes if each.info.node_id == effect.node_id)
+                    source.jobs = deque(job for job in source.jobs if _lands_elsewhere(job, node))
+                    node.sink.on_transfer_event(Fenced(effect.node_id, effect.epoch), self.now)
+            for command in node.sink.drain_transport_commands():
+                if isinstance(command, OpenGrant):
+                    node.open.add(command.grant.grant_id)
+                else:
+                    assert isinstance(command, CloseGrant)
+                    node.open.discard(command.grant_id)
+            jobs = [*node.source.drain_jobs(), *node.sink.drain_jobs()]
+            node.retired |= {job.grant_id for job in jobs if isinstance(job, Retire)}
+            node.jobs.extend(jobs)
+            node.asker.drain_connects()
+            for part in (node.source, node.sink, node.asker, node.holder):
+                for peer_id, message in part.drain_outbox():  # type: ignore[attr-defined]
+                    to = next(each for each in self.nodes if each.peer_id == peer_id)
+                    self.post.append((node, to, message))
+            node.check()
+
+
+def _lands_elsewhere(job: Any, sink: PullNode) -> bool:
+    """Not a push into `sink`, whose fence makes it vain."""
+    return isinstance(job, Finalize | Retire | Verify) or job.grant.sink_id != sink.info.node_id

@@ -1,0 +1,195 @@
+"""Pulls between nodes without I/O: whatever is lost, doubled, late, corrupted or evicted, no byte is ever wrong, every
+request starts, and in the end every block is free."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pull_world import BLOCK, PullNode, PullWorld, chain
+
+from tandem.engine.messages import KVClaim, KVPull, KVRelease
+
+
+def kinds(world: PullWorld) -> list[type]:
+    return [type(message) for _, _, message in world.post]
+
+
+def warm(world: PullWorld, node: int, hashes: list[bytes]) -> None:
+    world.submit(node, hashes)
+    world.schedule()
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_what_a_peer_has_is_not_computed(one_sided: bool) -> None:
+    world = PullWorld(16, 16, one_sided=one_sided)
+    warm(world, 0, chain(1, 5))
+    world.submit(1, chain(1, 7), holder=0)
+    world.run()
+    asker = world.nodes[1].asker
+    assert (asker.counters.completed, asker.counters.tokens) == (1, 5 * BLOCK)
+    assert world.nodes[1].num_computed == 2
+    world.check_whole()
+
+
+def test_own_hits_are_not_asked_for_and_the_claim_says_how_much_there_is() -> None:
+    world = PullWorld(16, 16)
+    warm(world, 0, chain(1, 5))
+    warm(world, 1, chain(1, 2))
+    world.submit(1, chain(1, 7), holder=0)
+    world.schedule()
+    (question,) = world.post
+    assert isinstance(question[2], KVPull)
+    assert question[2].first_block == 2
+    world.deliver(question)
+    (answer,) = world.post
+    assert isinstance(answer[2], KVClaim)
+    assert answer[2].num_prompt_tokens == 3 * BLOCK
+    world.run()
+    assert world.nodes[1].num_computed == 2 + 2
+    world.check_whole()
+
+
+def test_evicted_meanwhile_means_no() -> None:
+    world = PullWorld(8, 16)
+    warm(world, 0, chain(1, 5))
+    world.submit(1, chain(1, 5), holder=0)
+    world.schedule()
+    warm(world, 0, chain(2, 8))
+    world.deliver(world.post[0])
+    assert kinds(world) == [KVRelease]
+    world.run()
+    assert world.nodes[1].asker.counters.failed == 1
+    assert world.nodes[1].num_computed == 5
+    world.check_whole()
+
+
+def test_what_is_offered_can_not_be_evicted() -> None:
+    world = PullWorld(8, 16)
+    warm(world, 0, chain(1, 5))
+    world.submit(1, chain(1, 5), holder=0)
+    world.schedule()
+    world.deliver(world.post[0])
+    world.submit(0, chain(2, 8))
+    world.schedule()
+    assert world.nodes[0].waiting, "it needs the blocks that are being pulled"
+    world.run()
+    assert world.nodes[1].asker.counters.completed == 1
+    world.check_whole()
+
+
+def test_a_lost_question_is_asked_again_and_a_silent_peer_given_up() -> None:
+    world = PullWorld(16, 16)
+    warm(world, 0, chain(1, 5))
+    world.submit(1, chain(1, 5), holder=0)
+    world.schedule()
+    world.post.clear()
+    world.tick(0.6)
+    assert kinds(world) == [KVPull]
+    for _ in range(10):
+        world.post.clear()
+        world.tick(0.6)
+    assert world.nodes[1].asker.counters.failed == 1
+    world.run()
+    assert world.nodes[1].num_computed == 5
+    world.check_whole()
+
+
+def test_a_second_request_waits_for_the_first_ones_pull() -> None:
+    world = PullWorld(16, 16)
+    warm(world, 0, chain(1, 5))
+    for holder in (0, 0, None):
+        world.submit(1, chain(1, 5), holder=holder)
+    world.run()
+    assert world.nodes[1].asker.counters.asked == 1
+    assert world.nodes[1].num_computed == 0
+    world.check_whole()
+
+
+def test_no_room_is_no_reason_to_wait() -> None:
+    """What others hold here leaves no block for what would come; the peer is told to stop."""
+    world = PullWorld(16, 8)
+    warm(world, 0, chain(1, 5))
+    world.submit(1, chain(1, 5), holder=0)
+    world.schedule()
+    taken = world.nodes[1].pool.allocate(5)
+    assert taken is not None
+    world.deliver(world.post[0])
+    world.deliver(world.post[0])
+    assert world.nodes[1].asker.counters.failed == 1
+    world.nodes[1].pool.free(taken, None)
+    world.run()
+    world.check_whole()
+
+
+def test_giving_way_gives_everything_back() -> None:
+    world = PullWorld(16, 16)
+    warm(world, 0, chain(1, 5))
+    world.submit(1, chain(1, 5), holder=0)
+    world.schedule()
+    world.deliver(world.post[0])
+    world.deliver(world.post[0])  # the claim: granted
+    world.nodes[1].asker.give_way()
+    world.run()
+    world.check_whole()
+    assert world.nodes[1].num_computed == 5
+
+
+def test_a_slow_peer_is_asked_less_and_less_seldom() -> None:
+    """Its measured rate says no; each no makes it a little less believed."""
+    world = PullWorld(16, 16)
+    asker = world.nodes[1].asker
+    asker.compute_seconds_per_token = lambda: 0.01
+    asker.rates.measured("a", 100, 1.02)
+    assert [asker.rates.is_worth("a", 0.01) for _ in range(3)] == [False, True, True]
+    warm(world, 0, chain(1, 5))
+    asker.rates.measured("a", 100, 100.0)
+    world.submit(1, chain(1, 5), holder=0)
+    world.run(2)
+    assert (asker.counters.declined, asker.counters.asked) == (1, 0)
+    world.check_whole()
+
+
+def happen(world: PullWorld, rng: random.Random) -> None:
+    """One thing out of all that can."""
+    node: PullNode = rng.choice(world.nodes)
+    kind = rng.random()
+    if kind < 0.05:
+        index = world.nodes.index(node)
+        holder = rng.choice([None, *(other for other in range(len(world.nodes)) if other != index)])
+        world.submit(index, chain(rng.randrange(2), rng.randrange(2, 7)), holder=holder)
+    elif kind < 0.20:
+        world.schedule()
+    elif kind < 0.60:
+        if world.post:
+            world.deliver(rng.choice(world.post), keep=rng.random() < 0.1)
+    elif kind < 0.90:
+        if node.jobs:
+            world.transfer(node, corrupt=rng.random() < 0.1)
+    elif kind < 0.98:
+        world.tick(rng.choice([0.02, 0.02, 0.1, 0.6]))
+    elif rng.random() < 0.3:
+        if world.post:
+            world.post.remove(rng.choice(world.post))
+    elif node.waiting and rng.random() < 0.3:
+        world.cancel(node, rng.choice(node.waiting))
+    elif rng.random() < 0.2:
+        world.lose_each_other(*rng.sample(world.nodes, 2))
+    elif rng.random() < 0.2:
+        node.pool.flush()
+    else:
+        world.tick(3.0)
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_whatever_happens_in_tiny_pools(one_sided: bool) -> None:
+    completed = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        world = PullWorld(9, 8, 12, one_sided=one_sided, rng=rng)
+        for _ in range(500):
+            happen(world, rng)
+        world.run(40)
+        world.check_whole()
+        completed += sum(node.asker.counters.completed for node in world.nodes)
+    assert completed > 50, "little of this showed anything"
