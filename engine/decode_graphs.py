@@ -47,7 +47,7 @@ class DecoderLike(Protocol):
         self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: WantedTokens | None = None
     ) -> torch.Tensor: ...
 
-    def project(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 def graph_sizes(max_rows: int) -> list[int]:
@@ -74,6 +74,7 @@ class DecodeBatch:
         self._words[0] = -1
         self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
+        self.device = state.device
         self._pinned = state.device.type == "cuda"
 
     def fill(self, rows: Sequence[ScheduledRow], size: int) -> None:
@@ -84,7 +85,9 @@ class DecodeBatch:
         words[0, len(rows) :], words[1, len(rows) :] = -1, 0
         self._words[:, :size].copy_(host, non_blocking=True)
 
-    def forward(self, size: int, prefixes: SharedPrefixes | None = None) -> torch.Tensor:
+    def forward(
+        self, size: int, prefixes: SharedPrefixes | None = None, out_GV: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Logits [size, V] in the model's dtype, for what `fill` put there."""
         slot_G, position_G = self._words[0, :size], self._words[1, :size]
         state, inputs = self._state, self._inputs.first(size)
@@ -103,7 +106,7 @@ class DecodeBatch:
         )
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers)):
             hidden_GH = self._model(inputs.input_ids_R, position_G)
-        return self._model.project(hidden_GH)
+        return self._model.project(hidden_GH, out_GV)
 
     def store(self, token_R: torch.Tensor) -> None:
         """The sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
@@ -138,14 +141,15 @@ class DecodeGraphs:
     def capture(self) -> None:
         """Captures largest first, so that the smaller find their memory in the shared pool. Rows are padding: no KV
         is written."""
+        stream = torch.cuda.Stream(self.batch.device)  # torch's own would be that of the process's first capture
         pool = None
         for size in reversed(self.sizes):
-            pool = self._capture(size, None, pool)
+            pool = self._capture(size, None, pool, stream)
         for size in reversed(self.shared_sizes):
             assert self._sharing is not None
-            pool = self._capture(size, self._sharing.nothing(size), pool)
+            pool = self._capture(size, self._sharing.nothing(size), pool, stream)
 
-    def _capture(self, size: int, prefixes: SharedPrefixes | None, pool: Any) -> Any:
+    def _capture(self, size: int, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream) -> Any:
         """Captures one graph in the memory pool (None: a new one) -> the pool."""
         self.batch.fill((), size)
         logits = self.batch.forward(size, prefixes)  # compiles kernels, makes cached constants: not under capture
@@ -154,8 +158,8 @@ class DecodeGraphs:
         self.batch.store(argmax_tokens(logits))
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._logits_GV[:size].copy_(self.batch.forward(size, prefixes))
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
+            self.batch.forward(size, prefixes, self._logits_GV[:size])
         self._graphs[size, prefixes is not None] = graph
         return graph.pool()
 
