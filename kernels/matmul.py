@@ -58,6 +58,8 @@ def linear(
     """x @ weight^T + bias, summed in fp32, as torch.nn.functional.linear. Allocates `out_MN` alone, when not given."""
     plan = _plan(x_MK, weight_NK)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
+        if out_MN is not None and bias_N is None:
+            return torch.mm(x_MK, weight_NK.t(), out=out_MN)
         return _into(out_MN, functional.linear(x_MK, weight_NK, bias_N))
     return _by_plan(plan, x_MK, weight_NK, bias_N, out_MN, silu=False)
 

@@ -263,9 +263,9 @@ class DecoderModel(nn.Module):
         only_decodes = isinstance(metadata, AttentionMetadata) and metadata.num_decode_rows == len(residual_TE)
         return only_decodes and few_rows.serves(residual_TE, self._few_rows_products)
 
-    def project(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+    def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
         """[N, E] -> logits [N, V] in the model's dtype; in a group of this rank's run of the vocabulary."""
-        return linear(hidden_NE, self.lm_head.weight[self._head_rows])
+        return linear(hidden_NE, self.lm_head.weight[self._head_rows], None, out_NV)
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, E] -> fp32 [N, V], of the whole vocabulary."""
