@@ -190,7 +190,8 @@ class DecoderModel(nn.Module):
         torch.set_default_dtype(dtype)
         try:
             with torch.device("meta"):
-                self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+                # From a tensor, since drawing values on the meta device imports torch's compiler: seconds of the start.
+                self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
                 self.layers = nn.ModuleList(
                     DecoderLayer(own, i, attention_backend, group) for i in range(config.num_layers)
                 )
