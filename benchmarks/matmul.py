@@ -20,7 +20,16 @@ from torch.nn import functional
 
 from tandem.kernels import matmul
 from tandem.kernels.fused_ops import silu_mul
-from tandem.kernels.matmul_plans import GATE_UP_GROUP, Plan, RowsPlan, StreamPlan, choose_plan
+from tandem.kernels.matmul_plans import (
+    GATE_UP_GROUP,
+    SHARED_BYTES,
+    SHARED_HALF,
+    Plan,
+    RingPlan,
+    RowsPlan,
+    StreamPlan,
+    choose_plan,
+)
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128)
 # Name -> outputs, inputs, times a step.
@@ -32,7 +41,6 @@ PRODUCTS = {
     "lm_head": (128256, 4096, 1),
 }
 GATED = ("gate_up",)  # measured with its SiLU times up
-SHARED_BYTES = 226 << 10
 MULTIPROCESSORS = 132
 WORTH = 0.98  # a plan is taken when it needs less than this share of torch's time
 REUSE = 1.015  # a plan whose kernel is compiled for other sizes anyway may be this much slower than the best
@@ -102,7 +110,7 @@ def stream_plans(rows: int, outputs: int, inputs: int) -> Iterator[StreamPlan]:
         staged_out = tile_n * min(tile_m, 128) * 2
         tiles, lanes = -(-outputs // tile_n), -(-rows // tile_m)
         for resident in (1, 2):
-            stages = min(12, (SHARED_BYTES // resident - staged_out - 2048) // stage)
+            stages = min(12, ((226 << 10) // resident - staged_out - 2048) // stage)
             if stages < 2 + (resident == 1) or (resident == 2 and tile_n * tile_m > 128 * 128):
                 continue
             most = MULTIPROCESSORS * resident // lanes
@@ -113,9 +121,29 @@ def stream_plans(rows: int, outputs: int, inputs: int) -> Iterator[StreamPlan]:
                 yield from (whole._replace(lead=lead) for lead in (0, 128 // tile_k, 256 // tile_k, 512 // tile_k))
 
 
+def ring_plans(rows: int, outputs: int, inputs: int) -> Iterator[RingPlan]:
+    shapes = {
+        64: ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2)),
+        128: ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2)),
+        256: ((64, 1), (128, 2)),
+    }
+    for tile_m in (64, 128, 256):
+        if rows <= 32 or (tile_m < rows and tile_m < 128) or tile_m >= 2 * rows:
+            continue
+        for tile_n, groups in shapes[tile_m]:
+            for tile_k in (64, 128):
+                for splits in (0, 1, 2, 4, 8):
+                    whole = RingPlan(tile_n, tile_m, tile_k, 0, groups, splits)
+                    stage = (tile_n + tile_m) * tile_k * 2 + 16
+                    for limit in (SHARED_HALF, SHARED_BYTES):
+                        stages = min(8, (limit - 512 - whole.shared_bytes) // stage)
+                        if stages >= 3 or (stages == 2 and tile_k == 128):
+                            yield whole._replace(stages=stages)
+
+
 def candidates(rows: int, outputs: int, inputs: int) -> list[Plan]:
     """Plans worth measuring for one product."""
-    plans: set[Plan] = set(stream_plans(rows, outputs, inputs))
+    plans: set[Plan] = {*stream_plans(rows, outputs, inputs), *ring_plans(rows, outputs, inputs)}
     if rows <= 4:
         plans |= {RowsPlan(tile_n, 2048, warps) for tile_n in (2, 4) for warps in (4, 8)}
     return sorted(plan for plan in plans if plan.is_valid(rows, outputs, inputs))
@@ -134,6 +162,8 @@ class Kernel(NamedTuple):
 def kernel_of(plan: Plan, rows: int, inputs: int, gated: bool) -> Kernel:
     if isinstance(plan, StreamPlan):  # the same for all sizes
         return Kernel(plan._replace(programs=1, lead=0), gated, min(plan.tile_m, 64), 512, 1024)
+    if isinstance(plan, RingPlan):
+        return Kernel(plan, gated, plan.tile_m - 3, 2 * plan.tile_n, 1536)
     return Kernel(plan, gated, rows, 512, inputs)
 
 

@@ -12,7 +12,10 @@ from typing import NamedTuple
 GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernels' epilogues depend on it
 LONGEST_TUNED = 320  # rows
 MAX_PROGRAMS = 264
-WORKSPACE_WORDS = 132 * 128 * 256
+MULTIPROCESSORS = 132
+WORKSPACE_WORDS = MULTIPROCESSORS * 192 * 256
+SHARED_BYTES = 227 << 10  # a program's limit on Hopper
+SHARED_HALF = 113 << 10  # so that two programs fit a multiprocessor
 
 
 class StreamPlan(NamedTuple):
@@ -46,6 +49,69 @@ class StreamPlan(NamedTuple):
         return even and 0 < self.lead < units // self.programs
 
 
+class RingPlan(NamedTuple):
+    """triton_kernels/matmul_ring.py: tensor cores, a loading warp, one to three multiplying warpgroups."""
+
+    tile_n: int
+    tile_m: int
+    tile_k: int
+    stages: int
+    groups: int
+    splits: int  # 1: whole tiles; 0: even shares of all steps; more: programs a tile
+
+    @property
+    def height(self) -> int:
+        """Outputs of one warpgroup."""
+        return self.tile_n // self.groups
+
+    @property
+    def sums(self) -> int:
+        """Registers of a thread that hold unfinished sums."""
+        return self.height * self.tile_m // 128
+
+    @property
+    def parts(self) -> int:
+        """In how many pieces a tile ends that isn't exchanged: 128 sums a thread are too many to add others to."""
+        return 2 if self.splits < 2 and self.sums >= 128 else 1
+
+    @property
+    def rows_stored(self) -> int:
+        return self.tile_m // max(self.splits, self.parts)
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.stages * ((self.tile_n + self.tile_m) * self.tile_k * 2 + 16)
+        return ring + self.tile_n * self.rows_stored * 2
+
+    @property
+    def resident(self) -> int:
+        """How many programs fit a multiprocessor; where it is two, the next product loads while this one ends."""
+        most_sums = {1: 64, 2: 32, 3: 0}[self.groups]  # of half the registers
+        return 2 if self.shared_bytes <= SHARED_HALF and self.sums <= most_sums else 1
+
+    def lanes(self, num_rows: int) -> int:
+        return -(-num_rows // self.tile_m)
+
+    def grid(self, num_rows: int, num_outputs: int, num_inputs: int) -> int:
+        lanes, tiles = self.lanes(num_rows), -(-num_outputs // self.tile_n)
+        if self.splits > 1:
+            return lanes * tiles * self.splits
+        if self.splits == 1:
+            return lanes * min(tiles, MULTIPROCESSORS * self.resident // lanes)
+        return lanes * min(tiles * -(-num_inputs // self.tile_k), MULTIPROCESSORS // lanes)
+
+    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        """Whether the tiles fit a multiprocessor, and programs that wait for each other all run at once."""
+        grid, k_tiles = self.grid(num_rows, num_outputs, num_inputs), -(-num_inputs // self.tile_k)
+        if self.splits != 1 and grid > MULTIPROCESSORS:
+            return False
+        spread = self.splits < 2 or (self.tile_m // self.splits >= 8 and k_tiles >= self.splits)
+        fits = self.shared_bytes <= SHARED_BYTES and self.sums <= 128
+        return (
+            grid > 0 and fits and spread and (self.splits == 1 or grid * self.tile_n * self.tile_m <= WORKSPACE_WORDS)
+        )
+
+
 class RowsPlan(NamedTuple):
     """triton_kernels/matmul_rows.py: up to four rows, every program a few whole outputs."""
 
@@ -58,13 +124,16 @@ class RowsPlan(NamedTuple):
         return num_rows <= 4 and whole and self.tile_n <= 2 * GATE_UP_GROUP
 
 
-Plan = StreamPlan | RowsPlan
+Plan = StreamPlan | RingPlan | RowsPlan
+PLANS: dict[int, type[StreamPlan] | type[RingPlan] | type[RowsPlan]] = {
+    len(kind._fields): kind for kind in (StreamPlan, RingPlan, RowsPlan)
+}
 Table = Mapping[tuple[int, int], tuple[tuple[int, "Plan | None"], ...]]
 
 
 def parse_table(text: str) -> Table:
     """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising; a plan lists the fields of a
-    StreamPlan (seven) or a RowsPlan (three). ValueError for anything else."""
+    StreamPlan (seven), a RingPlan (six) or a RowsPlan (three). ValueError for anything else."""
     table = {}
     for sizes, steps in json.loads(text)["products"].items():
         num_outputs, num_inputs = (int(size) for size in sizes.split(","))
@@ -77,9 +146,9 @@ def parse_table(text: str) -> Table:
 def _parse_plan(fields: list[int] | None) -> Plan | None:
     if fields is None:
         return None
-    if len(fields) not in (len(RowsPlan._fields), len(StreamPlan._fields)):
-        raise ValueError(f"a plan of {len(fields)} fields, expected 3 or 7: write the table anew")
-    return RowsPlan(*fields) if len(fields) == len(RowsPlan._fields) else StreamPlan(*fields)
+    if len(fields) not in PLANS:
+        raise ValueError(f"a plan of {len(fields)} fields, expected 3, 6 or 7: write the table anew")
+    return PLANS[len(fields)](*fields)
 
 
 def choose_plan(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> Plan | None:

@@ -10,7 +10,8 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tandem.kernels.matmul_plans import Plan, RowsPlan, StreamPlan
+from tandem.kernels.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.triton_kernels.matmul_ring import matmul_ring_kernel
 from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel
 from tandem.kernels.triton_kernels.matmul_stream import matmul_stream_kernel
 
@@ -36,6 +37,25 @@ def stream_constants(plan: StreamPlan, *, has_bias: bool, silu: bool) -> dict[st
 @functools.cache
 def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
+
+
+def ring_constants(plan: RingPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
+    """The kernel's compile-time constants and options for a plan. Warpgroups trade registers: the sum over them, with
+    the loading warp's, is what the launch gave."""
+    group, loader = {1: (216, 40), 2: (232, 40), 3: (160, 32)}[plan.groups]
+    options: dict[str, Any] = {"num_warps": 4}
+    if plan.resident == 2:
+        options["maxnreg"] = {1: 128, 2: 80}[plan.groups]
+        group, loader = {1: (216, 40), 2: (104, 32)}[plan.groups]
+    return {
+        "HEIGHT": plan.height, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
+        "GROUPS": plan.groups, "SPLITS": plan.splits, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
+        "GROUP_REGISTERS": group, "LOADER_REGISTERS": loader, **options,
+    }  # fmt: skip
+
+
+def ring_y_tile(plan: RingPlan, silu: bool) -> tuple[int, int]:
+    return plan.rows_stored, plan.height // 2 if silu else plan.height
 
 
 def rows_constants(
@@ -69,6 +89,8 @@ def launch(
     assert plan.is_valid(x_MK.shape[0], *weight_NK.shape), f"{plan} for {x_MK.shape[0]} rows of {weight_NK.shape}"
     if isinstance(plan, RowsPlan):
         launch_rows(plan, x_MK, weight_NK, out_MN, bias_N=bias_N, silu=silu)
+    elif isinstance(plan, RingPlan):
+        _launch_ring(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
     else:
         _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
 
@@ -122,6 +144,31 @@ def _launch_stream(
         plan.lead,
         launch_pdl=True,
         **constants,
+    )
+
+
+def _launch_ring(
+    plan: RingPlan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    workspace: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
+    matmul_ring_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
+        _describe(weight_NK, plan.height, plan.tile_k),
+        _describe(x_MK, plan.tile_m, plan.tile_k),
+        _describe(out_MN, *ring_y_tile(plan, silu)),
+        workspace if bias_N is None else bias_N,
+        workspace,
+        num_outputs,
+        -(-num_outputs // plan.tile_n),
+        -(-num_inputs // plan.tile_k),
+        plan.lanes(num_rows),
+        launch_pdl=True,
+        **ring_constants(plan, has_bias=bias_N is not None, silu=silu),
     )
 
 

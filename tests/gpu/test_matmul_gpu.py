@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from tandem.kernels import matmul
-from tandem.kernels.matmul_plans import Plan, RowsPlan, StreamPlan, parse_table
+from tandem.kernels.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan, parse_table
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,6 +31,14 @@ ODD = [
     (StreamPlan(128, 128, 64, 6, 4, 132), 100, 6144, 4096),
     (StreamPlan(128, 256, 64, 4, 8, 132), 255, 4096, 4096),
     (StreamPlan(256, 128, 64, 3, 8, 66), 200, 4096, 4096),
+    (RingPlan(64, 64, 128, 6, 1, 2), 65, 2000, 1032),
+    (RingPlan(128, 64, 64, 3, 1, 1), 64, 28672, 520),
+    (RingPlan(128, 128, 64, 6, 2, 4), 127, 4096, 4096),
+    (RingPlan(192, 128, 64, 5, 3, 4), 129, 3000, 4096),
+    (RingPlan(256, 128, 64, 4, 2, 8), 97, 4088, 14336),
+    (RingPlan(128, 256, 64, 4, 2, 1), 255, 28672, 4096),
+    (RingPlan(128, 256, 64, 4, 2, 0), 200, 6160, 4096),
+    (RingPlan(128, 256, 64, 4, 2, 4), 320, 1000, 4104),
 ]
 
 

@@ -20,17 +20,17 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels import matmul  # noqa: E402
-from tandem.kernels.matmul_plans import RowsPlan, StreamPlan, parse_table  # noqa: E402
+from tandem.kernels.matmul_plans import SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan, parse_table  # noqa: E402
 from tandem.kernels.triton_kernels import matmul_launch  # noqa: E402
+from tandem.kernels.triton_kernels.matmul_ring import matmul_ring_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.matmul_stream import matmul_stream_kernel  # noqa: E402
 
 TUNED = Path(matmul.__file__).parent / "tuned"
 GATED_OUTPUTS = 28672
-SHARED_LIMIT = 227 << 10
 
 
-def table_kernels() -> list[tuple[StreamPlan | RowsPlan, int, bool]]:
+def table_kernels() -> list[tuple[Plan, int, bool]]:
     """(plan, inputs, gated) of every kernel that the shipped tables need."""
     seen = set()
     for file in sorted(TUNED.glob("matmul_*.json")):
@@ -38,30 +38,41 @@ def table_kernels() -> list[tuple[StreamPlan | RowsPlan, int, bool]]:
             for _, plan in steps:
                 if isinstance(plan, StreamPlan):
                     seen.add((plan._replace(programs=1, lead=0), 0, num_outputs == GATED_OUTPUTS))
+                elif isinstance(plan, RingPlan):
+                    seen.add((plan, 0, num_outputs == GATED_OUTPUTS))
                 elif plan is not None:
                     seen.add((plan, num_inputs, num_outputs == GATED_OUTPUTS))
     return sorted(seen)
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> Any:
-    options = {"num_warps": constants["num_warps"]}
+    options = {name: constants[name] for name in ("num_warps", "maxnreg") if name in constants}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
     source = GluonASTSource(kernel, signature, constants)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def descriptor(rows: int, columns: int) -> str:
+    return f"tensordesc<bf16{[rows, columns]},{matmul_launch.tile_layout(rows, columns, torch.bfloat16)!r}>"
+
+
 def compile_stream(plan: StreamPlan, *, has_bias: bool, silu: bool) -> Any:
     constants = matmul_launch.stream_constants(plan, has_bias=has_bias, silu=silu)
-
-    def descriptor(rows: int, columns: int) -> str:
-        return f"tensordesc<bf16{[rows, columns]},{matmul_launch.tile_layout(rows, columns, torch.bfloat16)!r}>"
-
     y_tile = descriptor(plan.tile_m // constants["PARTS"], plan.tile_n // (2 if silu else 1))
     types = {
         "w_desc": descriptor(plan.tile_n, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
         "y_desc": y_tile, "bias": "*bf16", "workspace": "*i32",
     }  # fmt: skip
     return compile_kernel(matmul_stream_kernel, types, constants)
+
+
+def compile_ring(plan: RingPlan, *, has_bias: bool, silu: bool) -> Any:
+    types = {
+        "w_desc": descriptor(plan.height, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
+        "y_desc": descriptor(*matmul_launch.ring_y_tile(plan, silu)), "bias": "*bf16", "workspace": "*i32",
+    }  # fmt: skip
+    return compile_kernel(matmul_ring_kernel, types, matmul_launch.ring_constants(plan, has_bias=has_bias, silu=silu))
 
 
 def compile_rows(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, silu: bool) -> Any:
@@ -72,22 +83,42 @@ def compile_rows(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bo
 
 
 @pytest.mark.parametrize(("plan", "num_inputs", "gated"), table_kernels())
-def test_every_kernel_of_the_tables_compiles(plan: StreamPlan | RowsPlan, num_inputs: int, gated: bool) -> None:
+def test_every_kernel_of_the_tables_compiles(plan: Plan, num_inputs: int, gated: bool) -> None:
     flags = {"has_bias": False, "silu": gated}
     if isinstance(plan, StreamPlan):
         compiled = compile_stream(plan, **flags)
         assert "wgmma.mma_async" in compiled.asm["ptx"]
+    elif isinstance(plan, RingPlan):
+        compiled = compile_ring(plan, **flags)
+        assert compiled.metadata.shared <= plan.shared_bytes + 512
     else:
         compiled = compile_rows(plan, 1, num_inputs, **flags)
-    assert compiled.metadata.shared <= SHARED_LIMIT
+    assert compiled.metadata.shared <= SHARED_BYTES
     assert "griddepcontrol.wait" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_bias_and_gating_compile(gated: bool) -> None:
     flags = {"has_bias": not gated, "silu": gated}
-    assert compile_stream(StreamPlan(128, 256, 64, 4, 8, 132), **flags).metadata.shared <= SHARED_LIMIT
-    assert compile_rows(RowsPlan(4, 1024, 8), 3, 2048, **flags).metadata.shared <= SHARED_LIMIT
+    assert compile_stream(StreamPlan(128, 256, 64, 4, 8, 132), **flags).metadata.shared <= SHARED_BYTES
+    assert compile_rows(RowsPlan(4, 1024, 8), 3, 2048, **flags).metadata.shared <= SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("plan", "gated"),
+    [
+        (RingPlan(128, 256, 64, 4, 2, 1), True),
+        (RingPlan(128, 256, 64, 4, 2, 0), False),
+        (RingPlan(256, 128, 64, 4, 2, 8), False),
+        (RingPlan(192, 128, 64, 5, 3, 4), False),
+        (RingPlan(128, 64, 64, 3, 1, 1), True),
+    ],
+)
+def test_kernels_with_a_loading_warp_compile(plan: RingPlan, gated: bool) -> None:
+    compiled = compile_ring(plan, has_bias=not gated, silu=gated)
+    assert compiled.metadata.shared <= plan.shared_bytes + 512 <= SHARED_BYTES
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "griddepcontrol.wait", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
 
 
 def shares(tiles: int, steps: int, programs: int, lead: int) -> list[int]:
