@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from tandem.engine.interfaces import Runner, StepHandle
 from tandem.engine.request import EngineEvent
 from tandem.engine.scheduler import Scheduler
@@ -15,30 +17,41 @@ class EngineCore:
         self.scheduler = scheduler
         self._runner = runner
         self._pipelined = pipelined
-        self._pending: tuple[SchedulerOutput, StepHandle] | None = None
+        self._unread: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._events: list[EngineEvent] = []
+        self._reads = False  # whether `read` takes a step
 
     @property
     def inflight(self) -> bool:
         """Whether a launched step has not been read yet."""
-        return self._pending is not None
+        return bool(self._unread)
 
     def has_work(self) -> bool:
         return self.inflight or self.scheduler.has_work()
 
     def step(self) -> list[EngineEvent]:
         """One turn of the loop; events of the step that was read."""
+        self.launch()
+        return self.read()
+
+    def launch(self) -> None:
+        """First half of a turn."""
         output = self.scheduler.schedule()
-        launched = None
         if output is not None:
             self.scheduler.pool.step_launched(output.step_id)
-            launched = (output, self._runner.execute(output))
-        events = self.scheduler.take_events()
-        if self._pipelined:
-            finished, self._pending = self._pending, launched
-        else:
-            finished = launched
-        if finished is not None:
-            done, handle = finished
+            self._unread.append((output, self._runner.execute(output)))
+        self._events += self.scheduler.take_events()
+        self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
+
+    @property
+    def read_would_wait(self) -> bool:
+        return self._reads and not self._unread[0][1].done()
+
+    def read(self) -> list[EngineEvent]:
+        """Second half: waits for the step before the one that was launched. All events since the last call."""
+        events, self._events = self._events, []
+        if self._reads:
+            done, handle = self._unread.popleft()
             result = handle.result()
             if result.failure is None:
                 self.scheduler.pool.step_completed(done.step_id)

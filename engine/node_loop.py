@@ -19,6 +19,7 @@ from tandem.engine.request import EngineEvent
 IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
 STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each step would cost more than scheduling does
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
+STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
 
 
 class NodeLogic(Protocol):
@@ -63,14 +64,19 @@ class NodeLoop:
         drain_s: float,
         apply_effects: Callable[[], None] = lambda: None,
         handlers: Mapping[type, Callable[[Any], None]] | None = None,
+        is_urgent: Callable[[object], bool] | None = None,
     ) -> None:
-        """`handlers`: who takes events of that type, in place of the logic."""
+        """`handlers`: who takes events of that type, in place of the logic. `is_urgent`: which events are served while
+        two launched steps are unread; None: that is not looked for. Events keep their order: one that is not urgent
+        holds up those behind it."""
         self._logic = logic
         self._core = core
         self._control = control
         self._drain_s = drain_s
         self._apply_effects = apply_effects
         self._handlers = dict(handlers or {})
+        self._is_urgent = is_urgent
+        self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
         self._stopping = False
@@ -100,13 +106,35 @@ class NodeLoop:
     def _step(self, now: float) -> bool:
         if not self._core.has_work():
             return False
-        events = self._core.step()
+        self._core.launch()
+        if self._is_urgent is not None:
+            self._serve_urgent(self._is_urgent)
+        events = self._core.read()
         if events:
             self._logic.on_engine_events(events, now)
         return self._core.inflight
 
+    def _serve_urgent(self, is_urgent: Callable[[object], bool]) -> None:
+        """What others wait for does not wait for the step that runs."""
+        if self._core.read_would_wait:
+            self._write_outbox()
+        while not self._held_up and self._core.read_would_wait:
+            try:
+                event = self._inbox.get(timeout=STEP_POLL_S)
+            except queue.Empty:
+                continue
+            if is_urgent(event):
+                self._dispatch(event, time.monotonic())
+                self._write_outbox()
+            else:
+                self._held_up.append(event)
+
     def _read_inbox(self, launched: bool) -> None:
-        wait = 0.0 if launched else (BLOCKED_WAIT_S if self._core.has_work() else IDLE_WAIT_S)
+        wait = 0.0 if launched or self._held_up else (BLOCKED_WAIT_S if self._core.has_work() else IDLE_WAIT_S)
+        now = time.monotonic()
+        for held_up in self._held_up:
+            self._dispatch(held_up, now)
+        self._held_up.clear()
         try:
             event = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
         except queue.Empty:

@@ -6,15 +6,45 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from tandem.engine.control_events import Received
 from tandem.engine.errors import TandemError
-from tandem.engine.messages import NodeInfo
-from tandem.kv_connector.meta import CloseGrant, OpenGrant, TransferJob, TransportCommand, WholePush
+from tandem.engine.messages import (
+    KVClaim,
+    KVCommitted,
+    KVDrained,
+    KVDrainedAck,
+    KVGrant,
+    KVReady,
+    KVWait,
+    NodeInfo,
+    Submit,
+)
+from tandem.kv_connector.meta import (
+    CloseGrant,
+    OpenGrant,
+    ReadySent,
+    Retired,
+    TransferJob,
+    TransportCommand,
+    Verified,
+    WholePush,
+)
 from tandem.kv_connector.peer_effects import AdmitSource, CloseChannel, Fenced, OpenChannel, PeerEffect
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.kv_connector.worker import ConnectorWorker
 
 logger = logging.getLogger(__name__)
+_URGENT_MESSAGES = (KVClaim, KVWait, KVGrant, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
+_URGENT_EVENTS = (ReadySent, Retired, Verified)
+
+
+def is_urgent(event: object) -> bool:
+    """Whether an event of a node's inbox is served while a step runs: a hand-off's way from claim to commit, which is
+    part of the time to a second token. They start, free and hand on; none ends what is in a launched step."""
+    if isinstance(event, Received):
+        return isinstance(event.message, _URGENT_MESSAGES)
+    return isinstance(event, _URGENT_EVENTS)
 
 
 @runtime_checkable

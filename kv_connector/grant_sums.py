@@ -33,9 +33,10 @@ class GrantSums:
         self._seen_NL[indices, span] = True
         return PairSums(self._sums, indices)
 
-    def digests(self, key: int, num_valid_last: int, block_size: int) -> np.ndarray | None:
-        """Little-endian int64 [blocks of the grant], as `block_digests` would give; waits for the current stream's
+    def digests(self, key: int, num_valid_last: int, block_size: int, num_blocks: int) -> np.ndarray | None:
+        """Little-endian int64 [num_blocks], of the grant's leading blocks, as `block_digests` would give; waits for the current stream's
         pushes. None: the sums don't make a whole, or are of another key."""
-        if not self._is_sound or not self._seen_NL.all() or key != self._sums.key:
+        if not self._is_sound or not self._seen_NL[:num_blocks].all() or key != self._sums.key:
             return None
-        return self._sums.on_host().digests(num_valid_last, block_size).numpy().astype("<i8")
+        sums = self._sums.on_host()
+        return sums.digests(num_valid_last, block_size, positions=range(num_blocks)).numpy().astype("<i8")

@@ -3,6 +3,7 @@
 Step loop -> transfer thread, one FIFO queue a node:
     SourceStepMeta  travels with a step (`SchedulerOutput.connector_meta`); the worker half turns its pushes into jobs
     WholePush       blocks whose KV exists: all layers at once
+    Flush           after every push queued before it: they have arrived -> Flushed
     Finalize        after every push queued before it: flush, digest, send KVReady -> ReadySent
     Retire          give up or tidy up everything of one grant -> Retired
     Verify          sink side: digests of received blocks -> Verified
@@ -17,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from tandem.engine.messages import FirstToken, KVGrant, KVReady
+from tandem.engine.messages import Continuation, FirstToken, KVGrant, KVReady
 
 HandoffKey = tuple[str, int]
 """(request_id, attempt)"""
@@ -80,7 +81,8 @@ class WholePush:
 
 @dataclass(frozen=True, slots=True)
 class SourceStepMeta:
-    """Pushes of one step. `whole` is queued before the step's first layer push."""
+    """Pushes of one step. `whole` is queued before the step's first layer push. Without pushes: the step computes a
+    prompt whose grant may come while it runs, so it is noted when each layer is done."""
 
     step_id: int
     pushes: tuple[LayerPush, ...]
@@ -105,6 +107,24 @@ class Finalize:
     first_tokens: tuple[FirstToken, ...]
     with_digests: bool = True
     first_slots: tuple[int, ...] = ()
+    continuation: Continuation | None = None  # goes into KVReady
+    num_blocks: int = 0  # leading ones of the grant that were pushed; 0: all
+
+    @property
+    def grant_id(self) -> int:
+        return self.grant.grant_id
+
+    @property
+    def num_pushed_blocks(self) -> int:
+        return self.num_blocks or len(self.grant.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """After every push of this grant queued before it: they have arrived. Answered by Flushed or PushFailed."""
+
+    key: HandoffKey
+    grant: KVGrant
 
     @property
     def grant_id(self) -> int:
@@ -146,7 +166,7 @@ class Verify:
     num_valid_last: int
 
 
-SourceJob = WholePush | Finalize | Retire
+SourceJob = WholePush | Flush | Finalize | Retire
 SinkJob = Verify
 TransferJob = SourceJob | SinkJob
 
@@ -161,6 +181,14 @@ class ReadySent:
     key: HandoffKey
     grant_id: int
     ready: KVReady
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Answer to Flush."""
+
+    key: HandoffKey
+    grant_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +219,7 @@ class Verified:
     bad_indices: tuple[int, ...]
 
 
-TransferEvent = ReadySent | PushFailed | Retired | Verified
+TransferEvent = ReadySent | Flushed | PushFailed | Retired | Verified
 
 
 # --- sink side: step loop -> transport receiver -----------------------------------------------------------------

@@ -35,7 +35,7 @@ from tandem.engine.serving_node import ServingNode
 from tandem.engine.step_measure import measure_step_times
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
-from tandem.kv_connector.effects import Effects
+from tandem.kv_connector.effects import Effects, is_urgent
 from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_directory import make_publisher
@@ -101,6 +101,7 @@ class NodeProcess:
             send_ready=self._send_ready,
             on_peer_lost=lambda peer, peer_epoch, reason: self.loop.post(PeerFailed(peer, peer_epoch, reason)),
             fault_injection=options.fault_injection,
+            with_digests=options.digests,
         )
         layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
         self.worker = ConnectorWorker(self.transfer, layers)
@@ -125,10 +126,14 @@ class NodeProcess:
         handlers: dict[type, Callable[[Any], None]] = {}
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
-        self.loop = NodeLoop(self.logic, core, self.control, options.timeouts.drain_s, self._after_turn, handlers)
+        self.loop = NodeLoop(
+            self.logic, core, self.control, options.timeouts.drain_s, self._after_turn, handlers, is_urgent
+        )
 
     def warm_up(self) -> None:
         """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""
+        if self.loaded.device.type == "cuda":
+            torch.cuda.set_device(self.loaded.device)  # another node of this process may have set another
         self.runner.warmup()
         if self.tiers is not None:
             self.tiers.warm_up()

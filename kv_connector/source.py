@@ -33,7 +33,7 @@ from tandem.kv_connector import outcomes
 from tandem.kv_connector.grant_check import GrantCheck
 from tandem.kv_connector.handoff.source import SourceEvent as E
 from tandem.kv_connector.handoff.source import SourceState as S
-from tandem.kv_connector.meta import PushFailed, ReadySent, Retired, SourceStepMeta
+from tandem.kv_connector.meta import Flushed, PushFailed, ReadySent, Retired, SourceStepMeta
 from tandem.kv_connector.peer_effects import PeerFailed
 from tandem.kv_connector.source_peers import OVER, SourcePeers
 from tandem.kv_connector.source_record import SourceRecord
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 TOMBSTONE_S = 120.0
 _PARKED = (S.PARKED, S.PARKED_DONE)
 _UNFINISHED = (S.CLAIMING, S.PUSHING)
+_AWAITS_GRANT = (S.CLAIMING, S.PARKED)
 # Waits for the transfer thread of this process; no deadline, see _warn_of_slow_retire. All other states have one.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
 _SENDS_AGAIN = (S.CLAIMING, S.PARKED, S.PARKED_DONE, S.READY, S.DRAINING, S.DRAINED)
@@ -98,18 +99,19 @@ class SourceManager(SourcePeers):
             for record in self._records.values()
             if record.request is not None and record.request.slot >= 0 and record.block_ids
         }
-        pushes, whole = [], []
+        pushes, whole, awaits_grant = [], [], False
         for row in output.rows:
             record = by_slot.get(row.slot)
             if record is None:
                 continue
             pushing = record.machine.state is S.PUSHING
+            awaits_grant |= record.machine.state in _AWAITS_GRANT
             before = record.take_whole_push(row.start, record.last_step) if pushing else None
             record.step_built(output.step_id, row.start + row.num_tokens)
             now = record.take_layer_push() if pushing else None
             whole += [before] if before is not None else []
             pushes += [now] if now is not None else []
-        if not pushes and not whole:
+        if not pushes and not whole and not awaits_grant:
             return None
         return SourceStepMeta(output.step_id, tuple(pushes), tuple(whole))
 
@@ -162,7 +164,7 @@ class SourceManager(SourcePeers):
         if isinstance(event, PeerFailed):
             self._open.discard((event.node_id, event.epoch))
             return
-        assert isinstance(event, ReadySent | PushFailed | Retired), f"no event of a source: {event}"
+        assert isinstance(event, ReadySent | Flushed | PushFailed | Retired), f"no event of a source: {event}"
         record = self._records.get(event.key)
         if record is None:
             self.counters.events_dropped += 1
@@ -171,6 +173,8 @@ class SourceManager(SourcePeers):
             self._run(record, record.machine.on_sent(event.grant_id, event.ready.round))
             if record.machine.state is S.READY:
                 self._await_answer(record)
+        elif isinstance(event, Flushed):
+            record.is_flushed |= event.grant_id == record.machine.grant_id
         elif isinstance(event, PushFailed):
             record.reason = event.reason
             self._run(record, record.machine.on_push_failed(event.grant_id))

@@ -29,6 +29,8 @@ from tandem.kv_connector.grant_book import GrantBook
 from tandem.kv_connector.grant_sums import GrantSums
 from tandem.kv_connector.meta import (
     Finalize,
+    Flush,
+    Flushed,
     HandoffKey,
     LayerPush,
     PushFailed,
@@ -131,11 +133,12 @@ class TransferWorker:
         """The control plane has lost this peer: a write to it that is under way fails soon."""
         self._channels.drop(node_id, epoch)
 
-    def submit(self, job: TransferJob, written: torch.cuda.Event | None = None) -> None:
-        """`written`: device event after which its source blocks are complete; None: every step launched so far."""
+    def submit(self, job: TransferJob, written: torch.cuda.Event | None = None, waits: bool = True) -> None:
+        """`written`: device event after which its source blocks are complete; None: every step launched so far, or,
+        if it does not wait at all, they are."""
         if isinstance(job, Retire):
             self._book.end(job.grant_id)
-        self._jobs.put((job, written or self._newest_step_done))
+        self._jobs.put((job, (written or self._newest_step_done) if waits else None))
 
     def note_step_launched(self, done: torch.cuda.Event | None) -> None:
         """From the thread that launches steps: `done` fires when that step is complete (None on CPU: it is)."""
@@ -158,7 +161,10 @@ class TransferWorker:
     def _run(self) -> None:
         if self._pool_NHLPBD.is_cuda:
             torch.cuda.set_device(self._pool_NHLPBD.device)
-            self._stream, self._digest_stream = (torch.cuda.Stream(self._pool_NHLPBD.device) for _ in range(2))
+            # Pushes come first wherever a multiprocessor has room: there are few of their programs, and behind the
+            # next step's kernels, which always wait for more room than there is, they would not get on.
+            self._stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
+            self._digest_stream = torch.cuda.Stream(self._pool_NHLPBD.device)
         with _on_stream(self._stream):
             while (item := self._jobs.get()) is not None:
                 self._run_job(*item)
@@ -175,16 +181,18 @@ class TransferWorker:
         else:
             self._run_source_job(job, written)
 
-    def _run_source_job(self, job: WholePush | Finalize | _LayerJob, written: torch.cuda.Event | None) -> None:
+    def _run_source_job(self, job: WholePush | Flush | Finalize | _LayerJob, written: torch.cuda.Event | None) -> None:
         subject = job.push if isinstance(job, _LayerJob) else job
         if self._book.is_over(subject.grant_id):
             return
         # A Finalize comes behind its own pushes, which have waited; the newest step launched is none of its business.
-        if written is not None and self._stream is not None and not isinstance(job, Finalize):
+        if written is not None and self._stream is not None and not isinstance(job, Flush | Finalize):
             self._stream.wait_event(written)
         try:
             if isinstance(job, Finalize):
                 self._finalize(job)
+            elif isinstance(job, Flush):
+                self._flush(job)
             else:
                 layers = range(job.layer, job.layer + 1) if isinstance(job, _LayerJob) else None
                 self._push(subject, layers)  # type: ignore[arg-type]
@@ -247,6 +255,11 @@ class TransferWorker:
             self._reshapers[sink] = None if keeps_blocks else Reshaper(self._pool_NHLPBD, self._layout, sink)
         return self._reshapers[sink]
 
+    def _flush(self, job: Flush) -> None:
+        self._channels.of(job.grant).channel.flush(job.grant)
+        self._book.unflushed.discard(job.grant_id)
+        self._post_event(Flushed(job.key, job.grant_id))
+
     def _finalize(self, job: Finalize) -> None:
         grant = job.grant
         way = self._channels.of(grant)
@@ -266,6 +279,7 @@ class TransferWorker:
             first_tokens=job.first_tokens,
             digests=digests,
             round=job.round,
+            continuation=job.continuation,
         )
         if self._book.is_over(grant.grant_id):
             return
@@ -303,7 +317,7 @@ class TransferWorker:
         """As `_digests`, of the sink's blocks: those summed while they were pushed, else in a pass over the source's;
         what has to be reshaped is staged again for it, the same way."""
         with _on_stream(self._digest_stream):
-            summed = sums and sums.digests(job.digest_key, job.num_valid_last, sink.block_size)
+            summed = sums and sums.digests(job.digest_key, job.num_valid_last, sink.block_size, job.num_pushed_blocks)
             if isinstance(summed, np.ndarray):
                 return summed
         self.counters["kv_digest_passes"] += 1
@@ -311,7 +325,7 @@ class TransferWorker:
         if reshaper is None:
             with _on_stream(self._digest_stream):
                 return self._digests(job.source_block_ids, job.digest_key, job.num_valid_last)
-        num_valid = [reshaper.geometry.block_size] * (len(job.grant.block_ids) - 1) + [job.num_valid_last]
+        num_valid = [reshaper.geometry.block_size] * (job.num_pushed_blocks - 1) + [job.num_valid_last]
         parts = reshaper.parts(job.source_block_ids, job.first_slots, num_valid)
         return reshaper.digests(parts, job.digest_key, job.num_valid_last).cpu().numpy().astype("<i8")
 

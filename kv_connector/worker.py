@@ -7,13 +7,16 @@ is pushed does not change later: blocks are complete, and of a partial last bloc
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from tandem.kv_connector.meta import SourceStepMeta, WholePush
+from tandem.kv_connector.meta import LayerPush, SourceStepMeta, WholePush
 from tandem.kv_connector.transfer import TransferWorker
+
+KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
 
 
 class LoadEvent(Protocol):
@@ -53,6 +56,8 @@ class ConnectorWorker:
         self._drain_events = drain_events
         self._meta: SourceStepMeta | None = None
         self._load_events: dict[int, list[LoadEvent]] = {}
+        self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
+        self._steps: OrderedDict[int, list[torch.cuda.Event]] = OrderedDict()  # CUDA: of the last steps with hand-offs
 
     def register_kv_cache(self, pool: torch.Tensor) -> None:
         assert pool.data_ptr() == self._transfer.pool.data_ptr(), "the connector moves the pool that the model writes"
@@ -74,10 +79,11 @@ class ConnectorWorker:
             self._wait_for_loads(self._layer_indices[layer_name])
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
-        if self._meta is None or not self._meta.pushes:
+        if self._meta is None:
             return
         layer = self._layer_indices[layer_name]
         written = self._record_event()
+        self._layer_events.append(written)
         for push in self._meta.pushes:
             self._transfer.submit_layer(push, layer, written)
 
@@ -86,15 +92,41 @@ class ConnectorWorker:
         for layer in list(self._load_events):  # layers that this step did not run: no load outlives its step
             self._wait_for_loads(layer)
         self._transfer.note_step_launched(self._record_event())
+        layer_events, self._layer_events = self._layer_events, []
         if meta is not None:
+            self._keep_step(meta.step_id, layer_events)
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
 
     def get_finished(self) -> Iterable[object]:
         return self._drain_events()
 
     def push_between_steps(self, push: WholePush) -> None:
-        """A push that travels with no step: after every step launched so far."""
-        self._transfer.submit(push)
+        """A push that travels with no step: its grant came late. If the step that writes its blocks may still run, each
+        layer follows as soon as that is done; if it has run, at once, whatever other step runs now."""
+        events = self._steps.get(push.step_id)
+        if events is None:
+            has_run = bool(self._steps) and push.step_id < next(iter(self._steps))
+            self._transfer.submit(push, waits=not has_run)
+        elif events[-1].query():
+            self._transfer.submit(push, waits=False)
+        else:
+            layered = LayerPush(
+                push.key,
+                push.grant,
+                push.source_block_ids,
+                push.destination_block_ids,
+                push.num_valid,
+                push.first_slots,
+            )
+            for layer, written in enumerate(events):
+                self._transfer.submit_layer(layered, layer, written)
+
+    def _keep_step(self, step_id: int, layer_events: Sequence[torch.cuda.Event | None]) -> None:
+        written = [event for event in layer_events if event is not None]
+        if len(written) == len(self._layer_indices):
+            self._steps[step_id] = written
+            while len(self._steps) > KEPT_STEPS:
+                self._steps.popitem(last=False)
 
     def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
         for load in loads:

@@ -80,7 +80,7 @@ def test_four_samples_fork_in_the_decode_nodes_blocks(sized: PairOf, alone: Alon
 
 
 def test_corrupt_blocks_are_sent_again(alone: Alone) -> None:
-    faulty = {"block_size": 32, "chunk": CHUNK, "fault_injection": "corrupt:3"}
+    faulty = {"block_size": 32, "chunk": CHUNK, "fault_injection": "corrupt:1"}
     with make_pair("tcp", prefill=faulty, decode={"block_size": 16}) as pair:
         prompt = random_prompt(100, seed=6)
         result = pair.run(prompt, changed(GREEDY, max_tokens=8))

@@ -22,10 +22,10 @@ class RecordingChannel:
 
     def __init__(self, channel) -> None:
         self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
-        self.max_write_bytes = channel.max_write_bytes
+        self.max_write_bytes, self.sums_blocks = channel.max_write_bytes, channel.sums_blocks
         self.writes: list[tuple[tuple, range | None]] = []
 
-    def write(self, grant, pairs, layers, num_valid) -> None:
+    def write(self, grant, pairs, layers, num_valid, sums=None) -> None:
         self.writes.append((tuple(pairs), layers))
         self.channel.write(grant, pairs, layers, num_valid)
 
