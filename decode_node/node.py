@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from tandem.engine.messages import FirstToken
+from tandem.engine.messages import Continuation, FirstToken
 from tandem.engine.request import Request
 from tandem.engine.request_book import Entry
 from tandem.kv_connector.handoff_node import HandoffNode
@@ -51,10 +51,30 @@ class DecodeNode(HandoffNode):
             self.pool.free(list(commit.block_ids), None)
             return
         commit.request.num_cached_tokens = commit.num_cached_tokens
+        if commit.continuation is not None:
+            self._take_over(entry, commit, commit.continuation)
+            return
         first_tokens = self._close_samples(entry, commit.first_tokens)
         self.scheduler.add_committed(
             commit.request, list(commit.block_ids), [(t.sample_index, t.token_id, t.finished) for t in first_tokens]
         )
+
+    def _take_over(self, entry: Entry, commit: Commit, continuation: Continuation) -> None:
+        """A sequence that ran elsewhere goes on here, behind its newest token."""
+        request = commit.request
+        known = np.append(request.prompt_token_ids, np.array(continuation.token_ids, np.int32))
+        (sample,) = request.sample_indices
+        self._repeat(entry, continuation)
+        self.scheduler.add_committed(
+            continued(request, sample, known[:-1]), list(commit.block_ids), [(sample, int(known[-1]), False)]
+        )
+
+    def _repeat(self, entry: Entry, continuation: Continuation) -> None:
+        """What the source may not have told the router before its end. Log-probabilities it alone has."""
+        request = entry.request
+        if continuation.token_ids and request.sampling.num_logprobs is None:
+            (sample,) = request.sample_indices
+            self.book.repeat(entry, sample, request.num_prior_output_tokens, continuation.token_ids)
 
     def _close_samples(self, entry: Entry, first_tokens: Sequence[FirstToken]) -> list[FirstToken]:
         """Samples that ended with their first token, and those cancelled meanwhile, don't go on here."""
@@ -69,20 +89,27 @@ class DecodeNode(HandoffNode):
         entry = self.book.entries.get(recompute.request.key)
         if entry is None:
             return
+        request, continuation = recompute.request, recompute.continuation
+        if continuation is not None:
+            known = np.append(request.prompt_token_ids, np.array(continuation.token_ids, np.int32))
+            self._repeat(entry, continuation)
+            self.scheduler.add(continued(request, request.sample_indices[0], known))
         for token in self._close_samples(entry, recompute.first_tokens):
             if not token.finished:
-                self.scheduler.add(continued(recompute.request, token))
+                known = np.append(request.prompt_token_ids, np.int32(token.token_id))
+                self.scheduler.add(continued(request, token.sample_index, known))
 
 
-def continued(request: Request, token: FirstToken) -> Request:
-    """`request` narrowed to one sample, with `token` as output that the client already has."""
+def continued(request: Request, sample_index: int, token_ids: np.ndarray) -> Request:
+    """`request` narrowed to one sample, with `token_ids` as its prompt: what differs in length from its own is output
+    that the client has."""
     return Request(
         request_id=request.request_id,
         attempt=request.attempt,
-        prompt_token_ids=np.append(request.prompt_token_ids, np.int32(token.token_id)),
+        prompt_token_ids=token_ids,
         sampling=msgspec.structs.replace(request.sampling, num_prompt_logprobs=None),
-        sample_indices=(token.sample_index,),
-        num_prior_output_tokens=request.num_prior_output_tokens + 1,
+        sample_indices=(sample_index,),
+        num_prior_output_tokens=request.num_prior_output_tokens + len(token_ids) - request.num_prompt_tokens,
         priority=request.priority,
         arrival=request.arrival,
         mode="full",

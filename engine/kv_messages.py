@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.message_parts import FirstToken, Message
+from tandem.engine.message_parts import Continuation, FirstToken, Message
 
 
 class KVPull(Message, frozen=True, kw_only=True):
@@ -24,7 +24,7 @@ class KVPull(Message, frozen=True, kw_only=True):
 
 class KVClaim(Message, frozen=True, kw_only=True):
     """Source -> sink: I am about to compute this prompt, or I have what a KVPull asks for, this many tokens of it.
-    Answered by KVGrant, KVWait or KVRefused."""
+    Of a running sequence: so many it may have when it is handed over. Answered by KVGrant, KVWait or KVRefused."""
 
     request_id: str
     attempt: int
@@ -67,7 +67,8 @@ class KVReady(Message, frozen=True, kw_only=True):
     """Source -> sink: every byte of the grant is written. Answered by KVCommitted, KVResend or KVRefused.
 
     `digests`: 8 bytes little-endian per granted block, in the order of `block_ids`; the last block's covers its
-    valid slots only.
+    valid slots only. A running sequence says in `continuation` how long it has become; granted blocks behind its last
+    one were not written and have no digest.
     """
 
     request_id: str
@@ -80,6 +81,7 @@ class KVReady(Message, frozen=True, kw_only=True):
     first_tokens: tuple[FirstToken, ...]
     digests: bytes
     round: int = 0  # 0 at first; otherwise of the KVResend that it answers
+    continuation: Continuation | None = None
 
 
 class KVCommitted(Message, frozen=True, kw_only=True):

@@ -60,6 +60,14 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0  # of the chosen token, 1 is best
 
 
+class Continuation(msgspec.Struct, frozen=True, array_like=True):
+    """What a running sequence hands over besides blocks. `token_ids`: those behind its Submit's prompt, oldest first;
+    the client has them all. Blocks hold the KV of `num_tokens` tokens: all but the newest."""
+
+    num_tokens: int
+    token_ids: tuple[int, ...]
+
+
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     sample_index: int
     token_id: int

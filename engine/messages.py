@@ -27,6 +27,7 @@ from tandem.engine.kv_messages import (
     KVWait,
 )
 from tandem.engine.message_parts import (
+    Continuation,
     FinishReason,
     FirstToken,
     Message,
@@ -40,6 +41,7 @@ from tandem.engine.message_parts import (
 from tandem.engine.sampling_params import SamplingParams
 
 __all__ = [  # with the parts and the hand-off's messages, which have files of their own
+    "Continuation",
     "FinishReason",
     "FirstToken",
     "KVClaim",
@@ -138,6 +140,8 @@ class Submit(Message, frozen=True, kw_only=True):
     num_public_tokens: int = 0  # leading prompt tokens that are hashed without the salt, in whole hash blocks
     cache_share: float = 1.0  # of each cache on the node: how much the tenant may fill
     peer: PeerRef | None = None
+    # Mode "decode": `peer` runs this one sample already, and has, or will have, more output than the prompt's.
+    is_running: bool = False
     # Whoever computes the prompt may pull this part of it instead, and computes it after all if that fails.
     prefix: PrefixHint | None = None
 
@@ -202,6 +206,32 @@ class RequestFailed(Message, frozen=True, kw_only=True):
     retryable: bool
 
 
+class Migrate(Message, frozen=True, kw_only=True):
+    """Router -> node that decodes: hand this sample to `peer`, which has the Submit of `successor` (its request_id and
+    attempt), whose prompt is the first `num_tokens` tokens of prompt and output. Answered by Migrated when that has
+    ended, one way or the other; until then the sample's tokens come from here.
+    """
+
+    request_id: str
+    attempt: int
+    sample_index: int
+    peer: PeerRef
+    successor: tuple[str, int]
+    num_tokens: int
+    deadline_s: float
+
+
+class Migrated(Message, frozen=True, kw_only=True):
+    """Answer to Migrate. `reason` "": the sample is the peer's, nothing more of it comes from here; else it goes on
+    here, or has ended here."""
+
+    request_id: str
+    attempt: int
+    sample_index: int
+    successor: tuple[str, int]
+    reason: str = ""
+
+
 class FlushBlocks(Message, frozen=True, kw_only=True):
     """Administrative: drop every unused cached block (benchmarks and tests). Answered by Status."""
 
@@ -209,9 +239,19 @@ class FlushBlocks(Message, frozen=True, kw_only=True):
 # Two nodes share one connection, whoever made it, and each may be source and sink: hand-offs go either way on it.
 OfSource = KVClaim | KVReady | KVRelease | KVDrained
 OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
-ToNode = Hello | Ping | Submit | Cancel | FlushBlocks | OfSource | OfSink
+ToNode = Hello | Ping | Submit | Cancel | Migrate | FlushBlocks | OfSource | OfSink
 FromNode = (
-    Welcome | Refused | Status | Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | OfSource | OfSink
+    Welcome
+    | Refused
+    | Status
+    | Accepted
+    | Tokens
+    | PromptLogprobs
+    | RequestFailed
+    | Cancelled
+    | Migrated
+    | OfSource
+    | OfSink
 )
 
 encode = msgspec.msgpack.Encoder().encode

@@ -60,6 +60,7 @@ class Request:
     num_registered_blocks: int = 0  # leading blocks offered to the hash table
     num_table_blocks: int = 0  # leading blocks that the slot's block table on the device has
     num_preemptions: int = 0
+    is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
     was_started: bool = False
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False
@@ -98,7 +99,7 @@ class Request:
     @property
     def can_advance(self) -> bool:
         """Whether a row launched now may yield something that is kept: max_tokens is predicted, a stop is not."""
-        if self.mode == "prefill" and self.num_launched_tokens > self.num_prompt_tokens:
+        if self.is_paused or (self.mode == "prefill" and self.num_launched_tokens > self.num_prompt_tokens):
             return False
         return self.num_launched_tokens < self.max_num_tokens
 

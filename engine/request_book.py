@@ -147,6 +147,20 @@ class RequestBook:
         if key in self.entries:
             self._end(key)
 
+    def handed_over(self, key: Key, sample_index: int) -> None:
+        """A running sample is another node's now; nothing more of it comes from here."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.open_samples.discard(sample_index)
+            if not entry.open_samples:
+                self._end(key)
+
+    def repeat(self, entry: Entry, sample_index: int, output_index: int, token_ids: Sequence[int]) -> None:
+        """Tokens that another node has sent, or was about to send: the router drops those that it has."""
+        key = entry.request.key
+        delta = TokenDelta(*key, sample_index, output_index, tuple(token_ids))
+        self._deltas.setdefault(entry.router_id, []).append(delta)
+
     def expired(self, now: float) -> list[Entry]:
         """Entries whose deadline has passed; each was told DeadlineError and has ended. The caller aborts them."""
         ended = []

@@ -193,6 +193,10 @@ class SchedulerState:
             else:
                 self.finish(request)
 
+    def sequence_of(self, key: Key, sample_index: int) -> Request | None:
+        """The sequence that makes this sample alone; None while it has not forked, and when it has ended."""
+        return next((each for each in self._requests.get(key, ()) if each.sample_indices == (sample_index,)), None)
+
     def finish(self, request: Request) -> None:
         """The request leaves for good; tokens still in flight will be dropped."""
         siblings = self._requests[request.key]

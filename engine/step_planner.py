@@ -150,9 +150,10 @@ class StepPlanner:
         return True
 
     def _preemptable(self) -> list[Request]:
-        """Holders of blocks, but not prompts to be handed off: transfers may be reading those, and they need no more
+        """Holders of blocks, but not what is being handed off: transfers may be reading those, and they need no more
         blocks than they have."""
-        return [r for r in (*self._state.running, *self._state.waiting) if r.block_ids and r.mode != "prefill"]
+        holders = [r for r in (*self._state.running, *self._state.waiting) if r.block_ids]
+        return [r for r in holders if r.mode != "prefill" and not r.is_paused]
 
     # --- prompts, begun and waiting -------------------------------------------------------------------------
 

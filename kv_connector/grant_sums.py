@@ -34,8 +34,8 @@ class GrantSums:
         return PairSums(self._sums, indices)
 
     def digests(self, key: int, num_valid_last: int, block_size: int, num_blocks: int) -> np.ndarray | None:
-        """Little-endian int64 [num_blocks], of the grant's leading blocks, as `block_digests` would give; waits for the current stream's
-        pushes. None: the sums don't make a whole, or are of another key."""
+        """Little-endian int64 [num_blocks], of the grant's leading blocks, as `block_digests` would give; waits for the
+        current stream's pushes. None: the sums don't make a whole, or are of another key."""
         if not self._is_sound or not self._seen_NL[:num_blocks].all() or key != self._sums.key:
             return None
         sums = self._sums.on_host()

@@ -8,11 +8,12 @@ since it may be source and sink at once. Sans-IO.
 from __future__ import annotations
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.messages import KVClaim, KVDrained, KVPull, KVReady, KVRelease, Message, NodeInfo, PeerRef
+from tandem.engine.messages import KVClaim, KVDrained, KVPull, KVReady, KVRelease, Message, Migrate, NodeInfo, PeerRef
 from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
 from tandem.kv_connector.meta import TransferJob, TransportCommand, Verified
+from tandem.kv_connector.migration import Migrations
 from tandem.kv_connector.outcomes import (
     Fetched,
     HandoffCompleted,
@@ -47,6 +48,7 @@ class HandoffNode(ServingNode):
         super().__init__(info, book, scheduler, pool, max_queue)
         self.source, self.sink = source, sink
         self.asker, self.holder = asker, holder
+        self.migrations = Migrations(source, scheduler, book)
 
     # --- for the roles --------------------------------------------------------------------------------------
 
@@ -75,6 +77,9 @@ class HandoffNode(ServingNode):
     def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
         if isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.sink.on_message(peer_id, message, now)
+        elif isinstance(message, Migrate):
+            if self.migrations.begin(peer_id, message, now):
+                self._connects.append(message.peer)
         elif isinstance(message, KVPull):
             self.holder.on_pull(peer_id, message, now)
         else:
@@ -112,6 +117,7 @@ class HandoffNode(ServingNode):
         self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
         self.sink.on_tick(now)
         self._take_outcomes(now)
+        self.migrations.advance(now)
         super().on_tick(now)
 
     # --- out ------------------------------------------------------------------------------------------------
@@ -127,7 +133,8 @@ class HandoffNode(ServingNode):
 
     def handoff_outbox(self) -> list[tuple[str, Message]]:
         asked, answered = self.asker.drain_outbox(), self.holder.drain_outbox()
-        return self.source.drain_outbox() + self.sink.drain_outbox() + asked + answered
+        migrated = self.migrations.drain_outbox()
+        return self.source.drain_outbox() + self.sink.drain_outbox() + asked + answered + migrated
 
     def drain_connects(self) -> list[PeerRef]:
         return super().drain_connects() + self.asker.drain_connects()
@@ -137,6 +144,7 @@ class HandoffNode(ServingNode):
             **self.source.counters.as_dict(),
             **self.sink.counters.as_dict(),
             **self.asker.as_counters(),
+            **self.migrations.counters.as_dict(),
             "pull_served_blocks": float(self.holder.num_served_blocks),
         }
 
@@ -148,16 +156,17 @@ class HandoffNode(ServingNode):
 
     @property
     def handoff_idle(self) -> bool:
-        return self.source.is_idle and self.sink.is_idle and self.holder.is_idle
+        return self.source.is_idle and self.sink.is_idle and self.holder.is_idle and self.migrations.is_idle
 
     def check_integrity(self) -> None:
         super().check_integrity()
         self.source.check_integrity()
         self.sink.check_integrity()
+        self.migrations.check_integrity()
 
     def _take_outcomes(self, now: float) -> None:
         for ended in self.source.drain_events():
-            if not self.holder.on_outcome(ended):
+            if not self.holder.on_outcome(ended) and not self.migrations.on_outcome(ended, now):
                 self.on_source_outcome(ended, now)
         for received in self.sink.drain_events():
             if isinstance(received, Fetched | NotFetched):

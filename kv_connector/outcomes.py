@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.engine.messages import FirstToken
+from tandem.engine.messages import Continuation, FirstToken
 from tandem.engine.request import Request
 from tandem.kv_connector.meta import HandoffKey
 
@@ -25,6 +25,10 @@ TOO_LARGE = "the prompt does not fit into the pool"
 NOT_CACHED = "nothing of it is cached"
 NO_ROOM = "no room for what is pulled"
 BUSY = "busy with other pulls"
+NOT_DECODING = "it does not decode here now"
+PREEMPTED = "preempted meanwhile"
+OUTGROWN = "it grew faster than it was pushed"
+ENDED = "it has ended"
 OTHER_LAYOUT = "the blocks of the two nodes are laid out differently"
 
 # No other attempt can do better.
@@ -75,6 +79,7 @@ class Commit:
     block_ids: tuple[int, ...]
     first_tokens: tuple[FirstToken, ...]
     num_cached_tokens: int
+    continuation: Continuation | None = None  # of a running sequence, in place of first tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class Recompute:
 
     request: Request
     first_tokens: tuple[FirstToken, ...]
+    continuation: Continuation | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
 from tandem.engine.messages import (
+    Continuation,
     KVClaim,
     KVDrained,
     KVReady,
@@ -73,6 +74,8 @@ class SinkManager(SinkQueue):
         record.num_blocks = -(-request.num_prompt_tokens // self._block_size)
         assert submit.peer is not None, "a decode node is told who hands over"
         record.source_id = submit.peer.node_id
+        record.follows = submit.is_running
+        self._take_claimed(record)
         self._pin(record)
         num_cached = len(record.hits) * self._block_size
         self._run(record, record.machine.on_submit(submit.peer.epoch))
@@ -260,7 +263,16 @@ class SinkManager(SinkQueue):
                 self.counters.foreign_messages += 1
                 return
             record.num_tokens, record.num_blocks = claim.num_prompt_tokens, num_blocks
+        if record.num_claimed == 0:
+            record.num_claimed = claim.num_prompt_tokens
+            self._take_claimed(record)
         self._run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
+
+    def _take_claimed(self, record: SinkRecord) -> None:
+        """Of a sequence that runs its source alone knows how long it may become."""
+        if record.follows and record.num_claimed:
+            record.num_tokens = record.num_claimed
+            record.num_blocks = -(-record.num_tokens // self._block_size)
 
     def _on_ready(self, record: SinkRecord, ready: KVReady) -> None:
         if record.grant is not None and ready.grant_signature != record.grant.signature:
@@ -271,11 +283,22 @@ class SinkManager(SinkQueue):
             if record.request is not None and not named <= set(record.request.sample_indices):
                 self.counters.foreign_messages += 1
                 return
+            if record.follows != (ready.continuation is not None) or not self._fits_grant(record, ready.continuation):
+                self.counters.foreign_messages += 1
+                return
         before = record.machine.state
         actions = record.machine.on_ready(ready.grant_id, ready.source_epoch, ready.sink_epoch, ready.round)
         if record.machine.state is S.VERIFYING and before is not S.VERIFYING:
             record.ready = ready
         self._run(record, actions)
+
+    def _fits_grant(self, record: SinkRecord, continuation: Continuation | None) -> bool:
+        """Whether the blocks here hold just the KV of all tokens but the newest, and what was granted begins before."""
+        if continuation is None or record.request is None:
+            return True
+        num_tokens = record.request.num_prompt_tokens + len(continuation.token_ids) - 1
+        starts_at = len(record.hits) * self._block_size
+        return continuation.num_tokens == num_tokens and starts_at < num_tokens <= record.num_tokens
 
     def _on_verified(self, record: SinkRecord, event: Verified) -> None:
         record.bad_indices = event.bad_indices
@@ -287,7 +310,7 @@ class SinkManager(SinkQueue):
 
     def _settle(self, record: SinkRecord) -> None:
         """After any event: queue a new claim, note an end, grant what can be granted now."""
-        line = self._pulls if record.most_blocks else self._queue
+        line = self._pulls if record.most_blocks or record.follows else self._queue
         if record.machine.state is S.QUEUED and record not in line:
             line.append(record)
         if record.machine.state in _ENDED and not record.closed_at:

@@ -132,11 +132,23 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
         if not self._options.digests and not record.ready.digests:
             self._run(record, record.machine.on_verified(record.grant.grant_id, record.machine.round, True))
             return
+        self._shorten(record)
         valid_last = (record.num_tokens - 1) % self._block_size + 1
         key = digest_key(*record.key, record.grant.grant_id)
-        blocks, digests = record.grant.block_ids, record.ready.digests
+        blocks, digests = tuple(record.granted), record.ready.digests
         job = Verify(record.key, record.grant.grant_id, record.machine.round, blocks, digests, key, valid_last)
         self._jobs.append(job)
+
+    def _shorten(self, record: SinkRecord) -> None:
+        """A running sequence needs what was granted up to its length at the end; its source wrote no other block."""
+        assert record.ready is not None
+        if record.ready.continuation is None:
+            return
+        record.num_tokens = record.ready.continuation.num_tokens
+        record.num_blocks = -(-record.num_tokens // self._block_size)
+        num_needed = record.num_blocks - len(record.hits)
+        self._pool.free(record.granted[num_needed:], None)
+        del record.granted[num_needed:]
 
     def _end(self, record: SinkRecord, action: A) -> None:
         request = record.request
@@ -152,11 +164,13 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
             self.counters.commits += 1
             blocks, num_cached = (*record.hits, *record.granted), len(record.hits) * self._block_size
             record.hits, record.granted = [], []
-            self._outcomes.append(Commit(request, blocks, record.ready.first_tokens, num_cached))
+            self._outcomes.append(
+                Commit(request, blocks, record.ready.first_tokens, num_cached, record.ready.continuation)
+            )
         elif action is A.RECOMPUTE:
             assert record.ready is not None
             self.counters.recomputes += 1
-            self._outcomes.append(Recompute(request, record.ready.first_tokens))
+            self._outcomes.append(Recompute(request, record.ready.first_tokens, record.ready.continuation))
         elif action is A.END_RELEASED:
             self._outcomes.append(Released(request))
         else:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class SinkQueue(SinkActionRunner):
-    """A claim that does not fit holds the line. Pulls come after all others and let each other pass: whoever pulls can
-    do without."""
+    """A claim that does not fit holds the line. Pulls and running sequences come after all others, let each other pass
+    and are refused when there is no room: whoever pulls can do without, and what runs elsewhere stays there."""
 
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
         super().__init__(info, pool, options)
@@ -53,11 +53,14 @@ class SinkQueue(SinkActionRunner):
     def _grant_pulls(self) -> None:
         self._pulls = [record for record in self._pulls if record.machine.state is S.QUEUED]
         for record in self._pulls:
-            if record.num_blocks > self._pool.num_free - self._headroom:
+            if record.lost_pins:
+                self._pin(record)
+            needed = record.num_blocks - len(record.hits)
+            if needed > self._pool.num_free - self._headroom:
                 record.reason, record.closed_at = outcomes.NO_ROOM, self._now
                 self._run(record, record.machine.on(SinkEvent.DEADLINE))
-            elif record.num_blocks <= self._pool.num_grantable:
-                blocks = self._pool.allocate_grantable(record.num_blocks)
+            elif needed <= self._pool.num_grantable:
+                blocks = self._pool.allocate_grantable(needed)
                 assert blocks is not None, "there are as many"
                 self._grant(record, blocks)
 
@@ -77,13 +80,13 @@ class SinkQueue(SinkActionRunner):
                 record.lost_pins = True
 
     def _pin(self, record: SinkRecord) -> None:
-        """This node's own prefix of the prompt, ending below its last token."""
+        """This node's own prefix of the prompt, ending below its last token whose KV is handed over."""
         request = record.request
         assert request is not None
         record.lost_pins = False
         if request.use_prefix_cache:
-            last_full = (request.num_prompt_tokens - 1) // self._block_size
-            record.hits = self._pool.match_prefix(request.block_hashes[:last_full])
+            last_full = (request.num_prompt_tokens - 1 - record.follows) // self._block_size
+            record.hits = self._pool.match_prefix(request.block_hashes[: max(0, last_full)])
             self._pool.touch(record.hits)
 
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:

@@ -20,6 +20,8 @@ class SinkRecord:
     expected_at: float = 0.0  # when it was submitted
     num_tokens: int = 0  # to be in the pool at its commit; of a pull known from its claim on
     num_blocks: int = 0
+    num_claimed: int = 0  # tokens that the claim names
+    follows: bool = False  # of a sequence that runs at its source: `num_tokens` is what it may have at its commit
     most_blocks: int = 0  # of a pull: so many were asked for; 0: it is no pull
     hits: list[int] = field(default_factory=list)
     lost_pins: bool = False  # gave its hits up for one that came before

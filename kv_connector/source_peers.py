@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
-from tandem.engine.messages import FirstToken, NodeInfo, PeerRef
+from tandem.engine.messages import Continuation, FirstToken, NodeInfo, PeerRef
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.handoff.source import SourceEvent as E
 from tandem.kv_connector.handoff.source import SourceMachine
 from tandem.kv_connector.handoff.source import SourceState as S
-from tandem.kv_connector.meta import HandoffKey
+from tandem.kv_connector.meta import Flush, HandoffKey
 from tandem.kv_connector.peer_effects import CloseChannel, OpenChannel
 from tandem.kv_connector.plan import BlockSizes
 from tandem.kv_connector.source_actions import SourceActionRunner
@@ -53,6 +53,65 @@ class SourcePeers(SourceActionRunner):
         if (peer.node_id, peer.epoch) in self._peers:
             self._claim_offer(record)
 
+    # --- running sequences ----------------------------------------------------------------------------------
+
+    def follow(self, key: HandoffKey, peer: PeerRef, most_tokens: int, deadline: float, now: float) -> None:
+        """Claims room at `peer`, which expects it, for a sequence that runs on meanwhile and has at most `most_tokens`
+        tokens of KV when it is handed over. While `is_pushing`, `push_settled` and at last `hand_over` say what there
+        is. It ends like any other hand-off."""
+        self._now = now
+        record = self._add(key, peer, most_tokens, deadline)
+        record.follows = True
+        if (peer.node_id, peer.epoch) in self._peers:
+            self._claim_offer(record)
+
+    def push_settled(self, key: HandoffKey, block_ids: Sequence[int], num_tokens: int, now: float) -> int:
+        """Full blocks of the first `num_tokens` tokens, which are written and stay as they are, are pushed unless they
+        were; `block_ids` are the sequence's, from its first token on. How many were left of the sink's size."""
+        self._now = now
+        record = self._records[key]
+        num_full = num_tokens // self._block_size
+        self._hold(record, block_ids[:num_full])
+        record.num_computed_tokens = num_full * self._block_size
+        push = record.take_whole_push(record.num_computed_tokens, NO_STEP)
+        if push is None:
+            return 0
+        assert record.grant is not None
+        self._jobs += [push, Flush(key, record.grant)]
+        record.is_flushed = False
+        return len(push.num_valid)
+
+    def hand_over(self, key: HandoffKey, block_ids: Sequence[int], continuation: Continuation, now: float) -> None:
+        """The sequence stands still: what is left of it, and how it goes on."""
+        self._now = now
+        record = self._records[key]
+        num_tokens = continuation.num_tokens
+        self._hold(record, block_ids[: -(-num_tokens // self._block_size)])
+        record.num_prompt_tokens = record.num_computed_tokens = num_tokens
+        record.continuation = continuation
+        self._run(record, record.machine.on(E.COMPUTED))
+
+    def is_pushing(self, key: HandoffKey) -> bool:
+        """Granted, and not handed over or ended."""
+        return key in self._records and self._records[key].machine.state is S.PUSHING
+
+    def is_flushed(self, key: HandoffKey) -> bool:
+        """Whether what was pushed so far has arrived."""
+        return key in self._records and self._records[key].is_flushed
+
+    def holds_blocks(self, key: HandoffKey) -> bool:
+        """Whether a transfer may read blocks of the hand-off."""
+        return key in self._records and self._records[key].owns_blocks
+
+    def _hold(self, record: SourceRecord, block_ids: Sequence[int]) -> None:
+        """A reference to each, besides the scheduler's."""
+        num_held = len(record.block_ids)
+        assert list(block_ids[:num_held]) == record.block_ids, "a running sequence's blocks stay where they are"
+        self._pool.touch(block_ids[num_held:])
+        record.block_ids, record.owns_blocks = list(block_ids), True
+
+    # --- peers ----------------------------------------------------------------------------------------------
+
     def peer(self, node_id: str, epoch: int) -> NodeInfo | None:
         """As it was greeted."""
         return self._peers.get((node_id, epoch))
@@ -76,9 +135,9 @@ class SourcePeers(SourceActionRunner):
         return record
 
     def _claim_offer(self, record: SourceRecord) -> None:
-        """As of a prompt that was computed without waiting for its grant."""
+        """As of a prompt that was computed, or is being computed, without waiting for its grant."""
         self._note_block_sizes(record)
-        for event in (E.CLAIM, E.START, E.COMPUTED):
+        for event in (E.CLAIM, E.START) if record.follows else (E.CLAIM, E.START, E.COMPUTED):
             self._run(record, record.machine.on(event))
 
     def _note_block_sizes(self, record: SourceRecord) -> None:
@@ -94,7 +153,7 @@ class SourcePeers(SourceActionRunner):
         for record in [each for each in self._records.values() if (each.peer.node_id, each.peer.epoch) == where]:
             if record.machine.state not in OVER:
                 self._open_channel(record.peer)
-            if record.machine.state is S.IDLE and record.owns_blocks:
+            if record.machine.state is S.IDLE and (record.owns_blocks or record.follows):
                 self._claim_offer(record)
 
     def peer_lost(self, node_id: str, epoch: int, reason: str = outcomes.SINK_LOST) -> None:

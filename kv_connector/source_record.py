@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.engine.messages import FirstToken, KVGrant, KVReady, PeerRef
+from tandem.engine.messages import Continuation, FirstToken, KVGrant, KVReady, PeerRef
 from tandem.engine.request import Request
 from tandem.kv_connector.handoff.source import SourceMachine, SourceState
 from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, WholePush, digest_key
@@ -46,6 +46,9 @@ class SourceRecord:
     resend_indices: tuple[int, ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
     ready: KVReady | None = None
+    follows: bool = False  # a sequence that runs: its length is known when it stands still
+    continuation: Continuation | None = None
+    is_flushed: bool = True  # of a sequence that runs: what was pushed of it has arrived
 
     @property
     def num_sink_blocks(self) -> int:
@@ -101,6 +104,8 @@ class SourceRecord:
             digest_key=digest_key(*self.key, self.grant.grant_id),
             first_tokens=self.first_tokens,
             with_digests=with_digests,
+            continuation=self.continuation,
+            num_blocks=self.num_sink_blocks - self.grant.first_block,
         )
 
     def _take(self, kind, until: int, **extra):  # type: ignore[no-untyped-def]

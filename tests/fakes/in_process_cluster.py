@@ -20,6 +20,8 @@ from tandem.engine.messages import (
     Cancel,
     Cancelled,
     Hello,
+    Migrate,
+    Migrated,
     NodeInfo,
     PeerRef,
     Ping,
@@ -103,6 +105,7 @@ class Result:
     prompt_logprobs: tuple = ()
     logprobs: dict[int, list] = field(default_factory=dict)
     num_samples: int = 1
+    migrated: list[Migrated] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -183,6 +186,40 @@ class Client:
             self.send(prefill, message("prefill", decode))
         return result
 
+    def migrate(
+        self, result: Result, sample: int, prompt: Sequence[int], sampling: SamplingParams, here: NodeInfo, to: NodeInfo
+    ) -> Result:
+        """Hands a sample that decodes `here` to another node, as attempt 10 (+1 for each before) of a request of its
+        own; returns what comes from there."""
+        request_id, attempt = next(key for key, known in self.results.items() if known is result)
+        successor = (f"{request_id}-s{sample}" if "-s" not in request_id else request_id, max(10, attempt + 1))
+        seen = result.output(sample)
+        known = [*prompt, *seen]
+        moved = self.results[successor] = Result()
+        submit = Submit(
+            request_id=successor[0],
+            attempt=successor[1],
+            mode="decode",
+            prompt_token_ids=np.asarray(known, "<i4").tobytes(),
+            num_prior_output_tokens=len(seen),
+            sample_indices=(sample,),
+            sampling=sampling,
+            peer=_ref(here),
+            is_running=True,
+        )
+        self.send(to, submit)
+        order = Migrate(
+            request_id=request_id,
+            attempt=attempt,
+            sample_index=sample,
+            peer=_ref(to),
+            successor=successor,
+            num_tokens=len(known),
+            deadline_s=10.0,
+        )
+        self.send(here, order)
+        return moved
+
     def cancel(self, request_id: str, attempt: int, *nodes: NodeInfo) -> None:
         for node in nodes:
             self.send(node, Cancel(request_id=request_id, attempt=attempt))
@@ -234,6 +271,8 @@ class Client:
             result.num_cached_tokens = max(result.num_cached_tokens, message.num_cached_tokens)
         elif isinstance(message, PromptLogprobs):
             self.results[message.request_id, message.attempt].prompt_logprobs = message.entries
+        elif isinstance(message, Migrated):
+            self.results[message.request_id, message.attempt].migrated.append(message)
         elif isinstance(message, Cancelled):
             self.results[message.request_id, message.attempt].cancelled = True
         elif isinstance(message, Status):
