@@ -7,8 +7,9 @@ from collections import OrderedDict
 from tandem.engine.rate import Rate
 
 MAX_PEERS = 1024
-# Of computing a token: what pulling it is taken to cost before the first was pulled.
-GUESSED_SHARE = 0.25
+# Of computing a token: what pulling it is taken to cost before the first was pulled, and what computing it is taken to
+# cost before the first was computed. A node that never tried would never know.
+GUESSED_SHARE, GUESSED_COMPUTE_S = 0.25, 1 / 20_000
 
 
 class PullRates:
@@ -37,8 +38,8 @@ class PullRates:
         return False
 
     def s_per_token(self, compute_s_per_token: float) -> float:
-        """From any peer; 0 while nothing is known, not even what computing takes."""
-        return self._all.seconds or GUESSED_SHARE * compute_s_per_token
+        """From any peer."""
+        return self._all.seconds or GUESSED_SHARE * (compute_s_per_token or GUESSED_COMPUTE_S)
 
     def by_peer(self) -> dict[str, float]:
         return {node_id: rate.seconds for node_id, rate in self._by_peer.items()}
