@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -148,11 +149,16 @@ def reference_model(folder: Path):  # type: ignore[no-untyped-def]
 
 
 def reference_greedy(folder: Path, prompt_token_ids: list[int], num_tokens: int) -> Greedy:
-    """Greedy continuation that ignores EOS, by transformers' generate in fp32."""
+    """Greedy continuation that ignores EOS, by transformers' generate in fp32. Computed once."""
+    return _reference_greedy(folder, tuple(prompt_token_ids), num_tokens)
+
+
+@cache
+def _reference_greedy(folder: Path, prompt_token_ids: tuple[int, ...], num_tokens: int) -> Greedy:
     model = reference_model(folder)
     with torch.inference_mode():
         out = model.generate(
-            torch.tensor([prompt_token_ids]),
+            torch.tensor([list(prompt_token_ids)]),
             attention_mask=torch.ones(1, len(prompt_token_ids), dtype=torch.long),
             max_new_tokens=num_tokens,
             do_sample=False,
