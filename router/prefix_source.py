@@ -44,12 +44,15 @@ def best_holder(
 ) -> NodeView | None:
     """The one that saves `node` most time; None when none saves more than asking costs."""
     best, most = None, PULL_OVERHEAD_S
-    held = cached.get(node.key, 0)
+    held, by_peer = cached.get(node.key, 0), node.status.fetch_s_per_token_from
+    gain = node.prefill_s_per_token - node.fetch_s_per_token
     for peer in nodes:
-        tokens = min(cached.get(peer.key, 0), num_prompt_tokens - 1) - held
-        if tokens > 0 and peer.key != node.key and not peer.lost and _fits(node, peer):
-            saved = tokens * (node.prefill_s_per_token - pull_s_per_token(node, peer))
-            if saved > most:
+        tokens = cached.get(peer.key, 0)
+        if tokens > held:
+            tokens = min(tokens, num_prompt_tokens - 1) - held
+            one_way = by_peer.get(peer.info.node_id)
+            saved = tokens * (gain if one_way is None else node.prefill_s_per_token - one_way)
+            if saved > most and not peer.lost and _fits(node, peer):
                 best, most = peer, saved
     return best
 
