@@ -12,6 +12,7 @@ from tandem.engine.errors import ClientGoneError, TandemError
 from tandem.router.api_keys import ApiKeys
 from tandem.router.completion import PromptPlan
 from tandem.router.explain import placement_headers, session_of
+from tandem.router.generation import Generation
 from tandem.router.http_io import (
     JSON_TYPE,
     our_fault,
@@ -80,10 +81,10 @@ class CompletionsEndpoint:
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
             response = await collector.done
+            headers = [JSON_TYPE, *placement_headers(generations)]
         finally:
-            service.abort(generations, _client_gone())
-            watcher.cancel()
-        await send_whole(send, 200, response, [JSON_TYPE, *placement_headers(generations)])
+            self._end(generations, watcher)
+        await send_whole(send, 200, response, headers)
 
     async def _stream(
         self,
@@ -95,11 +96,12 @@ class CompletionsEndpoint:
         send: Send,
     ) -> None:
         service, client, session = self._service, _client(scope), session_of(scope["headers"])
+        generations: list[Generation] = []
 
         def give_up_on_client() -> None:
             service.metrics.stuck_clients.inc()
             logger.warning("%s: the client does not read its stream; aborted", completion_id)
-            service.abort(stream.generations, ClientGoneError("the client stopped reading"))
+            service.abort(generations, ClientGoneError("the client stopped reading"))
             client.abort()
 
         stream = EventStream(
@@ -125,8 +127,14 @@ class CompletionsEndpoint:
                 batch = await stream.next_batch()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            service.abort(generations, _client_gone())
-            watcher.cancel()
+            self._end(generations, watcher)
+
+    def _end(self, generations: list[Generation], watcher: asyncio.Future[None]) -> None:
+        """Whatever still runs is aborted. Generations and their listener know each other: left so, each request would
+        stay until the garbage collector stops everybody's streams to look for it."""
+        self._service.abort(generations, _client_gone())
+        watcher.cancel()
+        generations.clear()
 
 
 def _client(scope: Scope) -> Client:

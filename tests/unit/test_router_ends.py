@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import time
@@ -25,6 +26,23 @@ from router_nodes import (
 )
 
 from tandem.engine.config import Timeouts
+from tandem.router.generation import Generation
+
+
+def test_an_ended_request_leaves_nothing_to_the_garbage_collector(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start()
+    with RouterInThread(folder, addresses(node)) as router:
+        router.wait_ready()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                assert stream_events(router.client, max_tokens=5)[0] == output(5)
+                assert status_of(router, max_tokens=5)[0] == 200
+            router.wait_idle()
+            wait_until(lambda: not any(isinstance(each, Generation) for each in gc.get_objects()), "what was made")
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize("stream", [False, True])
