@@ -18,6 +18,10 @@ from tandem.router.sources import open_sources
 from tandem.router.worker import LauncherBeat, Worker, stop_on_signals
 from tandem.router.worker_group import WorkerGroup
 
+# More objects than before that bring the garbage collector in. Requests leave it nothing to do, and each of its rounds
+# stops all streams for milliseconds.
+YOUNG_OBJECTS = 50_000
+
 
 def run_router(options: RouterOptions) -> int:
     """Serves until SIGTERM or SIGINT, drains, returns the exit code. Raises ConfigError before serving.
@@ -62,6 +66,7 @@ def _run(
     def serving(port: int) -> None:
         gc.collect()
         gc.freeze()  # the collector need not look at what start-up made, again and again
+        gc.set_threshold(YOUNG_OBJECTS)
         on_serving(port)
 
     async def serve() -> None:
