@@ -14,6 +14,7 @@ from tandem.engine.messages import (
     KVDrained,
     KVDrainedAck,
     KVGrant,
+    KVPull,
     KVReady,
     KVWait,
     NodeInfo,
@@ -35,7 +36,7 @@ from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.kv_connector.worker import ConnectorWorker
 
 logger = logging.getLogger(__name__)
-_URGENT_MESSAGES = (KVClaim, KVWait, KVGrant, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
+_URGENT_MESSAGES = (KVPull, KVClaim, KVWait, KVGrant, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
 _URGENT_EVENTS = (ReadySent, Retired, Verified)
 
 

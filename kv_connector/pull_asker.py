@@ -247,16 +247,18 @@ class PullAsker:
         self._outbox.append((_peer_id(pull), message))
 
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
-        """What others have put into the table meanwhile stays; so many copies are given back."""
+        """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies
+        would only take room from the request that they are for."""
         request = pull.request
         num_public = num_public_blocks(request.secrecy, self._cache.block_size, self._cache.hash_block_size)
         for index, block_id in enumerate(blocks, pull.first):
             parent = pull.hashes[index - 1] if index else None
             tenant = b"" if index < num_public else tenant_of_salt(request.salt)
-            if self._pool.register(block_id, pull.hashes[index], parent, None, tenant):
-                pull.held.append(block_id)
-            else:
-                self._pool.free([block_id], None)
+            self._pool.register(block_id, pull.hashes[index], parent, None, tenant)
+        found = self._pool.match_prefix(pull.hashes)
+        self._pool.touch(found)
+        self._pool.free([*pull.held, *blocks], None)
+        pull.held = found
 
     def _forget(self, request: Request) -> None:
         pull = self._pulls.pop(request, None)

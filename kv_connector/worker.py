@@ -50,11 +50,16 @@ class ConnectorWorker:
         transfer: TransferWorker,
         layer_indices: Mapping[str, int],
         drain_events: Callable[[], Iterable[object]] = tuple,
+        lags: bool = False,
     ) -> None:
+        """`lags`: the pool is written by other ranks as well. That this rank has begun a layer proves that all have
+        written the one before, since they have added up their parts of it; the end of the step proves the last."""
         self._transfer = transfer
         self._layer_indices = dict(layer_indices)
         self._drain_events = drain_events
         self._meta: SourceStepMeta | None = None
+        self._lags = lags
+        self._newest_layer: int | None = None
         self._load_events: dict[int, list[LoadEvent]] = {}
         self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
         self._steps: OrderedDict[int, list[torch.cuda.Event]] = OrderedDict()  # CUDA: of the last steps with hand-offs
@@ -81,13 +86,17 @@ class ConnectorWorker:
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
         if self._meta is None:
             return
-        layer = self._layer_indices[layer_name]
+        layer: int | None = self._layer_indices[layer_name]
         written = self._record_event()
         self._layer_events.append(written)
-        for push in self._meta.pushes:
-            self._transfer.submit_layer(push, layer, written)
+        if self._lags:
+            layer, self._newest_layer = self._newest_layer, layer
+        self._push_layer(layer, written)
 
     def wait_for_save(self) -> None:
+        if self._newest_layer is not None:
+            self._push_layer(self._newest_layer, None)
+            self._newest_layer = None
         meta, self._meta = self._meta, None
         for layer in list(self._load_events):  # layers that this step did not run: no load outlives its step
             self._wait_for_loads(layer)
@@ -105,7 +114,7 @@ class ConnectorWorker:
         layer follows as soon as that is done; if it has run, at once, whatever other step runs now."""
         events = self._steps.get(push.step_id)
         if events is None:
-            has_run = bool(self._steps) and push.step_id < next(iter(self._steps))
+            has_run = push.step_id < 0 or (bool(self._steps) and push.step_id < next(iter(self._steps)))
             self._transfer.submit(push, waits=not has_run)
         elif events[-1].query():
             self._transfer.submit(push, waits=False)
@@ -127,6 +136,11 @@ class ConnectorWorker:
             self._steps[step_id] = written
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
+
+    def _push_layer(self, layer: int | None, written: torch.cuda.Event | None) -> None:
+        if self._meta is not None and layer is not None:
+            for push in self._meta.pushes:
+                self._transfer.submit_layer(push, layer, written)
 
     def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
         for load in loads:
