@@ -73,7 +73,7 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
             spec.logits_soft_cap is None, spec.alibi_slopes is None, version == "shared")  # fmt: skip
     if kind not in _compiled:
         _compiled.add(kind)
-        for other in {"V1", "V2"} - {version}:
+        for other in ({"V2"} if constants["num_warps"] == 1 else {"V1", "V2"}) - {version}:
             run(other)  # lengths decide between them: neither may compile later
     return run(version)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,10 +14,12 @@ from tandem.kernels.metadata import RowBatch
 from tandem.kernels.quantization import FP8_DTYPE, scale_tensor
 from tandem.kernels.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes
+
 logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
-UNTRIED: str | None = "this variant of the Hopper kernel has not run yet"  # None once its tests pass on a GPU
 
 _failures: list[str] = []
 _warm: set[tuple[object, ...]] = set()
@@ -60,8 +63,6 @@ def why_general(
     if kv is not None:
         if kv.key_cache.dtype not in (query.dtype, FP8_DTYPE):
             return f"the cache holds {kv.key_cache.dtype}, queries are {query.dtype}"
-        if UNTRIED and kv.key_cache.dtype == FP8_DTYPE:
-            return UNTRIED
         reason = why_not_cache(kv.key_cache, kv.value_cache)
     return reason or why_not_tiles("query", query) or why_not_tiles("key", key) or why_not_tiles("value", value)
 
@@ -74,8 +75,6 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return f"the Hopper kernel multiplies 16-bit elements, not {dtype}"
     if spec.head_size not in (64, 80, 96, 128):
         return f"the Hopper kernel has heads of 64, 80, 96 and 128, not {spec.head_size}"
-    if UNTRIED and (spec.head_size in (80, 96) or spec.alibi_slopes is not None or spec.is_fp8):
-        return UNTRIED
     if spec.scale <= 0:
         return f"the Hopper kernel needs a positive scale, not {spec.scale}"
     return why_no_gluon()
@@ -97,29 +96,36 @@ def _hopper_over_fp8(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
 ) -> torch.Tensor | None:
     """Over prefixes unpacked to 16 bits; None where the general kernel is faster, or memory is short."""
-    from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes, is_unpacking_worthwhile
-
     kind = (query.device, query.dtype, spec.num_heads, spec.num_kv_heads, spec.head_size, kv.block_size,
             spec.sliding_window is None, spec.logits_soft_cap is None, spec.alibi_slopes is None)  # fmt: skip
-    if kind not in _warm:  # lengths decide between the two kernels: neither may compile later
+    name = "unpacked_prefixes", query.dtype, spec.num_heads, *kv.key_cache.shape[1:]
+    is_first = kind not in _warm
+    if is_first:  # lengths decide between the two kernels: neither may compile later
         _warm.add(kind)
         _general(query, key, value, kv, rows, spec)
-    elif not is_unpacking_worthwhile(
-        rows.query_lens_cpu, rows.seq_lens_cpu, spec.num_heads, spec.num_kv_heads, spec.head_size
-    ):
-        return None
-    name = "unpacked_prefixes", query.dtype, *kv.key_cache.shape[1:]
-    prefixes = rows.scratch.get(name)
+    if name not in rows.scratch:
+        rows.scratch[name] = _unpacked_prefixes(kv, rows, spec, query.dtype, is_first)
+    prefixes = rows.scratch[name]
     if prefixes is None:
-        try:
-            prefixes = UnpackedPrefixes.allocate(rows.query_lens_cpu, rows.seq_lens_cpu, kv.key_cache, query.dtype)
-        except torch.OutOfMemoryError:
-            return None
-        rows.scratch[name] = prefixes
+        return None
     scales = scale_tensor(kv.k_scale, query.device), scale_tensor(kv.v_scale, query.device)
     prefixes.fill(kv.key_cache, kv.value_cache, rows.block_tables, *scales)
     keys, values = prefixes.pool[:, :, 0], prefixes.pool[:, :, 1]
     return _launch_hopper(query, key, value, keys, values, prefixes.block_tables, rows, spec)
+
+
+def _unpacked_prefixes(
+    kv: PagedKV, rows: RowBatch, spec: AttentionSpec, dtype: torch.dtype, is_first: bool
+) -> UnpackedPrefixes | None:
+    from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes, is_unpacking_worthwhile
+
+    lengths = rows.query_lens_cpu, rows.seq_lens_cpu
+    if not is_first and not is_unpacking_worthwhile(*lengths, spec.num_heads, spec.num_kv_heads, spec.head_size):
+        return None
+    try:
+        return UnpackedPrefixes.allocate(*lengths, kv.key_cache, dtype)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _launch_hopper(

@@ -16,6 +16,7 @@ from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel
 
 MAX_NEW_TOKENS = 8  # of a row
 WARPS_PER_MULTIPROCESSOR = 8
+TILE_BYTES = 4096  # of keys, where a program is one warp
 MAX_PRODUCT_ROWS = 128  # query rows that one program multiplies with a tile of keys
 MERGED_ELEMENTS = 4096  # of parts loaded at once when they are merged
 MERGE_SET = 2 if INTERPRET else 16  # parts merged by one program
@@ -59,14 +60,16 @@ def decode_constants(
     rows = group * num_new
     if rows > MAX_PRODUCT_ROWS:
         raise UnsupportedOptionError("num_heads", f"{num_new} new tokens of {group} query heads a KV head: {rows} rows")
+    padded_rows = triton.next_power_of_2(rows)
+    # A warp to a program waits for no other at each tile; its tiles are as large as registers and loads ahead allow.
+    alone = dtype.itemsize <= 2 and not wide and padded_rows <= 16
     tile = 32 if wide else 64
+    if alone:
+        tile = max(16, min(tile, TILE_BYTES // (cache_itemsize * d_pad)))
     if sparse_block:
         tile = min(tile, sparse_block & -sparse_block)
         if tile < 16:
             raise UnsupportedOptionError("blocksparse_params", f"block_size {sparse_block} is no multiple of 16")
-    padded_rows = triton.next_power_of_2(rows)
-    # Unpacking fp8 takes so long that waiting for other warps at every tile would halve the speed: a warp to a program.
-    alone = cache_itemsize == 1 and not wide and padded_rows <= 16
     return {
         "GROUP": group,
         "NUM_NEW": num_new,
@@ -77,10 +80,10 @@ def decode_constants(
         "D_PAD": d_pad,
         "BLOCK_SIZE": block_size,
         "MERGE_SET": MERGE_SET,
-        "TILE": min(tile, 32) if alone else tile,
+        "TILE": tile,
         "KEYS_FIRST": alone,
         "num_warps": 1 if alone else 4,
-        "num_stages": 1 if wide else 3,
+        "num_stages": 1 if wide else 3 if alone else 4,
     }
 
 

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.prefix_groups import LARGEST_TILE
 from tandem.kernels.shared_prefix import SharedPrefixes
 from tandem.kernels.triton_kernels.common import begin, load_rows, overlap
 from tandem.kernels.triton_kernels.decode_launch import PrefixParts, num_programs
@@ -146,10 +147,15 @@ def merge_prefixes_kernel(
 
 def prefix_constants(constants: dict[str, int], members: int) -> dict[str, int]:
     """Tile sizes and launch options beside those of decode_constants for one new token a row."""
-    kept = {name: constants[name] for name in ("GROUP", "HEAD_SIZE", "D_PAD", "BLOCK_SIZE", "TILE", "num_stages")}
-    rows = members * constants["GROUP"]
-    wide = constants["D_PAD"] > 128
-    return kept | {"MEMBERS": members, "M_PAD": max(16, triton.next_power_of_2(rows)), "num_warps": 8 if wide else 4}
+    kept = {name: constants[name] for name in ("GROUP", "HEAD_SIZE", "D_PAD", "BLOCK_SIZE")}
+    wide = constants["num_stages"] == 1
+    return kept | {
+        "MEMBERS": members,
+        "M_PAD": max(16, triton.next_power_of_2(members * constants["GROUP"])),
+        "TILE": 32 if wide else LARGEST_TILE,
+        "num_warps": 8 if constants["D_PAD"] > 128 else 4,
+        "num_stages": 1 if wide else 3,
+    }
 
 
 def plan_prefixes(prefixes: SharedPrefixes, num_kv_heads: int, constants: dict[str, int]) -> DecodePlan:

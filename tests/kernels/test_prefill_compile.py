@@ -129,9 +129,9 @@ def test_blocks_of_prefixes_are_placed_one_after_the_other() -> None:
 
 def test_unpacking_pays_for_many_queries_and_fits_memory() -> None:
     assert unpack_prefix.is_unpacking_worthwhile((1024,), (9216,), 32, 8, 128)
-    assert unpack_prefix.is_unpacking_worthwhile((64,), (9216,), 32, 8, 128)
-    assert not unpack_prefix.is_unpacking_worthwhile((63,), (9216,), 32, 8, 128)
-    assert not unpack_prefix.is_unpacking_worthwhile((63, 4096), (90_000, 4096), 32, 8, 128)
+    assert unpack_prefix.is_unpacking_worthwhile((16,), (9216,), 32, 8, 128)
+    assert not unpack_prefix.is_unpacking_worthwhile((15,), (9216,), 32, 8, 128)
+    assert not unpack_prefix.is_unpacking_worthwhile((15, 4096), (60_000, 4096), 32, 8, 128)
     assert unpack_prefix.is_unpacking_worthwhile((4096, 4096), (4096, 4096), 32, 8, 128)
     assert not unpack_prefix.is_unpacking_worthwhile((1024,), (1024 + 65_537,), 32, 8, 128)
 
