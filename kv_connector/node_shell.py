@@ -28,7 +28,9 @@ from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
+from tandem.engine.parallel.channel import PoolFile
 from tandem.engine.parallel.ranks import start_ranks
+from tandem.engine.parallel.shared_pool import heads_of_rank, make_storage, ranks_share_pool, whole_layout
 from tandem.engine.runner import ModelRunner
 from tandem.engine.security import load_cluster_keys
 from tandem.engine.serving_node import ServingNode
@@ -75,6 +77,8 @@ class NodeProcess:
         node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
         epoch = secrets.randbits(64)
         num_blocks = size_pool(self.loaded, options)
+        self._ranks_share_pool = ranks_share_pool(options, self.loaded.device)
+        self.layout = whole_layout(self.loaded.layout) if self._ranks_share_pool else self.loaded.layout
         transports = make_transports(
             options.transport, self.loaded.device, self.keys, options.host, options.timeouts.peer_lost_s
         )
@@ -82,7 +86,7 @@ class NodeProcess:
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
         tensor = self._allocate(num_blocks)
         self.tiers = make_tiers(options, self.pool, tensor, self.loaded, self._post)
-        self.transports.register(tensor, self.loaded.layout, node_id, epoch)
+        self.transports.register(tensor, self.layout, node_id, epoch)
         self.control = ControlPlane(
             keys=self.keys,
             timeouts=options.timeouts,
@@ -94,7 +98,7 @@ class NodeProcess:
         self.info = self._describe(node_id, epoch, address)
         self.transfer = TransferWorker(
             tensor,
-            self.loaded.layout,
+            self.layout,
             (node_id, epoch),
             connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
             post_event=lambda event: self.loop.post(event),
@@ -104,10 +108,10 @@ class NodeProcess:
             with_digests=options.digests,
         )
         layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
-        self.worker = ConnectorWorker(self.transfer, layers)
+        self.worker = ConnectorWorker(self.transfer, layers, lags=self._ranks_share_pool)
         self.runner = ModelRunner(
             self.loaded.model,
-            tensor,
+            heads_of_rank(tensor, self.loaded.layout) if self._ranks_share_pool else tensor,
             options.scheduler,
             options.cache.block_size,
             self.loaded.max_model_len,
@@ -179,8 +183,16 @@ class NodeProcess:
 
     def _allocate(self, num_blocks: int):  # type: ignore[no-untyped-def]
         """The pool; on CPU in memory that other processes of this host can map, when a transport offers it."""
-        layout, device = self.loaded.layout, self.loaded.device
+        layout, device = self.layout, self.loaded.device
         storage = self.transports.pool_storage(pool_bytes(layout, num_blocks)) if device.type == "cpu" else None
+        if self._ranks_share_pool:
+            assert self.ranks is not None
+            place = self.transports.pool_file()
+            if storage is None or place is None:
+                storage, file = make_storage(pool_bytes(layout, num_blocks))
+            else:
+                file = PoolFile(*place)
+            self.ranks.share_pool(file)
         return allocate_pool(layout, num_blocks, device, storage)
 
     def _describe(self, node_id: str, epoch: int, address: str) -> NodeInfo:
@@ -193,7 +205,7 @@ class NodeProcess:
             host_id=host_id(),
             pid=os.getpid(),
             identity=loaded.identity,
-            layout=loaded.layout,
+            layout=self.layout,
             model_name=loaded.served_name,
             max_model_len=loaded.max_model_len,
             vocab_size=loaded.config.vocab_size,

@@ -24,6 +24,13 @@ class RankSetup(msgspec.Struct, frozen=True):
     port: int
 
 
+class PoolFile(msgspec.Struct, frozen=True):
+    """Second message, where ranks share a pool: rank 0's file descriptor of its memory, and where the pool begins."""
+
+    fd: int
+    offset: int
+
+
 class Command(msgspec.Struct, frozen=True, array_like=True):
     """What all ranks do next. `step`: a step's plan; of a dummy the rows alone count."""
 
@@ -44,9 +51,10 @@ def _from_bytes(kind: type, data: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _commands = msgspec.msgpack.Decoder(Command, dec_hook=_from_bytes)
 _setups = msgspec.msgpack.Decoder(RankSetup)
+_pool_files = msgspec.msgpack.Decoder(PoolFile)
 
 
-def send(sockets: Iterable[socket.socket], message: RankSetup | Command) -> None:
+def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Command) -> None:
     """Raises OSError when a rank is gone."""
     body = _encoder.encode(message)
     data = len(body).to_bytes(LENGTH_BYTES, "little") + body
@@ -57,6 +65,11 @@ def send(sockets: Iterable[socket.socket], message: RankSetup | Command) -> None
 def receive_setup(end: socket.socket) -> RankSetup | None:
     body = _receive(end)
     return None if body is None else _setups.decode(body)
+
+
+def receive_pool_file(end: socket.socket) -> PoolFile | None:
+    body = _receive(end)
+    return None if body is None else _pool_files.decode(body)
 
 
 def receive_command(end: socket.socket) -> Command | None:

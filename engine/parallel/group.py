@@ -42,6 +42,7 @@ class TensorParallel:
     def __init__(self, shard: Shard, device: torch.device, mail: Mail | None = None) -> None:
         self.shard = shard
         self.device = device
+        self.ends_steps_together = False  # a step that rank 0 has done is done on all ranks: others may use its KV
         self._mail = mail
 
     @classmethod
@@ -109,6 +110,10 @@ class TensorParallel:
         """Rank 0's content, in place."""
         dist.broadcast(tensor, src=0)
         return tensor
+
+    def wait_for_all(self) -> None:
+        """Returns when every rank has come here."""
+        dist.barrier()
 
     def smallest(self, value: int) -> int:
         """The least of the ranks' values; waits for all."""

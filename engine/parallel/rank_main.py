@@ -38,9 +38,10 @@ def _run(commands: socket.socket) -> None:
     """The same steps as rank 0 (kv_connector/node_shell.py): load, size the pool, then whatever is announced."""
     from tandem.engine.kv_pool import allocate_pool
     from tandem.engine.node_setup import load, size_pool, with_device_defaults
-    from tandem.engine.parallel.channel import receive_command, receive_setup
+    from tandem.engine.parallel.channel import receive_command, receive_pool_file, receive_setup
     from tandem.engine.parallel.group import Membership
     from tandem.engine.parallel.sharding import Shard
+    from tandem.engine.parallel.shared_pool import map_in_rank, ranks_share_pool
     from tandem.engine.runner import ModelRunner
 
     setup = receive_setup(commands)
@@ -49,7 +50,14 @@ def _run(commands: socket.socket) -> None:
     options = replace(setup.options, device_index=setup.options.device_index + setup.rank)
     loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
     options = with_device_defaults(options, loaded.device)
-    pool = allocate_pool(loaded.layout, size_pool(loaded, options), loaded.device)
+    num_blocks = size_pool(loaded, options)
+    if ranks_share_pool(options, loaded.device):
+        file = receive_pool_file(commands)
+        if file is None:
+            return
+        pool = map_in_rank(file, loaded.layout, num_blocks)
+    else:
+        pool = allocate_pool(loaded.layout, num_blocks, loaded.device)
     eos = loaded.config.eos_token_ids
     runner = ModelRunner(
         loaded.model, pool, options.scheduler, options.cache.block_size, loaded.max_model_len, eos

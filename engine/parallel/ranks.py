@@ -17,13 +17,14 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from tandem.engine.config import NodeOptions
 from tandem.engine.errors import ConfigError
 from tandem.engine.model_config import load_model_config, resolve_model
-from tandem.engine.parallel.channel import Command, RankSetup, Verb, send
+from tandem.engine.parallel.channel import Command, PoolFile, RankSetup, Verb, send
 from tandem.engine.parallel.group import STUCK_S, Membership
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.step import SchedulerOutput
@@ -44,12 +45,10 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
         return None
     if size < 1:
         raise ConfigError(f"--tensor-parallel-size {size}: give the number of GPUs of a node, 1 or more")
+    config = load_model_config(resolve_model(options.model.model, options.model.revision))
+    Shard(0, size).config(config)
     if options.role != "unified":
-        raise ConfigError(
-            f"--tensor-parallel-size {size} with a {options.role} node: only nodes of one GPU hand KV over; serve "
-            "without --prefill and --decode, or without --tensor-parallel-size"
-        )
-    Shard(0, size).config(load_model_config(resolve_model(options.model.model, options.model.revision)))
+        _check_hands_over(options, config.num_kv_heads)
     if options.device != "cpu" and torch.cuda.is_available():
         available = torch.cuda.device_count() - options.device_index
         if size > available:
@@ -57,6 +56,20 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
                 f"--tensor-parallel-size {size}, but {available} GPUs are visible from index {options.device_index} on"
             )
     return Ranks(options)
+
+
+def _check_hands_over(options: NodeOptions, num_kv_heads: int) -> None:
+    size = options.tensor_parallel_size
+    if options.device != "cpu" and torch.cuda.is_available():
+        raise ConfigError(
+            f"--tensor-parallel-size {size} with a {options.role} node: only nodes of one GPU hand KV over; serve "
+            "without --prefill and --decode, or without --tensor-parallel-size"
+        )
+    if num_kv_heads < size:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} with a {options.role} node: ranks would hold copies of the model's "
+            f"{num_kv_heads} KV heads, which can't be handed over; give at most {num_kv_heads}"
+        )
 
 
 def make_store() -> Any:
@@ -85,8 +98,13 @@ class Ranks:
 
     def announce(self, verb: Verb, step: SchedulerOutput | None = None) -> None:
         """Every rank does this next; the caller then does the same. Raises OSError when a rank is gone."""
-        assert step is None or step.connector_meta is None, "no hand-off has ranks"
+        if step is not None and step.connector_meta is not None:
+            step = msgspec.structs.replace(step, connector_meta=None)  # rank 0 alone moves KV
         send(self._sockets, Command(verb, step))
+
+    def share_pool(self, file: PoolFile) -> None:
+        """Before the first command, where `ranks_share_pool`."""
+        send(self._sockets, file)
 
     @property
     def pids(self) -> list[int]:

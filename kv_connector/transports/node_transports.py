@@ -75,6 +75,11 @@ class NodeTransports:
                 return storage
         return None
 
+    def pool_file(self) -> tuple[int, int] | None:
+        """(descriptor, offset) of what `pool_storage` gave; None: it gave nothing."""
+        shm = self._transports.get("shm")
+        return shm.pool_file if isinstance(shm, ShmTransport) else None
+
     def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
         self._device = pool.device
         for transport in self._transports.values():

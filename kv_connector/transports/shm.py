@@ -85,6 +85,11 @@ class ShmTransport(MappedTransport):
         self._storage = torch.frombuffer(memory, dtype=torch.uint8, offset=_HEADER_BYTES)
         return memoryview(memory)[_HEADER_BYTES:]
 
+    @property
+    def pool_file(self) -> tuple[int, int]:
+        """(descriptor, offset) of what `pool_storage` gave."""
+        return self._fd, _HEADER_BYTES
+
     def close(self) -> None:
         super().close()
         if self._fd >= 0:

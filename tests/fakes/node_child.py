@@ -11,12 +11,26 @@ import subprocess
 import sys
 import threading
 
+import msgspec
+
+from tandem.engine.messages import NodeInfo
+
 
 class NodeChild:
-    """`addresses`: where the child's nodes take control connections, one for each of `roles`."""
+    """`addresses`: where the child's nodes take control connections, one for each of `roles`; `infos`: what they say
+    of themselves. `num_ranks` processes make a node."""
 
-    def __init__(self, roles: tuple[str, ...], transport: str, fault_injection: str, num_blocks: int = 256) -> None:
-        command = [sys.executable, __file__, ",".join(roles), transport, fault_injection, str(num_blocks)]
+    def __init__(
+        self,
+        roles: tuple[str, ...],
+        transport: str,
+        fault_injection: str = "",
+        num_blocks: int = 256,
+        num_ranks: int = 1,
+        model: str = "llama",
+    ) -> None:
+        rest = [str(num_blocks), str(num_ranks), model]
+        command = [sys.executable, __file__, ",".join(roles), transport, fault_injection, *rest]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -24,7 +38,8 @@ class NodeChild:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, "the child ended before its nodes were up"
-        self.addresses: tuple[str, ...] = tuple(json.loads(line))
+        self.infos = [msgspec.msgpack.decode(bytes.fromhex(info), type=NodeInfo) for info in json.loads(line)]
+        self.addresses = tuple(info.control_address for info in self.infos)
 
     def stop(self) -> None:
         """Ends it if it still lives."""
@@ -36,7 +51,7 @@ class NodeChild:
             pipe.close()
 
 
-def _serve(roles: str, transport: str, fault_injection: str, num_blocks: str) -> None:
+def _serve(roles: str, transport: str, fault_injection: str, num_blocks: str, num_ranks: str, model: str) -> None:
     """Until stdin is closed: a child doesn't outlive its test."""
     from in_process_cluster import Node, node_options
     from tiny_models import tiny_model
@@ -44,11 +59,11 @@ def _serve(roles: str, transport: str, fault_injection: str, num_blocks: str) ->
     nodes = []
     for role in roles.split(","):
         fault = fault_injection if role == "prefill" else ""
-        options = node_options(
-            role, tiny_model("llama"), transport=transport, fault_injection=fault, chunk=64, num_blocks=int(num_blocks)
-        )
+        sizes = {"num_blocks": int(num_blocks), "tensor_parallel_size": int(num_ranks)}
+        sizes |= {"host_tier_bytes": 0} if int(num_ranks) > 1 else {}
+        options = node_options(role, tiny_model(model), transport=transport, fault_injection=fault, chunk=64, **sizes)
         nodes.append(Node(options))
-    print(json.dumps([node.info.control_address for node in nodes]), flush=True)
+    print(json.dumps([msgspec.msgpack.encode(node.info).hex() for node in nodes]), flush=True)
     closed = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
     closed.wait()

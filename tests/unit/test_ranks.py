@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -79,9 +80,10 @@ def test_ranks_end_with_rank_0() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_nodes_that_hand_kv_over_have_one_rank(role: str) -> None:
+def test_on_gpus_nodes_that_hand_kv_over_have_one_rank(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module.torch.cuda, "is_available", lambda: True)
     with pytest.raises(ConfigError, match="only nodes of one GPU hand KV over"):
-        start_ranks(options_of(2, role))
+        start_ranks(replace(options_of(2, role), device="auto"))
 
 
 def test_sizes_that_cannot_be_are_refused_before_a_process_starts() -> None:

@@ -1,0 +1,91 @@
+"""Prefill and decode nodes of unlike numbers of ranks: heads split and merged on the way, the tokens of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from node_child import NodeChild
+from split_pair import GREEDY, SAMPLED, changed
+
+from in_process_cluster import Client, Node, node_options
+from tandem.engine.config import NodeOptions
+from tandem.engine.errors import ConfigError
+from tandem.engine.messages import NodeInfo
+from tandem.engine.parallel.ranks import start_ranks
+from tandem.engine.sampling_params import SamplingParams
+from tiny_models import random_prompt, reference_greedy, tiny_model
+
+LENGTHS = (1, 17, 64, 150)
+MODEL = "llama_four_kv_heads"
+
+
+class Nodes:
+    """Started when they are first asked for. Those of one rank live in this process."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._infos: dict[tuple[str, str, int], NodeInfo] = {}
+
+    def get(self, role: str, transport: str, num_ranks: int) -> NodeInfo:
+        key = (role, transport, num_ranks)
+        if key not in self._infos:
+            if num_ranks == 1:
+                node = Node(node_options(role, tiny_model(MODEL), transport=transport, chunk=64))
+                self._stack.callback(node.stop)
+                self._infos[key] = node.info
+            else:
+                child = NodeChild((role,), transport, num_ranks=num_ranks, model=MODEL)
+                self._stack.callback(child.stop)
+                self._infos[key] = child.infos[0]
+        return self._infos[key]
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    yield made
+    made.close()
+
+
+def run_all(decode: NodeInfo, prefill: NodeInfo, sampling: SamplingParams, name: str) -> list[list[int]]:
+    client = Client(decode, prefill)
+    try:
+        results = [
+            client.submit(f"{name}{n}", random_prompt(n, seed=n), sampling, decode=decode, prefill=prefill)
+            for n in LENGTHS
+        ]
+        client.wait()
+    finally:
+        client.close()
+    assert [result.failed for result in results] == [None] * len(LENGTHS)
+    return [result.output() for result in results]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(2, 1), (1, 2), (2, 4)])
+def test_ranks_may_differ(nodes: Nodes, num_prefill: int, num_decode: int, transport: str) -> None:
+    """Twice: the second time both sides find what they keep, and push and compute only the rest."""
+    prefill = nodes.get("prefill", transport, num_prefill)
+    decode = nodes.get("decode", "auto", num_decode)
+    sampling = changed(GREEDY, max_tokens=16)
+    expected = [reference_greedy(tiny_model(MODEL), random_prompt(n, n), 16).token_ids for n in LENGTHS]
+    for turn in range(2):
+        name = f"{transport}-{num_prefill}-{num_decode}-{turn}-"
+        assert run_all(decode, prefill, sampling, name) == expected
+
+
+def test_drawn_tokens_are_those_of_one_rank(nodes: Nodes) -> None:
+    one = run_all(nodes.get("decode", "auto", 1), nodes.get("prefill", "shm", 1), SAMPLED, "drawn-1-")
+    many = run_all(nodes.get("decode", "auto", 4), nodes.get("prefill", "shm", 2), SAMPLED, "drawn-2-")
+    assert many == one
+
+
+def test_copies_of_heads_are_not_handed_over() -> None:
+    options: NodeOptions = node_options("decode", tiny_model("llama_one_kv_head"), device="cpu", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="1 KV heads, which can't be handed over; give at most 1"):
+        start_ranks(options)
