@@ -36,6 +36,10 @@ def way_to_sum(num_ranks: int, num_bytes: int) -> Way:
     return "shares"
 
 
+def _aligned(offset: int) -> int:
+    return -(-offset // 128) * 128
+
+
 @dataclass(frozen=True)
 class MailLayout:
     """What lies where in each rank's mail. Raises ValueError for sizes that the kernels don't serve.
@@ -76,11 +80,11 @@ class MailLayout:
     @cached_property
     def rows_at(self) -> int:
         end = self.argmax_at + 2 * self.argmax_lanes * self.num_ranks * 2 * ARGMAX_ROWS * WORD_BYTES
-        return -(-end // 128) * 128
+        return _aligned(end)
 
     @cached_property
     def flags_at(self) -> int:
-        return self.rows_at + 2 * self.row_lanes * self.num_ranks * self.row_bytes
+        return _aligned(self.rows_at + 2 * self.row_lanes * self.num_ranks * self.row_bytes)
 
     def way(self, num_rows: int) -> Way | None:
         """How so many rows are summed; None: they don't fit."""
