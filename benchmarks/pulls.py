@@ -1,0 +1,143 @@
+"""What pulling a prefix from a peer takes beside computing it: two single nodes, a router that takes turns, Redis.
+
+    python benchmarks/pulls.py MODEL [--lengths 2048 8192] [--rounds 4] [-- node options, such as --load-format dummy]
+
+A round sends a prompt that nobody has seen to one node (computed), then one with the same prefix and an end of its own
+to the other node (pulled), then a third to both (hit), whose tokens must be the same. Printed for each length: medians of the time
+to first token, and the bytes a second of the pulls alone, from question to commit. One node a GPU where there are two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from urllib.request import urlopen
+
+from handoff import until_ready
+
+from tandem.deploy.cluster_plan import PROGRAM, count_gpus
+from tandem.deploy.redis_server import RedisServer, free_port
+from tandem.deploy.sse_client import stream_events
+
+NUM_NEW = 64  # tokens of each prompt after the prefix
+PUBLISHED_S = 0.6  # the directory hears of blocks in batches
+
+
+@contextlib.contextmanager
+def cluster(model: str, options: Sequence[str]) -> Iterator[str]:
+    """URL of a router over two single nodes."""
+    redis, port, num_gpus = RedisServer(), free_port(), count_gpus()
+    redis.start()
+    shared = ("--redis-url", redis.url)
+    commands = [["unified", model, *shared, "--device-index", str(i % num_gpus if num_gpus else 0), *options]
+                for i in range(2)]  # fmt: skip
+    commands.append(["router", model, *shared, "--placement", "round_robin", "--port", str(port)])
+    children = [subprocess.Popen([sys.executable, "-c", PROGRAM, *command], stderr=subprocess.DEVNULL)
+                for command in commands]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        asyncio.run(until_ready(children[-1], url))
+        while len(json.loads(urlopen(f"{url}/ready").read())["nodes"]) < 2:
+            time.sleep(0.1)
+        yield url
+    finally:
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+        for child in children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(10)
+            child.kill()
+        redis.stop()
+
+
+async def ask(url: str, prompt: Sequence[int]) -> tuple[float, list[int]]:
+    """(seconds to the first token, tokens)"""
+    body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True,
+            "return_token_ids": True}  # fmt: skip
+    began, took = time.perf_counter(), 0.0
+    tokens: list[int] = []
+    async for data in stream_events(url, "/v1/completions", body):
+        took = took or time.perf_counter() - began
+        if data != b"[DONE]":
+            tokens += [token for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
+    await asyncio.sleep(PUBLISHED_S)
+    return took, tokens
+
+
+def pulled(url: str) -> dict[str, float]:
+    """Of both nodes together: pulls completed, their tokens and seconds, bytes pushed."""
+    text = urlopen(f"{url}/metrics").read().decode()
+    found = re.findall(r'tandem_node_counter{counter="(pull_\w+|kv_pushed_bytes)".*} (.+)', text)
+    totals: dict[str, float] = {}
+    for name, value in found:
+        totals[name] = totals.get(name, 0.0) + float(value)
+    return totals
+
+
+@dataclass
+class Times:
+    """Seconds to first token."""
+
+    computed: list[float] = field(default_factory=list)
+    pulled: list[float] = field(default_factory=list)
+    hit: list[float] = field(default_factory=list)
+    bytes_per_s: list[float] = field(default_factory=list)
+
+
+async def one_round(url: str, length: int, rng: random.Random, times: Times) -> None:
+    prefix = [rng.randrange(100, 400) for _ in range(length - NUM_NEW)]
+    first, second, third = ([*prefix, *(rng.randrange(100, 400) for _ in range(NUM_NEW))] for _ in range(3))
+    times.computed.append((await ask(url, first))[0])
+    before = pulled(url)
+    took, _ = await ask(url, second)
+    after = pulled(url)
+    gained = {name: after[name] - before[name] for name in after}
+    if gained["pull_completed"] == 1:
+        times.pulled.append(took)
+        times.bytes_per_s.append(gained["kv_pushed_bytes"] / gained["pull_seconds"])
+    own, others = await ask(url, third), await ask(url, third)
+    if own[1] != others[1]:
+        raise SystemExit(f"with its own KV a node says {own[1]}, with pulled KV {others[1]}")
+    times.hit += [own[0], others[0]]
+
+
+def shown(values: Sequence[float], scale: float) -> str:
+    return f"{statistics.median(values) * scale:10.1f}" if values else f"{'-':>10}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="prompt tokens")
+    parser.add_argument("--rounds", type=int, default=4)
+    known = sys.argv[1:]
+    options = known[known.index("--") + 1 :] if "--" in known else []
+    arguments = parser.parse_args(known[: known.index("--")] if "--" in known else known)
+    rng = random.Random(1)
+    with cluster(os.path.abspath(arguments.model), options) as url:
+        for length in arguments.lengths:  # both nodes measure their rates, kernels and channels are made
+            asyncio.run(one_round(url, length, rng, Times()))
+        print(f"{'prompt':>8}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}  pulls")
+        for length in arguments.lengths:
+            times = Times()
+            for _ in range(arguments.rounds):
+                asyncio.run(one_round(url, length, rng, times))
+            columns = "".join(shown(each, 1e3) for each in (times.computed, times.pulled, times.hit))
+            rate = shown(times.bytes_per_s, 1e-9)
+            print(f"{length:8}{columns}{'':19}{rate}  {len(times.pulled)} of {arguments.rounds}")
+
+
+if __name__ == "__main__":
+    main()
