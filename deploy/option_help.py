@@ -20,6 +20,7 @@ OPTION_HELP: dict[str, str] = {
     "kv_cache_dtype": "what this node keeps KV as; auto: as --dtype. Nodes may differ: KV is converted on the way",
     "kv_scales": 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0',
     "host_tier_bytes": "host memory for KV that the pool has no room for; -1: 256 MiB on a CPU, none on a GPU; 0: none",
+    "host_tier_dtype": "as what the tiers keep KV; fp8_e4m3: twice as many blocks, restored with an error of 6 %",
     "disk_tier_bytes": "disk space for KV that host memory has no room for; 0: none",
     "disk_tier_dir": "folder of the disk tier; kept when the node ends, several nodes may share it",
     # SchedulerOptions
@@ -43,6 +44,7 @@ OPTION_HELP: dict[str, str] = {
     "request_s": "deadline of a request",
     "drain_s": "longest time that running requests get to finish after SIGTERM",
     "quarantine_warn_s": "blocks that stay in quarantine longer are logged",
+    "migrate_s": "seconds that handing a running sequence to another node may take",
     "pull_s": "seconds that a request waits at least for a prefix from a peer before it is computed",
     # NodeOptions
     "node_id": "name of this node, unique in the cluster; default: its role and a random suffix",
@@ -69,6 +71,7 @@ OPTION_HELP: dict[str, str] = {
     "max_body_bytes": "largest request body",
     "stream_queue": "undelivered events of one stream after which its client counts as stuck",
     "placement": "how nodes are chosen for requests (docs/placement.md)",
+    "rebalance_kv": "move running sequences to a decode node whose KV pool is less full by this share of it (0: off)",
     "local_tail_tokens": "an uncached prompt tail up to this many tokens is computed on the decode node itself",
     "api_keys_file": "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication",
     # of the launcher alone

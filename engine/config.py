@@ -36,6 +36,7 @@ class CacheOptions:
     enable_prefix_caching: bool = True
     # What the pool has no room for goes there (docs/tiers.md). -1: 256 MiB on a CPU node, none on a GPU node; 0: none.
     host_tier_bytes: int = -1
+    host_tier_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # fp8_e4m3: half of the bytes, and of the precision
     disk_tier_bytes: int = 0  # 0: none; needs a host tier and disk_tier_dir
     disk_tier_dir: str = ""
     # auto: the dtype that is computed in. May differ between nodes: KV is converted when it is handed over.
@@ -75,6 +76,7 @@ class Timeouts:
     request_s: float = 600.0
     drain_s: float = 60.0
     quarantine_warn_s: float = 10.0
+    migrate_s: float = 10.0  # how long handing a running sequence to another node may take
     pull_s: float = 2.0  # how long a request waits at least for a prefix from a peer before it is computed
 
 
@@ -124,6 +126,8 @@ class RouterOptions:
     max_queue: int = 1024  # requests without a node before 429
     stream_queue: int = 1024  # undelivered events of one stream before its client counts as stuck
     placement: PlacementName = "prefix_aware"
+    # Running sequences go from a decode node to one whose KV pool is less full by this share of it; 0: never.
+    rebalance_kv: float = 0.0
     local_tail_tokens: int = 256  # an uncached tail up to this is computed on the decode node itself
     api_keys_file: str = ""
     ready_fd: int = -1

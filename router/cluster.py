@@ -14,7 +14,7 @@ from tandem.engine.config import RouterOptions
 from tandem.engine.hashing import Secrecy, every_kth, hash_prompt, root_hash
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.kv_layout import ModelIdentity
-from tandem.engine.messages import Cancel, NodeInfo, Submit
+from tandem.engine.messages import Cancel, Migrate, NodeInfo, Submit
 from tandem.engine.security import ClusterKeys
 from tandem.router.completion import ModelFacts
 from tandem.router.discovery import NodeDiscovery
@@ -143,6 +143,10 @@ class Cluster:
                 )
         return placement
 
+    def expect_sequence(self, view: NodeView, now: float) -> None:
+        """A running sequence is about to come to this node."""
+        view.note_placement(self._links_by_key[view.key].ping_sequence, 0, 1, now)
+
     def offers(self, request: PlacementRequest, block_hashes: list[bytes], now: float) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
         return offers(request, self.serving(), self._cached_tokens(block_hashes), now)
@@ -152,7 +156,7 @@ class Cluster:
             return {}
         return cached_tokens(self._directory, self.serving(), block_hashes, self.identity.hash_block_size)
 
-    def send(self, key: NodeKey, message: Submit | Cancel, now: float) -> bool:
+    def send(self, key: NodeKey, message: Submit | Cancel | Migrate, now: float) -> bool:
         """False: that epoch of the node is not connected."""
         link = self._links_by_key.get(key)
         if link is None:

@@ -41,6 +41,7 @@ class Generation:
     first_token_at: float | None = None
     last_token_at: list[float] = field(default_factory=list)  # per sample; 0.0 before its first token
     placement: Placement | None = None  # the first
+    moved_samples: set[int] = field(default_factory=set)  # to another node, and no token has come from there yet
 
 
 class GenerationFactory:

@@ -55,6 +55,10 @@ class RouterMetrics:
         self.itl_s = _WeightedHistogram(
             "tandem_router_itl_s", "Seconds between tokens of one sample", buckets=TOKEN_BUCKETS_S, registry=registry
         )
+        self.migration_pause_s = _histogram(
+            "migration_pause_s", "Seconds between the last token of one node and the first of the next, of sequences "
+            "that were handed over while they ran", TOKEN_BUCKETS_S, registry,
+        )  # fmt: skip
         self.e2e_s = _histogram("e2e_s", "Seconds from arrival to the end of a prompt", LATENCY_BUCKETS_S, registry)
 
     def observe_step(self, gaps_s: dict[float, int], num_tokens: int) -> None:

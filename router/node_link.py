@@ -24,6 +24,8 @@ from tandem.engine.messages import (
     Cancelled,
     Hello,
     Message,
+    Migrate,
+    Migrated,
     NodeInfo,
     Ping,
     PromptLogprobs,
@@ -41,7 +43,7 @@ from tandem.router.placement import NodeKey, NodeView
 logger = logging.getLogger(__name__)
 
 READ_BURST_S = 0.01  # reading before other work gets its turn
-RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled
+RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | Migrated
 
 
 class LinkListener(Protocol):
@@ -116,7 +118,7 @@ class NodeLink:
         self._socket, self.view, self._welcomed = None, None, None
         self.outbox.clear()
 
-    def send(self, message: Submit | Cancel, now: float) -> None:
+    def send(self, message: Submit | Cancel | Migrate, now: float) -> None:
         """Sends a verb, and again until it is answered, the node is lost or the deadline passed."""
         payload = wire.encode(message)
         self.outbox.sent(message, payload, now)
@@ -183,7 +185,7 @@ class NodeLink:
             if isinstance(message, Tokens):
                 for delta in message.deltas if self.outbox else ():
                     self.outbox.answered(delta)
-            elif not isinstance(message, PromptLogprobs):
+            elif not isinstance(message, PromptLogprobs | Migrated):
                 self.outbox.answered(message)
             self._listener.node_message(self.view.key, message)
 

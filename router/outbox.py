@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tandem.engine.messages import Accepted, Cancel, Cancelled, RequestFailed, Submit, TokenDelta
+from tandem.engine.messages import Accepted, Cancel, Cancelled, Migrate, RequestFailed, Submit, TokenDelta
 
 VerbKey = tuple[str, str, int, tuple[int, ...]]  # (verb, request_id, attempt, sample_indices)
 
@@ -26,8 +26,11 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def sent(self, message: Submit | Cancel, payload: bytes, now: float) -> None:
-        """A cancelled request must not be submitted again by a resend that overtakes the cancel's answer."""
+    def sent(self, message: Submit | Cancel | Migrate, payload: bytes, now: float) -> None:
+        """A cancelled request must not be submitted again by a resend that overtakes the cancel's answer. A Migrate is
+        sent once: whoever asked for it waits for what comes of it, and asks anew."""
+        if isinstance(message, Migrate):
+            return
         if isinstance(message, Cancel):
             key: VerbKey = ("cancel", message.request_id, message.attempt, message.sample_indices)
             if not message.sample_indices:

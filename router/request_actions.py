@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from tandem.engine.errors import TandemError
 from tandem.engine.hashing import EVERYBODYS, Secrecy
-from tandem.engine.messages import Cancel, FinishReason, Submit, TokenLogprobs
+from tandem.engine.messages import Cancel, FinishReason, Migrate, Submit, TokenLogprobs
 from tandem.engine.sampling_params import SamplingParams
 from tandem.router.placement import NodeKey
 
@@ -44,7 +44,7 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Send:
     node: NodeKey
-    message: Submit | Cancel
+    message: Submit | Cancel | Migrate
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,13 @@ class EmitTokens(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """The next tokens of this sample come from another node than those before."""
+
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     pass
 
@@ -72,4 +79,4 @@ class Fail:
     error: TandemError
 
 
-Action = Place | Send | EmitPromptLogprobs | EmitTokens | Finish | Fail
+Action = Place | Send | EmitPromptLogprobs | EmitTokens | Moved | Finish | Fail

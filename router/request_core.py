@@ -33,6 +33,7 @@ class RequestCore:
     has_prompt_logprobs: bool = False
     pending_cancels: set[tuple[NodeKey, str, int]] = field(default_factory=set)
     placed_at: float | None = None
+    _numbers: dict[str, int] = field(default_factory=dict)  # highest attempt number of each sub-request
 
     def __post_init__(self) -> None:
         self.samples = [Sample() for _ in range(self.spec.num_samples)]
@@ -64,7 +65,10 @@ class RequestCore:
 
     def prompt_of(self, request_id: str) -> npt.NDArray[np.int32]:
         """The prompt of the sub-request's next Submit: the client's, then what this sample has emitted."""
-        seen = self._seen(self.live[request_id])
+        return self._prompt(self.live[request_id])
+
+    def _prompt(self, attempt: Attempt) -> npt.NDArray[np.int32]:
+        seen = self._seen(attempt)
         if not seen:
             return self.spec.prompt_token_ids
         return np.concatenate([self.spec.prompt_token_ids, np.array(seen, dtype=np.int32)])
@@ -107,7 +111,7 @@ class RequestCore:
             request_id=attempt.request_id,
             attempt=attempt.number,
             mode="full",
-            prompt_token_ids=self.prompt_of(attempt.request_id).astype("<i4", copy=False).tobytes(),
+            prompt_token_ids=self._prompt(attempt).astype("<i4", copy=False).tobytes(),
             block_hashes=block_hashes,
             num_prior_output_tokens=len(self._seen(attempt)),
             sample_indices=attempt.sample_indices,
@@ -160,18 +164,25 @@ class RequestCore:
     ) -> list[Action]:
         actions = self._cancel(attempt, [node for node in attempt.nodes if node not in already_clean], ())
         attempt.primary = attempt.prefill = None
-        if not retryable or attempt.number >= self.spec.max_attempts:
+        if not retryable or attempt.num_failures + 1 >= self.spec.max_attempts:
             return actions + self._fail(error)
         del self.live[attempt.request_id]
         backoff_s = OVERLOAD_BACKOFF_S if error.status == 429 else 0.0
         for request_id, indices in self._continuations(attempt):
             for i in indices:
                 self.samples[i].pending.clear()
-            self.live[request_id] = attempt.next(request_id, indices, culprits, error, now, backoff_s)
-            self.num_attempts = max(self.num_attempts, attempt.number + 1)
+            number = self._next_number(request_id, attempt)
+            self.live[request_id] = attempt.next(request_id, number, indices, culprits, error, now, backoff_s)
             if not backoff_s:
                 actions.append(Place(request_id))
         return actions
+
+    def _next_number(self, request_id: str, attempt: Attempt) -> int:
+        """For the attempt after `attempt`: no node has heard of it."""
+        number = max(attempt.number, self._numbers.get(request_id, 0)) + 1
+        self._numbers[request_id] = number
+        self.num_attempts = max(self.num_attempts, number)
+        return number
 
     def _continuations(self, attempt: Attempt) -> list[tuple[str, tuple[int, ...]]]:
         """(sub-request id, samples) of the next attempt: together while nothing was emitted, else one by one."""

@@ -18,11 +18,11 @@ from tandem.engine.errors import ClientGoneError, DeadlineError, NodeFailedError
 from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestFailed, TokenDelta
 from tandem.router.placement import NodeKey, Placement, node_key
 from tandem.router.request_actions import Action, EmitPromptLogprobs, EmitTokens, Place, Send
-from tandem.router.request_core import RequestCore
+from tandem.router.request_moves import RequestMoves, contradicts
 from tandem.router.request_parts import Attempt, RequestState, failure_of
 
 
-class RequestMachine(RequestCore):
+class RequestMachine(RequestMoves):
     """See the module's docstring. Every method here takes an event and returns the actions to carry out, in order."""
 
     def start(self) -> list[Action]:
@@ -66,6 +66,9 @@ class RequestMachine(RequestCore):
 
     def tokens(self, node: NodeKey, delta: TokenDelta, now: float) -> list[Action]:
         attempt = self._current(node, delta.request_id, delta.attempt)
+        moved: list[Action] = []
+        if attempt is None and self.moves:
+            attempt, moved = self._arrived(node, delta, now)
         if attempt is None or delta.sample_index not in attempt.sample_indices:
             self.num_dropped_deltas += 1
             return []
@@ -74,15 +77,18 @@ class RequestMachine(RequestCore):
         attempt.handed_off |= node == attempt.primary
         if delta.num_cached_tokens:
             self._note_cached(delta.num_cached_tokens)
+        if sample.finish_reason is None and contradicts(sample, delta):
+            error = NodeFailedError("two nodes made different tokens", request_id=self.spec.request_id)
+            return moved + self._attempt_failed(attempt, {node}, set(), error, True, now)
         ready = sample.take(delta, self.spec.sampling.max_tokens)
         if not ready:
             self.num_dropped_deltas += sample.finish_reason is not None or delta.output_index < len(sample.token_ids)
-            return []
+            return moved
         if attempt.state is not RequestState.STREAMING:
             attempt.enter(RequestState.STREAMING, now)
-        actions: list[Action] = [
-            EmitTokens(delta.sample_index, d.token_ids, d.logprobs, d.finish_reason, d.stop_token_id) for d in ready
-        ]
+        actions = moved
+        for d in ready:
+            actions.append(EmitTokens(delta.sample_index, d.token_ids, d.logprobs, d.finish_reason, d.stop_token_id))
         return actions + self._retire(attempt) if sample.finish_reason is not None else actions
 
     def stop_sample(self, sample_index: int) -> list[Action]:
@@ -99,6 +105,7 @@ class RequestMachine(RequestCore):
     def request_failed(self, node: NodeKey, message: RequestFailed, now: float) -> list[Action]:
         attempt = self._current(node, message.request_id, message.attempt)
         if attempt is None:
+            self._successor_failed(node, message.request_id, message.attempt, now)
             return []
         error = failure_of(message.code, message.message, self.spec.request_id)
         return self._node_gave_up(attempt, node, error, message.retryable, now)
@@ -106,6 +113,7 @@ class RequestMachine(RequestCore):
     def node_lost(self, node: NodeKey, reason: str, now: float) -> list[Action]:
         """Nothing more comes from this epoch of the node; cancels aimed at it need no answer."""
         self.pending_cancels = {cancel for cancel in self.pending_cancels if cancel[0] != node}
+        self._successors_lost(node, now)
         actions: list[Action] = []
         for attempt in [a for a in self.live.values() if node in a.nodes]:
             if attempt.request_id in self.live:
@@ -133,7 +141,7 @@ class RequestMachine(RequestCore):
             limit = f"{self.spec.deadline_s:g} s"
             error = DeadlineError(f"the request did not end within {limit}", request_id=self.spec.request_id)
             return self._fail(error)
-        actions: list[Action] = []
+        actions = self._overdue_moves(now)
         for attempt in list(self.live.values()):
             if attempt.request_id in self.live:
                 actions += self._tick_attempt(attempt, now)

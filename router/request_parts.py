@@ -44,6 +44,7 @@ class Attempt:
     prefill: NodeKey | None = None
     awaiting: set[NodeKey] = field(default_factory=set)  # nodes that have not answered Submit
     handed_off: bool = False  # the primary has sent tokens
+    num_failures: int = 0  # of attempts before it
     num_prior: int = 0  # output tokens that its prompt contains
     not_before: float = 0.0
     avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
@@ -60,6 +61,7 @@ class Attempt:
     def next(
         self,
         request_id: str,
+        number: int,
         sample_indices: tuple[int, ...],
         culprits: Iterable[NodeKey],
         error: TandemError,
@@ -68,9 +70,10 @@ class Attempt:
     ) -> Attempt:
         return Attempt(
             request_id,
-            self.number + 1,
+            number,
             sample_indices,
             now,
+            num_failures=self.num_failures + 1,
             not_before=now + backoff_s,
             avoid=self.avoid | set(culprits),
             error=error,

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
-from tandem.engine.messages import Accepted, Cancel, Cancelled, PromptLogprobs, RequestFailed, Tokens
+from tandem.engine.messages import Accepted, Cancel, Cancelled, Migrated, PromptLogprobs, RequestFailed, Tokens
 from tandem.router.api_keys import Tenant
 from tandem.router.cluster import Cluster
 from tandem.router.completion import ModelFacts, PromptPlan, check_model, plan_prompts
 from tandem.router.generation import Generation, GenerationFactory, GenerationListener
 from tandem.router.metrics import RouterMetrics
+from tandem.router.migrations import Migrations
 from tandem.router.node_link import RequestMessage
 from tandem.router.openai_api import CompletionBody, parse_body, parse_prompts
 from tandem.router.orphans import Orphans, Work
@@ -30,6 +31,7 @@ from tandem.router.request_actions import (
     EmitTokens,
     Fail,
     Finish,
+    Moved,
     Place,
     Send,
 )
@@ -66,6 +68,7 @@ class CompletionService:
         self._waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
         self._orphans = Orphans()
         self._step = StepCounts(0.0)
+        self._migrations = Migrations(options, cluster, self._carry_out)
         cluster.on_up, cluster.on_lost = self._on_up, self._on_lost
         cluster.on_message, cluster.on_room = self._on_message, self._on_room
 
@@ -136,6 +139,7 @@ class CompletionService:
             actions = generation.machine.tick(now)
             if actions:
                 self._carry_out(generation, actions)
+        self._migrations.tick(self._active, now)
 
     def check_integrity(self) -> None:
         for generation in self._active:
@@ -174,7 +178,7 @@ class CompletionService:
     def _answer(
         machine: RequestMachine,
         node: NodeKey,
-        message: Accepted | PromptLogprobs | RequestFailed | Cancelled,
+        message: Accepted | PromptLogprobs | RequestFailed | Cancelled | Migrated,
         now: float,
     ) -> list[Action]:
         if isinstance(message, Accepted):
@@ -183,6 +187,8 @@ class CompletionService:
             return machine.prompt_logprobs(node, message)
         if isinstance(message, RequestFailed):
             return machine.request_failed(node, message, now)
+        if isinstance(message, Migrated):
+            return machine.migrated(node, message, now)
         return machine.cancelled(node, message)
 
     def _on_up(self, node: NodeKey) -> None:
@@ -211,6 +217,8 @@ class CompletionService:
                 self._emit(generation, action)
             elif isinstance(action, Send):
                 self._send(generation, action)
+            elif isinstance(action, Moved):
+                generation.moved_samples.add(action.sample_index)
             elif isinstance(action, Place):
                 self._place(generation, action.request_id)
             elif isinstance(action, EmitPromptLogprobs):
@@ -242,6 +250,9 @@ class CompletionService:
         if previous:
             gap_s = step.now - previous
             step.gaps_s[gap_s] = step.gaps_s.get(gap_s, 0) + 1
+            if sample_index in generation.moved_samples:
+                generation.moved_samples.remove(sample_index)
+                self.metrics.migration_pause_s.observe(gap_s)
         generation.last_token_at[sample_index] = step.now
         step.num_tokens += num_tokens
 
