@@ -3,8 +3,9 @@
     python benchmarks/pulls.py MODEL [--lengths 2048 8192] [--rounds 4] [-- node options, such as --load-format dummy]
 
 A round sends a prompt that nobody has seen to one node (computed), then one with the same prefix and an end of its own
-to the other node (pulled), then a third to both (hit), whose tokens must be the same. Printed for each length: medians of the time
-to first token, and the bytes a second of the pulls alone, from question to commit. One node a GPU where there are two.
+to the other node (pulled), then a third to both (hit), whose tokens must be the same. Printed for each length: medians
+of the time to first token, and the bytes a second of the pulls alone, from question to commit. One node a GPU where
+there are two.
 """
 
 from __future__ import annotations
