@@ -82,6 +82,25 @@ class RealCluster:
                     pids.append(child.pid)
         return sorted(pids)[index]
 
+    def pid_of_node(self, node_id: str) -> int:
+        """Process of the node that the router knows by this name."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if f"--node-id={node_id}" in child.cmdline():
+                    return child.pid
+        raise AssertionError(f"no process of {node_id}")
+
+    @staticmethod
+    def send(pid: int, number: int) -> None:
+        psutil.Process(pid).send_signal(number)
+
+    @staticmethod
+    def wait_until_gone(pid: int, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} is still there"
+            time.sleep(0.05)
+
     def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
         psutil.Process(self.pid_of(kind)).send_signal(number)
 
@@ -89,6 +108,16 @@ class RealCluster:
         """Sum of a counter over all nodes."""
         lines = re.findall(rf'^tandem_node_counter{{counter="{name}".*}} (.+)$', self.metrics(), re.MULTILINE)
         return sum(float(value) for value in lines)
+
+    def by_node(self, name: str, role: str) -> dict[str, float]:
+        """A figure of each node of that role, by the node's id."""
+        pattern = rf'^tandem_node_{name}{{node="(.+?)",role="{role}"}} (.+)$'
+        return {node: float(value) for node, value in re.findall(pattern, self.metrics(), re.MULTILINE)}
+
+    def router_metric(self, name: str) -> float:
+        """A counter or histogram part of the router: its sum over labels."""
+        lines = re.findall(rf"^tandem_router_{name}(?:{{.*}})? (.+)$", self.metrics(), re.MULTILINE)
+        return sum(map(float, lines))
 
     def metrics(self) -> str:
         return self.client.get("/metrics").text
