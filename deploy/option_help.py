@@ -20,7 +20,7 @@ OPTION_HELP: dict[str, str] = {
     "kv_cache_dtype": "what this node keeps KV as; auto: as --dtype. Nodes may differ: KV is converted on the way",
     "kv_scales": 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0',
     "host_tier_bytes": "host memory for KV that the pool has no room for; -1: 256 MiB on a CPU, none on a GPU; 0: none",
-    "host_tier_dtype": "as what the tiers keep KV; fp8_e4m3: twice as many blocks, restored with an error of 6 %",
+    "host_tier_dtype": "as what the tiers keep KV; fp8_e4m3: in half of the bytes, restored to 3 bits of mantissa",
     "disk_tier_bytes": "disk space for KV that host memory has no room for; 0: none",
     "disk_tier_dir": "folder of the disk tier; kept when the node ends, several nodes may share it",
     # SchedulerOptions
@@ -64,6 +64,7 @@ OPTION_HELP: dict[str, str] = {
     "fault_injection": "tests only: faults to inject into KV transfers",
     "cuda_graphs": "replay captured graphs for decode steps",
     "digests": "check KV digests before a hand-off is committed",
+    "handoff_trace": "debugging only: folder for the times of each hand-off's stages, a file a node",
     # RouterOptions
     "workers": "router processes that share the port; 0: one for four cores, at most 8",
     "nodes": "control address of a node, repeatable; default: discovered through Redis",

@@ -106,6 +106,7 @@ class NodeOptions:
     num_threads: int = 0  # torch CPU threads; 0: torch's default
     fault_injection: str = ""  # tests only, see kv_connector/transports/faults.py
     digests: bool = True
+    handoff_trace: str = ""  # a folder for the times of each hand-off's stages, see kv_connector/handoff_trace.py
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,28 @@ def push_blocks(
     problem = can_push(pool_NHLPBD)
     if problem:
         raise ValueError(problem)
+    listed = list_pairs(pairs, num_valid, sum_indices, pool_NHLPBD.device)
+    push_listed(pool_NHLPBD, target_address, target_stride_bytes, listed, layers, num_programs, sums)
+
+
+def list_pairs(
+    pairs: Sequence[tuple[int, int]], num_valid: Sequence[int], sum_indices: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """int64 [4, N] on `device`, for `push_listed`; arguments as of `push_blocks`."""
+    rows = [[s for s, _ in pairs], [d for _, d in pairs], list(num_valid), list(sum_indices or range(len(pairs)))]
+    return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+
+
+def push_listed(
+    pool_NHLPBD: torch.Tensor,
+    target_address: int,
+    target_stride_bytes: int,
+    listed_4N: torch.Tensor,
+    layers: range | None,
+    num_programs: int,
+    sums: BlockSums | None,
+) -> None:
+    """`push_blocks` of pairs that are on the device already, as they are for all layers of a push but the first."""
     places = BlockPlaces.of(pool_NHLPBD)
     target = BlockPlaces(target_address, target_stride_bytes, places.head_bytes, places.layer_bytes)
-    rows = [[s for s, _ in pairs], [d for _, d in pairs], list(num_valid), list(sum_indices or range(len(pairs)))]
-    listed = torch.tensor(rows, dtype=torch.int64)
-    sent = listed.pin_memory().to(pool_NHLPBD.device, non_blocking=True)
-    move_blocks(pool_NHLPBD, places, target, sent, layers, num_programs, sums)
+    move_blocks(pool_NHLPBD, places, target, listed_4N, layers, num_programs, sums)

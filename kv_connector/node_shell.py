@@ -20,6 +20,7 @@ import torch
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
+from tandem.engine.control_events import ControlEvent, Received
 from tandem.engine.control_plane import ControlPlane
 from tandem.engine.core import EngineCore
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
@@ -39,6 +40,7 @@ from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kv_connector.effects import Effects, is_urgent
 from tandem.kv_connector.fence import host_id
+from tandem.kv_connector.handoff_trace import HandoffTrace, TracedSender
 from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_directory import make_publisher
 from tandem.kv_connector.node_report import announce, node_counters
@@ -84,13 +86,14 @@ class NodeProcess:
         )
         self.transports = NodeTransports(transports, options.transport)
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
+        self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None
         tensor = self._allocate(num_blocks)
         self.tiers = make_tiers(options, self.pool, tensor, self.loaded, self._post)
         self.transports.register(tensor, self.layout, node_id, epoch)
         self.control = ControlPlane(
             keys=self.keys,
             timeouts=options.timeouts,
-            deliver=lambda event: self.loop.post(event),
+            deliver=self._deliver,
             check_peer=self._check_peer,
             launcher_address=options.launcher_address,
         )
@@ -106,6 +109,7 @@ class NodeProcess:
             on_peer_lost=lambda peer, peer_epoch, reason: self.loop.post(PeerFailed(peer, peer_epoch, reason)),
             fault_injection=options.fault_injection,
             with_digests=options.digests,
+            trace=self.trace,
         )
         layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
         self.worker = ConnectorWorker(self.transfer, layers, lags=self._ranks_share_pool)
@@ -130,9 +134,8 @@ class NodeProcess:
         handlers: dict[type, Callable[[Any], None]] = {}
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
-        self.loop = NodeLoop(
-            self.logic, core, self.control, options.timeouts.drain_s, self._after_turn, handlers, is_urgent
-        )
+        sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
+        self.loop = NodeLoop(self.logic, core, sender, options.timeouts.drain_s, self._after_turn, handlers, is_urgent)
 
     def warm_up(self) -> None:
         """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""
@@ -225,10 +228,17 @@ class NodeProcess:
 
     # --- running --------------------------------------------------------------------------------------------
 
+    def _deliver(self, event: ControlEvent) -> None:
+        if self.trace is not None and isinstance(event, Received):
+            self.trace.message("received", event.message)
+        self.loop.post(event)
+
     def _post(self, event: object) -> None:
         self.loop.post(event)
 
     def _send_ready(self, sink_id: str, ready: KVReady) -> None:
+        if self.trace is not None:
+            self.trace.message("sent", ready)
         self.control.send(peer_id_of(sink_id, ready.sink_epoch), ready)
 
     def _after_turn(self) -> None:

@@ -27,6 +27,7 @@ from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.push_blocks import can_push, push_blocks
 from tandem.kv_connector.grant_book import GrantBook
 from tandem.kv_connector.grant_sums import GrantSums
+from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
 from tandem.kv_connector.meta import (
     Finalize,
     Flush,
@@ -56,6 +57,7 @@ logger = logging.getLogger(__name__)
 class _LayerJob:
     push: LayerPush
     layer: int
+    written: Moment | None  # when traced
 
 
 _Job = TransferJob | _LayerJob | NodeInfo
@@ -80,7 +82,9 @@ class TransferWorker:
         on_peer_lost: OnLost,
         fault_injection: str = "",
         with_digests: bool = True,
+        trace: HandoffTrace | None = None,
     ) -> None:
+        self._trace = trace
         self._with_digests = with_digests
         self._pool_NHLPBD, self._layout = pool, layout
         self._geometry = BlockGeometry(layout)
@@ -106,6 +110,11 @@ class TransferWorker:
     @property
     def pool(self) -> torch.Tensor:
         return self._pool_NHLPBD
+
+    @property
+    def is_traced(self) -> bool:
+        """Events given to `submit_layer` are then to be made for timing."""
+        return self._trace is not None
 
     # --- any thread -----------------------------------------------------------------------------------------
 
@@ -146,7 +155,8 @@ class TransferWorker:
 
     def submit_layer(self, push: LayerPush, layer: int, written: torch.cuda.Event | None = None) -> None:
         """Push of one layer of `push`'s blocks."""
-        self._jobs.put((_LayerJob(push, layer), written))
+        moment = Moment(time.monotonic(), written) if self.is_traced else None
+        self._jobs.put((_LayerJob(push, layer, moment), written))
 
     def stop(self, deadline_s: float) -> bool:
         """Runs what is queued for at most `deadline_s`, then breaks the channels. Whether the thread has ended."""
@@ -194,8 +204,7 @@ class TransferWorker:
             elif isinstance(job, Flush):
                 self._flush(job)
             else:
-                layers = range(job.layer, job.layer + 1) if isinstance(job, _LayerJob) else None
-                self._push(subject, layers)  # type: ignore[arg-type]
+                self._push_traced(job)
         except TandemError as error:
             self._fail(subject.key, subject.grant_id, error.message)
         except Exception as error:  # a fault of ours must end this hand-off, not the thread
@@ -206,6 +215,20 @@ class TransferWorker:
         self._book.failed.add(grant_id)
         self.counters["kv_push_failures"] += 1
         self._post_event(PushFailed(key, grant_id, reason))
+
+    def _push_traced(self, job: WholePush | _LayerJob) -> None:
+        push = job.push if isinstance(job, _LayerJob) else job
+        layers = range(job.layer, job.layer + 1) if isinstance(job, _LayerJob) else None
+        if self._trace is None:
+            self._push(push, layers)
+            return
+        begun, before = Moment.now(self._stream is not None), self.counters["kv_pushed_bytes"]
+        self._push(push, layers)
+        nbytes = self.counters["kv_pushed_bytes"] - before
+        written = job.written if isinstance(job, _LayerJob) else None
+        first = push.grant.first_block + push.grant.block_ids.index(push.destination_block_ids[0])
+        layer = -1 if layers is None else layers.start
+        self._trace.pushed(push.key, layer, first, written, begun, Moment.now(self._stream is not None), nbytes)
 
     def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
         way = self._channels.of(push.grant)
@@ -265,6 +288,8 @@ class TransferWorker:
         way = self._channels.of(grant)
         way.channel.flush(grant)
         self._book.unflushed.discard(grant.grant_id)
+        if self._trace is not None:
+            self._trace.end_of_pushes(job.key, self._stream is not None)
         digests, sums = b"", self._book.sums.pop(grant.grant_id, None)
         if job.with_digests:
             digests = self._digests_as_sent(job, way.layout, sums).tobytes()
@@ -311,6 +336,8 @@ class TransferWorker:
         bad = tuple(int(index) for index in np.flatnonzero(~matches))
         self.counters["kv_blocks_verified"] += len(job.block_ids)
         self.counters["kv_blocks_bad"] += len(bad)
+        if self._trace is not None:
+            self._trace.note(job.key, "verified", num_bad=len(bad))
         self._post_event(Verified(job.key, job.grant_id, job.round, bad))
 
     def _digests_as_sent(self, job: Finalize, sink: KVLayout, sums: GrantSums | None) -> np.ndarray:

@@ -160,6 +160,6 @@ class ConnectorWorker:
     def _record_event(self) -> torch.cuda.Event | None:
         if not self._transfer.pool.is_cuda:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=self._transfer.is_traced)
         event.record()
         return event

@@ -17,7 +17,7 @@ import torch
 from tandem.engine.cuda_driver import HANDLE_BYTES, copy_runs, export_memory, map_memory, unmap_memory
 from tandem.engine.errors import TransportError
 from tandem.engine.kv_layout import KVLayout
-from tandem.kernels.push_blocks import can_push, push_blocks
+from tandem.kernels.push_blocks import can_push, list_pairs, push_listed
 from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
@@ -43,6 +43,7 @@ class CudaMapping(Mapping):
         super().__init__()
         self._device, self._mapped = device, mapped
         self._address, self._stride_bytes = mapped + offset, stride_bytes
+        self._listed: tuple[object, torch.Tensor] | None = None  # what was pushed last, and that on the device
         self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed: others' wait for other steps
 
     def _copy(
@@ -61,15 +62,25 @@ class CudaMapping(Mapping):
             if sums is not None and whole:
                 ids, places = [pairs[index][0] for index in whole], [sums.indices[index] for index in whole]
                 sums.sums.add_whole(source_NHLPBD, ids, places)
-        rest = sorted(set(range(len(pairs))) - set(whole)) if whole else range(len(pairs))
+        rest = sorted(set(range(len(pairs))) - set(whole))
         if rest:
-            push_blocks(
-                source_NHLPBD, self._address, self._stride_bytes, [pairs[index] for index in rest], layers,
-                [num_valid[index] for index in rest], LAYER_PROGRAMS, None if sums is None else sums.sums,
-                () if sums is None else [sums.indices[index] for index in rest],
+            indices = () if sums is None else [sums.indices[index] for index in rest]
+            listed = self._list_once([pairs[index] for index in rest], [num_valid[index] for index in rest], indices)
+            summed = None if sums is None else sums.sums
+            push_listed(
+                source_NHLPBD, self._address, self._stride_bytes, listed, layers, LAYER_PROGRAMS, summed
             )  # fmt: skip
         copied = self._last_copies[grant_id] = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._device))
+
+    def _list_once(
+        self, pairs: Sequence[tuple[int, int]], num_valid: Sequence[int], sum_indices: Sequence[int]
+    ) -> torch.Tensor:
+        """Layers follow each other with the same blocks, on the same stream."""
+        wanted = (tuple(pairs), tuple(num_valid), tuple(sum_indices))
+        if self._listed is None or self._listed[0] != wanted:
+            self._listed = wanted, list_pairs(pairs, num_valid, sum_indices, self._device)
+        return self._listed[1]
 
     def _copy_whole(self, source_NHLPBD: torch.Tensor, pairs: BlockPairs) -> None:
         stride, nbytes = pool_stride_bytes(source_NHLPBD), source_NHLPBD[0].numel() * source_NHLPBD.element_size()

@@ -1,0 +1,138 @@
+"""When what happened in each hand-off, as lines of JSON in a file a node (`--handoff-trace FOLDER`); for debugging.
+
+A line has `t` (seconds of CLOCK_MONOTONIC, one clock for all processes of a host), `node`, `request`, `attempt`,
+`stage`: "sent KVClaim", "received KVGrant" … for messages, "sent Tokens" once a request, "verified", and of a source's
+layers "computed" and "pushed" with `layer`, `first_block`, of pushes `begin` and `nbytes`. On CUDA those are times of
+the device.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.engine.control_plane import ControlPlane
+from tandem.engine.messages import Message, PeerRef, Status, Tokens
+from tandem.kv_connector.meta import HandoffKey
+
+_KEPT_KEYS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """On the host's clock, and on the device's where there is one."""
+
+    host: float
+    event: torch.cuda.Event | None = None
+
+    @classmethod
+    def now(cls, on_cuda: bool) -> Moment:
+        """On CUDA: when the current stream gets here."""
+        event = torch.cuda.Event(enable_timing=True) if on_cuda else None
+        if event is not None:
+            event.record()
+        return cls(time.monotonic(), event)
+
+    def seconds(self, anchor: Moment) -> float:
+        """On the host's clock. `anchor`: a moment that has passed on both."""
+        if self.event is None or anchor.event is None:
+            return self.host
+        return anchor.host - self.event.elapsed_time(anchor.event) / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class _Push:
+    layer: int  # -1: all
+    first_block: int
+    written: Moment | None
+    begun: Moment
+    done: Moment
+    nbytes: float
+
+
+class HandoffTrace:
+    """Any thread may call; pushes belong to the transfer thread."""
+
+    def __init__(self, folder: str, node_id: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._file = (Path(folder) / f"{node_id}.jsonl").open("a", encoding="utf-8")
+        self._node_id = node_id
+        self._lock = threading.Lock()
+        self._pushes: dict[HandoffKey, list[_Push]] = defaultdict(list)
+        self._answered: dict[HandoffKey, None] = {}
+
+    def note(self, key: HandoffKey, stage: str, t: float | None = None, **values: Any) -> None:
+        line = {"t": time.monotonic() if t is None else t, "node": self._node_id, "request": key[0], "attempt": key[1]}
+        with self._lock:
+            self._file.write(json.dumps({**line, "stage": stage, **values}) + "\n")
+            self._file.flush()
+
+    def message(self, way: str, message: Message) -> None:
+        """`way`: "sent" or "received". Of the tokens of a request only the first ones are noted."""
+        if isinstance(message, Tokens):
+            for delta in message.deltas:
+                key = (delta.request_id, delta.attempt)
+                if key not in self._answered:
+                    self._answered[key] = None
+                    self.note(key, f"{way} Tokens")
+            while len(self._answered) > _KEPT_KEYS:
+                del self._answered[next(iter(self._answered))]
+        elif type(message).__name__.startswith("KV"):
+            key = (getattr(message, "request_id", ""), getattr(message, "attempt", 0))
+            self.note(key, f"{way} {type(message).__name__}")
+
+    def pushed(
+        self,
+        key: HandoffKey,
+        layer: int,
+        first_block: int,
+        written: Moment | None,
+        begun: Moment,
+        done: Moment,
+        nbytes: float,
+    ) -> None:
+        self._pushes[key].append(_Push(layer, first_block, written, begun, done, nbytes))
+
+    def end_of_pushes(self, key: HandoffKey, on_cuda: bool) -> None:
+        """All of them have run on the device. Costs one wait for a new stream's first event."""
+        with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
+            anchor = Moment.now(on_cuda)
+        if anchor.event is not None:
+            anchor.event.synchronize()
+            anchor = Moment(time.monotonic(), anchor.event)
+        for push in self._pushes.pop(key, ()):
+            values = {"layer": push.layer, "first_block": push.first_block}
+            if push.written is not None:
+                self.note(key, "computed", push.written.seconds(anchor), **values)
+            begin = max(m.seconds(anchor) for m in (push.begun, push.written) if m is not None)
+            self.note(key, "pushed", push.done.seconds(anchor), begin=begin, nbytes=push.nbytes, **values)
+
+
+class TracedSender:
+    """What a node's loop needs of its control plane, with each message noted."""
+
+    def __init__(self, control: ControlPlane, trace: HandoffTrace) -> None:
+        self._control, self._trace = control, trace
+
+    @property
+    def status(self) -> Status | None:
+        return self._control.status
+
+    @status.setter
+    def status(self, status: Status | None) -> None:
+        self._control.status = status
+
+    def send(self, peer_id: str, message: Message) -> None:
+        self._trace.message("sent", message)
+        self._control.send(peer_id, message)
+
+    def connect(self, ref: PeerRef) -> None:
+        self._control.connect(ref)
