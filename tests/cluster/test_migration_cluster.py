@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import httpx
 import pytest
+from stream_client import Stream
 
 from real_cluster import RealCluster
 from tiny_models import random_prompt, reference_greedy, tiny_model
@@ -25,53 +23,8 @@ def cluster() -> Iterator[RealCluster]:
         yield running
 
 
-class Stream:
-    """One streaming request on a thread: token ids of each sample in the order in which they came, and their times."""
-
-    def __init__(self, cluster: RealCluster, prompt: list[int], num_tokens: int = LENGTH, **fields: object) -> None:
-        self.tokens: dict[int, list[int]] = {}
-        self.times: list[float] = []
-        self.error: dict[str, object] = {}
-        self.ends: dict[int, str] = {}
-        body = {
-            "model": cluster.model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
-            "return_token_ids": True, "stream": True, **fields,
-        }  # fmt: skip
-        self.is_stopped = False
-        self._done: Future[None] = ThreadPoolExecutor(1).submit(self._read, cluster.url, body)
-
-    def _read(self, url: str, body: dict[str, object]) -> None:
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=90) as answer:
-            assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if self.is_stopped or line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    self._take(json.loads(line.removeprefix("data: ")))
-
-    def _take(self, event: dict) -> None:
-        self.error = event.get("error", self.error)
-        self.times.append(time.monotonic())
-        for choice in event.get("choices", ()):
-            self.tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
-            if choice["finish_reason"]:
-                self.ends[choice["index"]] = choice["finish_reason"]
-
-    def wait_for(self, num_tokens: int, num_samples: int = 1) -> None:
-        deadline = time.monotonic() + 30
-        while len(self.tokens) < num_samples or min(map(len, self.tokens.values())) < num_tokens:
-            assert time.monotonic() < deadline, "no tokens"
-            assert not self._done.done(), self._done.result()
-            time.sleep(0.01)
-
-    def finish(self) -> dict[int, list[int]]:
-        self._done.result(90)
-        assert not self.error, self.error
-        return self.tokens
-
-    @property
-    def longest_gap_s(self) -> float:
-        return max(after - before for before, after in zip(self.times, self.times[1:], strict=False))
+def stream(cluster: RealCluster, prompt: list[int], **fields: object) -> Stream:
+    return Stream(cluster.url, cluster.model, prompt, LENGTH, **fields)
 
 
 def expected(prompt: list[int], num_tokens: int = LENGTH) -> list[int]:
@@ -87,23 +40,23 @@ def decoders_by_load(cluster: RealCluster) -> list[int]:
 
 def test_a_draining_node_gives_its_streams_away(cluster: RealCluster) -> None:
     prompt = random_prompt(100, seed=61)
-    alone = Stream(cluster, prompt, **SEEDED).finish()
-    four = Stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED).finish()
+    alone = stream(cluster, prompt, **SEEDED).finish()
+    four = stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED).finish()
     cluster.wait_until_whole()
     before = cluster.router_metric("migration_pause_s_count")
-    streams = [Stream(cluster, random_prompt(80 + 10 * i, seed=63 + i)) for i in range(3)]
-    streams += [Stream(cluster, prompt, **SEEDED), Stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED)]
-    for stream in streams:
-        stream.wait_for(20)
+    streams = [stream(cluster, random_prompt(80 + 10 * i, seed=63 + i)) for i in range(3)]
+    streams += [stream(cluster, prompt, **SEEDED), stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED)]
+    for each in streams:
+        each.wait_for(20)
     victim, _ = decoders_by_load(cluster)
     cluster.send(victim, signal.SIGTERM)
     cluster.wait_until_gone(victim, 15)
-    assert not all(stream.ends for stream in streams), "they ended before the node did: this test shows nothing"
-    results = [stream.finish() for stream in streams]
+    assert not all(each.is_over for each in streams), "they ended before the node did: this test shows nothing"
+    results = [each.finish() for each in streams]
     for i, result in enumerate(results[:3]):
         assert result == {0: expected(random_prompt(80 + 10 * i, seed=63 + i))}
     assert results[3:] == [alone, four]
     assert cluster.router_metric("migration_pause_s_count") > before
-    assert max(stream.longest_gap_s for stream in streams) < 5
+    assert max(each.longest_gap_s for each in streams) < 5
     cluster.wait_until_ready(3)
     cluster.wait_until_whole()

@@ -41,6 +41,11 @@ class NodeChild:
         self.infos = [msgspec.msgpack.decode(bytes.fromhex(info), type=NodeInfo) for info in json.loads(line)]
         self.addresses = tuple(info.control_address for info in self.infos)
 
+    def drain(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("drain\n")
+        self.process.stdin.flush()
+
     def stop(self) -> None:
         """Ends it if it still lives."""
         if self.process.poll() is None:
@@ -58,14 +63,21 @@ def _serve(roles: str, transport: str, fault_injection: str, num_blocks: str, nu
 
     nodes = []
     for role in roles.split(","):
-        fault = fault_injection if role == "prefill" else ""
+        fault = fault_injection if role == "prefill" or "prefill" not in roles else ""
         sizes = {"num_blocks": int(num_blocks), "tensor_parallel_size": int(num_ranks)}
         sizes |= {"host_tier_bytes": 0} if int(num_ranks) > 1 else {}
         options = node_options(role, tiny_model(model), transport=transport, fault_injection=fault, chunk=64, **sizes)
         nodes.append(Node(options))
     print(json.dumps([msgspec.msgpack.encode(node.info).hex() for node in nodes]), flush=True)
     closed = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.read(), closed.set()), daemon=True).start()
+
+    def read() -> None:
+        for _ in sys.stdin:
+            for node in nodes:
+                node.process.loop.begin_drain()
+        closed.set()
+
+    threading.Thread(target=read, daemon=True).start()
     closed.wait()
     os._exit(0)
 

@@ -1,0 +1,133 @@
+"""What may happen while a running sequence is on its way: either node dies, the target is full, the client leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from node_child import NodeChild
+from router_in_thread import RouterInThread, wait_until
+from stream_client import Stream
+
+from in_process_cluster import Node, node_options
+from tandem.engine.config import Timeouts
+from tiny_models import random_prompt, reference_greedy, tiny_model
+
+LENGTH = 300
+PROMPT = random_prompt(250, seed=3)
+TIMES = Timeouts(heartbeat_s=0.1, peer_lost_s=2.0, connect_s=1.5, resend_s=0.1, request_s=40.0, drain_s=30.0)
+
+
+@dataclass
+class World:
+    """A router over a prefill node and the decode node that gets the stream; the target comes later."""
+
+    router: RouterInThread
+    prefill: Node
+
+    def stream(self, **fields: object) -> Stream:
+        stream = Stream(self.router.url, "llama", PROMPT, LENGTH, **fields)
+        stream.wait_for(10)
+        return stream
+
+    def add(self, address: str) -> None:
+        cluster = self.router.worker.service.cluster
+        num_nodes = len(cluster.views)
+        self.router.call(lambda: cluster.add(address))
+        wait_until(lambda: len(cluster.views) > num_nodes, "the target")
+
+    def check_end(self, stream: Stream) -> None:
+        assert stream.finish() == {0: reference_greedy(tiny_model("llama"), PROMPT, LENGTH).token_ids}
+        self.router.wait_idle()
+        self.prefill.wait_until_whole()
+
+
+def make_node(role: str, **options: object) -> Node:
+    return Node(node_options(role, tiny_model("llama"), transport="shm", timeouts=TIMES, **options))
+
+
+@contextmanager
+def world_of(source_address: str) -> Iterator[World]:
+    prefill = make_node("prefill")
+    addresses = (prefill.info.control_address, source_address)
+    try:
+        with RouterInThread(tiny_model("llama"), addresses, timeouts=TIMES, local_tail_tokens=0) as router:
+            router.wait_ready()
+            yield World(router, prefill)
+    finally:
+        prefill.stop()
+
+
+@contextmanager
+def node(role: str, **options: object) -> Iterator[Node]:
+    made = make_node(role, **options)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def counter(node: Node, name: str) -> float:
+    return node.process.logic.handoff_counters()[f"migrations_{name}"]
+
+
+def test_the_target_dies_while_it_is_written() -> None:
+    child = NodeChild(("decode",), "shm", "")
+    with node("decode", fault_injection="delay:1.0") as source, world_of(source.info.control_address) as world:
+        stream = world.stream()
+        world.add(child.addresses[0])
+        source.process.loop.begin_drain()
+        wait_until(lambda: counter(source, "started") > 0, "the beginning")
+        child.process.kill()
+        world.check_end(stream)
+        child.stop()
+        assert counter(source, "failed") >= 1
+        assert counter(source, "finished") == 0
+        source.wait_until_whole()
+
+
+def test_the_source_dies_while_it_writes() -> None:
+    child = NodeChild(("decode",), "shm", "die:1")
+    with node("decode") as target, world_of(child.addresses[0]) as world:
+        stream = world.stream()
+        world.add(target.info.control_address)
+        child.drain()
+        world.check_end(stream)
+        assert child.process.wait(5) < 0, "the fault did not strike: this test shows nothing"
+        child.stop()
+        target.wait_until_whole()
+        assert target.process.logic.sink.num_quarantined == 0  # type: ignore[attr-defined]
+
+
+def test_the_client_leaves_meanwhile() -> None:
+    with ExitStack() as stack:
+        source = stack.enter_context(node("decode", fault_injection="delay:1.0"))
+        target = stack.enter_context(node("decode"))
+        world = stack.enter_context(world_of(source.info.control_address))
+        stream = world.stream()
+        world.add(target.info.control_address)
+        source.process.loop.begin_drain()
+        wait_until(lambda: counter(source, "started") > 0, "the beginning")
+        stream.leave()
+        world.router.wait_idle()
+        for each in (source, target, world.prefill):
+            each.wait_until_whole()
+        assert counter(source, "finished") == 0
+
+
+def test_a_full_target_leaves_it_where_it_is() -> None:
+    """The router believes that there is room: its view is older than what took it."""
+    with (
+        node("decode") as source,
+        node("decode", num_blocks=40) as target,
+        world_of(source.info.control_address) as world,
+    ):
+        stream = world.stream()
+        target.process.logic.sink._headroom = 25
+        world.add(target.info.control_address)
+        source.process.loop.begin_drain()
+        world.check_end(stream)
+        assert counter(source, "failed") >= 1
+        assert counter(source, "finished") == 0
+        target.wait_until_whole()
