@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.kernels.digest import block_digests
-from tandem.kernels.quantization import as_bytes
 from tandem.kv_connector.tiers.disk_file import DiskFile
+from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Spill
 
@@ -17,14 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class DiskTier:
-    """`host` is the host pool `[num_blocks, heads, layers, 2, block_size, head_dim]`; `file` is closed here."""
+    """`host` is what blocks pass through, as they are stored there; `file` is closed here."""
 
-    def __init__(self, host: torch.Tensor, file: DiskFile, post: Callable[[JobDone], None]) -> None:
+    def __init__(self, host: HostBlocks, file: DiskFile, post: Callable[[JobDone], None]) -> None:
         self._host, self._file = host, file
-        payload = host[0].numel() * host.element_size()
-        buffer = torch.frombuffer(file.buffer, dtype=torch.uint8, count=payload)
-        self._buffer = as_bytes(buffer.view(host.dtype).view(host.shape[1:]))
-        self._raw = as_bytes(host)
+        self._buffer = torch.frombuffer(file.buffer, dtype=torch.uint8, count=host.raw.shape[1])
         self._thread = JobThread("kv-disk", post)
         self.counters = {"tier_spilled_bytes": 0.0, "tier_fetched_bytes": 0.0}
 
@@ -45,7 +41,7 @@ class DiskTier:
         for index, block_hash in enumerate(job.hashes):
             host_slot, slot = job.host_slots[index], job.disk_slots[index]
             self._file.wipe(slot)
-            self._buffer.copy_(self._raw[host_slot])
+            self._buffer.copy_(self._host.raw[host_slot])
             try:
                 self._file.write(slot)
             except OSError as error:
@@ -71,7 +67,7 @@ class DiskTier:
         except OSError as error:
             logger.warning("a block can't be read from disk: %s", error)
             return False
-        self._raw[host_slot].copy_(self._buffer)
+        self._host.raw[host_slot].copy_(self._buffer)
         self.counters["tier_fetched_bytes"] += self._file.slot_bytes
         if self._file.digest(slot, block_hash) == self._digest(host_slot, block_hash):
             return True
@@ -79,6 +75,4 @@ class DiskTier:
         return False
 
     def _digest(self, host_slot: int, block_hash: bytes) -> int:
-        block_size = self._host.shape[4]
-        key = self._file.digest_key(block_hash)
-        return int(block_digests(self._host, [host_slot], key, block_size, block_size)[0])
+        return self._host.digest(host_slot, self._file.digest_key(block_hash))

@@ -16,9 +16,11 @@ from tandem.engine.errors import ConfigError
 from tandem.engine.interfaces import BlockEvent
 from tandem.engine.kv_pool import free_host_bytes
 from tandem.engine.node_setup import LoadedModel
+from tandem.kernels.quantization import FP8_DTYPE
 from tandem.kv_connector.tiers.disk import DiskTier
 from tandem.kv_connector.tiers.disk_file import DiskFile
-from tandem.kv_connector.tiers.host import HostTier, allocate_host_pool, block_bytes
+from tandem.kv_connector.tiers.host import HostTier
+from tandem.kv_connector.tiers.host_blocks import ExactBlocks, Fp8Blocks, HostBlocks, block_bytes
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.tiers.manager import TierManager
@@ -42,7 +44,8 @@ def make_tiers(
         return None
     if not pool.enable_caching:
         return None
-    num_host = host_tier_bytes(options, tensor.is_cuda) // block_bytes(tensor)
+    kind = Fp8Blocks if compresses(options, tensor) else ExactBlocks
+    num_host = host_tier_bytes(options, tensor.is_cuda) // kind.slot_bytes(tensor)
     if not num_host:
         if wants_disk:
             raise ConfigError(
@@ -50,22 +53,27 @@ def make_tiers(
             )
         return None
     try:
-        host = HostTier(tensor, allocate_host_pool(tensor, num_host), post)
+        host = HostTier(tensor, kind(tensor, num_host), post)
     except ConfigError as error:
         if wants_disk or options.cache.host_tier_bytes > 0:
             raise
         logger.warning("serving without a host tier: %s", error)
         return None
-    file = open_disk_file(options, tensor, loaded) if wants_disk else None
+    file = open_disk_file(options, host.blocks, loaded) if wants_disk else None
     return NodeTiers(pool, host, file, post)
 
 
-def open_disk_file(options: NodeOptions, tensor: torch.Tensor, loaded: LoadedModel) -> DiskFile:
-    """For blocks of this model in this layout only."""
-    depends_on = msgspec.msgpack.encode((loaded.identity.key(), loaded.layout))
+def compresses(options: NodeOptions, pool: torch.Tensor) -> bool:
+    """A pool of fp8 is as small already."""
+    return options.cache.host_tier_dtype == "fp8_e4m3" and pool.dtype != FP8_DTYPE
+
+
+def open_disk_file(options: NodeOptions, blocks: HostBlocks, loaded: LoadedModel) -> DiskFile:
+    """For blocks of this model in this layout, stored like this, only."""
+    depends_on = msgspec.msgpack.encode((loaded.identity.key(), loaded.layout, type(blocks).__name__))
     cache = options.cache
     identity = hashlib.sha256(depends_on).digest()
-    file = DiskFile(Path(cache.disk_tier_dir), cache.disk_tier_bytes, block_bytes(tensor), identity)
+    file = DiskFile(Path(cache.disk_tier_dir), cache.disk_tier_bytes, blocks.raw.shape[1], identity)
     if not file.num_slots:
         raise ConfigError(f"--disk-tier-bytes {cache.disk_tier_bytes} is less than one block: raise it")
     return file
@@ -84,8 +92,8 @@ class NodeTiers:
 
     def __init__(self, pool: BlockPool, host: HostTier, file: DiskFile | None, post: Callable[[JobDone], None]) -> None:
         self._host = host
-        self._disk = None if file is None else DiskTier(host.host, file, post)
-        num_host, shares = len(host.host), pool.shares
+        self._disk = None if file is None else DiskTier(host.blocks, file, post)
+        num_host, shares = len(host.blocks), pool.shares
         host_index = TierIndex(num_host, lambda tenant: shares.quota(tenant, num_host))
         disk_index = None
         if file is not None:
@@ -98,7 +106,7 @@ class NodeTiers:
 
     @property
     def num_host_blocks(self) -> int:
-        return len(self._host.host)
+        return len(self._host.blocks)
 
     def warm_up(self) -> None:
         self._host.warm_up()

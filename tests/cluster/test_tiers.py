@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 
 import pytest
-from tier_nodes import NUM_BLOCKS, NUM_HITS, Asker, References, always_loading, make_references, until_saved
+from tier_nodes import LENGTHS, NUM_BLOCKS, NUM_HITS, Asker, References, always_loading, make_references, until_saved
 
-from in_process_cluster import Node, node_options
+from in_process_cluster import Client, Node, node_options
 from tandem.engine.messages import FlushBlocks
-from tiny_models import tiny_model
+from tandem.engine.sampling_params import SamplingParams
+from tiny_models import random_prompt, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +92,42 @@ def test_none_where_they_are_turned_off() -> None:
         node = Node(node_options("unified", tiny_model("llama"), **changes))
         assert node.process.tiers is None
         node.stop()
+
+
+def test_a_tier_of_fp8_restores_what_an_fp8_pool_would_hold() -> None:
+    """Beside exact KV, logits of restored blocks are off by no more than those of a node that computes in fp8 KV."""
+    prompts = [random_prompt(length, seed=length) for length in LENGTHS]
+    fp8_pool = Node(node_options("unified", tiny_model("llama"), num_blocks=NUM_BLOCKS, kv_cache_dtype="fp8_e4m3"))
+    fp8_tier = always_loading(
+        Node(node_options("unified", tiny_model("llama"), num_blocks=NUM_BLOCKS, host_tier_dtype="fp8_e4m3"))
+    )
+    try:
+        exact, restored = first_logprobs(fp8_tier, prompts), first_logprobs(fp8_tier, prompts)
+        assert fp8_tier.process.tiers.manager.counts()["tier_host_hits"] >= NUM_HITS
+        assert restored != exact, "nothing was compressed"
+        cached = [first_logprobs(fp8_pool, prompts) for _ in range(2)][-1]  # its own prefixes, read back as fp8
+        assert furthest(restored, exact) <= 1.5 * furthest(cached, exact)
+    finally:
+        fp8_pool.stop()
+        fp8_tier.stop()
+
+
+def first_logprobs(node: Node, prompts: list[list[int]]) -> list[dict[int, float]]:
+    """Of the most likely first tokens after each prompt, asked one after the other."""
+    client, found = Client(node.info), []
+    sampling = SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=20)
+    for prompt in prompts:
+        result = client.submit(secrets.token_hex(8), prompt, sampling, decode=node.info)
+        client.wait(result)
+        until_saved(node)
+        (entry,) = result.logprobs[0]
+        found.append(dict(zip(entry.token_ids, entry.logprobs, strict=True)))
+    client.close()
+    return found
+
+
+def furthest(some: list[dict[int, float]], others: list[dict[int, float]]) -> float:
+    """The largest difference of a token's log-probability."""
+    pairs = [(a[token], b[token]) for a, b in zip(some, others, strict=True) for token in a.keys() & b.keys()]
+    assert len(pairs) >= 15 * len(some)
+    return max(abs(a - b) for a, b in pairs)

@@ -50,6 +50,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         num_blocks=int(changes.pop("num_blocks", 256)),  # type: ignore[call-overload]
         enable_prefix_caching=bool(changes.pop("caching", True)),
         host_tier_bytes=int(changes.pop("host_tier_bytes", 4 << 20)),  # type: ignore[call-overload]
+        host_tier_dtype=changes.pop("host_tier_dtype", "auto"),  # type: ignore[arg-type]
         disk_tier_bytes=int(changes.pop("disk_tier_bytes", 0)),  # type: ignore[call-overload]
         disk_tier_dir=str(changes.pop("disk_tier_dir", "")),
         kv_cache_dtype=changes.pop("kv_cache_dtype", "auto"),  # type: ignore[arg-type]
