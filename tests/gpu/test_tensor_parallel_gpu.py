@@ -85,6 +85,6 @@ def test_a_rank_that_dies_takes_its_node_along_within_a_second() -> None:
         killed = time.monotonic()
         psutil.wait_procs([node], timeout=5)
         took = time.monotonic() - killed
-        request.join()
+    request.join()
     assert not node.is_running()
     assert took < 1.5, f"noticed after {took:.1f} s: a second, and what the end of a process takes"
