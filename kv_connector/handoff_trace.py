@@ -1,8 +1,8 @@
 """When what happened in each hand-off, as lines of JSON in a file a node (`--handoff-trace FOLDER`); for debugging.
 
 A line has `t` (seconds of CLOCK_MONOTONIC, one clock for all processes of a host), `node`, `request`, `attempt`,
-`stage`: "sent KVClaim", "received KVGrant" … for messages, "sent Tokens" once a request, "verified", and of a source's
-layers "computed" and "pushed" with `layer`, `first_block`, of pushes `begin` and `nbytes`. On CUDA those are times of
+`stage`: "received Submit", "sent KVClaim" … for messages, "sent Tokens" once a request, "step" for what a step sends
+(`num_deltas`), "verified", and of a source's layers "computed" and "pushed" with `layer`, `first_block`, of pushes `begin` and `nbytes`. On CUDA those are times of
 the device.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tandem.engine.control_plane import ControlPlane
-from tandem.engine.messages import Message, PeerRef, Status, Tokens
+from tandem.engine.messages import Message, PeerRef, Status, Submit, Tokens
 from tandem.kv_connector.meta import HandoffKey
 
 _KEPT_KEYS = 1 << 16
@@ -78,6 +78,7 @@ class HandoffTrace:
     def message(self, way: str, message: Message) -> None:
         """`way`: "sent" or "received". Of the tokens of a request only the first ones are noted."""
         if isinstance(message, Tokens):
+            self.note(("", 0), "step", num_deltas=len(message.deltas))
             for delta in message.deltas:
                 key = (delta.request_id, delta.attempt)
                 if key not in self._answered:
@@ -85,7 +86,7 @@ class HandoffTrace:
                     self.note(key, f"{way} Tokens")
             while len(self._answered) > _KEPT_KEYS:
                 del self._answered[next(iter(self._answered))]
-        elif type(message).__name__.startswith("KV"):
+        elif isinstance(message, Submit) or type(message).__name__.startswith("KV"):
             key = (getattr(message, "request_id", ""), getattr(message, "attempt", 0))
             self.note(key, f"{way} {type(message).__name__}")
 
