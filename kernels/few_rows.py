@@ -9,30 +9,46 @@ deterministic. Eager twins: reference_few_rows.py.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
 from tandem.kernels.gluon_support import why_no_gluon
-from tandem.kernels.matmul_plans import RowsPlan
 
-MOST_ROWS = 4
-ELEMENTS_A_PROGRAM = 4096  # of weights in registers at once, times rows
+MOST_ROWS = 8
+FASTER_UP_TO = 0  # rows for which this was measured to beat norms and products by themselves
+TILE_N = 16  # outputs computed together
+MULTIPROCESSORS = 132
 
 
-def plan_for(num_rows: int, num_outputs: int, num_inputs: int) -> RowsPlan | None:
-    """How a product of so few rows is cut; None: it isn't served. Pure."""
-    if not 0 < num_rows <= MOST_ROWS:
-        return None
-    for tile_n, tile_k, warps in ((2, 2048, 4), (2, 1024, 4), (2, 1024, 2), (2, 512, 2)):
-        plan = RowsPlan(tile_n, tile_k, warps)
-        fits = tile_n * tile_k * min(num_rows, 2) <= ELEMENTS_A_PROGRAM and tile_k >= 256 * warps
-        if fits and plan.is_valid(num_rows, num_outputs, num_inputs):
+class FewRowsPlan(NamedTuple):
+    """triton_kernels/few_rows_product.py: how a product is cut."""
+
+    tile_k: int  # of a warp, in a piece of weights
+    warps: int
+    stages: int  # pieces under way
+    programs: int
+
+    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        whole = num_outputs % TILE_N == 0 and num_inputs % (self.tile_k * self.warps) == 0
+        return 0 < num_rows <= MOST_ROWS and whole and num_inputs > 0 and 0 < self.programs <= num_outputs // TILE_N
+
+
+def plan_for(num_rows: int, num_outputs: int, num_inputs: int) -> FewRowsPlan | None:
+    """How a product of so few rows is cut; None: it isn't served. Programs get equal numbers of tiles. Pure."""
+    tiles = num_outputs // TILE_N
+    programs = -(-tiles // -(-tiles // MULTIPROCESSORS)) if tiles else 0
+    for tile_k in (128, 64, 32):
+        plan = FewRowsPlan(tile_k, 4, 96 * 1024 // (4 * TILE_N * tile_k * 2), programs)
+        if plan.is_valid(num_rows, num_outputs, num_inputs):
             return plan
     return None
 
 
 def serves(x_RE: torch.Tensor, products: tuple[tuple[int, int], ...]) -> bool:
     """Whether a step of rows like these takes this way; `products`: (outputs, inputs) of each."""
+    if not 0 < x_RE.shape[0] <= FASTER_UP_TO:
+        return False
     if not x_RE.is_cuda or x_RE.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x_RE.device):
         return False
     return all(plan_for(x_RE.shape[0], *sizes) is not None for sizes in products)
@@ -73,7 +89,7 @@ def _launch(
     norm: tuple[torch.Tensor, float] | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    from tandem.kernels.triton_kernels.matmul_launch import launch_rows
+    from tandem.kernels.triton_kernels.few_rows_launch import launch_product
 
     plan = plan_for(x_RK.shape[0], *weight_NK.shape)
     assert plan is not None, f"{tuple(x_RK.shape)} times {tuple(weight_NK.shape)}: ask `serves` first"
@@ -81,5 +97,5 @@ def _launch(
     if out is None:
         num_outputs = weight_NK.shape[0] // (2 if silu else 1)
         out = torch.empty((x_RK.shape[0], num_outputs), dtype=x_RK.dtype, device=x_RK.device)
-    launch_rows(plan, x_RK, weight_NK, out, bias_N=bias_N, silu=silu, norm=norm, adds=residual_RN is not None)
+    launch_product(plan, x_RK, weight_NK, out, bias_N=bias_N, silu=silu, norm=norm, adds=residual_RN is not None)
     return out

@@ -13,7 +13,7 @@ import torch
 from tandem.kernels.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.spec import AttentionSpec, AttentionType
 
-MOST_ROWS = 8
+MOST_ROWS = 4
 MOST_GROUP = 16  # query heads of a KV head
 PROGRAMS = 264  # with work at once; more wait for these to end
 LEAST_RUNS = 16  # that a long row among short ones may be cut into

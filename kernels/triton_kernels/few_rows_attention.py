@@ -17,31 +17,34 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.triton_kernels.common import LOG2_E, dot, online_softmax
-from tandem.kernels.triton_kernels.decode_segment import store_output
-from tandem.kernels.triton_kernels.decode_tiles import merge_parts, store_part
+from tandem.kernels.triton_kernels.common import LOG2_E, dot
+from tandem.kernels.triton_kernels.decode_tiles import merge_parts
 
 
 @triton.jit
-def normed_and_rotated(
-    values, partners, weight, cos, signed_sin, eps,
-    HEAD_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """[heads, D] of the QKV product; `partners` are the same with the halves of each head exchanged."""
-    columns = tl.arange(0, HEAD_SIZE)
-    values, partners = values.to(tl.float32), partners.to(tl.float32)
+def load_heads(pointers, columns, mask, weight, cos, sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads of the QKV product, normed and rotated: (first halves [heads, HALF], second halves), fp32."""
+    first = tl.load(pointers + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + HALF + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
-        scale = tl.rsqrt(tl.sum(values * values, 1) / HEAD_SIZE + eps)[:, None]
-        values *= scale * tl.load(weight + columns).to(tl.float32)[None, :]
-        partners *= scale * tl.load(weight + (columns + HEAD_SIZE // 2) % HEAD_SIZE).to(tl.float32)[None, :]
-    return (values * cos[None, :] + partners * signed_sin[None, :]).to(dtype)
+        square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
+        first *= scale * tl.load(weight + columns).to(tl.float32)[None, :]
+        second *= scale * tl.load(weight + HALF + columns).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
-def attend_tile(query, key, value, visible, scale, peak, total, accumulator):
-    """`scale` includes log2(e)."""
-    scores = tl.where(visible[None, :], dot(query, tl.trans(key)) * scale, float("-inf"))
-    return online_softmax(scores, value, peak, total, accumulator)
+def attend_tile(first, second, low_keys, high_keys, values, visible, scale, peak, total, accumulator):
+    """A step of the running softmax for queries in halves; `scale` includes log2(e)."""
+    scores = dot(low_keys, tl.trans(first)) + dot(high_keys, tl.trans(second))  # [TILE, M]
+    scores = tl.where(visible[:, None], scores * scale, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(scores, 0))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
+    weights = tl.exp2(scores - base[None, :])
+    decay = tl.exp2(peak - base)
+    accumulator = accumulator * decay[None, :] + dot(tl.trans(values), weights.to(values.dtype))
+    return new_peak, total * decay + tl.sum(weights, 0), accumulator
 
 
 @triton.jit(
@@ -82,7 +85,7 @@ def few_rows_attention_kernel(
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, R * K). What is read before the wait was complete before the pass began: lengths, tables and older tokens.
+    """Grid (N, R * K). What is read before the wait was complete before the pass began: lengths, tables, older tokens.
     (A pass begins with torch's embedding, which lets nothing start before it has ended.)"""
     if PDL:
         gdc_launch_dependents()
@@ -95,76 +98,81 @@ def few_rows_attention_kernel(
     if run >= runs:
         return
     newest = tl.minimum((run + 1) * share, tiles) - 1
-    slots, columns = tl.arange(0, TILE), tl.arange(0, HEAD_SIZE)
-    partner_columns = (columns + HEAD_SIZE // 2) % HEAD_SIZE
-    inside = kv_head.to(tl.int64) * cache_head + slots[:, None] * cache_slot + columns[None, :]
+    HALF: tl.constexpr = HEAD_SIZE // 2
+    slots, columns, half = tl.arange(0, TILE), tl.arange(0, HEAD_SIZE), tl.arange(0, HALF)
+    in_head = kv_head.to(tl.int64) * cache_head
+    key_inside = in_head + slots[:, None] * cache_slot + half[None, :]
+    value_inside = in_head + slots[:, None] * cache_slot + columns[None, :]
     table = block_tables + row.to(tl.int64) * table_row
     block = tl.load(table + newest * TILE // BLOCK_SIZE, mask=seq_len > 0, other=0, cache_modifier=".cg")
-    place = block.to(tl.int64) * cache_block + newest * TILE % BLOCK_SIZE * cache_slot + inside
-    positions = newest * TILE + slots
-    is_old = (positions < seq_len - 1)[:, None]
-    newest_keys = tl.load(key_cache + place, mask=is_old, other=0.0, cache_modifier=".cg")
-    newest_values = tl.load(value_cache + place, mask=is_old, other=0.0, cache_modifier=".cg")
-    angles = cos_sin + tl.maximum(seq_len - 1, 0).to(tl.int64) * HEAD_SIZE + columns % (HEAD_SIZE // 2)
-    cos = tl.load(angles)
-    signed_sin = tl.load(angles + HEAD_SIZE // 2) * tl.where(columns < HEAD_SIZE // 2, -1.0, 1.0)
+    place = block.to(tl.int64) * cache_block + newest * TILE % BLOCK_SIZE * cache_slot
+    is_old = newest * TILE + slots < seq_len - 1
+    low_keys = tl.load(key_cache + place + key_inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
+    high_keys = tl.load(key_cache + place + HALF + key_inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
+    values = tl.load(value_cache + place + value_inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
+    angles = cos_sin + tl.maximum(seq_len - 1, 0).to(tl.int64) * HEAD_SIZE + half
+    cos, sin = tl.load(angles)[None, :], tl.load(angles + HALF)[None, :]
     slot = tl.load(slot_mapping + row, cache_modifier=".cg")
     if PDL:
         gdc_wait()
 
     dtype: tl.constexpr = qkv.dtype.element_ty
     of_row = qkv + row.to(tl.int64) * qkv_row
-    members = tl.arange(0, M_PAD)
+    members, one = tl.arange(0, M_PAD), tl.arange(0, 1)
     used = members < GROUP
     heads = of_row + (kv_head * GROUP + members[:, None]) * HEAD_SIZE
-    query = tl.load(heads + columns[None, :], mask=used[:, None], other=0.0)
-    query_partners = tl.load(heads + partner_columns[None, :], mask=used[:, None], other=0.0)
-    of_head = of_row + (NUM_KV_HEADS * GROUP + kv_head) * HEAD_SIZE
-    key = tl.load(of_head + columns[None, :])
-    key_partners = tl.load(of_head + partner_columns[None, :])
-    value = tl.load(of_head + NUM_KV_HEADS * HEAD_SIZE + columns[None, :])
-    query = normed_and_rotated(query, query_partners, q_weight, cos, signed_sin, eps, HEAD_SIZE, HAS_NORM, dtype)
-    key = normed_and_rotated(key, key_partners, k_weight, cos, signed_sin, eps, HEAD_SIZE, HAS_NORM, dtype)
-    if (newest == tiles - 1) & (slot >= 0):
-        into = (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_slot + kv_head.to(tl.int64) * cache_head
-        tl.store(key_cache + into + columns[None, :], key)
-        tl.store(value_cache + into + columns[None, :], value)
+    first, second = load_heads(heads, half, used[:, None], q_weight, cos, sin, eps, HALF, HAS_NORM)
+    of_head = of_row + (NUM_KV_HEADS * GROUP + kv_head + one[:, None]) * HEAD_SIZE
+    key, key_second = load_heads(of_head, half, (one == 0)[:, None], k_weight, cos, sin, eps, HALF, HAS_NORM)
+    value = tl.load(of_row + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * HEAD_SIZE + columns)
+    first, second, key, key_second = first.to(dtype), second.to(dtype), key.to(dtype), key_second.to(dtype)
+    has_new = (newest == tiles - 1) & (seq_len > 0)
+    if has_new & (slot >= 0):
+        into = (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_slot + in_head
+        tl.store(key_cache + into + half[None, :], key)
+        tl.store(key_cache + into + HALF + half[None, :], key_second)
+        tl.store(value_cache + into + columns, value)
 
+    # The new token opens the running softmax of the run that it belongs to.
     scale *= LOG2_E
-    peak = tl.full([M_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([M_PAD], tl.float32)
-    accumulator = tl.zeros([M_PAD, HEAD_SIZE], tl.float32)
-    is_new = (positions == seq_len - 1)[:, None]
-    newest_keys, newest_values = tl.where(is_new, key, newest_keys), tl.where(is_new, value, newest_values)
+    score = tl.sum(first.to(tl.float32) * key.to(tl.float32) + second.to(tl.float32) * key_second.to(tl.float32), 1)
+    peak = tl.where(has_new, score * scale, float("-inf"))
+    total = tl.where(has_new, 1.0, tl.zeros([M_PAD], tl.float32))
+    accumulator = tl.where(has_new, value.to(tl.float32), 0.0)[:, None] + tl.zeros([HEAD_SIZE, M_PAD], tl.float32)
     peak, total, accumulator = attend_tile(
-        query, newest_keys, newest_values, positions < seq_len, scale, peak, total, accumulator
+        first, second, low_keys, high_keys, values, is_old, scale, peak, total, accumulator
     )
-    # One tile ahead by hand: a load of addresses inside the loop would be pipelined itself, at the cost of the keys.
-    next_block = tl.load(table + run * share * TILE // BLOCK_SIZE, mask=seq_len > 0, other=0)
-    for tile in range(run * share, newest):
-        place = next_block.to(tl.int64) * cache_block + tile * TILE % BLOCK_SIZE * cache_slot + inside
-        next_block = tl.load(table + (tile + 1) * TILE // BLOCK_SIZE)
-        keys = tl.load(key_cache + place)
-        values = tl.load(value_cache + place)
-        peak, total, accumulator = attend_tile(query, keys, values, slots < TILE, scale, peak, total, accumulator)
+    if run * share < newest:
+        # One tile ahead by hand: a load of addresses in the loop would be pipelined itself, at the cost of the keys.
+        next_block = tl.load(table + run * share * TILE // BLOCK_SIZE)
+        for tile in range(run * share, newest):
+            place = next_block.to(tl.int64) * cache_block + tile * TILE % BLOCK_SIZE * cache_slot
+            next_block = tl.load(table + (tile + 1) * TILE // BLOCK_SIZE)
+            low_keys = tl.load(key_cache + place + key_inside)
+            high_keys = tl.load(key_cache + place + HALF + key_inside)
+            values = tl.load(value_cache + place + value_inside)
+            peak, total, accumulator = attend_tile(
+                first, second, low_keys, high_keys, values, slots < TILE, scale, peak, total, accumulator
+            )
 
+    out = output + (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_SIZE)
     if runs == 1:
-        store_output(
-            total, accumulator, output, seq_lens, cos_sin, row, kv_head,
-            GROUP, 1, NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE, False,
-        )  # fmt: skip
+        accumulator /= tl.where(total == 0.0, 1.0, total)[None, :]
+        tl.store(out + members[None, :] * HEAD_SIZE + columns[:, None], accumulator.to(dtype), mask=used[None, :])
     else:
         first_slot = segment * most_runs
-        store_part(
-            first_slot + run, used, peak, total, accumulator, peaks, totals, partial, GROUP, HEAD_SIZE, HEAD_SIZE
-        )
+        entries = (first_slot + run) * GROUP + members
+        tl.store(peaks + entries, peak, mask=used)
+        tl.store(totals + entries, total, mask=used)
+        into = partial + entries.to(tl.int64)[None, :] * HEAD_SIZE + columns[:, None]
+        tl.store(into, accumulator, mask=used[None, :])
         tl.debug_barrier()  # every thread's part is stored before the program says so
         if tl.atomic_add(arrivals + segment, 1, sem="acq_rel", scope="gpu") == runs - 1:
             tl.store(arrivals + segment, 0)  # ready for the next launch
             _, total_R, accumulator_R = merge_parts(
                 first_slot, 1, runs, peaks, totals, partial, GROUP, 0, GROUP, HEAD_SIZE, HEAD_SIZE, ROWS, CHUNK
             )
-            store_output(
-                total_R, accumulator_R, output, seq_lens, cos_sin, row, kv_head,
-                GROUP, 1, NUM_KV_HEADS, HEAD_SIZE, HEAD_SIZE, False,
-            )  # fmt: skip
+            accumulator_R /= tl.where(total_R == 0.0, 1.0, total_R)[:, None]
+            rows = tl.arange(0, ROWS)
+            into_R = out + rows[:, None] * HEAD_SIZE + columns[None, :]
+            tl.store(into_R, accumulator_R.to(dtype), mask=(rows < GROUP)[:, None])

@@ -20,9 +20,9 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels import few_rows, few_rows_attention  # noqa: E402
 from tandem.kernels.spec import AttentionSpec  # noqa: E402
-from tandem.kernels.triton_kernels import few_rows_launch, matmul_launch  # noqa: E402
+from tandem.kernels.triton_kernels import few_rows_launch  # noqa: E402
 from tandem.kernels.triton_kernels.few_rows_attention import few_rows_attention_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.few_rows_product import few_rows_product_kernel  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WAIT = "griddepcontrol.wait"
@@ -64,27 +64,33 @@ def test_attention_compiles(kv_heads: int, group: int, head_size: int, block_siz
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "flags"),
+    ("outputs", "inputs", "flags"),
     [
-        (1, 6144, 4096, {"normalises": True, "has_bias": True}),
-        (1, 28672, 4096, {"normalises": True, "silu": True}),
-        (1, 4096, 14336, {"adds": True, "has_bias": True}),
-        (2, 6144, 1024, {"normalises": True, "silu": True}),
-        (4, 1024, 3072, {"adds": True}),
+        (6144, 4096, {"normalises": True, "has_bias": True}),
+        (28672, 4096, {"normalises": True, "silu": True}),
+        (4096, 14336, {"adds": True, "has_bias": True}),
+        (1024, 384, {"adds": True}),
     ],
 )
-def test_products_compile(rows: int, outputs: int, inputs: int, flags: dict[str, bool]) -> None:
-    plan = few_rows.plan_for(rows, outputs, inputs)
+def test_products_compile(outputs: int, inputs: int, flags: dict[str, bool]) -> None:
+    plan = few_rows.plan_for(1, outputs, inputs)
     assert plan is not None
-    constants = matmul_launch.rows_constants(plan, rows, inputs, **{"has_bias": False, "silu": False, **flags})
+    off = dict.fromkeys(("has_bias", "silu", "normalises", "adds"), False)
+    constants = few_rows_launch.product_constants(plan, inputs, **{**off, **flags})
     types = {**dict.fromkeys(("x", "weight", "y", "bias", "gain"), "*bf16"), "eps": "fp32"}
-    source = GluonASTSource(matmul_rows_kernel, signature(matmul_rows_kernel, types, constants), constants)
+    names = few_rows_product_kernel.arg_names
+    hints = {(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "weight", "gain", "x_row", "w_row")}
+    source = GluonASTSource(
+        few_rows_product_kernel, signature(few_rows_product_kernel, types, constants), constants, hints
+    )
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": plan.warps})
     before, _, after = compiled.asm["ptx"].partition(WAIT)
-    assert before.count("ld.global") * 8 * 32 * plan.warps >= plan.tile_n * plan.tile_k
-    assert "cp.async.bulk.prefetch.L2" in before
+    pieces = plan.stages * few_rows.TILE_N * plan.tile_k // (8 * 32)  # copies of 16 bytes, of each thread
+    assert before.count("cp.async.cg") == pieces
+    assert "mma.sync.aligned.m16n8k16" in after
     assert "griddepcontrol.launch_dependents" in after  # so a successor may rely on all that came before this kernel
     assert "griddepcontrol.launch_dependents" not in before
+    assert 2 * (compiled.metadata.shared + 1024) <= 228 << 10  # two kernels' programs fit a multiprocessor
 
 
 def test_which_products_are_served() -> None:
@@ -95,7 +101,14 @@ def test_which_products_are_served() -> None:
             plan = few_rows.plan_for(rows, outputs, inputs)
             assert plan is not None
             assert plan.is_valid(rows, outputs, inputs)
-    for sizes in [(0, 4096, 4096), (few_rows.MOST_ROWS + 1, 4096, 4096), (1, 4096, 1000), (1, 4095, 4096)]:
+    for sizes in [
+        (0, 4096, 4096),
+        (few_rows.MOST_ROWS + 1, 4096, 4096),
+        (1, 4096, 1000),
+        (1, 4095, 4096),
+        (1, 0, 4096),
+        (1, 4096, 0),
+    ]:
         assert few_rows.plan_for(*sizes) is None
     assert not few_rows.serves(torch.zeros(1, 4096, dtype=torch.bfloat16), tuple(llama))  # not on a CPU
 
