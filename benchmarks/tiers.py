@@ -1,7 +1,7 @@
 """Time to first token of a prompt that is computed, and of the same prompt found in each tier. One node, in-process.
 
     python benchmarks/tiers.py MODEL_FOLDER [--load-format dummy] [--prompt-tokens 8192] [--repeats 5]
-                               [--disk-dir DIR --disk-bytes N] [--num-blocks N] [--host-bytes N]
+                               [--disk-dir DIR --disk-bytes N] [--num-blocks N] [--host-bytes N] [--host-dtype fp8_e4m3]
 
 For each repeat: a fresh prompt (computed), again (device pool), then after other prompts have displaced it from the
 pool (host); and another one after as many have displaced it from host memory too (disk: give a small --host-bytes).
@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--num-blocks", type=int, default=0, help="of the device pool; default: two prompts")
     parser.add_argument("--host-bytes", type=int, default=-1)
+    parser.add_argument("--host-dtype", default="auto", choices=("auto", "fp8_e4m3"))
     parser.add_argument("--disk-dir", default="")
     parser.add_argument("--disk-bytes", type=int, default=0)
     given = parser.parse_args()
@@ -129,6 +130,7 @@ def main() -> None:
     cache = CacheOptions(
         num_blocks=num_blocks,
         host_tier_bytes=given.host_bytes,
+        host_tier_dtype=given.host_dtype,
         disk_tier_bytes=given.disk_bytes,
         disk_tier_dir=given.disk_dir,
     )

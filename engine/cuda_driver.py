@@ -1,7 +1,8 @@
-"""The few calls of the CUDA driver that torch has no equal for: memory that other processes can map.
+"""The few calls of the CUDA driver that torch has no equal for: memory that other processes can map, page-locking.
 
 torch's own sharing keeps imports alive through a cache and counts references in files; a transport must unmap at a
-moment of its choosing. Every call runs in the device's primary context, the one that torch uses.
+moment of its choosing. A call of the CUDA runtime that fails makes a later, innocent one of torch's fail too. Every call
+runs in the device's primary context, the one that torch uses.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tandem.engine.errors import TransportError
 
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+_FOR_ALL_DEVICES = 1
 
 
 class _IpcHandle(ctypes.Structure):
@@ -36,6 +38,8 @@ def _library() -> ctypes.CDLL:
         ctypes.c_uint64,
     ]
     library.cuMemcpyAsync.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuMemHostRegister_v2.argtypes = [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint]
+    library.cuMemHostUnregister.argtypes = [ctypes.c_uint64]
     _check("cuInit", library.cuInit(0), library)
     return library
 
@@ -85,6 +89,21 @@ def unmap_memory(device_index: int, address: int) -> None:
     library = _library()
     with _primary_context(device_index):
         _check("cuIpcCloseMemHandle", library.cuIpcCloseMemHandle(address), library)
+
+
+def lock_pages(device_index: int, address: int, nbytes: int) -> None:
+    """Host memory that copies to and from GPUs need not wait for, until `unlock_pages`, which must come before it is
+    unmapped. Raises TransportError, e.g. for more than the user may lock."""
+    library = _library()
+    with _primary_context(device_index):
+        locked = library.cuMemHostRegister_v2(address, nbytes, _FOR_ALL_DEVICES)
+        _check("cuMemHostRegister", locked, library)
+
+
+def unlock_pages(device_index: int, address: int) -> None:
+    library = _library()
+    with _primary_context(device_index):
+        _check("cuMemHostUnregister", library.cuMemHostUnregister(address), library)
 
 
 @contextmanager

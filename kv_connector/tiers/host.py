@@ -49,8 +49,9 @@ class HostTier:
             self.blocks.restore(scratch, [(0, 0)], layers)
 
     def close(self) -> None:
-        self._saves.stop()
-        self._loads.stop()
+        ended = [self._saves.stop(), self._loads.stop()]
+        if all(ended):
+            self.blocks.close()
 
     def start_step_load(self, load: Load) -> Mapping[int, LoadEvent]:
         """Layer -> event after which that layer of the blocks is there. Does not wait for a copy."""

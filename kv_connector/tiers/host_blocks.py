@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from tandem.engine.errors import ConfigError
+from tandem.engine.cuda_driver import lock_pages, unlock_pages
+from tandem.engine.errors import ConfigError, TransportError
 from tandem.kernels.cache_ops import swap_blocks
 from tandem.kernels.digest import block_digests
 from tandem.kernels.quantization import FP8_DTYPE, FP8_MAX, dequantize, quantize
@@ -26,11 +28,17 @@ def block_bytes(pool: torch.Tensor) -> int:
 
 
 class HostBlocks(ABC):
-    """`raw`: uint8 [num_blocks, bytes of a slot], page-aligned; page-locked when the pool is on a GPU."""
+    """`raw`: uint8 [num_blocks, bytes of a slot], page-aligned; page-locked until `close` when the pool is on a GPU."""
 
     def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
         """Content undefined. Raises ConfigError when the memory can't be had."""
-        self.raw = _allocate(num_blocks, self.slot_bytes(pool), pool.is_cuda)
+        self.raw = _allocate(num_blocks, self.slot_bytes(pool))
+        self._unlock = _locked(self, pool.device.index) if pool.is_cuda else None
+
+    def close(self) -> None:
+        """When no copy is under way any more. Idempotent."""
+        if self._unlock is not None:
+            self._unlock()
 
     @staticmethod
     @abstractmethod
@@ -133,7 +141,7 @@ def _whole_words(num_bytes: int) -> int:
     return -(-num_bytes // WORD_BYTES) * WORD_BYTES
 
 
-def _allocate(num_blocks: int, slot_bytes: int, on_gpu: bool) -> torch.Tensor:
+def _allocate(num_blocks: int, slot_bytes: int) -> torch.Tensor:
     nbytes = num_blocks * slot_bytes
     try:
         memory = mmap.mmap(-1, nbytes)
@@ -141,10 +149,20 @@ def _allocate(num_blocks: int, slot_bytes: int, on_gpu: bool) -> torch.Tensor:
         raise ConfigError(f"no room for a host tier of {nbytes} bytes ({error}): lower --host-tier-bytes") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    raw = torch.frombuffer(memory, dtype=torch.uint8)
-    if on_gpu:
-        raw.zero_()  # by several threads; page-locking touches the pages with one
-        failure = int(torch.cuda.cudart().cudaHostRegister(raw.data_ptr(), nbytes, 0))
-        if failure:
-            raise ConfigError(f"a host tier of {nbytes} bytes can't be page-locked (CUDA error {failure}): lower it")
-    return raw.view(num_blocks, slot_bytes)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, slot_bytes)
+
+
+def _locked(blocks: HostBlocks, device_index: int) -> weakref.finalize[[int, torch.Tensor], HostBlocks]:
+    """Page-locks `blocks`; returns what undoes it, at the latest when nobody has them any more."""
+    raw = blocks.raw.zero_()  # by several threads; page-locking touches the pages with one
+    try:
+        lock_pages(device_index, raw.data_ptr(), raw.numel())
+    except TransportError as error:
+        raise ConfigError(f"a host tier of {raw.numel()} bytes can't be page-locked ({error}): lower it") from error
+    unlock = weakref.finalize(blocks, _unlock, device_index, raw)
+    unlock.atexit = False  # the process's end unlocks faster
+    return unlock
+
+
+def _unlock(device_index: int, raw: torch.Tensor) -> None:
+    unlock_pages(device_index, raw.data_ptr())
