@@ -199,7 +199,7 @@ class DecoderModel(nn.Module):
                 self.lm_head = Linear(config.hidden_size, last - first, bias=False)
         finally:
             torch.set_default_dtype(default)
-        self.to_empty(device=device)
+        self._allocate(device)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len + 2).to(device)
@@ -207,6 +207,13 @@ class DecoderModel(nn.Module):
         self._few_rows_products: tuple[tuple[int, int], ...] = ()
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
+
+    def _allocate(self, device: torch.device | str) -> None:
+        """Uninitialised parameters on the device: torch's to_empty imports an algebra system (sympy) for it."""
+        for module in list(self.modules()):
+            for name, value in list(module.named_parameters(recurse=False)):
+                empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
     def finish_loading(self) -> None:
         """Once, when the parameters are filled: lays weights out as the products want them."""
