@@ -1,8 +1,8 @@
 """The few calls of the CUDA driver that torch has no equal for: memory that other processes can map, page-locking.
 
 torch's own sharing keeps imports alive through a cache and counts references in files; a transport must unmap at a
-moment of its choosing. A call of the CUDA runtime that fails makes a later, innocent one of torch's fail too. Every call
-runs in the device's primary context, the one that torch uses.
+moment of its choosing. A call of the CUDA runtime that fails makes a later, innocent one of torch's fail too. All calls
+run in the device's primary context, the one that torch uses.
 """
 
 from __future__ import annotations
