@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from in_process_cluster import Client, Node, Result, node_options
 from tandem.engine.sampling_params import SamplingParams
 from tiny_models import random_prompt, tiny_model
 
-LONG = 160
+LONG = 90
 
 
 @dataclass
@@ -72,18 +73,96 @@ def joined(before: Result, after: Result, sample: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("way", ["shm", NIXL, "tcp", "local"])
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
-def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, sampling: SamplingParams, alone: Alone) -> None:
-    prompt, sampling = random_prompt(90, seed=5), changed(sampling, max_tokens=LONG)
+def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) -> None:
+    prompts = [random_prompt(90, seed=5), random_prompt(33, seed=6)]
     with trio(way) as nodes:
+        for name, sampling in (("greedy", GREEDY), ("seeded", SAMPLED), ("logprobs", changed(GREEDY, num_logprobs=1))):
+            prompt, sampling = prompts[name == "seeded"], changed(sampling, max_tokens=LONG)
+            result = nodes.submit(name, prompt, sampling)
+            nodes.until_decoding(result)
+            moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
+            nodes.client.wait(moved)
+            assert moved.failed is None, moved.failed
+            assert [message.reason for message in result.migrated] == [""]
+            assert not result.finished
+            assert [joined(result, moved)] == alone.run(prompt, sampling)
+        assert nodes.count("migrations_finished") == 3
+        assert 0 < nodes.count("migrations_pause_s") < 1
+        nodes.check_whole()
+
+
+def test_samples_of_one_prompt_share_its_blocks_at_the_target(alone: Alone) -> None:
+    prompt, sampling, samples = random_prompt(200, seed=8), changed(SAMPLED, max_tokens=LONG), (0, 1, 2, 3)
+    with trio() as nodes:
+        result = nodes.submit("r", prompt, sampling, samples=samples)
+        nodes.until_decoding(result)
+        moved, pushed = [], []
+        for sample in samples:
+            before = nodes.first.process.transfer.counters["kv_pushed_bytes"]
+            moved.append(nodes.client.migrate(result, sample, prompt, sampling, nodes.first.info, nodes.second.info))
+            nodes.until(lambda: len(result.migrated) == len(moved))
+            pushed.append(nodes.first.process.transfer.counters["kv_pushed_bytes"] - before)
+        nodes.client.wait(*moved)
+        assert [joined(result, each, sample) for sample, each in enumerate(moved)] == alone.run(
+            prompt, sampling, samples
+        )
+        assert max(pushed[1:]) < pushed[0], "the prompt's blocks were sent again"
+        nodes.check_whole()
+
+
+def test_there_and_back_again(alone: Alone) -> None:
+    prompt, sampling = random_prompt(120, seed=9), changed(SAMPLED, max_tokens=300)
+    with trio() as nodes:
+        here, there = nodes.first.info, nodes.second.info
+        result = nodes.submit("r", prompt, sampling)
+        nodes.until_decoding(result)
+        output: list[int] = []
+        for _ in range(3):
+            moved = nodes.client.migrate(result, 0, prompt, sampling, here, there, prior=output)
+            nodes.until(lambda moved=moved: len(moved.tokens.get(0, ())) >= 20)  # type: ignore[misc]
+            assert not result.finished
+            output = [*output, *result.output()][: min(moved.tokens[0])]
+            assert len(output) == min(moved.tokens[0]), "a token is missing"
+            result, here, there = moved, there, here
+        nodes.client.wait(result)
+        assert [[*output, *result.output()]] == alone.run(prompt, sampling)
+        nodes.check_whole()
+
+
+@pytest.mark.parametrize("fault", ["corrupt:1", "drop:1,duplicate:2", "corrupt:*"])
+def test_bytes_that_arrive_wrong_are_sent_again_or_computed(fault: str, alone: Alone) -> None:
+    prompt, sampling = random_prompt(90, seed=5), changed(SAMPLED, max_tokens=LONG)
+    with trio(fault_injection=fault) as nodes:
         result = nodes.submit("r", prompt, sampling)
         nodes.until_decoding(result)
         moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
         nodes.client.wait(moved)
-        assert moved.failed is None, moved.failed
-        assert [message.reason for message in result.migrated] == [""]
-        assert not result.finished
         assert [joined(result, moved)] == alone.run(prompt, sampling)
-        assert nodes.count("migrations_finished") == 1
-        assert 0 < nodes.count("migrations_pause_s") < 1
+        sink = nodes.second.process.logic.sink.counters  # type: ignore[attr-defined]
+        assert sink.digest_mismatches > 0
+        assert (sink.recomputes == 1) == ("*" in fault)
+        nodes.check_whole()
+
+
+@pytest.mark.parametrize("side", ["first", "second", "both"])
+def test_a_cancel_at_any_moment_leaves_nothing(side: str) -> None:
+    rng = random.Random(side)
+    prompt, sampling = random_prompt(150, seed=4), changed(GREEDY, max_tokens=400)
+    with trio(fault_injection="delay:0.01") as nodes:
+        for turn in range(8):
+            result = nodes.submit(f"r{turn}", prompt, sampling)
+            nodes.until_decoding(result, 2)
+            moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
+            nodes.client.poll(rng.random() * 0.08)
+            old, new = (f"r{turn}", 0), (f"r{turn}-s0", 10)
+            if side != "second":
+                nodes.client.cancel(*old, nodes.first.info)
+            if side != "first":
+                nodes.client.cancel(*new, nodes.second.info)
+            nodes.client.poll(0.02)
+            nodes.until(lambda: len(result.migrated) == 1 or result.cancelled)  # noqa: B023
+            nodes.client.cancel(*old, nodes.first.info)
+            nodes.client.cancel(*new, nodes.second.info)
+            nodes.until(lambda: moved.cancelled and result.cancelled)  # noqa: B023
+        assert nodes.count("migrations_started") > 0
         nodes.check_whole()

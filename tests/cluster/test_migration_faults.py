@@ -81,6 +81,7 @@ def test_the_target_dies_while_it_is_written() -> None:
         wait_until(lambda: counter(source, "started") > 0, "the beginning")
         child.process.kill()
         world.check_end(stream)
+        assert stream.longest_gap_s < 3, "it goes on where it is as soon as nothing reads its blocks"
         child.stop()
         assert counter(source, "failed") >= 1
         assert counter(source, "finished") == 0

@@ -188,13 +188,20 @@ class Client:
         return result
 
     def migrate(
-        self, result: Result, sample: int, prompt: Sequence[int], sampling: SamplingParams, here: NodeInfo, to: NodeInfo
+        self,
+        result: Result,
+        sample: int,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        here: NodeInfo,
+        to: NodeInfo,
+        prior: Sequence[int] = (),
     ) -> Result:
         """Hands a sample that decodes `here` to another node, as attempt 10 (+1 for each before) of a request of its
-        own; returns what comes from there."""
+        own; returns what comes from there. `prior`: output from before `result`."""
         request_id, attempt = next(key for key, known in self.results.items() if known is result)
         successor = (f"{request_id}-s{sample}" if "-s" not in request_id else request_id, max(10, attempt + 1))
-        seen = result.output(sample)
+        seen = [*prior, *result.output(sample)]
         known = [*prompt, *seen]
         moved = self.results[successor] = Result()
         submit = Submit(
