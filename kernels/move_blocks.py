@@ -59,7 +59,7 @@ def move_blocks(
     """Launches on the device of `pairs_4N` (int64: source block, target block, valid slots, which of `sums` takes the
     block up; three rows do without). `like_NHLPBD` gives the sizes of a block. Both places name layer 0; `layers` are
     moved (None: all)."""
-    from tandem.kernels.triton_kernels.move_blocks import WORDS_AT_ONCE, move_blocks_kernel
+    from tandem.kernels.triton_kernels.move_blocks import PAIRS_AT_ONCE, WORDS_AT_ONCE, move_blocks_kernel
 
     num_pairs = pairs_4N.shape[1]
     if num_pairs == 0:
@@ -79,6 +79,7 @@ def move_blocks(
         move_blocks_kernel[(min(num_programs, num_pairs * heads * len(chosen) * planes),)](
             source.address, target.address, pairs_4N, num_pairs, chosen.start, len(chosen), *strides, *summed,
             NUM_HEADS=heads, POOL_LAYERS=num_layers, PLANES=planes, PLANE_WORDS=plane_words, SLOT_WORDS=slot_words,
-            CHUNK=min(WORDS_AT_ONCE, 1 << (plane_words - 1).bit_length()), HAS_SUMS=sums is not None,
-            SEGMENT=1 if sums is None else sums.table.shape[1], num_warps=4,
+            CHUNK=min(WORDS_AT_ONCE, 1 << (plane_words - 1).bit_length()), PAIRS=PAIRS_AT_ONCE,
+            ALIGNMENT=16 if (source.address | target.address) % 16 == 0 else WORD_BYTES,
+            HAS_SUMS=sums is not None, SEGMENT=1 if sums is None else sums.table.shape[1], num_warps=4,
         )  # fmt: skip

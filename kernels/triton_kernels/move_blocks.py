@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WORDS_AT_ONCE = 2048  # 16 KiB: eight 16-byte loads in flight for each of 128 threads
+WORDS_AT_ONCE = 2048  # 16 KiB: eight 16-byte loads in flight for each of 128 threads, and as many of the next block
+PAIRS_AT_ONCE = 8
 
 
 @triton.jit
@@ -20,15 +21,6 @@ def _weighted_sum(word, position, mask, keys, table, SEGMENT: tl.constexpr):
     inside = table + position % SEGMENT
     first = tl.load(inside, mask=mask, other=0) ^ tl.load(segment, mask=mask, other=0)
     second = tl.load(inside + SEGMENT, mask=mask, other=0) ^ tl.load(segment + 1, mask=mask, other=0)
-    return tl.sum(word * (first | 1) + (word >> 32) * (second | 1), 0)
-
-
-@triton.jit
-def _sum_in_segment(word, place, keys, table, SEGMENT: tl.constexpr, CHUNK: tl.constexpr):
-    """The same of words that follow each other from `place` on and share one segment."""
-    segment = keys + 2 * (place // SEGMENT)
-    inside = table + place % SEGMENT + tl.arange(0, CHUNK)
-    first, second = tl.load(inside) ^ tl.load(segment), tl.load(inside + SEGMENT) ^ tl.load(segment + 1)
     return tl.sum(word * (first | 1) + (word >> 32) * (second | 1), 0)
 
 
@@ -55,32 +47,53 @@ def move_blocks_kernel(
     PLANE_WORDS: tl.constexpr,  # of all slots
     SLOT_WORDS: tl.constexpr,  # W
     CHUNK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,  # bytes that divide both addresses
     HAS_SUMS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
-    """Grid (programs,): each walks over planes (a head of K or V of a layer of a block), one at a time."""
-    here = source.to(tl.pointer_type(tl.int64))
-    there = target.to(tl.pointer_type(tl.int64))
-    num_planes = num_pairs * NUM_HEADS * num_layers * PLANES
-    for item in range(tl.program_id(0), num_planes, tl.num_programs(0)):
-        plane = item % PLANES
-        layer = (item // PLANES) % num_layers
-        head = (item // (PLANES * num_layers)) % NUM_HEADS
-        pair = item // (PLANES * num_layers * NUM_HEADS)
-        source_place = head * source_head + layer * source_layer + plane * PLANE_WORDS
-        target_place = head * target_head + layer * target_layer + plane * PLANE_WORDS
-        origin = here + tl.load(pairs + pair) * source_block + source_place
-        destination = there + tl.load(pairs + num_pairs + pair) * target_block + target_place
-        num_words = (tl.load(pairs + 2 * num_pairs + pair) * SLOT_WORDS).to(tl.int32)
+    """Grid (programs,): each takes groups of PAIRS pairs, one plane (a head of K or V of a layer) of all of them at a
+    time. Planes of a group lie at the same place of their blocks, so they share the sums' multipliers."""
+    here = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), ALIGNMENT)
+    there = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), ALIGNMENT)
+    num_groups = tl.cdiv(num_pairs, PAIRS)
+    for item in range(tl.program_id(0), num_groups * NUM_HEADS * num_layers * PLANES, tl.num_programs(0)):
+        plane = (item // num_groups) % PLANES
+        layer = (item // (num_groups * PLANES)) % num_layers
+        head = item // (num_groups * PLANES * num_layers)
+        begin = (item % num_groups) * PAIRS
+        end = tl.minimum(begin + PAIRS, num_pairs)
+        origin = here + head * source_head + layer * source_layer + plane * PLANE_WORDS
+        destination = there + head * target_head + layer * target_layer + plane * PLANE_WORDS
         index = (head * POOL_LAYERS + first_layer + layer) * PLANES + plane
         for first in tl.static_range(0, PLANE_WORDS, CHUNK):
             words = first + tl.arange(0, CHUNK)
-            mask = words < num_words
-            word = tl.load(origin + words, mask=mask, other=0)
-            tl.store(destination + words, word, mask=mask)
-            if HAS_SUMS:
-                if (PLANE_WORDS % CHUNK == 0) & (SEGMENT % CHUNK == 0) & (num_words == PLANE_WORDS):
-                    total = _sum_in_segment(word, index * PLANE_WORDS + first, keys, table, SEGMENT, CHUNK)
-                else:
-                    total = _weighted_sum(word, index * num_words + words, mask, keys, table, SEGMENT)
-                tl.atomic_add(sums + tl.load(pairs + 3 * num_pairs + pair), total)
+            if HAS_SUMS and PLANE_WORDS % CHUNK == 0 and SEGMENT % CHUNK == 0:
+                segment = keys + 2 * ((index * PLANE_WORDS + first) // SEGMENT)
+                inside = table + (index * PLANE_WORDS + first) % SEGMENT + tl.arange(0, CHUNK)
+                factor = (tl.load(inside) ^ tl.load(segment)) | 1
+                other = (tl.load(inside + SEGMENT) ^ tl.load(segment + 1)) | 1
+            num_first = (tl.load(pairs + 2 * num_pairs + begin) * SLOT_WORDS).to(tl.int32)
+            word = tl.load(origin + tl.load(pairs + begin) * source_block + words, mask=words < num_first, other=0)
+            for pair in range(begin, end):
+                # The next block is on its way while this one is stored.
+                after = tl.minimum(pair + 1, end - 1)
+                num_next = (tl.load(pairs + 2 * num_pairs + after) * SLOT_WORDS).to(tl.int32)
+                mask = (words < num_next) & (pair + 1 < end)
+                following = tl.load(origin + tl.load(pairs + after) * source_block + words, mask=mask, other=0)
+                # Read again: of a number carried from turn to turn the compiler doesn't know that 16 bytes divide it.
+                num_words = (tl.load(pairs + 2 * num_pairs + pair) * SLOT_WORDS).to(tl.int32)
+                block = tl.load(pairs + num_pairs + pair) * target_block
+                tl.store(destination + block + words, word, mask=words < num_words)
+                if HAS_SUMS:
+                    if PLANE_WORDS % CHUNK == 0 and SEGMENT % CHUNK == 0:
+                        if num_words == PLANE_WORDS:
+                            total = tl.sum(word * factor + (word >> 32) * other, 0)
+                        else:
+                            total = _weighted_sum(
+                                word, index * num_words + words, words < num_words, keys, table, SEGMENT
+                            )
+                    else:
+                        total = _weighted_sum(word, index * num_words + words, words < num_words, keys, table, SEGMENT)
+                    tl.atomic_add(sums + tl.load(pairs + 3 * num_pairs + pair), total)
+                word = following

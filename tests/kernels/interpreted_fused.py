@@ -131,6 +131,20 @@ def test_what_is_moved_is_summed(num_valid: int, head_size: int) -> None:
     assert torch.equal(target[[1, 0]], source[[2, 0]])
 
 
+def test_more_pairs_than_a_program_takes_at_once() -> None:
+    source, target = torch.randn(12, 2, 3, 2, 8, 4), torch.zeros(12, 2, 3, 2, 8, 4)
+    order, num_valid = [5, 0, 11, 3, 9, 7, 1, 10, 2, 8, 6], [8] * 4 + [3] + [8] * 4 + [1, 8]
+    expected = torch.zeros_like(target)
+    reference.move_blocks(source, expected, list(zip(order, range(11), strict=True)), range(1, 3), num_valid)
+    pairs = torch.tensor([order, list(range(11)), num_valid])
+    move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, range(1, 3), 5)
+    assert torch.equal(target, expected)
+    sums = digest.BlockSums.of_none(source, 11, 77)
+    pairs = torch.tensor([order, list(range(11)), [8] * 11, list(range(10, -1, -1))])
+    move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, None, 5, sums)
+    assert torch.equal(sums.digests(8, 8), digest.block_digests(source, order[::-1], 77, 8, 8))
+
+
 @pytest.mark.parametrize("words", [100, 8192, 20000])
 def test_block_sums_equal_the_eager_ones(words: int) -> None:
     pool = torch.randn(3, 1, 1, 2, 1, words)  # a block of `words` 64-bit words

@@ -77,12 +77,12 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "move-blocks": (
         move_blocks.move_blocks_kernel,
         {**MOVE_TYPES, "sums": "*i64", "keys": "*i64", "table": "*i64"},
-        {**MOVE, "HAS_SUMS": False, "SEGMENT": 1},
+        {**MOVE, "PAIRS": 8, "ALIGNMENT": 16, "HAS_SUMS": False, "SEGMENT": 1},
     ),
     "move-and-sum-blocks": (
         move_blocks.move_blocks_kernel,
         {**MOVE_TYPES, "sums": "*i64", "keys": "*i64", "table": "*i64"},
-        {**MOVE, "HAS_SUMS": True, "SEGMENT": 8192},
+        {**MOVE, "PAIRS": 8, "ALIGNMENT": 16, "HAS_SUMS": True, "SEGMENT": 8192},
     ),
 }  # fmt: skip
 
