@@ -77,7 +77,7 @@ class Timeouts:
     drain_s: float = 60.0
     quarantine_warn_s: float = 10.0
     migrate_s: float = 10.0  # how long handing a running sequence to another node may take
-    pull_s: float = 2.0  # how long a request waits at least for a prefix from a peer before it is computed
+    pull_s: float = 0.5  # how long a request waits at least for a prefix from a peer before it is computed
 
 
 @dataclass(frozen=True)

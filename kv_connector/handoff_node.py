@@ -149,10 +149,7 @@ class HandoffNode(ServingNode):
         }
 
     def fetch_rates(self) -> tuple[float, dict[str, float]]:
-        if not self.pool.enable_caching:
-            return 0.0, {}
-        rates = self.asker.rates
-        return rates.s_per_token(self.scheduler.prompt_order.seconds_per_token), rates.by_peer()
+        return self.asker.fetch_rates()
 
     @property
     def handoff_idle(self) -> bool:

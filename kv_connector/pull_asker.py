@@ -144,13 +144,13 @@ class PullAsker:
         if not blocks:
             self.counters.failed += 1
             if isinstance(outcome, NotFetched) and outcome.reason == DEADLINE:
-                self.rates.measured(pull.hint.peer.node_id, len(pull.wanted) * size, seconds)
+                self.rates.measured(pull.hint.peer.node_id, len(pull.wanted) * size, seconds, self._now)
             self._let_go(pull)
             return
         self.counters.completed += 1
         self.counters.seconds += seconds
         self.counters.tokens += len(blocks) * size
-        self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds)
+        self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds, self._now)
         self._register(pull, blocks)
         pull.stage = Stage.HELD
 
@@ -186,6 +186,12 @@ class PullAsker:
         connects, self._connects = self._connects, []
         return connects
 
+    def fetch_rates(self) -> tuple[float, dict[str, float]]:
+        """Seconds a token: from any peer, and by node_id."""
+        if not self._pool.enable_caching:
+            return 0.0, {}
+        return self.rates.s_per_token(self.compute_seconds_per_token(), self._now), self.rates.by_peer(self._now)
+
     def as_counters(self) -> dict[str, float]:
         return {f"pull_{name}": float(value) for name, value in vars(self.counters).items()}
 
@@ -209,7 +215,7 @@ class PullAsker:
         compute = self.compute_seconds_per_token()
         if not wanted:
             pull.stage = Stage.OVER
-        elif not self.rates.is_worth(peer.node_id, compute):
+        elif not self.rates.is_worth(peer.node_id, compute, self._now):
             self.counters.declined += 1
             pull.stage = Stage.OVER
         elif self._num_held() + first + len(wanted) > self._pool.num_blocks // 2 and self._num_held():

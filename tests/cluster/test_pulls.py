@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from pathlib import Path
 
 import pytest
 from node_child import NodeChild
@@ -150,28 +151,37 @@ def test_requests_with_one_prefix_pull_it_once_and_cancels_leave_nothing() -> No
 
 
 @pytest.mark.parametrize(("way", "seed"), [("shm", 1), ("tcp", 2), ("local", 3)])
-def test_tiny_pools_that_evict_all_the_time(way: str, seed: int) -> None:
-    """Prompts that share prefixes go to random nodes, pulling from random others, faults on every way."""
+@pytest.mark.parametrize("num_rounds", [8, pytest.param(100, marks=pytest.mark.slow)])
+def test_tiny_pools_that_evict_all_the_time(way: str, seed: int, num_rounds: int, tmp_path: Path) -> None:
+    """Prompts that share prefixes go to random nodes, pulling from random others, faults on every way; one node has
+    host memory below its pool, one a disk as well."""
     rng = random.Random(seed)
     stems = [random_prompt(length, seed=length) for length in (5 * BLOCK, 8 * BLOCK + 2)]
     faults = {index: {"fault_injection": f"corrupt:{3 + index},drop:{5 + index},duplicate:*"} for index in range(3)}
-    changes = {index: {**faults[index], "host_tier_bytes": (1 << 18) * (index == 1)} for index in range(3)}
+    disk = {"disk_tier_bytes": 1 << 20, "disk_tier_dir": str(tmp_path)}
+    tiers: list[dict[str, object]] = [{"host_tier_bytes": 0}, {"host_tier_bytes": 1 << 18}]
+    tiers.append({"host_tier_bytes": 1 << 17, **disk})
+    changes = {index: {**faults[index], **tiers[index]} for index in range(3)}
     roles = ("decode", "prefill", "unified")
-    with make_nodes(*roles, transport=way, changes=changes, num_blocks=20, chunk=48) as nodes:
-        for _ in range(6):
-            wanted = []
+    with make_nodes(*roles, transport=way, changes=changes, num_blocks=24, chunk=48) as nodes:
+        last = [0, 0]  # who computed a stem in the round before
+        for _ in range(num_rounds):
+            wanted, latest = [], list(last)
             for _ in range(3):
-                prompt = rng.choice(stems)[: rng.randrange(2 * BLOCK, 8 * BLOCK)] + random_prompt(
-                    rng.randrange(1, 2 * BLOCK), seed=rng.randrange(4)
-                )
+                stem = rng.randrange(2)
+                end = random_prompt(rng.randrange(1, 2 * BLOCK), seed=rng.randrange(4))
+                prompt = stems[stem][: rng.randrange(2 * BLOCK, 8 * BLOCK)] + end
                 on, prefill = rng.choice([(0, 1), (0, None), (2, None)])
                 computes = on if prefill is None else prefill
-                holder = rng.choice([index for index in range(3) if index != computes])
+                others = [index for index in range(3) if index != computes]
+                holder = last[stem] if last[stem] in others else rng.choice(others)
+                latest[stem] = computes
                 wanted.append((prompt, nodes.submit(prompt, on=on, prefill=prefill, holder=holder)))
             nodes.client.wait()
+            last = latest
             for prompt, result in wanted:
                 nodes.check(result, prompt)
-        assert sum(nodes.count(index, "pull_completed") for index in range(3)) >= 3
+        assert sum(nodes.count(index, "pull_completed") for index in range(3)) >= 1
 
 
 def _fields(info: object) -> dict[str, object]:
