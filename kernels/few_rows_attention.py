@@ -1,6 +1,7 @@
 """Attention of decode steps of few rows from the merged QKV projection, in one launch on Hopper.
 
-R rows of one new token, H query heads, K KV heads, D head size, C = (H + 2K) * D, P positions, B table columns.
+R rows of one new token, H query heads, K KV heads, D head size, C = (H + 2K) * D, P positions, B table columns,
+N programs.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import torch
 from tandem.kernels.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.spec import AttentionSpec, AttentionType
 
-MOST_ROWS = 4
+MOST_ROWS = 8  # a power of two
 MOST_GROUP = 16  # query heads of a KV head
-PROGRAMS = 264  # with work at once; more wait for these to end
-LEAST_RUNS = 16  # that a long row among short ones may be cut into
+PROGRAMS = 264  # that run at once
 
 
 def why_not(num_rows: int, dtype: torch.dtype, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
@@ -42,14 +42,14 @@ def has_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """What programs of a launch leave for each other; launches on one stream share it. `partial` fp32
-    [R * K * N, G, D], `peaks` and `totals` fp32 [R * K * N, G]; `arrivals` int32 [R * K], zero between launches."""
+    """What programs of a launch leave for each other; launches on one stream share it. fp32 `partial` [N, G, D], `peaks`
+    and `totals` [N, G]; `arrivals` int32 [R * K], zero between launches."""
 
     partial: torch.Tensor
     peaks: torch.Tensor
     totals: torch.Tensor
     arrivals: torch.Tensor
-    runs: int  # N
+    programs: int  # N
 
     def check_integrity(self) -> None:
         """Waits for the device."""
@@ -57,12 +57,12 @@ class Scratch:
 
 
 @functools.cache
-def scratch_for(segments: int, group: int, head_size: int, device: torch.device) -> Scratch:
-    """`segments`: R * K. Made once, outside of captures."""
-    runs = max(PROGRAMS // segments, LEAST_RUNS)
-    partial = torch.empty((segments * runs, group, head_size), dtype=torch.float32, device=device)
-    peaks, totals = (torch.empty((segments * runs, group), dtype=torch.float32, device=device) for _ in range(2))
-    return Scratch(partial, peaks, totals, torch.zeros(segments, dtype=torch.int32, device=device), runs)
+def scratch_for(heads: int, group: int, head_size: int, device: torch.device) -> Scratch:
+    """`heads`: R * K. Made once, outside of captures."""
+    programs = PROGRAMS + heads
+    partial = torch.empty((programs, group, head_size), dtype=torch.float32, device=device)
+    peaks, totals = (torch.empty((programs, group), dtype=torch.float32, device=device) for _ in range(2))
+    return Scratch(partial, peaks, totals, torch.zeros(heads, dtype=torch.int32, device=device), programs)
 
 
 def few_rows_attention(

@@ -3,11 +3,11 @@ rotation, the new token's way into the cache, attention over the paged cache, an
 
 With few rows a step waits for one thing after the other, so everything that does not hang on the product before is done
 while that still runs: a program has the keys and values of its newest tile in registers when queries arrive, and takes
-the new token's from there, too. Each KV head of each row is cut into equal runs of tiles by its own length; who is
-last to finish merges the runs in their order.
+the new token's from there, too. All programs get runs of about equally many tiles, none of two KV heads or rows: each
+works out from the lengths which is its own. Who is last to finish a KV head of a row merges its runs in their order.
 
 R rows of one new token, H query heads in groups of G over K KV heads, D head size, C = (H + 2K) * D, S slots a block,
-B table columns, P positions, N runs a KV head at most.
+B table columns, P positions, N programs.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -47,15 +47,33 @@ def attend_tile(first, second, low_keys, high_keys, values, visible, scale, peak
     return new_peak, total * decay + tl.sum(weights, 0), accumulator
 
 
+@triton.jit
+def find_run(program, seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.constexpr, MOST_ROWS: tl.constexpr):
+    """-> (row, num_rows or more if there is no work; KV head, run, runs of that head, tiles of a run, the row's length,
+    the program that has the head's first run). Runs of a head are K programs apart."""
+    rows = tl.arange(0, MOST_ROWS)
+    is_row = rows < num_rows
+    lens = tl.load(seq_lens + rows, mask=is_row, other=0, cache_modifier=".cg")
+    tiles = tl.where(is_row, tl.maximum((lens + TILE - 1) // TILE, 1), 0)  # an empty row's zeros are written, too
+    share = tl.maximum((tl.sum(tiles, 0) * K + programs - 1) // programs, 1)
+    runs = (tiles + share - 1) // share
+    row = tl.sum((is_row & (tl.cumsum(runs, 0) * K <= program)).to(tl.int32), 0)
+    before = tl.sum(tl.where(rows < row, runs, 0), 0) * K
+    mine = rows == row
+    kv_head = (program - before) % K
+    own_runs, seq_len = tl.sum(tl.where(mine, runs, 0), 0), tl.sum(tl.where(mine, lens, 0), 0)
+    return row, kv_head, (program - before) // K, own_runs, share, seq_len, before + kv_head
+
+
 @triton.jit(
-    do_not_specialize=["most_runs", "table_row"],
+    do_not_specialize=["num_rows", "programs", "table_row"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens", "slot_mapping"],
 )
 def few_rows_attention_kernel(
     output,  # [R, H, D] contiguous
-    partial,  # fp32 [R * K * N, G, D]
-    peaks,  # fp32 [R * K * N, G]
-    totals,  # fp32 [R * K * N, G]
+    partial,  # fp32 [N, G, D]
+    peaks,  # fp32 [N, G]
+    totals,  # fp32 [N, G]
     arrivals,  # int32 [R * K], zero between launches
     qkv,  # [R, C], strides (qkv_row, 1): query heads, key heads, value heads
     cos_sin,  # fp32 [P, D] contiguous: cos of the D / 2 angles, then sin
@@ -68,7 +86,8 @@ def few_rows_attention_kernel(
     slot_mapping,  # int64 [R]; -1: not stored
     scale,
     eps,
-    most_runs,
+    num_rows,
+    programs,  # that share all tiles; N is larger by R * K, since runs end with their head
     qkv_row,
     cache_block,
     cache_head,
@@ -82,21 +101,21 @@ def few_rows_attention_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (N, R * K). What is read before the wait was complete before the pass began: lengths, tables, older tokens.
+    """Grid (N,). What is read before the wait was complete before the pass began: lengths, tables, older tokens.
     (A pass begins with torch's embedding, which lets nothing start before it has ended.)"""
     if PDL:
         gdc_launch_dependents()
-    run, segment = tl.program_id(0), tl.program_id(1)
-    row, kv_head = segment // NUM_KV_HEADS, segment % NUM_KV_HEADS
-    seq_len = tl.load(seq_lens + row, cache_modifier=".cg")
-    tiles = tl.maximum(tl.cdiv(seq_len, TILE), 1)
-    share = tl.cdiv(tiles, most_runs)
-    runs = tl.cdiv(tiles, share)
-    if run >= runs:
+    program = tl.program_id(0)
+    row, kv_head, run, runs, share, seq_len, first_program = find_run(
+        program, seq_lens, num_rows, programs, TILE, NUM_KV_HEADS, MOST_ROWS
+    )
+    if row >= num_rows:
         return
+    tiles = tl.maximum(tl.cdiv(seq_len, TILE), 1)
     newest = tl.minimum((run + 1) * share, tiles) - 1
     HALF: tl.constexpr = HEAD_SIZE // 2
     slots, columns, half = tl.arange(0, TILE), tl.arange(0, HEAD_SIZE), tl.arange(0, HALF)
@@ -155,22 +174,34 @@ def few_rows_attention_kernel(
                 first, second, low_keys, high_keys, values, slots < TILE, scale, peak, total, accumulator
             )
 
-    out = output + (row.to(tl.int64) * NUM_KV_HEADS + kv_head) * (GROUP * HEAD_SIZE)
+    head = row * NUM_KV_HEADS + kv_head
+    out = output + head.to(tl.int64) * (GROUP * HEAD_SIZE)
     if runs == 1:
         accumulator /= tl.where(total == 0.0, 1.0, total)[None, :]
         tl.store(out + members[None, :] * HEAD_SIZE + columns[:, None], accumulator.to(dtype), mask=used[None, :])
     else:
-        first_slot = segment * most_runs
-        entries = (first_slot + run) * GROUP + members
+        entries = program * GROUP + members
         tl.store(peaks + entries, peak, mask=used)
         tl.store(totals + entries, total, mask=used)
         into = partial + entries.to(tl.int64)[None, :] * HEAD_SIZE + columns[:, None]
         tl.store(into, accumulator, mask=used[None, :])
         tl.debug_barrier()  # every thread's part is stored before the program says so
-        if tl.atomic_add(arrivals + segment, 1, sem="acq_rel", scope="gpu") == runs - 1:
-            tl.store(arrivals + segment, 0)  # ready for the next launch
+        if tl.atomic_add(arrivals + head, 1, sem="acq_rel", scope="gpu") == runs - 1:
+            tl.store(arrivals + head, 0)  # ready for the next launch
             _, total_R, accumulator_R = merge_parts(
-                first_slot, 1, runs, peaks, totals, partial, GROUP, 0, GROUP, HEAD_SIZE, HEAD_SIZE, ROWS, CHUNK
+                first_program,
+                NUM_KV_HEADS,
+                runs,
+                peaks,
+                totals,
+                partial,
+                GROUP,
+                0,
+                GROUP,
+                HEAD_SIZE,
+                HEAD_SIZE,
+                ROWS,
+                CHUNK,
             )
             accumulator_R /= tl.where(total_R == 0.0, 1.0, total_R)[:, None]
             rows = tl.arange(0, ROWS)

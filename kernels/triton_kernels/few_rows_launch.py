@@ -8,7 +8,7 @@ import torch
 import triton
 
 from tandem.kernels.few_rows import TILE_N, FewRowsPlan
-from tandem.kernels.few_rows_attention import Scratch
+from tandem.kernels.few_rows_attention import MOST_ROWS, Scratch
 from tandem.kernels.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.triton_kernels.common import overlap, tile_of
 from tandem.kernels.triton_kernels.few_rows_attention import few_rows_attention_kernel
@@ -25,7 +25,8 @@ def attention_constants(
     return {
         "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "M_PAD": max(8, rows), "ROWS": rows,
         "CHUNK": RUNS_AT_ONCE, "HEAD_SIZE": head_size,
-        "BLOCK_SIZE": block_size, "TILE": tile_of(block_size, LARGEST_TILE), "HAS_NORM": has_norm,
+        "BLOCK_SIZE": block_size, "TILE": tile_of(block_size, LARGEST_TILE), "MOST_ROWS": MOST_ROWS,
+        "HAS_NORM": has_norm,
         "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
 
@@ -48,10 +49,11 @@ def launch_attention(
         key_cache.shape[2],
     )
     group = num_heads // num_kv_heads
-    few_rows_attention_kernel[(scratch.runs, num_rows * num_kv_heads)](
+    few_rows_attention_kernel[(scratch.programs,)](
         output_RHD, scratch.partial, scratch.peaks, scratch.totals, scratch.arrivals, qkv_RC, cos_sin_PD,
         norms and norms.q_weight, norms and norms.k_weight, key_cache, slots.value_cache, block_tables_RB, seq_lens_R,
-        slots.slot_mapping, scale, norms.eps if norms else 0.0, scratch.runs, qkv_RC.stride(0),
+        slots.slot_mapping, scale, norms.eps if norms else 0.0, num_rows,
+        scratch.programs - num_rows * num_kv_heads, qkv_RC.stride(0),
         *key_cache.stride()[:3], block_tables_RB.stride(0),
         **attention_constants(num_kv_heads, group, head_size, block_size, has_norm=norms is not None),
         **overlap(qkv_RC.device),
