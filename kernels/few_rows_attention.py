@@ -42,8 +42,8 @@ def has_kernel(device: torch.device) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Scratch:
-    """What programs of a launch leave for each other; launches on one stream share it. fp32 `partial` [N, G, D], `peaks`
-    and `totals` [N, G]; `arrivals` int32 [R * K], zero between launches."""
+    """What programs of a launch leave for each other; launches on one stream share it. fp32: `partial` [N, G, D],
+    `peaks` and `totals` [N, G]. `arrivals` int32 [R * K], zero between launches."""
 
     partial: torch.Tensor
     peaks: torch.Tensor
