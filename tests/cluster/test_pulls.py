@@ -58,6 +58,20 @@ def test_a_prefix_comes_from_the_holders_host_tier() -> None:
         assert nodes.count(1, "pull_tokens") == NUM_BLOCKS * BLOCK
 
 
+def test_a_prefix_comes_from_the_holders_disk(tmp_path: Path) -> None:
+    """Left there by a process that has ended."""
+    disk = {"disk_tier_bytes": 4 << 20, "disk_tier_dir": str(tmp_path)}
+    with make_nodes("unified", **disk) as nodes:
+        nodes.ask(PROMPT, on=0)
+        pool, tiers = nodes.nodes[0].process.pool, nodes.nodes[0].process.tiers
+        assert tiers is not None
+        nodes.until(lambda: all(tiers.manager.is_on_disk(each) for each in pool.cached_hashes()))
+    with make_nodes("unified", "unified", transport="shm", changes={0: disk}) as nodes:
+        always_loading(nodes.nodes[0])
+        nodes.ask(PROMPT, on=1, holder=0)
+        assert nodes.count(1, "pull_tokens") == NUM_BLOCKS * BLOCK
+
+
 def test_a_holder_says_honestly_what_it_has() -> None:
     """Less than was hoped, nothing at all, or nothing any more."""
     with make_nodes("unified", "unified", transport="shm", host_tier_bytes=0) as nodes:
