@@ -41,11 +41,15 @@ class PullRates:
         self._by_peer: OrderedDict[str, _Measured] = OrderedDict()
 
     def measured(self, node_id: str, num_tokens: int, seconds: float, now: float) -> None:
-        """A pull of so many tokens; one that took too long counts with the time that was waited for it."""
-        one = self._by_peer.setdefault(node_id, _Measured())
+        """A pull of so many tokens; one that took too long counts with the time that was waited for it. The first from
+        a peer does not count: connections and channels are made for it."""
+        one = self._by_peer.get(node_id)
+        if one is None:
+            self._by_peer[node_id] = _Measured()
+            if len(self._by_peer) > MAX_PEERS:
+                self._by_peer.popitem(last=False)
+            return
         self._by_peer.move_to_end(node_id)
-        if len(self._by_peer) > MAX_PEERS:
-            self._by_peer.popitem(last=False)
         for each in (one, self._all):
             each.note(num_tokens, seconds, now)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pull_nodes import PATIENT
 
 import tandem.deploy
 from in_process_cluster import BLOCK, Client, Node, node_options
@@ -22,7 +23,7 @@ def test_pulled_kv_goes_on_as_the_holders_own(way: str) -> None:
     nodes = []
     for index in range(2):
         device = {"device": "cuda", "device_index": index % torch.cuda.device_count()}
-        nodes.append(Node(node_options("unified", DEMO, num_blocks=256, transport=way, **device)))
+        nodes.append(Node(node_options("unified", DEMO, num_blocks=256, transport=way, timeouts=PATIENT, **device)))
     client = Client(*(node.info for node in nodes))
     try:
         for node in nodes:
