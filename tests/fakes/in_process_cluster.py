@@ -102,7 +102,8 @@ class Result:
     failed: RequestFailed | None = None
     cancelled: bool = False
     accepted: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # when it was accepted
+    num_reused_tokens: int = 0  # when its prompt was computed, as clients are told
     prompt_logprobs: tuple = ()
     logprobs: dict[int, list] = field(default_factory=dict)
     num_samples: int = 1
@@ -263,6 +264,7 @@ class Client:
         if isinstance(message, Tokens):
             for delta in message.deltas:
                 result = self.results[delta.request_id, delta.attempt]
+                result.num_reused_tokens = max(result.num_reused_tokens, delta.num_cached_tokens)
                 tokens = result.tokens.setdefault(delta.sample_index, {})
                 for offset, token in enumerate(delta.token_ids):
                     assert delta.output_index + offset not in tokens, "a token came twice"
