@@ -1,13 +1,16 @@
 """What splitting costs and gives: one prefill and one decode node beside our own single nodes on the same devices.
 
     python benchmarks/handoff.py MODEL [--load-format dummy] [--rates 8 16] [--requests 200] [--long 8192] [--chat 256]
+                                       [--picture handoff.svg]
 
 1. One request at a time: first and second token of a long and of a 2,048-token prompt; split minus single is what the
    hand-off adds. (A split server can hide a hand-off behind a first token made elsewhere, not behind a second.)
 2. Poisson arrivals of chats and long prompts, the same for both servers: gap from first to second token, gaps between
    tokens, and the share of requests sent with TTFT <= 300 ms and TPOT <= 7 ms. Single nodes are two, taken in turn.
+3. What of it misses which target.
 
-Each server is a real `tandem serve` in processes of its own. Prompts are random token ids, so no cache helps.
+Each server is a real `tandem serve` in processes of its own. Prompts are random token ids, so no cache helps. With a
+picture, one hand-off of a long prompt is traced and drawn. Bytes and digests alone: benchmarks/push.py.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import random
 import re
@@ -23,16 +25,23 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+from urllib.request import urlopen
 
-import numpy as np
+from handoff_timeline import draw, handoffs, read_folder, summary
 
-from tandem.deploy.sse_client import HttpError, get_json, stream_events
+from tandem.deploy.bench import Sample, open_loop, percentile, request_once
+from tandem.deploy.sse_client import HttpError, get_json
 
 TTFT_S, TPOT_S = 0.3, 0.007
 READY_S = 240.0
+LONG_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -41,20 +50,50 @@ class Shape:
     num_prompt: int
     num_output: int
 
+    def body(self, rng: random.Random) -> dict[str, Any]:
+        prompt = [rng.randrange(100, 400) for _ in range(self.num_prompt)]
+        return {"prompt": prompt, "max_tokens": self.num_output, "temperature": 0, "ignore_eos": True, "stream": True,
+                "stream_options": {"include_usage": True}}  # fmt: skip
+
 
 @dataclass
-class Sample:
-    shape: Shape
-    sent_at: float
-    times: list[float] = field(default_factory=list)
-    error: str = ""
+class Mixed:
+    """What requests of one shape showed under one load, in ms and %."""
 
-    @property
-    def is_ok(self) -> bool:
-        if self.error or len(self.times) < self.shape.num_output:
-            return False
-        tpot = (self.times[-1] - self.times[0]) / max(1, len(self.times) - 1)
-        return self.times[0] - self.sent_at <= TTFT_S and tpot <= TPOT_S
+    sent: int
+    errors: int
+    ttft: tuple[float, float]  # p50, p90
+    gap: tuple[float, float]  # first to second token: p50, p99
+    itl: tuple[float, float, float]  # after that: p50, p99, p99.9
+    ok: float
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Mixed:
+        good = [s for s in samples if not s.error and len(s.event_times) > 1]
+        gaps = [s.event_times[1] - s.event_times[0] for s in good]
+        later = [b - a for s in good for a, b in zip(s.event_times[1:], s.event_times[2:], strict=False)]
+
+        def ms(values: Sequence[float], *percents: float) -> Any:
+            return tuple(1e3 * percentile(values, percent) for percent in percents)
+
+        num_ok = sum(s.ttft_s <= TTFT_S and s.tpot_s <= TPOT_S for s in good)
+        return cls(
+            len(samples),
+            len(samples) - len(good),
+            ms([s.ttft_s for s in good], 50, 90),
+            ms(gaps, 50, 99),
+            ms(later, 50, 99, 99.9),
+            100 * num_ok / max(1, len(samples)),
+        )
+
+
+@dataclass
+class Server:
+    """Everything measured of one way to serve."""
+
+    name: str
+    alone: dict[int, tuple[float, float]] = field(default_factory=dict)  # prompt tokens -> first, second token in ms
+    mixed: dict[tuple[float, str], Mixed] = field(default_factory=dict)  # (rate, kind of shape)
 
 
 @contextlib.contextmanager
@@ -90,99 +129,42 @@ async def until_ready(process: subprocess.Popen[bytes], url: str) -> int:
     raise SystemExit(f"the server was not ready after {READY_S:.0f} s")
 
 
-async def request(url: str, shape: Shape, rng: random.Random) -> Sample:
-    prompt = [rng.randrange(100, 400) for _ in range(shape.num_prompt)]
-    body = {"prompt": prompt, "max_tokens": shape.num_output, "temperature": 0, "ignore_eos": True, "stream": True,
-            "return_token_ids": True}  # fmt: skip
-    sample = Sample(shape, time.monotonic())
-    try:
-        async for data in stream_events(url, "/v1/completions", body):
-            if data == b"[DONE]":
-                break
-            event = json.loads(data)
-            if "error" in event:
-                raise HttpError(event["error"]["message"])
-            now = time.monotonic()
-            sample.times += [now for choice in event.get("choices", ()) for _ in choice.get("token_ids") or ()]
-    except (OSError, HttpError, EOFError) as error:
-        sample.error = repr(error)
-    return sample
+def measure_alone(server: Server, url: str, shapes: Sequence[Shape], count: int) -> None:
+    async def one_at_a_time(shape: Shape) -> list[Sample]:
+        rng = random.Random(shape.num_prompt)
+        return [await request_once(url, shape.body(rng)) for _ in range(count + 1)][1:]
 
-
-async def one_at_a_time(url: str, shape: Shape, count: int) -> list[Sample]:
-    rng = random.Random(shape.num_prompt)
-    await request(url, shape, rng)
-    return [await request(url, shape, rng) for _ in range(count)]
-
-
-async def open_loop(urls: Sequence[str], shapes: Sequence[Shape], rate: float, count: int) -> list[Sample]:
-    """The same arrivals and shapes for each server: one chat in five is a long prompt instead."""
-    rng = random.Random(int(rate))
-    at, plan = 0.0, []
-    for index in range(count):
-        at += rng.expovariate(rate)
-        plan.append((at, shapes[rng.random() < 0.2], urls[index % len(urls)], random.Random(index)))
-    begin = time.monotonic()
-
-    async def later(after: float, shape: Shape, url: str, prompt_rng: random.Random) -> Sample:
-        await asyncio.sleep(max(0.0, begin + after - time.monotonic()))
-        return await request(url, shape, prompt_rng)
-
-    return list(await asyncio.gather(*(later(*arrival) for arrival in plan)))
-
-
-def milliseconds(values: Sequence[float], *percentiles: float) -> str:
-    if not values:
-        return "-"
-    return " / ".join(f"{1e3 * value:.1f}" for value in np.percentile(values, percentiles))
-
-
-def token_times(samples: Sequence[Sample]) -> tuple[float, float]:
-    """Median first and second token, in milliseconds."""
-    good = [s for s in samples if len(s.times) > 1]
-    if not good:
-        raise SystemExit(f"no request came through: {samples[0].error}")
-    return tuple(1e3 * float(np.median([s.times[i] - s.sent_at for s in good])) for i in (0, 1))  # type: ignore[return-value]
-
-
-def print_mixed(name: str, rate: float, shapes: Sequence[Shape], samples: Sequence[Sample]) -> None:
     for shape in shapes:
-        mine = [s for s in samples if s.shape == shape]
-        ttft = [s.times[0] - s.sent_at for s in mine if s.times]
-        gap = [s.times[1] - s.times[0] for s in mine if len(s.times) > 1]
-        itl = [b - a for s in mine for a, b in zip(s.times[1:], s.times[2:], strict=False)]
-        share = sum(s.is_ok for s in mine) / max(1, len(mine))
-        print(f"{rate:4.0f}/s {name:10} {shape.kind:5} {len(mine):4} {sum(bool(s.error) for s in mine):3} "
-              f"{milliseconds(ttft, 50, 90):>15} {milliseconds(gap, 50, 99):>14} {milliseconds(itl, 50, 99, 99.9):>20} "
-              f"{100 * share:5.1f} %", flush=True)  # fmt: skip
+        samples = asyncio.run(one_at_a_time(shape))
+        good = [s for s in samples if not s.error and len(s.event_times) > 1]
+        if not good:
+            raise SystemExit(f"no request came through: {samples[0].error}")
+        first, second = (1e3 * median(s.event_times[index] - s.sent_at for s in good) for index in (0, 1))
+        server.alone[shape.num_prompt] = first, second
 
 
-def num_devices() -> int:
-    import torch
+def measure_mixed(server: Server, urls: Sequence[str], shapes: Sequence[Shape], rate: float, count: int) -> None:
+    """The same arrivals and shapes for each server."""
+    rng = random.Random(int(rate))
+    plan = [(shapes[rng.random() < LONG_SHARE], urls[index % len(urls)], index) for index in range(count)]
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    async def one(arrival: tuple[Shape, str, int]) -> Sample:
+        shape, url, seed = arrival
+        return await request_once(url, shape.body(random.Random(seed)))
+
+    samples = asyncio.run(open_loop(one, plan, rate, rng))
+    for shape in shapes:
+        found = Mixed.of([s for s, (own, *_) in zip(samples, plan, strict=True) if own is shape])
+        server.mixed[rate, shape.kind] = found
+        numbers = (*found.ttft, *found.gap, *found.itl)
+        columns = "{:7.1f} /{:7.1f} {:7.1f} /{:6.1f} {:6.1f} /{:6.1f} /{:6.1f}".format(*numbers)
+        print(f"{rate:4.0f}/s {server.name:9} {shape.kind:5}{found.sent:5}{found.errors:4} {columns} {found.ok:5.1f} %",
+              flush=True)  # fmt: skip
 
 
-def counters(url: str, *names: str) -> str:
-    from urllib.request import urlopen
-
-    text = urlopen(f"{url}/metrics", timeout=5).read().decode()
-    found = {name: sum(map(float, re.findall(rf'counter="{name}".*}} (.+)$', text, re.MULTILINE))) for name in names}
-    return ", ".join(f"{name} {value:.0f}" for name, value in found.items())
-
-
-def measure_split(options: argparse.Namespace, common: list[str]) -> tuple[dict[Shape, tuple[float, float]], int]:
-    alone = {}
-    with serving(options.model, [*common, "--prefill", "1", "--decode", "1"]) as (url, length):
-        for shape in single_shapes(options, length):
-            alone[shape] = token_times(asyncio.run(one_at_a_time(url, shape, options.repeat)))
-        print_header()
-        for rate in options.rates:
-            shapes = mixed_shapes(options, length)
-            print_mixed("1+1", rate, shapes, asyncio.run(open_loop([url], shapes, rate, options.requests)))
-        names = ("sink_commits", "source_handoffs_failed", "sink_mismatches", "kernels_compiled_late")
-        print(f"1+1: {counters(url, *names)}", flush=True)
-    return alone, length
+def print_header() -> None:
+    print(f"{'':6} {'server':9} {'kind':5}{'sent':>5}{'err':>4} {'TTFT p50 /p90':>16} {'gap p50 /p99':>15} "
+          f"{'ITL p50 /p99 /p99.9':>22} {'ok':>7}   (ms)", flush=True)  # fmt: skip
 
 
 def single_shapes(options: argparse.Namespace, length: int) -> list[Shape]:
@@ -194,9 +176,77 @@ def mixed_shapes(options: argparse.Namespace, length: int) -> list[Shape]:
     return [Shape("chat", options.chat, min(256, length - options.chat)), Shape("long", long, 32)]
 
 
-def print_header() -> None:
-    print(f"{'':6} {'server':10} {'kind':5} {'sent':>4} {'err':>3} {'TTFT p50/p90':>15} {'gap p50/p99':>14} "
-          f"{'ITL p50/p99/p99.9':>20} {'ok':>7}   (ms)", flush=True)  # fmt: skip
+def counters(url: str, *names: str) -> str:
+    text = urlopen(f"{url}/metrics", timeout=5).read().decode()
+    found = {name: sum(map(float, re.findall(rf'counter="{name}".*}} (.+)$', text, re.MULTILINE))) for name in names}
+    return ", ".join(f"{name} {value:.0f}" for name, value in found.items())
+
+
+def measure_split(options: argparse.Namespace, common: list[str]) -> Server:
+    server = Server("1+1")
+    with serving(options.model, [*common, "--prefill", "1", "--decode", "1"]) as (url, length):
+        measure_alone(server, url, single_shapes(options, length), options.repeat)
+        print_header()
+        for rate in options.rates:
+            measure_mixed(server, [url], mixed_shapes(options, length), rate, options.requests)
+        names = ("sink_commits", "source_handoffs_failed", "sink_digest_mismatches", "kernels_compiled_late")
+        print(f"1+1: {counters(url, *names, 'kv_digest_passes')}", flush=True)
+    return server
+
+
+def measure_single(options: argparse.Namespace, common: list[str]) -> Server:
+    server = Server("2 single")
+    devices = [0, 1] if num_devices() > 1 else [None, None]
+    with contextlib.ExitStack() as stack:
+        started = [stack.enter_context(serving(options.model, common, device)) for device in devices]
+        (url, length), urls = started[0], [url for url, _ in started]
+        measure_alone(server, url, single_shapes(options, length), options.repeat)
+        for rate in options.rates:
+            measure_mixed(server, urls, mixed_shapes(options, length), rate, options.requests)
+    return server
+
+
+def draw_one(options: argparse.Namespace, common: list[str]) -> None:
+    """The third of three long prompts, alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [*common, "--prefill", "1", "--decode", "1", "--handoff-trace", folder]
+        with serving(options.model, arguments) as (url, length):
+            measure_alone(Server("traced"), url, single_shapes(options, length)[:1], 2)
+        drawn = handoffs(read_folder(Path(folder)))[-1]
+    Path(options.picture).write_text(draw(drawn))
+    print(f"{options.picture}: {summary(drawn)}", flush=True)
+
+
+def num_devices() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def print_targets(split: Server, single: Server) -> None:
+    """Each figure that has a target, the target, and the same of two single nodes."""
+    rows: list[tuple[str, str, str, str]] = []
+    for tokens, (first, second) in split.alone.items():
+        one, two = single.alone[tokens]
+        rows.append(
+            (f"{tokens} tokens, first token added", f"{first - one:+.1f} ms", "<= 3", f"{first:.1f} - {one:.1f}")
+        )
+        rows.append(
+            (f"{tokens} tokens, second token added", f"{second - two:+.1f} ms", "<= 8", f"{second:.1f} - {two:.1f}")
+        )
+    for (rate, kind), found in split.mixed.items():
+        beside, name = single.mixed[rate, kind], f"{rate:.0f}/s {kind}"
+        if kind == "long":
+            share = 60 if rate > 8 else 80
+            rows.append((f"{name}: hand-off gap p50 / p99", "{:.1f} / {:.1f} ms".format(*found.gap), "<= 12 / 25", "-"))
+        else:
+            share = 97 if rate > 8 else 99
+            both = ("{:.1f} / {:.1f} ms".format(*which.itl[1:]) for which in (found, beside))
+            rows.append((f"{name}: ITL p99 / p99.9", next(both), "<= 7 / 15", next(both)))
+        rows.append((f"{name}: ok", f"{found.ok:.0f} %", f">= {share} %", f"{beside.ok:.0f} %"))
+    print(f"\n{'':36}{'1+1':>18}  {'target':12}two single nodes")
+    for row in rows:
+        print(f"{row[0]:36}{row[1]:>18}  {row[2]:12}{row[3]}")
 
 
 def main() -> None:
@@ -209,24 +259,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=8, help="requests one at a time")
     parser.add_argument("--long", type=int, default=8192, help="tokens of a long prompt")
     parser.add_argument("--chat", type=int, default=256, help="tokens of a chat's prompt")
+    parser.add_argument("--picture", default="", help="draw one hand-off into this file (SVG)")
     options = parser.parse_args()
     common = ["--load-format", options.load_format, "--max-model-len", str(options.max_model_len)]
-    split, length = measure_split(options, common)
-    devices = [0, 1] if num_devices() > 1 else [None, None]
-    with contextlib.ExitStack() as stack:
-        urls = [stack.enter_context(serving(options.model, common, device))[0] for device in devices]
-        single = {
-            shape: token_times(asyncio.run(one_at_a_time(urls[0], shape, options.repeat)))
-            for shape in single_shapes(options, length)
-        }
-        for rate in options.rates:
-            shapes = mixed_shapes(options, length)
-            print_mixed("2 single", rate, shapes, asyncio.run(open_loop(urls, shapes, rate, options.requests)))
-    print("\none at a time, ms      first token: split  single  adds     second token: split  single  adds")
-    for shape, (first, second) in split.items():
-        one, two = single[shape]
-        print(f"{shape.num_prompt:6} tokens {first:26.1f} {one:7.1f} {first - one:5.1f} {second:25.1f} {two:7.1f} "
-              f"{second - two:5.1f}")  # fmt: skip
+    if options.picture:
+        draw_one(options, common)
+    split = measure_split(options, common)
+    print_targets(split, measure_single(options, common))
 
 
 if __name__ == "__main__":

@@ -15,14 +15,15 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.deploy.sse_client import HttpError, get_json, stream_events
 from tandem.engine.errors import ConfigError
 
 PERCENTILES = (50, 90, 99)
+T = TypeVar("T")
 
 
 @dataclass
@@ -37,6 +38,16 @@ class Sample:
     num_cached_tokens: int = 0  # of the prompt, by what the server says
     headers: dict[bytes, bytes] = field(default_factory=dict)  # of the answer, names in lower case
     error: str = ""
+
+    @property
+    def ttft_s(self) -> float:
+        """NaN when no token came."""
+        return self.event_times[0] - self.sent_at if self.event_times else math.nan
+
+    @property
+    def tpot_s(self) -> float:
+        """NaN with fewer than two tokens."""
+        return (self.event_times[-1] - self.event_times[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else math.nan
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,9 +69,9 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         return await request_once(arguments.url, body, arguments.api_key, arguments.timeout)
 
     if arguments.rate > 0:
-        samples = await _open_loop(one, bodies, arguments.rate, random.Random(arguments.seed + 1))
+        samples = await open_loop(one, bodies, arguments.rate, random.Random(arguments.seed + 1))
     else:
-        samples = await _closed_loop(one, bodies, arguments.concurrency)
+        samples = await closed_loop(one, bodies, arguments.concurrency)
     return summarize(samples, time.monotonic() - started) | {"model": model}
 
 
@@ -86,7 +97,8 @@ def make_bodies(arguments: argparse.Namespace, model: str) -> list[dict[str, Any
     ]
 
 
-async def request_once(url: str, body: dict[str, Any], api_key: str, timeout_s: float) -> Sample:
+async def request_once(url: str, body: dict[str, Any], api_key: str = "", timeout_s: float = 600.0) -> Sample:
+    """Streams one completion. `body` asks for `stream` and for usage."""
     sample = Sample(sent_at=time.monotonic())
     try:
         await asyncio.wait_for(_follow(url, body, api_key, sample), timeout_s)
@@ -114,9 +126,8 @@ async def _follow(url: str, body: dict[str, Any], api_key: str, sample: Sample) 
     raise HttpError("the stream ended without [DONE]")
 
 
-async def _closed_loop(
-    one: Callable[[dict[str, Any]], Any], bodies: Sequence[dict[str, Any]], concurrency: int
-) -> list[Sample]:
+async def closed_loop(one: Callable[[T], Awaitable[Sample]], bodies: Sequence[T], concurrency: int) -> list[Sample]:
+    """`concurrency` in flight; the samples in the order of their ends."""
     waiting = iter(bodies)
     samples: list[Sample] = []
 
@@ -128,9 +139,10 @@ async def _closed_loop(
     return samples
 
 
-async def _open_loop(
-    one: Callable[[dict[str, Any]], Any], bodies: Sequence[dict[str, Any]], rate: float, rng: random.Random
+async def open_loop(
+    one: Callable[[T], Awaitable[Sample]], bodies: Sequence[T], rate: float, rng: random.Random
 ) -> list[Sample]:
+    """Poisson arrivals, `rate` a second; the samples in the order of `bodies`."""
     tasks, send_at = [], time.monotonic()
     for body in bodies:
         await asyncio.sleep(max(0.0, send_at - time.monotonic()))
@@ -143,7 +155,7 @@ def summarize(samples: Sequence[Sample], duration_s: float) -> dict[str, Any]:
     """The report over all requests; failed ones count as failed and nowhere else."""
     good = [sample for sample in samples if not sample.error and sample.event_times]
     gaps = [later - earlier for s in good for earlier, later in zip(s.event_times, s.event_times[1:], strict=False)]
-    per_token = [(s.event_times[-1] - s.event_times[0]) / (s.num_tokens - 1) for s in good if s.num_tokens > 1]
+    per_token = [s.tpot_s for s in good if s.num_tokens > 1]
     num_tokens = sum(sample.num_tokens for sample in good)
     return {
         "num_requests": len(samples),
@@ -153,7 +165,7 @@ def summarize(samples: Sequence[Sample], duration_s: float) -> dict[str, Any]:
         "requests_per_s": round(len(good) / duration_s, 3),
         "num_output_tokens": num_tokens,
         "output_tokens_per_s": round(num_tokens / duration_s, 2),
-        "ttft_s": distribution([s.event_times[0] - s.sent_at for s in good]),
+        "ttft_s": distribution([s.ttft_s for s in good]),
         "itl_s": distribution(gaps),
         "tpot_s": distribution(per_token),
         "e2e_s": distribution([s.ended_at - s.sent_at for s in good]),
@@ -164,7 +176,11 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
     """Mean, nearest-rank percentiles and maximum, rounded to microseconds; empty without values."""
     if not values:
         return {}
-    ordered = sorted(values)
-    ranks = {f"p{percent}": ordered[math.ceil(percent / 100 * len(ordered)) - 1] for percent in PERCENTILES}
-    summary = {"mean": sum(ordered) / len(ordered), **ranks, "max": ordered[-1]}
+    ranks = {f"p{percent}": percentile(values, percent) for percent in PERCENTILES}
+    summary = {"mean": sum(values) / len(values), **ranks, "max": max(values)}
     return {name: round(value, 6) for name, value in summary.items()}
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Nearest rank; NaN without values."""
+    return sorted(values)[math.ceil(percent / 100 * len(values)) - 1] if values else math.nan

@@ -85,7 +85,7 @@ class TransferWorker:
         trace: HandoffTrace | None = None,
     ) -> None:
         self._trace = trace
-        self._with_digests = with_digests
+        self.with_digests = with_digests
         self._pool_NHLPBD, self._layout = pool, layout
         self._geometry = BlockGeometry(layout)
         self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
@@ -265,7 +265,7 @@ class TransferWorker:
         layers: range | None,
     ) -> PairSums | None:
         """What digests the blocks of the next write on their way, where the channel can."""
-        if not (self._with_digests and channel.sums_blocks):
+        if not (self.with_digests and channel.sums_blocks):
             return None
         if push.grant_id not in self._book.sums:
             self._book.sums[push.grant_id] = GrantSums(push.grant, pool_NHLPBD)

@@ -1,0 +1,220 @@
+"""What pushing KV to a peer GPU costs and how fast it is, in one process with two GPUs, by the product's own push path.
+
+    python benchmarks/push.py MODEL [--load-format dummy] [--tokens 8192] [--programs 8 16] [--repeat 6]
+
+1. 1 GiB of blocks from scattered places to scattered places of a pool on the other GPU, beside a plain peer copy of as
+   many bytes: whole blocks by the copy engine, and by the kernel of layer pushes.
+2. One prompt's prefill with nothing pushed, with every layer pushed, and with every layer pushed and digested. Kinds
+   take turns, so that clocks and temperature are the same for all.
+3. The sink's check of the digests of that prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.kv_layout import KVGroup, KVLayout
+from tandem.engine.kv_pool import allocate_pool
+from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.node_setup import LoadedModel, load, with_device_defaults
+from tandem.engine.runner import ModelRunner
+from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.digest import BlockSums, block_digests
+from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, ReadySent, SourceStepMeta, digest_key
+from tandem.kv_connector.transfer import TransferWorker
+from tandem.kv_connector.transports import cuda_ipc
+from tandem.kv_connector.transports.base import PairSums, RegisteredPool
+from tandem.kv_connector.transports.geometry import pool_stride_bytes
+from tandem.kv_connector.transports.mapped import MappedChannel
+from tandem.kv_connector.worker import ConnectorWorker
+
+GIB = 1 << 30
+LLAMA_8B = KVLayout((KVGroup(32, 8, 128, "bfloat16"),), 64)
+TARGET_GB_S = 330.0
+Pools = tuple[torch.Tensor, torch.Tensor]
+
+
+def mapping_of(pools: Pools) -> cuda_ipc.CudaMapping:
+    """The second pool as the first one's device sees it; in one process no handle is needed."""
+    source, sink = pools
+    sink[:1].copy_(source[:1])  # torch lets the devices reach each other
+    return cuda_ipc.CudaMapping(source.device, sink.data_ptr(), 0, pool_stride_bytes(sink))
+
+
+def seconds(run: Callable[[], object], repeat: int) -> float:
+    """Median, on the current device's stream."""
+    run()
+    times = []
+    for _ in range(repeat):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def measure_wire(programs: list[int], repeat: int) -> None:
+    num_blocks = GIB // LLAMA_8B.payload_bytes
+    pools = tuple(allocate_pool(LLAMA_8B, 2 * num_blocks, f"cuda:{index}") for index in range(2))
+    source, sink = pools
+    source.normal_()
+    mapping = mapping_of((source, sink))
+    places = [random.Random(seed).sample(range(2 * num_blocks), num_blocks) for seed in range(2)]
+    pairs = list(zip(*places, strict=True))
+    valid = [LLAMA_8B.block_size] * num_blocks
+    plain = seconds(lambda: sink[:num_blocks].copy_(source[:num_blocks], non_blocking=True), repeat)
+
+    def push(layers: range | None, with_sums: bool) -> None:
+        sums = PairSums(BlockSums.of_none(source, num_blocks, 7), range(num_blocks)) if with_sums else None
+        for layer in [None] if layers is None else layers:
+            chosen = None if layer is None else range(layer, layer + 1)
+            mapping.copy_in(0, source, pairs, chosen, valid, sums)
+
+    print(f"1 GiB, plain peer copy: {GIB / plain / 1e9:.0f} GB/s")
+    whole = seconds(lambda: push(None, False), repeat)
+    with_sums = seconds(lambda: push(None, True), repeat)
+    print(f"1 GiB of {num_blocks} scattered blocks to scattered places: {GIB / whole / 1e9:.0f} GB/s (target "
+          f"{TARGET_GB_S:.0f}), with digests {GIB / with_sums / 1e9:.0f}")  # fmt: skip
+    assert torch.equal(sink[places[1]].cpu(), source[places[0]].cpu()), "the blocks did not arrive"
+    every = range(LLAMA_8B.group.num_layers)
+    for number in programs:
+        cuda_ipc.LAYER_PROGRAMS = number
+        rates = [
+            GIB / seconds(lambda with_sums=with_sums: push(every, with_sums), 3) / 1e9 for with_sums in (False, True)
+        ]
+        print(f"  layer by layer, {number:3} programs: {rates[0]:.0f} GB/s, with digests {rates[1]:.0f}", flush=True)
+
+
+@dataclass
+class Prefill:
+    """One engine's runner that pushes what it computes into a pool on the other device."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    transfer: TransferWorker
+    events: list[object]
+    grant_of: Callable[[HandoffKey, int], KVGrant]
+    num_steps: int = 0
+
+    def run(self, num_tokens: int, pushes: bool, digests: bool) -> float:
+        """Seconds until the prompt's token is on the host."""
+        block_size = self.loaded.layout.block_size
+        num_blocks = -(-num_tokens // block_size)
+        self.num_steps += 1
+        key: HandoffKey = (f"r{self.num_steps}", 0)
+        grant, meta = self.grant_of(key, num_blocks), None
+        blocks, last = tuple(range(num_blocks)), num_tokens - (num_blocks - 1) * block_size
+        valid = (*[block_size] * (num_blocks - 1), last)
+        if pushes:
+            meta = SourceStepMeta(self.num_steps, (LayerPush(key, grant, blocks, grant.block_ids, valid),), ())
+        tokens = np.random.default_rng(self.num_steps).integers(10, 4000, num_tokens, dtype=np.int32)
+        step = SchedulerOutput(
+            self.num_steps,
+            (ScheduledRow(0, 0, num_tokens),),
+            (SampleRow(0, 0, num_tokens, 0, 0),),
+            (NewSlot(0, tokens, num_tokens, blocks, SamplingParams(temperature=0.0), 0),),
+            connector_meta=meta,
+        )
+        self.transfer.with_digests = digests
+        began = time.perf_counter()
+        self.runner.execute(step).result()
+        took = time.perf_counter() - began
+        if pushes:
+            self.transfer.submit(Finalize(key, grant, 0, blocks, last, digest_key(*key, grant.grant_id), (), digests))
+            while not any(isinstance(event, ReadySent) and event.key == key for event in self.events):
+                time.sleep(1e-4)
+        return took
+
+
+def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
+    options = NodeOptions(
+        "prefill",
+        ModelOptions(model, load_format=load_format, max_model_len=num_tokens + 64),  # type: ignore[arg-type]
+        CacheOptions(),
+        SchedulerOptions(max_num_seqs=8),
+    )
+    loaded = load(options)
+    options = with_device_defaults(options, loaded.device)
+    num_blocks = -(-num_tokens // loaded.layout.block_size) + 1
+    pools = allocate_pool(loaded.layout, num_blocks, "cuda:0"), allocate_pool(loaded.layout, num_blocks, "cuda:1")
+    registered = RegisteredPool(pools[0], loaded.layout, "p", 1)
+    sink = NodeInfo(node_id="d", epoch=2, role="decode", layout=loaded.layout)
+    events: list[object] = []
+    mapping = mapping_of(pools)
+    transfer = TransferWorker(
+        pools[0], loaded.layout, ("p", 1),
+        lambda peer, on_lost: MappedChannel(registered, peer, mapping, on_lost),
+        events.append, lambda sink_id, ready: None, lambda *lost: print("lost:", *lost),
+    )  # fmt: skip
+    layers = {name: index for index, name in enumerate(loaded.model.attention_layers)}
+    runner = ModelRunner(
+        loaded.model, pools[0], options.scheduler, loaded.layout.block_size, loaded.max_model_len, (),
+        ConnectorWorker(transfer, layers),
+    )  # fmt: skip
+    transfer.start()
+    transfer.connect_peer(sink)
+
+    def grant_of(key: HandoffKey, count: int) -> KVGrant:
+        ids = tuple(random.Random(key[0]).sample(range(num_blocks), count))
+        return KVGrant(
+            request_id=key[0], attempt=0, grant_id=hash(key) & (1 << 62) - 1, source_id="p", source_epoch=1,
+            sink_id="d", sink_epoch=2, first_block=0, block_ids=ids, num_prompt_tokens=num_tokens, lease_s=60.0,
+        )  # fmt: skip
+
+    return Prefill(loaded, runner, transfer, events, grant_of)
+
+
+def measure_prefill(options: argparse.Namespace) -> None:
+    prefill = make_prefill(options.model, options.load_format, options.tokens)
+    kinds = [("nothing pushed", 0, False, False)]
+    for number in options.programs:
+        kinds += [(f"pushed, {number} programs", number, True, False), (f"and digested, {number}", number, True, True)]
+    times: dict[str, list[float]] = {name: [] for name, *_ in kinds}
+    for turn in range(options.repeat + 1):
+        for name, number, pushes, digests in kinds:
+            cuda_ipc.LAYER_PROGRAMS = number or cuda_ipc.LAYER_PROGRAMS
+            took = prefill.run(options.tokens, pushes, digests)
+            if turn:  # the first one compiles
+                times[name].append(took)
+    alone = statistics.median(times["nothing pushed"])
+    print(f"prefill of {options.tokens} tokens, median of {options.repeat}:")
+    for name, own in times.items():
+        share = 100 * (statistics.median(own) / alone - 1)
+        print(f"  {name:28} {1e3 * statistics.median(own):7.2f} ms ({share:+.2f} %; target +1 %, digests +0.5 %)")
+    sink = torch.empty_like(prefill.runner.pool, device="cuda:1")
+    size = prefill.loaded.layout.block_size
+    with torch.cuda.device(1):
+        check = seconds(lambda: block_digests(sink, range(len(sink)), 7, size, size), options.repeat)
+    print(f"  digests checked by the sink in {1e3 * check:.2f} ms, beside its decode steps", flush=True)
+    assert prefill.transfer.stop(10.0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--programs", type=int, nargs="+", default=[8])
+    parser.add_argument("--repeat", type=int, default=6)
+    options = parser.parse_args()
+    if torch.cuda.device_count() < 2:
+        raise SystemExit("this needs two GPUs that reach each other's memory")
+    torch.cuda.set_device(0)
+    measure_wire(options.programs, options.repeat)
+    measure_prefill(options)
+
+
+if __name__ == "__main__":
+    main()
