@@ -29,6 +29,15 @@ def begin(PDL: tl.constexpr):
         gdc_wait()
 
 
+@triton.jit
+def begin_late(PDL: tl.constexpr):
+    """As `begin`, but later kernels start only once this one has waited: what lies before it on the stream is complete
+    for all that follow, even before they wait."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
 @cache
 def overlap(device: torch.device) -> dict[str, bool]:
     """Launch options of kernels that call `begin`: with programmatic dependent launch where the GPU has it, a kernel's

@@ -17,6 +17,7 @@ from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel
 MAX_NEW_TOKENS = 8  # of a row
 WARPS_PER_MULTIPROCESSOR = 8
 TILE_BYTES = 4096  # of keys, where a program is one warp
+FETCHED = 2  # tiles that a program asks for before its launch may begin
 MAX_PRODUCT_ROWS = 128  # query rows that one program multiplies with a tile of keys
 MERGED_ELEMENTS = 4096  # of parts loaded at once when they are merged
 MERGE_SET = 2 if INTERPRET else 16  # parts merged by one program
@@ -81,6 +82,7 @@ def decode_constants(
         "BLOCK_SIZE": block_size,
         "MERGE_SET": MERGE_SET,
         "TILE": tile,
+        "FETCHED": FETCHED,
         "KEYS_FIRST": alone,
         "num_warps": 1 if alone else 4,
         "num_stages": 1 if wide else 3 if alone else 4,
@@ -89,7 +91,8 @@ def decode_constants(
 
 @cache
 def num_programs(device: torch.device, num_warps: int) -> int:
-    """Programs of a V2 launch: as many as run at once."""
+    """Programs of a V2 launch: as many as run at once, by their registers. With more room they would crowd on the
+    multiprocessors that the launch before leaves first: 1.3 times slower where half as many more fitted."""
     if INTERPRET:
         return 5
     return WARPS_PER_MULTIPROCESSOR // num_warps * torch.cuda.get_device_properties(device).multi_processor_count
@@ -158,6 +161,10 @@ def paged_decode(
         return output
     pattern, tiles = sparse or (None, None)
     assert prefix is None or (plan is not None and constants["NUM_NEW"] == 1)
+    launch = overlap(query.device)
+    early = launch["PDL"] and plan is not None and not plan.is_new and sparse is None
+    if plan is not None:
+        plan.is_new = False
     paged_decode_kernel[(plan.programs if plan else num_rows * num_kv_heads,)](
         output, plan and plan.partial, plan and plan.peaks, plan and plan.totals, plan and plan.plan,
         query, key_cache, value_cache, block_tables, seq_lens, query_starts,
@@ -170,7 +177,7 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads, SPLIT=plan is not None, IS_FP8=key_cache.element_size() == 1,
         HAS_ALIBI=alibi_slopes is not None, HAS_WINDOW=window is not None, HAS_SOFT_CAP=soft_cap is not None,
         HAS_PREFIX=prefix is not None, SPARSE_STRIDE=pattern.vert_stride if pattern else 0,
-        SPARSE_BLOCK=pattern.block_size if pattern else 0, **constants, **overlap(query.device),
+        SPARSE_BLOCK=pattern.block_size if pattern else 0, EARLY=early, **constants, **launch,
     )  # fmt: skip
     return output
 

@@ -33,12 +33,15 @@ RECORD: tl.constexpr = tl.constexpr(4)  # of each record
 @triton.jit
 def load_share(plan, program):
     """-> (first tile, end) of a program's run, then of the first tile: its segment, that segment's first tile and end,
-    and the length of its row."""
-    share = tl.load(plan)
-    begin = program * share
+    and the length of its row. Reads past L1: a launch may read it before it waits for its predecessor."""
+    share = tl.load(plan, cache_modifier=".cg")
+    total = tl.load(plan + 1, cache_modifier=".cg")
     record = plan + HEADER + RECORD * program
-    end = tl.minimum(begin + share, tl.load(plan + 1))
-    return begin, end, tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    segment = tl.load(record, cache_modifier=".cg")
+    segment_begin = tl.load(record + 1, cache_modifier=".cg")
+    segment_end = tl.load(record + 2, cache_modifier=".cg")
+    length = tl.load(record + 3, cache_modifier=".cg")
+    return program * share, tl.minimum((program + 1) * share, total), segment, segment_begin, segment_end, length
 
 
 @triton.jit
@@ -126,11 +129,12 @@ def plan_kernel(
     tl.store(record + 3, tl.load(seq_lens + low // num_heads, mask=mask, other=0), mask=mask)
 
 
-@dataclass(frozen=True)
+@dataclass
 class DecodePlan:
     """A launch's plan and the memory of its parts. Layers of a step share it: they run one after the other.
 
-    `plan` int32 as the module says; `peaks`, `totals` fp32 [slots, rows], `partial` fp32 [slots, rows, D].
+    `plan` int32 as the module says; `peaks`, `totals` fp32 [slots, rows], `partial` fp32 [slots, rows, D]. `is_new`
+    until the first launch with it: until then it, and what it was made from, may still be on its way.
     """
 
     plan: torch.Tensor
@@ -139,6 +143,7 @@ class DecodePlan:
     partial: torch.Tensor
     num_segments: int
     programs: int
+    is_new: bool = True
 
     @classmethod
     def allocate(
@@ -169,6 +174,7 @@ class DecodePlan:
 
         `min_tiles` 1: empty rows get a tile of nothing, so that somebody writes their zeros.
         """
+        self.is_new = True
         plan_kernel[(1,)](
             self.plan, seq_lens, seq_lens if prefix_lens is None else prefix_lens,
             seq_lens if counts is None else counts, self.num_segments, num_heads, self.programs, min_share,

@@ -24,6 +24,39 @@ def first_tile_of(seq_len, num_new, window, HAS_WINDOW: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
+def fetch_tiles(
+    key_cache, value_cache, table, head, first, last, cache_block, cache_slot,
+    HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, FETCHED: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first FETCHED of tiles [first, last) to be brought into L2; returns at once."""
+    LINE: tl.constexpr = 128 * 8 // key_cache.dtype.element_ty.primitive_bitwidth  # elements
+    LINES: tl.constexpr = triton.cdiv(HEAD_SIZE, LINE)
+    if BLOCK_SIZE % TILE == 0:
+        part = tl.arange(0, TILE * triton.next_power_of_2(LINES))
+        slot, column = part % TILE, part // TILE * LINE
+        column = tl.minimum(column, HEAD_SIZE - 1)
+        for tile in tl.static_range(FETCHED):
+            if first + tile < last:
+                start = (first + tile) * TILE
+                block = tl.load(table + start // BLOCK_SIZE, cache_modifier=".cg").to(tl.int64)
+                inside = head + block * cache_block + (start % BLOCK_SIZE + slot) * cache_slot + column
+                fetch_lines(key_cache + inside)
+                fetch_lines(value_cache + inside)
+
+
+@triton.jit
+def fetch_lines(pointers):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def prepare_query(query, scale, IS_FP8: tl.constexpr):
     """-> (query in the type of the products, scale of each row's scores [M]).
 

@@ -14,10 +14,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import begin
+from tandem.kernels.triton_kernels.common import begin_late
 from tandem.kernels.triton_kernels.decode_plan import HEADER, RECORD, load_segment, load_share, parts_of
 from tandem.kernels.triton_kernels.decode_segment import attend_segment, store_output
-from tandem.kernels.triton_kernels.decode_tiles import first_tile_of, load_part, merge_parts, merge_two, store_part
+from tandem.kernels.triton_kernels.decode_tiles import (
+    fetch_tiles,
+    first_tile_of,
+    load_part,
+    merge_parts,
+    merge_two,
+    store_part,
+)
 
 UNSPECIALIZED = [
     "window", "table_row", "list_row", "num_segments", "sparse_local", "sparse_step", "sparse_first",
@@ -83,17 +90,33 @@ def paged_decode_kernel(
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    FETCHED: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid: SPLIT (P,), each over its run of the plan; else (N * K,), each over one segment."""
-    begin(PDL)
+    """Grid: SPLIT (P,), each over its run of the plan; else (N * K,), each over one segment. EARLY: an earlier launch
+    had the same plan, so it and what it was made from are complete (`begin_late`), and programs fetch their first
+    tiles, but for the newest tokens all of earlier steps, into L2 while the launch before this one ends."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     at = program * 0
     end = at + 1
     segment, segment_begin, segment_end = program, at, end
-    if SPLIT:
+    if EARLY:
         at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
+        first = at - segment_begin + first_tile_of(seq_len, NUM_NEW, window, HAS_WINDOW, TILE)
+        if HAS_PREFIX:
+            first += tl.load(prefix_lens + segment // NUM_KV_HEADS, cache_modifier=".cg") // TILE
+        last = tl.minimum(first + tl.minimum(end, segment_end) - at, (seq_len + TILE - 1) // TILE)
+        fetch_tiles(
+            key_cache, value_cache, block_tables + (segment // NUM_KV_HEADS).to(tl.int64) * table_row,
+            (segment % NUM_KV_HEADS).to(tl.int64) * cache_head, first, last, cache_block, cache_slot,
+            HEAD_SIZE, BLOCK_SIZE, TILE, FETCHED,
+        )  # fmt: skip
+    begin_late(PDL)
+    if SPLIT:
+        if not EARLY:
+            at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
     else:
         seq_len = tl.load(seq_lens + segment // NUM_KV_HEADS)
     while at < end:

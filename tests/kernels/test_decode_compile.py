@@ -34,7 +34,7 @@ INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "list
 }  # fmt: skip
 PLAIN: dict[str, Any] = {
     "NUM_KV_HEADS": 8, "SPLIT": True, "IS_FP8": False, "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False,
-    "HAS_PREFIX": False, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0, "PDL": False,
+    "HAS_PREFIX": False, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0, "EARLY": False, "PDL": False,
 }  # fmt: skip
 EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
 BF16, FP16, FP32_TYPE = torch.bfloat16, torch.float16, torch.float32
@@ -93,9 +93,11 @@ LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUN
 CASES = {
     "one-pass-bf16": (90, decode(BF16, 4, 128, SPLIT=False)),
     "split-bf16": (90, decode(BF16, 4, 128, PDL=True)),
+    "split-early": (90, decode(BF16, 4, 128, EARLY=True, HAS_PREFIX=True, PDL=True)),
     "split-bf16-sm80": (80, decode(BF16, 4, 128)),
     "split-bf16-sm100": (100, decode(BF16, 4, 128)),
     "split-fp8": (90, decode(BF16, 4, 128, IS_FP8=True)),
+    "split-fp8-early": (90, decode(BF16, 4, 80, IS_FP8=True, EARLY=True, HAS_WINDOW=True, PDL=True)),
     "split-fp8-sm100": (100, decode(FP16, 8, 64, IS_FP8=True)),
     "8-new-tokens": (90, decode(BF16, 4, 128, 8)),
     "8-new-tokens-256-sm80": (80, decode(FP16, 4, 256, 8)),
