@@ -29,7 +29,7 @@ OPTION_HELP: dict[str, str] = {
     "max_prefill_chunk": "longest prompt chunk of one step; 0: --max-num-batched-tokens",
     "contended_prefill_chunk": "prompt tokens of a step while several prompts wait; 0: 2048 on a prefill node",
     "ttft_target_ms": "prefill nodes: prompts that can have their first token in this time go first; 0: by arrival",
-    "share_prefixes": "decode rows with the same leading blocks read those once a group (GPU; new, so off by default)",
+    "share_prefixes": "decode rows with the same leading blocks read those once a group where that pays (GPU)",
     "max_queue": "requests that wait (on a node, or at the router) before more are refused",
     "decode_prompt_budget": "prompt tokens of a step while others decode; 0: by --itl-budget-ms on a decode node's GPU",
     "itl_budget_ms": "decode nodes: a step with prompt work takes at most this long; measured at start",

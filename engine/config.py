@@ -52,7 +52,7 @@ class SchedulerOptions:
     contended_prefill_chunk: int = 0  # prompt tokens of a step while several prompts wait; 0: 2048 on a prefill node
     # Prefill nodes: prompts that can have their first token this long after they came go first, in order of deadline.
     ttft_target_ms: int = 300
-    share_prefixes: bool = False  # decode rows with the same leading blocks read them once; off until proven on GPUs
+    share_prefixes: bool = True  # decode rows with the same leading blocks read them once, where that pays
     max_queue: int = 4096  # requests waiting on a node before it refuses more
     # Prompt tokens mixed into a step while others decode; 0: on a decode node with a GPU what fits `itl_budget_ms`,
     # else 256 on a decode node (short tails, recompute) and 2048 on a single one.
