@@ -19,7 +19,7 @@ OPTION_HELP: dict[str, str] = {
     "enable_prefix_caching": "reuse the KV of prompts that begin alike",
     "kv_cache_dtype": "what this node keeps KV as; auto: as --dtype. Nodes may differ: KV is converted on the way",
     "kv_scales": 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0',
-    "host_tier_bytes": "host memory for KV that the pool has no room for; -1: 256 MiB on a CPU, none on a GPU; 0: none",
+    "host_tier_bytes": "host memory for KV that the pool has no room for; -1: up to 16 GiB, on a CPU 256 MiB; 0: none",
     "host_tier_dtype": "as what the tiers keep KV; fp8_e4m3: in half of the bytes, restored to 3 bits of mantissa",
     "disk_tier_bytes": "disk space for KV that host memory has no room for; 0: none",
     "disk_tier_dir": "folder of the disk tier; kept when the node ends, several nodes may share it",

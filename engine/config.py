@@ -34,7 +34,7 @@ class CacheOptions:
     kv_cache_memory_bytes: int = 0
     gpu_memory_utilization: float = 0.90
     enable_prefix_caching: bool = True
-    # What the pool has no room for goes there (docs/tiers.md). -1: 256 MiB on a CPU node, none on a GPU node; 0: none.
+    # What the pool has no room for goes there (docs/tiers.md). -1: up to 16 GiB a GPU node, 256 MiB a CPU node; 0: none
     host_tier_bytes: int = -1
     host_tier_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # fp8_e4m3: half of the bytes, and of the precision
     disk_tier_bytes: int = 0  # 0: none; needs a host tier and disk_tier_dir

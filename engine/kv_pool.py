@@ -7,8 +7,10 @@ memory). It starts as zeros and stays finite: attention multiplies masked positi
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
@@ -128,5 +130,17 @@ def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int, max
 
 
 def free_host_bytes(share: float = 0.25, most: int = 4 << 30) -> int:
-    """What a CPU node takes for its pool when nothing is configured: a share of the memory available now, capped."""
-    return min(int(psutil.virtual_memory().available * share), most)
+    """What a node takes of host memory when nothing is configured: a share of what is available now, capped."""
+    return int(min(psutil.virtual_memory().available * share, _free_in_cgroup(Path("/sys/fs/cgroup")) * share, most))
+
+
+def _free_in_cgroup(folder: Path) -> float:
+    """What this process's container may still take (cgroups v2), its file cache counted as free; inf: no limit."""
+    try:
+        limit, taken = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit == "max":
+            return math.inf
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return max(0, int(limit) - int(taken) + int(stat["inactive_file"]))
+    except (OSError, ValueError, KeyError):
+        return math.inf

@@ -26,6 +26,8 @@ class HostTier:
     def __init__(self, pool: torch.Tensor, blocks: HostBlocks, post: Callable[[JobDone], None]) -> None:
         self.pool, self.blocks = pool, blocks
         self._slot_bytes = blocks.raw.shape[1]
+        num_layers = pool.shape[2]
+        self._groups: list[range | None] = [*layer_groups(num_layers)] if blocks.by_layers else [None]
         self._save_stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
         self._load_stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
         self._saves = JobThread("kv-save", post)
@@ -43,9 +45,12 @@ class HostTier:
         return StepLoad(self, load)
 
     def warm_up(self) -> None:
-        """Compiles what a load beside layers needs."""
+        """Page-locks host memory and compiles what saves and loads need; before any of them. Raises ConfigError."""
+        if self.pool.is_cuda:
+            self.blocks.lock(self.pool.device.index)
+        self.blocks.store(self.pool, [(0, 0)])
         scratch = torch.empty_like(self.pool[:1])
-        for layers in layer_groups(self.pool.shape[2]):
+        for layers in self._groups:
             self.blocks.restore(scratch, [(0, 0)], layers)
 
     def close(self) -> None:
@@ -56,7 +61,7 @@ class HostTier:
     def start_step_load(self, load: Load) -> Mapping[int, LoadEvent]:
         """Layer -> event after which that layer of the blocks is there. Does not wait for a copy."""
         pairs = list(zip(load.host_slots, load.block_ids, strict=True))
-        groups = layer_groups(self.pool.shape[2])
+        groups = self._groups
         events: list[LoadEvent] = []
         self.counters["tier_loaded_bytes"] += len(pairs) * self._slot_bytes
         if self._load_stream is None:
@@ -71,7 +76,8 @@ class HostTier:
                     mark.record()
             self._loads.submit(load, marks[-1].synchronize)
             events += marks
-        return {layer: event for layers, event in zip(groups, events, strict=True) for layer in layers}
+        every = range(self.pool.shape[2])
+        return {layer: event for layers, event in zip(groups, events, strict=True) for layer in layers or every}
 
     # --- threads --------------------------------------------------------------------------------------------
 
@@ -90,7 +96,7 @@ class HostTier:
         return ()
 
     def _load_layers(
-        self, pairs: list[tuple[int, int]], groups: Sequence[range], flags: Sequence[threading.Event]
+        self, pairs: list[tuple[int, int]], groups: Sequence[range | None], flags: Sequence[threading.Event]
     ) -> None:
         try:
             for layers, flag in zip(groups, flags, strict=True):

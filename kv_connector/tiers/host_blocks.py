@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from tandem.kernels.digest import block_digests
 from tandem.kernels.quantization import FP8_DTYPE, FP8_MAX, dequantize, quantize
 
 WORD_BYTES = 8
-PIECE_BYTES = 4 << 20  # of a pool, compressed at once: temporary copies are a few times as large
+PIECE_BYTES = 16 << 20  # compressed or restored at once: temporary copies are some ten times as large
 
 
 def block_bytes(pool: torch.Tensor) -> int:
@@ -28,12 +29,31 @@ def block_bytes(pool: torch.Tensor) -> int:
 
 
 class HostBlocks(ABC):
-    """`raw`: uint8 [num_blocks, bytes of a slot], page-aligned; page-locked until `close` when the pool is on a GPU."""
+    """`raw`: uint8 [num_blocks, bytes of a slot], page-aligned; page-locked from `lock` to `close`.
+
+    `by_layers`: blocks can be restored some layers at a time.
+    """
+
+    by_layers = True
 
     def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
         """Content undefined. Raises ConfigError when the memory can't be had."""
         self.raw = _allocate(num_blocks, self.slot_bytes(pool))
-        self._unlock = _locked(self, pool.device.index) if pool.is_cuda else None
+        self._unlock: weakref.finalize[[int, torch.Tensor], HostBlocks] | None = None
+        self._touching = threading.Thread(target=self.raw.zero_, name="kv-host-pages", daemon=True)
+        if pool.is_cuda:
+            self._touching.start()  # a second for 5 GB, beside whatever else a node does at start
+
+    def lock(self, device_index: int) -> None:
+        """Before copies to and from that GPU. Raises ConfigError."""
+        self._touching.join()
+        try:
+            lock_pages(device_index, self.raw.data_ptr(), self.raw.numel())
+        except TransportError as error:
+            text = f"a host tier of {self.raw.numel()} bytes can't be page-locked ({error}): lower --host-tier-bytes"
+            raise ConfigError(text) from error
+        self._unlock = weakref.finalize(self, _unlock, device_index, self.raw)
+        self._unlock.atexit = False  # the process's end unlocks faster
 
     def close(self) -> None:
         """When no copy is under way any more. Idempotent."""
@@ -79,17 +99,14 @@ class ExactBlocks(HostBlocks):
 
 
 class Fp8Blocks(HostBlocks):
-    """A slot: e4m3 [layers, heads, 2, block_size, head_dim], so that some layers are one run, then float32 scales
-    [layers, heads, 2]. Scales are powers of two: what was restored is stored again without another loss."""
+    """A slot: e4m3 [layers, heads, 2, block_size, head_dim], then float32 scales [layers, heads, 2]. Scales are powers
+    of two: what was restored is stored again without another loss."""
+
+    by_layers = False
 
     def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
         super().__init__(pool, num_blocks)
-        _, heads, layers, planes, block_size, head_dim = pool.shape
-        num_values, num_scales = pool[0].numel(), layers * heads * planes
-        first_scale = _whole_words(num_values)
-        self._values = self.raw[:, :num_values].unflatten(1, (layers, heads, planes, block_size, head_dim))
-        scales = self.raw[:, first_scale : first_scale + 4 * num_scales].view(torch.float32)
-        self._scales = scales.unflatten(1, (layers, heads, planes))
+        self._shape = pool.shape[1:]
 
     @staticmethod
     def slot_bytes(pool: torch.Tensor) -> int:
@@ -97,23 +114,37 @@ class Fp8Blocks(HostBlocks):
         return _whole_words(pool[0].numel()) + _whole_words(4 * heads * layers * planes)
 
     def store(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        for piece in _pieces(pool, pairs):
-            values = torch.stack([pool[block] for block, _ in piece]).transpose(1, 2).float()
-            scales = power_of_two_scales(values.abs().amax((-2, -1)))
-            stored = quantize(values, scales[..., None, None], counts=False).contiguous().view(torch.uint8)
+        for piece in self._pieces(pairs):
+            packed = torch.zeros((len(piece), self.raw.shape[1]), dtype=torch.uint8, device=pool.device)
+            values, scales = self._parts(packed)
+            exact = pool[_sent([block for block, _ in piece], pool.device)].transpose(1, 2).float()
+            scales.copy_(power_of_two_scales(exact.abs().amax((-2, -1))))
+            values.copy_(quantize(exact, scales[..., None, None], counts=False).view(torch.uint8))
             for index, (_, slot) in enumerate(piece):
-                self._values[slot].copy_(stored[index], non_blocking=True)
-                self._scales[slot].copy_(scales[index], non_blocking=True)
+                self.raw[slot].copy_(packed[index], non_blocking=True)
 
     def restore(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]], layers: range | None = None) -> None:
-        part = slice(None) if layers is None else slice(layers.start, layers.stop)
-        for piece in _pieces(pool, pairs):
-            slots = [slot for slot, _ in piece]
-            values = _brought([self._values[slot, part] for slot in slots], pool.device).view(FP8_DTYPE)
-            scales = _brought([self._scales[slot, part] for slot in slots], pool.device)
-            restored = dequantize(values, scales[..., None, None], pool.dtype).transpose(1, 2)
-            for index, (_, block) in enumerate(piece):
-                pool[block, :, part].copy_(restored[index])
+        assert layers is None, "whole blocks, see `by_layers`"
+        for piece in self._pieces(pairs):
+            packed = torch.empty((len(piece), self.raw.shape[1]), dtype=torch.uint8, device=pool.device)
+            for index, (slot, _) in enumerate(piece):
+                packed[index].copy_(self.raw[slot], non_blocking=True)
+            values, scales = self._parts(packed)
+            restored = dequantize(values.view(FP8_DTYPE), scales[..., None, None], pool.dtype)
+            pool[_sent([block for _, block in piece], pool.device)] = restored.transpose(1, 2)
+
+    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of uint8 [n, bytes of a slot], as views: bytes of the values, and the scales."""
+        heads, layers, planes, block_size, head_dim = self._shape
+        num_values, num_scales = self._shape.numel(), layers * heads * planes
+        first = _whole_words(num_values)
+        scales = packed[:, first : first + 4 * num_scales].view(torch.float32)
+        values = packed[:, :num_values].unflatten(1, (layers, heads, planes, block_size, head_dim))
+        return values, scales.unflatten(1, (layers, heads, planes))
+
+    def _pieces(self, pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+        size = max(1, PIECE_BYTES // self.raw.shape[1])
+        return (pairs[first : first + size] for first in range(0, len(pairs), size))
 
 
 def power_of_two_scales(peaks: torch.Tensor) -> torch.Tensor:
@@ -124,17 +155,10 @@ def power_of_two_scales(peaks: torch.Tensor) -> torch.Tensor:
     return torch.where((peaks > 0) & peaks.isfinite() & (scales > 0), scales, torch.ones_like(scales))
 
 
-def _brought(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Host tensors of one shape as one on `device`; page-locked ones without waiting for the copies."""
-    together = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype, device=device)
-    for index, part in enumerate(parts):
-        together[index].copy_(part, non_blocking=True)
-    return together
-
-
-def _pieces(pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-    size = max(1, PIECE_BYTES // block_bytes(pool))
-    return (pairs[first : first + size] for first in range(0, len(pairs), size))
+def _sent(block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 on `device`, without waiting for what it has to do."""
+    listed = torch.tensor(block_ids, dtype=torch.int64)
+    return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed
 
 
 def _whole_words(num_bytes: int) -> int:
@@ -152,17 +176,6 @@ def _allocate(num_blocks: int, slot_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8).view(num_blocks, slot_bytes)
 
 
-def _locked(blocks: HostBlocks, device_index: int) -> weakref.finalize[[int, torch.Tensor], HostBlocks]:
-    """Page-locks `blocks`; returns what undoes it, at the latest when nobody has them any more."""
-    raw = blocks.raw.zero_()  # by several threads; page-locking touches the pages with one
-    try:
-        lock_pages(device_index, raw.data_ptr(), raw.numel())
-    except TransportError as error:
-        raise ConfigError(f"a host tier of {raw.numel()} bytes can't be page-locked ({error}): lower it") from error
-    unlock = weakref.finalize(blocks, _unlock, device_index, raw)
-    unlock.atexit = False  # the process's end unlocks faster
-    return unlock
-
-
 def _unlock(device_index: int, raw: torch.Tensor) -> None:
+    """At the latest when nobody has the blocks any more, and before their memory is unmapped."""
     unlock_pages(device_index, raw.data_ptr())

@@ -26,7 +26,7 @@ from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.tiers.manager import TierManager
 
 logger = logging.getLogger(__name__)
-CPU_NODE_BYTES = 256 << 20
+CPU_NODE_BYTES, GPU_NODE_BYTES = 256 << 20, 16 << 30
 BATCH_BYTES = 32 << 20  # copied by one job: enough for full speed, little enough to choose the next ones late
 MAX_BATCH_BLOCKS = 64
 
@@ -80,11 +80,11 @@ def open_disk_file(options: NodeOptions, blocks: HostBlocks, loaded: LoadedModel
 
 
 def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
-    """A GPU's tier is pinned memory, which takes seconds a node to pin: only on request."""
+    """As asked for; else what leaves room for several nodes that start on one host at the same time."""
     given = options.cache.host_tier_bytes
     if given >= 0:
         return given
-    return 0 if on_gpu else free_host_bytes(most=CPU_NODE_BYTES)
+    return free_host_bytes(1 / 16, GPU_NODE_BYTES) if on_gpu else free_host_bytes(most=CPU_NODE_BYTES)
 
 
 class NodeTiers:

@@ -41,6 +41,7 @@ def test_what_comes_back_is_what_a_cpu_would_make_of_it(
 ) -> None:
     done = queue.SimpleQueue[JobDone]()
     tier = HostTier(pool, kind(pool, 20), done.put)
+    tier.warm_up()
     twin, there = pool.cpu(), kind(pool[:1].cpu(), 20)
     there.store(twin, list(zip(range(20), SLOTS, strict=True)))
     there.restore(twin, list(zip(SLOTS, TARGETS, strict=True)))
@@ -61,6 +62,7 @@ def test_what_comes_back_is_what_a_cpu_would_make_of_it(
 def test_memory_is_unlocked_at_the_end_and_a_failure_leaves_no_trace(pool: torch.Tensor) -> None:
     for explicitly in (True, False) * 3:
         blocks = ExactBlocks(pool, 20)
+        blocks.lock(0)
         assert blocks.raw.is_pinned()
         if explicitly:
             blocks.close()

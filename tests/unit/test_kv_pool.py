@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import mmap
+from pathlib import Path
 
 import pytest
 import torch
 
+from tandem.engine import kv_pool
 from tandem.engine.config import CacheOptions
 from tandem.engine.errors import ConfigError
 from tandem.engine.kv_layout import KVGroup, KVLayout
@@ -73,3 +76,13 @@ def test_a_pool_below_one_sequence_names_the_remedy():
 def test_host_share_is_capped():
     assert 0 < free_host_bytes() <= 4 << 30
     assert free_host_bytes(share=0.5, most=100) == 100
+
+
+def test_a_containers_limit_counts(tmp_path: Path) -> None:
+    assert kv_pool._free_in_cgroup(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\nfile 200\ninactive_file 150\n")
+    assert kv_pool._free_in_cgroup(tmp_path) == 450
+    (tmp_path / "memory.max").write_text("max\n")
+    assert kv_pool._free_in_cgroup(tmp_path) == math.inf

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.kernels.quantization import FP8_MAX
+from tandem.kv_connector.tiers import host_blocks
 from tandem.kv_connector.tiers.host_blocks import Fp8Blocks, block_bytes, power_of_two_scales
 
 SHAPE = (3, 4, 2, 8, 16)  # heads, layers, planes, block_size, head_dim
@@ -50,14 +51,12 @@ def test_storing_what_was_restored_loses_no_more(dtype: torch.dtype) -> None:
     assert torch.equal(third, again)
 
 
-def test_some_layers_are_restored_like_all_of_them() -> None:
+def test_pieces_are_stored_like_one_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool(torch.float32)
-    blocks, whole = stored_and_restored(pool)
-    part = torch.zeros_like(pool)
-    blocks.restore(part, [(2, 0)], range(1, 3))
-    assert torch.equal(part[0, :, 1:3], whole[0, :, 1:3])
-    part[0, :, 1:3] = 0
-    assert not part.any(), "other layers and blocks are left alone"
+    blocks, _ = stored_and_restored(pool)
+    monkeypatch.setattr(host_blocks, "PIECE_BYTES", 1)
+    again, _ = stored_and_restored(pool)
+    assert torch.equal(again.raw, blocks.raw)
 
 
 def test_what_is_not_finite_stays_in_its_head() -> None:
