@@ -1,5 +1,5 @@
-"""The products of a decoder layer for a decode step of few rows, with what lies between them done inside: the norm of
-their input, SiLU times up, and the addition to the residual stream. So a layer is five launches: norm and QKV,
+"""The products of a decoder layer for a decode step of one or two rows, with what lies between them done inside: the
+norm of their input, SiLU times up, and the addition to the residual stream. So a layer is five launches: norm and QKV,
 attention, output projection added, norm and gate-up, down projection added.
 
 R rows, E hidden size, K inputs, N outputs, G = 2 * intermediate size of a gated MLP. On Hopper; results are
@@ -9,49 +9,38 @@ deterministic. Eager twins: reference_few_rows.py.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import torch
 
 from tandem.kernels.gluon_support import why_no_gluon
+from tandem.kernels.matmul_plans import RowsPlan
 
-MOST_ROWS = 8
-FASTER_UP_TO = 0  # rows for which this was measured to beat norms and products by themselves
-TILE_N = 16  # outputs computed together
-MULTIPROCESSORS = 132
-
-
-class FewRowsPlan(NamedTuple):
-    """triton_kernels/few_rows_product.py: how a product is cut."""
-
-    tile_k: int  # of a warp, in a piece of weights
-    warps: int
-    stages: int  # pieces under way
-    programs: int
-
-    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        whole = num_outputs % TILE_N == 0 and num_inputs % (self.tile_k * self.warps) == 0
-        return 0 < num_rows <= MOST_ROWS and whole and num_inputs > 0 and 0 < self.programs <= num_outputs // TILE_N
+MOST_ROWS = 2
+LARGEST_PRODUCT = 16 << 20  # weights: the kernel of a larger one has no time to spare for a norm, measured
 
 
-def plan_for(num_rows: int, num_outputs: int, num_inputs: int) -> FewRowsPlan | None:
-    """How a product of so few rows is cut; None: it isn't served. Programs get equal numbers of tiles. Pure."""
-    tiles = num_outputs // TILE_N
-    programs = -(-tiles // -(-tiles // MULTIPROCESSORS)) if tiles else 0
-    for tile_k in (128, 64, 32):
-        plan = FewRowsPlan(tile_k, 4, 96 * 1024 // (4 * TILE_N * tile_k * 2), programs)
-        if plan.is_valid(num_rows, num_outputs, num_inputs):
+def plan_for(num_rows: int, num_outputs: int, num_inputs: int) -> RowsPlan | None:
+    """How a product of so few rows is cut, whatever its sizes; None: it isn't served. Pure."""
+    if not 0 < num_rows <= MOST_ROWS or num_outputs <= 0 or num_inputs <= 0:
+        return None
+    for tile_k, warps in ((2048, 4), (1024, 4), (512, 2), (256, 1)):
+        plan = RowsPlan(2, tile_k, warps)
+        if tile_k * num_rows <= 2048 and plan.is_valid(num_rows, num_outputs, num_inputs):
             return plan
     return None
 
 
+def pays(num_rows: int, products: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a layer with products of these sizes (outputs, inputs) takes fewer launches. Pure."""
+    small = all(outputs * inputs <= LARGEST_PRODUCT for outputs, inputs in products)
+    return bool(products) and small and all(plan_for(num_rows, *sizes) is not None for sizes in products)
+
+
 def serves(x_RE: torch.Tensor, products: tuple[tuple[int, int], ...]) -> bool:
-    """Whether a step of rows like these takes this way; `products`: (outputs, inputs) of each."""
-    if not 0 < x_RE.shape[0] <= FASTER_UP_TO:
-        return False
+    """Whether a step of rows like these takes this way."""
     if not x_RE.is_cuda or x_RE.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x_RE.device):
         return False
-    return all(plan_for(x_RE.shape[0], *sizes) is not None for sizes in products)
+    return pays(x_RE.shape[0], products)
 
 
 @functools.cache
@@ -89,7 +78,7 @@ def _launch(
     norm: tuple[torch.Tensor, float] | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    from tandem.kernels.triton_kernels.few_rows_launch import launch_product
+    from tandem.kernels.triton_kernels.matmul_launch import launch_rows
 
     plan = plan_for(x_RK.shape[0], *weight_NK.shape)
     assert plan is not None, f"{tuple(x_RK.shape)} times {tuple(weight_NK.shape)}: ask `serves` first"
@@ -97,5 +86,5 @@ def _launch(
     if out is None:
         num_outputs = weight_NK.shape[0] // (2 if silu else 1)
         out = torch.empty((x_RK.shape[0], num_outputs), dtype=x_RK.dtype, device=x_RK.device)
-    launch_product(plan, x_RK, weight_NK, out, bias_N=bias_N, silu=silu, norm=norm, adds=residual_RN is not None)
+    launch_rows(plan, x_RK, weight_NK, out, bias_N=bias_N, silu=silu, norm=norm, adds=residual_RN is not None)
     return out

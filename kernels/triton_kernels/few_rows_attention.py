@@ -35,10 +35,9 @@ def load_heads(pointers, columns, mask, weight, cos, sin, eps, HALF: tl.constexp
 
 
 @triton.jit
-def attend_tile(first, second, low_keys, high_keys, values, visible, scale, peak, total, accumulator):
-    """A step of the running softmax for queries in halves; `scale` includes log2(e)."""
-    scores = dot(low_keys, tl.trans(first)) + dot(high_keys, tl.trans(second))  # [TILE, M]
-    scores = tl.where(visible[:, None], scores * scale, float("-inf"))
+def attend_tile(query, keys, values, visible, scale, peak, total, accumulator):
+    """A step of the running softmax; `scale` includes log2(e), the accumulator is [D, M]."""
+    scores = tl.where(visible[:, None], dot(keys, tl.trans(query)) * scale, float("-inf"))  # [TILE, M]
     new_peak = tl.maximum(peak, tl.max(scores, 0))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
     weights = tl.exp2(scores - base[None, :])
@@ -120,15 +119,13 @@ def few_rows_attention_kernel(
     HALF: tl.constexpr = HEAD_SIZE // 2
     slots, columns, half = tl.arange(0, TILE), tl.arange(0, HEAD_SIZE), tl.arange(0, HALF)
     in_head = kv_head.to(tl.int64) * cache_head
-    key_inside = in_head + slots[:, None] * cache_slot + half[None, :]
-    value_inside = in_head + slots[:, None] * cache_slot + columns[None, :]
+    inside = in_head + slots[:, None] * cache_slot + columns[None, :]
     table = block_tables + row.to(tl.int64) * table_row
     block = tl.load(table + newest * TILE // BLOCK_SIZE, mask=seq_len > 0, other=0, cache_modifier=".cg")
     place = block.to(tl.int64) * cache_block + newest * TILE % BLOCK_SIZE * cache_slot
     is_old = newest * TILE + slots < seq_len - 1
-    low_keys = tl.load(key_cache + place + key_inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
-    high_keys = tl.load(key_cache + place + HALF + key_inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
-    values = tl.load(value_cache + place + value_inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
+    keys = tl.load(key_cache + place + inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
+    values = tl.load(value_cache + place + inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
     angles = cos_sin + tl.maximum(seq_len - 1, 0).to(tl.int64) * HEAD_SIZE + half
     cos, sin = tl.load(angles)[None, :], tl.load(angles + HALF)[None, :]
     slot = tl.load(slot_mapping + row, cache_modifier=".cg")
@@ -158,21 +155,17 @@ def few_rows_attention_kernel(
     peak = tl.where(has_new, score * scale, float("-inf"))
     total = tl.where(has_new, 1.0, tl.zeros([M_PAD], tl.float32))
     accumulator = tl.where(has_new, value.to(tl.float32), 0.0)[:, None] + tl.zeros([HEAD_SIZE, M_PAD], tl.float32)
-    peak, total, accumulator = attend_tile(
-        first, second, low_keys, high_keys, values, is_old, scale, peak, total, accumulator
-    )
+    query = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [M_PAD, HEAD_SIZE])
+    peak, total, accumulator = attend_tile(query, keys, values, is_old, scale, peak, total, accumulator)
     if run * share < newest:
         # One tile ahead by hand: a load of addresses in the loop would be pipelined itself, at the cost of the keys.
         next_block = tl.load(table + run * share * TILE // BLOCK_SIZE)
         for tile in range(run * share, newest):
             place = next_block.to(tl.int64) * cache_block + tile * TILE % BLOCK_SIZE * cache_slot
             next_block = tl.load(table + (tile + 1) * TILE // BLOCK_SIZE)
-            low_keys = tl.load(key_cache + place + key_inside)
-            high_keys = tl.load(key_cache + place + HALF + key_inside)
-            values = tl.load(value_cache + place + value_inside)
-            peak, total, accumulator = attend_tile(
-                first, second, low_keys, high_keys, values, slots < TILE, scale, peak, total, accumulator
-            )
+            keys = tl.load(key_cache + place + inside)
+            values = tl.load(value_cache + place + inside)
+            peak, total, accumulator = attend_tile(query, keys, values, slots < TILE, scale, peak, total, accumulator)
 
     head = row * NUM_KV_HEADS + kv_head
     out = output + head.to(tl.int64) * (GROUP * HEAD_SIZE)

@@ -40,14 +40,14 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
 def ring_constants(plan: RingPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
     """The kernel's compile-time constants and options for a plan. Warpgroups trade registers: the sum over them, with
     the loading warp's, is what the launch gave."""
-    group, loader = {1: (216, 40), 2: (232, 40), 3: (160, 32)}[plan.groups]
+    group, loader = {1: (216, 40), 2: (232, 40)}[plan.groups]
     options: dict[str, Any] = {"num_warps": 4}
     if plan.resident == 2:
         group, loader = {1: (216, 40), 2: (104, 32)}[plan.groups]
         options["maxnreg"] = {1: 128, 2: 80}[plan.groups]
     return {
         "HEIGHT": plan.height, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
-        "ROW_STAGES": plan.row_stages, "GROUPS": plan.groups, "SPLITS": plan.splits, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
+        "GROUPS": plan.groups, "SPLITS": plan.splits, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
         "GROUP_REGISTERS": group, "LOADER_REGISTERS": loader, **options,
     }  # fmt: skip
 
@@ -56,10 +56,19 @@ def ring_y_tile(plan: RingPlan, silu: bool) -> tuple[int, int]:
     return plan.rows_stored, plan.height // 2 if silu else plan.height
 
 
-def rows_constants(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bool, silu: bool) -> dict[str, Any]:
+def rows_constants(
+    plan: RowsPlan,
+    num_rows: int,
+    num_inputs: int,
+    *,
+    has_bias: bool,
+    silu: bool,
+    normalises: bool = False,
+    adds: bool = False,
+) -> dict[str, Any]:
     return {
         "ROWS": triton.next_power_of_2(num_rows), "TILE_N": plan.tile_n, "TILE_K": plan.tile_k,
-        "STEPS": num_inputs // plan.tile_k, "HAS_BIAS": has_bias, "SILU": silu,
+        "STEPS": num_inputs // plan.tile_k, "HAS_BIAS": has_bias, "SILU": silu, "NORM": normalises, "ADD": adds,
         "num_warps": plan.warps,
     }  # fmt: skip
 
@@ -77,26 +86,31 @@ def launch(
     """out = x @ weight^T (+ bias, or gated). Rows of all matrices start at multiples of 16 bytes."""
     assert plan.is_valid(x_MK.shape[0], *weight_NK.shape), f"{plan} for {x_MK.shape[0]} rows of {weight_NK.shape}"
     if isinstance(plan, RowsPlan):
-        _launch_rows(plan, x_MK, weight_NK, out_MN, bias_N, silu)
+        launch_rows(plan, x_MK, weight_NK, out_MN, bias_N=bias_N, silu=silu)
     elif isinstance(plan, RingPlan):
         _launch_ring(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
     else:
         _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
 
 
-def _launch_rows(
+def launch_rows(
     plan: RowsPlan,
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
     out_MN: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    silu: bool,
+    *,
+    bias_N: torch.Tensor | None = None,
+    silu: bool = False,
+    norm: tuple[torch.Tensor, float] | None = None,
+    adds: bool = False,
 ) -> None:
+    """`norm` (gain [K], epsilon): of x, before the product. `adds`: to `out_MN`."""
     (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
-    flags = {"has_bias": bias_N is not None, "silu": silu}
+    flags = {"has_bias": bias_N is not None, "silu": silu, "normalises": norm is not None, "adds": adds}
+    gain_K, eps = norm or (weight_NK, 0.0)
     matmul_rows_kernel[(num_outputs // plan.tile_n,)](
-        x_MK, weight_NK, out_MN, weight_NK if bias_N is None else bias_N, out_MN.shape[1],
-        x_MK.stride(0), weight_NK.stride(0), out_MN.stride(0), num_rows,
+        x_MK, weight_NK, out_MN, weight_NK if bias_N is None else bias_N, gain_K, out_MN.shape[1],
+        x_MK.stride(0), weight_NK.stride(0), out_MN.stride(0), num_rows, eps,
         launch_pdl=True, **rows_constants(plan, num_rows, num_inputs, **flags),
     )  # fmt: skip
 
