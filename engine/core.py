@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from tandem.engine.interfaces import Runner, StepHandle
 from tandem.engine.request import EngineEvent
@@ -34,11 +35,14 @@ class EngineCore:
         self.launch()
         return self.read()
 
-    def launch(self) -> None:
-        """First half of a turn."""
+    def launch(self, before_execution: Callable[[], None] | None = None) -> None:
+        """First half of a turn. `before_execution` is called when a step is decided, but not launched, which takes the
+        host some time."""
         output = self.scheduler.schedule()
         if output is not None:
             self.scheduler.pool.step_launched(output.step_id)
+            if before_execution is not None:
+                before_execution()
             self._unread.append((output, self._runner.execute(output)))
         self._events += self.scheduler.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)

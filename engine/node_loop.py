@@ -106,7 +106,7 @@ class NodeLoop:
     def _step(self, now: float) -> bool:
         if not self._core.has_work():
             return False
-        self._core.launch()
+        self._core.launch(self._write_outbox)  # claims of what starts
         if self._is_urgent is not None:
             self._serve_urgent(self._is_urgent)
         events = self._core.read()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from tandem.engine.control_events import Received
+from tandem.engine.control_events import PeerUp, Received
 from tandem.engine.errors import TandemError
 from tandem.engine.messages import (
     KVClaim,
@@ -31,18 +31,20 @@ from tandem.kv_connector.meta import (
     WholePush,
 )
 from tandem.kv_connector.peer_effects import AdmitSource, CloseChannel, Fenced, OpenChannel, PeerEffect
+from tandem.kv_connector.tiers.jobs import JobDone
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.kv_connector.worker import ConnectorWorker
 
 logger = logging.getLogger(__name__)
 _URGENT_MESSAGES = (KVPull, KVClaim, KVWait, KVGrant, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
-_URGENT_EVENTS = (ReadySent, Retired, Verified)
+_URGENT_EVENTS = (PeerUp, ReadySent, Retired, Verified, JobDone)
 
 
 def is_urgent(event: object) -> bool:
     """Whether an event of a node's inbox is served while a step runs: a hand-off's way from claim to commit, which is
-    part of the time to a second token. They start, free and hand on; none ends what is in a launched step."""
+    part of the time to a second token. They start, free and hand on; none ends what is in a launched step. PeerUp
+    and JobDone are none of these, but come with each request, and what is behind them would wait."""
     if isinstance(event, Received):
         return isinstance(event.message, _URGENT_MESSAGES)
     return isinstance(event, _URGENT_EVENTS)

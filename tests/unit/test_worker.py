@@ -194,3 +194,59 @@ def test_a_load_does_not_outlive_a_step_that_skips_its_layers(nodes, worker):
     threading.Timer(0.05, load.go.set).start()
     worker.wait_for_save()
     assert torch.equal(source.pool[6], load.content)
+
+
+class DeviceEvent:
+    """Stands for a CUDA event: a step's layers are done when the test says so."""
+
+    def __init__(self, is_done: bool) -> None:
+        self.is_done = is_done
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@pytest.fixture
+def late(worker, monkeypatch):
+    """(worker of a device that has done no step, what it submits: (layer, event) or ("whole", waits), its events)"""
+    submitted: list[tuple] = []
+    events: list[DeviceEvent] = []
+
+    def record() -> DeviceEvent:
+        events.append(DeviceEvent(False))
+        return events[-1]
+
+    monkeypatch.setattr(worker, "_record_event", record)
+    monkeypatch.setattr(
+        worker._transfer, "submit", lambda job, written=None, waits=True: submitted.append(("whole", waits))
+    )
+    monkeypatch.setattr(
+        worker._transfer, "submit_layer", lambda push, layer, written: submitted.append((layer, written))
+    )
+    return worker, submitted, events
+
+
+def test_a_late_grant_is_followed_layer_by_layer_while_its_step_runs(nodes, late):
+    worker, submitted, events = late
+    source, sink = nodes
+    push = WholePush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
+    run_step(worker, source.pool, SourceStepMeta(5, (), ()), block=2, value=1.0)
+    run_step(worker, source.pool, None, block=3, value=1.0)
+    worker.push_between_steps(push)
+    assert submitted == [(layer, events[layer]) for layer in range(3)]
+
+
+def test_a_late_grant_of_a_step_that_has_run_waits_for_nothing(nodes, late):
+    worker, submitted, events = late
+    source, sink = nodes
+    push = WholePush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
+    run_step(worker, source.pool, SourceStepMeta(5, (), ()), block=2, value=1.0)
+    for event in events:
+        event.is_done = True
+    worker.push_between_steps(push)
+    for step in range(6, 10):
+        run_step(worker, source.pool, SourceStepMeta(step, (), ()), block=3, value=1.0)
+    worker.push_between_steps(push)  # its events are forgotten by now
+    unknown = WholePush(KEY, push.grant, (2,), (7,), (8,), step_id=12)
+    worker.push_between_steps(unknown)  # of a step that was not noted: after all that are launched
+    assert submitted == [("whole", False), ("whole", False), ("whole", True)]

@@ -1,0 +1,106 @@
+"""Events that others wait for are served while a step runs; the others wait, and nobody overtakes them."""
+
+from __future__ import annotations
+
+from tandem.engine.node_loop import NodeLoop
+
+
+class OneStep:
+    """An engine core whose step is done when the test's events have been looked at."""
+
+    def __init__(self, log: list[str], num_polls: int) -> None:
+        self.log, self.polls_left = log, num_polls
+        self.inflight = False
+
+    def has_work(self) -> bool:
+        return self.polls_left > 0
+
+    def launch(self, before_execution) -> None:
+        self.log.append("scheduled")
+        before_execution()
+        self.log.append("launched")
+
+    @property
+    def read_would_wait(self) -> bool:
+        self.polls_left -= 1
+        return self.polls_left > 0
+
+    def read(self) -> list:
+        self.log.append("read")
+        return []
+
+
+class Logic:
+    """Says after each event what it was told, and asks to end when it has heard "stop"."""
+
+    is_empty = True
+
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.outbox = log, ["claim"]
+
+    def on_transfer(self, event, now) -> None:
+        self.log.append(event)
+        self.outbox.append(f"answer to {event}")
+
+    def on_tick(self, now) -> None: ...
+
+    def drain_outbox(self) -> list:
+        messages, self.outbox = self.outbox, []
+        return [("peer", message) for message in messages]
+
+    def drain_connects(self) -> list:
+        return []
+
+    def status(self) -> None:
+        return None
+
+    def drain(self) -> None: ...
+
+
+class Sender:
+    status = None
+
+    def __init__(self, log: list[str]) -> None:
+        self.log = log
+
+    def send(self, peer_id: str, message: str) -> None:
+        self.log.append(f"sent {message}")
+
+    def connect(self, ref) -> None: ...
+
+
+def run(events: list[str], num_polls: int, serves: bool = True) -> list[str]:
+    log: list[str] = []
+    core = OneStep(log, num_polls)
+    is_urgent = (lambda event: str(event).startswith("urgent")) if serves else None
+    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, is_urgent=is_urgent)
+    launch = core.launch
+
+    def launch_and_post(before_execution) -> None:
+        launch(before_execution)
+        for event in events:
+            loop.post(event)
+        events.clear()
+        loop.begin_drain()
+
+    core.launch = launch_and_post  # type: ignore[method-assign]
+    loop.run()
+    return log
+
+
+def test_claims_leave_before_the_step_is_launched_and_urgent_events_are_answered_while_it_runs() -> None:
+    log = run(["urgent 1", "urgent 2"], num_polls=6)
+    assert log[:3] == ["scheduled", "sent claim", "launched"]
+    served = ["urgent 1", "sent answer to urgent 1", "urgent 2", "sent answer to urgent 2"]
+    assert log[3:8] == [*served, "read"]
+
+
+def test_what_is_not_urgent_waits_and_is_not_overtaken() -> None:
+    log = run(["urgent 1", "other", "urgent 2"], num_polls=8)
+    assert log[3:6] == ["urgent 1", "sent answer to urgent 1", "read"]
+    assert log[6:8] == ["other", "urgent 2"]
+
+
+def test_a_loop_that_is_not_told_what_is_urgent_serves_nothing_meanwhile() -> None:
+    log = run(["urgent 1"], num_polls=1, serves=False)
+    assert log[:5] == ["scheduled", "sent claim", "launched", "read", "urgent 1"]
