@@ -6,6 +6,7 @@ ended (`SourceManager.offer`): what a peer reads can't be evicted under it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from tandem.kv_connector.source import SourceManager
 
 # Of the pool, as much as pulls may pin at a time. The rest of what is asked for is not offered.
 PINNED_SHARE = 0.5
+MAX_ANSWERED = 65536
 
 
 @dataclass(eq=False, slots=True)
@@ -57,12 +59,14 @@ class PullHolder:
         self._max_pinned = int(PINNED_SHARE * pool.num_blocks)
         self._pinned: dict[HandoffKey, int] = {}
         self._waiting: dict[HandoffKey, Question] = {}
+        self._answered: OrderedDict[HandoffKey, None] = OrderedDict()
         self._outbox: list[tuple[str, Message]] = []
 
     def on_pull(self, peer_id: str, pull: KVPull, now: float) -> None:
-        """Idempotent: one that was answered by a claim is not heard again."""
+        """Idempotent. One that was answered by a claim is not heard again: its hand-off may have said that it writes
+        no more, and a second one under its name would take the grant of the first."""
         key = (pull.request_id, pull.attempt)
-        if pull.source_epoch != self.info.epoch or self._source.knows(key) or key in self._waiting:
+        if pull.source_epoch != self.info.epoch or key in self._answered or key in self._waiting:
             return
         problem = self._problem(peer_id, pull)
         if problem:
@@ -135,11 +139,17 @@ class PullHolder:
             return
         self._pool.touch(blocks)
         self._tiers.started(question.stands_for, question.hashes[: first + len(blocks)])
+        self._note_answered(question.key)
         self._pinned[question.key] = len(blocks)
         self.num_served_blocks += len(blocks)
         node_id, epoch = _parts(question.peer_id)
         num_tokens = len(blocks) * self._block_size
         self._source.offer(question.key, PeerRef(node_id, epoch, ""), blocks, num_tokens, question.deadline, now)
+
+    def _note_answered(self, key: HandoffKey) -> None:
+        self._answered[key] = None
+        if len(self._answered) > MAX_ANSWERED:
+            self._answered.popitem(last=False)
 
     def _refuse(self, peer_id: str, pull: KVPull, reason: str) -> None:
         release = KVRelease(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from handoff_pulls import open_world
 from handoff_setting import Setting, ViolationError
 from handoff_world import World
 
@@ -14,7 +15,7 @@ TO_SOURCE = frozenset({"grant", "committed", "resend", "refused", "ack"})
 
 def successor(setting: Setting, state: tuple, event: Event, cost: int) -> tuple:
     """Raises ViolationError when the event breaks a promise."""
-    world = World(setting, state)
+    world = open_world(setting, state)
     world.faults_left -= cost
     action = _ACTIONS.get(event[0])
     if action is not None:
@@ -30,10 +31,17 @@ def _deliver(world: World, message: tuple) -> None:
 
 
 def _hear(world: World, message: tuple) -> None:
-    if message[0] in TO_SOURCE:
+    if message[0] == "pull":
+        world.hear_pull(message, has_blocks=True)
+    elif message[0] in TO_SOURCE:
         _hear_on_source(world, message)
     else:
         _hear_on_sink(world, message)
+
+
+def _find_nothing(world: World, message: tuple) -> None:
+    world.network.discard(message)
+    world.hear_pull(message, has_blocks=False)
 
 
 def _hear_on_source(world: World, message: tuple) -> None:
@@ -139,6 +147,7 @@ def _forget(world: World, r: int) -> None:
 
 _ACTIONS = {
     "deliver": _deliver,
+    "find_nothing": _find_nothing,
     "duplicate": _hear,
     "lose": lambda world, message: world.network.discard(message),
     "land": _land,

@@ -40,6 +40,8 @@ def _free_events(world: World) -> Iterator[tuple[Event, int]]:
             yield (kind, r), 0  # a cancel travels behind its submit
     for message in world.network:
         yield ("deliver", message), 0
+        if message[0] == "pull":
+            yield ("find_nothing", message), 0
     for write in world.writes:
         yield ("land", write, "good"), 0
     for r, record in enumerate(world.sources):
@@ -93,6 +95,9 @@ def _free_on_sink(world: World, r: int) -> Iterator[tuple[Event, int]]:
         yield ("verify", r), 0
     if record.machine.state is SinkState.EXPECTING and record.machine.source_epoch in world.lost:
         yield ("source_stays_away", r), 0
+    asks = r in world.setting.pulls and "asks_once" not in world.setting.flaws
+    if record.machine.state is SinkState.EXPECTING and asks and _is_quiet(world, r):
+        yield ("ask", r), 0
     if record.machine.state in (SinkState.RESENDING, SinkState.QUARANTINED) and _is_quiet(world, r):
         yield ("sink_timer", r), 0
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from handoff_actions import successor
 from handoff_events import events
+from handoff_pulls import open_world
 from handoff_records import SINK_OVER, SOURCE_OVER
 from handoff_setting import Setting, ViolationError
 from handoff_world import World, start
@@ -51,7 +52,7 @@ class _Search:
         return Report(len(self.states), self.num_transitions, len(self.final), frozenset(outcomes))
 
     def _expand(self, at: int, state: tuple) -> None:
-        world = World(self.setting, state)
+        world = open_world(self.setting, state)
         self._check_state(world)
         is_final = True
         for event, cost in list(events(world)):
@@ -88,7 +89,7 @@ class _Search:
         if key in self.ends_by_timers:
             return
         self.ends_by_timers.add(key)
-        alone = World(self.setting, world.freeze())
+        alone = open_world(self.setting, world.freeze())
         if source and not world.source_ends[r]:
             alone.on_source(r, SourceEvent.DEADLINE)
             if not alone.source_ends[r]:
@@ -156,7 +157,8 @@ def check_quiet(world: World) -> None:
     """Nothing more will happen: everything has ended and every pool is whole."""
     for r in range(world.setting.num_requests):
         source, sink = world.sources[r], world.sinks[r]
-        if not world.source_ends[r] or not world.sink_ends[r]:
+        was_never_asked = r in world.setting.pulls and source is None
+        if not world.sink_ends[r] or not (world.source_ends[r] or was_never_asked):
             raise ViolationError(f"request {r} waits for ever: {world.source_ends[r]!r}, {world.sink_ends[r]!r}")
         if source and (source.machine.state not in SOURCE_OVER or source.has_blocks or source.jobs):
             raise ViolationError(f"request {r} leaves {source.machine.state} on its source")
@@ -171,7 +173,7 @@ def readable(event: tuple) -> str:
 
 
 def _describe(setting: Setting, state: tuple) -> str:
-    world = World(setting, state)
+    world = open_world(setting, state)
     parts = []
     for r in range(setting.num_requests):
         source, sink = world.sources[r], world.sinks[r]

@@ -26,6 +26,7 @@ class Setting:
 
     name: str = ""
     granted: tuple[int, ...] = (1, 1)
+    pulls: tuple[int, ...] = ()  # requests that the sink begins: it pulls what the source has cached
     hits: tuple[int, ...] = (0, 0)  # of each prompt's own prefix, cached on the sink
     source_blocks: int = 4
     max_parked: int = 4

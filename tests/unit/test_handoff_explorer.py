@@ -28,6 +28,15 @@ LARGE_BESIDE_PARKED = {
     "max_parked": 2,
     "sink_blocks": 2,
 }
+A_PULL = {**ALONE, "pulls": (0,)}
+PULL_BESIDE_PROMPT = {
+    "granted": (1, 1),
+    "hits": (0, 0),
+    "pulls": (1,),
+    "source_blocks": 2,
+    "max_parked": 1,
+    "sink_blocks": 1,
+}
 PINS = {"granted": (3, 1), "hits": (0, 2), "submitted": True, "source_blocks": 6, "sink_blocks": 4}
 
 QUICK = [
@@ -42,11 +51,21 @@ QUICK = [
     (Setting("full pools, one fault", **FULL_POOLS, max_faults=1, faults=POOL_FAULTS), 10_000),
     (Setting("large prompt beside a parked one", **LARGE_BESIDE_PARKED, max_faults=1, faults=POOL_FAULTS), 8_000),
     (Setting("pinned prefix in the way", **PINS, max_faults=0), 500),
+    (Setting("a pull, two faults, one-sided", **A_PULL, max_faults=2), 8_000),
+    (Setting("a pull, two faults, receiver writes", **A_PULL, max_faults=2, one_sided=False), 10_000),
+    (Setting("a pull beside a prompt, full pools", **PULL_BESIDE_PROMPT, max_faults=0), 1_500),
+    (
+        Setting("a pull, lost and found", **A_PULL, max_faults=4, faults=LOST_AND_FOUND, one_sided=False),
+        5_000,
+    ),
     (Setting("lost and found, one-sided", **ALONE, max_faults=4, faults=LOST_AND_FOUND), 500),
     (Setting("lost and found, receiver writes", **ALONE, max_faults=4, faults=LOST_AND_FOUND, one_sided=False), 500),
     (Setting("lost and found, revocable", **ALONE, max_faults=4, faults=LOST_AND_FOUND, is_revocable=True), 500),
 ]
 SLOW = [
+    (Setting("a pull, three faults", **A_PULL, max_faults=3), 60_000),
+    (Setting("two pulls, one fault", granted=(1, 1), pulls=(0, 1), sink_blocks=1, max_faults=1), 30_000),
+    (Setting("a pull beside a prompt, full pools, any fault", **PULL_BESIDE_PROMPT, max_faults=1), 150_000),
     (Setting("full pools, one fault of any kind", **FULL_POOLS, max_faults=1), 100_000),
     (Setting("one request, two faults, receiver writes", **ALONE, max_faults=2, one_sided=False), 100_000),
     (Setting("one request of two blocks, two faults", granted=(2,), hits=(0,), max_faults=2), 80_000),

@@ -117,6 +117,13 @@ MUTATIONS = {
         {"flaws": frozenset({"receiver_has_no_gate"}), "one_sided": False},
         {"push_fails", "suspect_sink", "lease"}, LANDS,
     ),
+    "a pull is answered twice": (
+        {"flaws": frozenset({"answers_again"}), "submitted": False, "pulls": (0,), "max_faults": 3},
+        {"duplicate", "source_deadline", "forget"}, ACROSS,
+    ),
+    "a pull is not asked for again": (
+        {"flaws": frozenset({"asks_once"}), "submitted": False, "pulls": (0,)}, {"lose"}, STUCK,
+    ),
     "parked KV without bound": (
         {"flaws": frozenset({"parks_without_bound"}), "granted": (1, 1), "hits": (0, 0), "source_blocks": 1,
          "sink_blocks": 1}, set(), STUCK,
