@@ -40,7 +40,7 @@ def test_an_ended_request_leaves_nothing_to_the_garbage_collector(folder: Path, 
                 assert stream_events(router.client, max_tokens=5)[0] == output(5)
                 assert status_of(router, max_tokens=5)[0] == 200
             router.wait_idle()
-            wait_until(lambda: not any(isinstance(each, Generation) for each in gc.get_objects()), "what was made")
+            wait_until(lambda: not any(type(each) is Generation for each in gc.get_objects()), "what was made")
         finally:
             gc.enable()
 
