@@ -14,7 +14,7 @@ def extreme_steps(
     max_num_tokens: int, max_chunk: int, max_model_len: int, max_decode_rows: int
 ) -> Iterator[list[ScheduledRow]]:
     """Rows of the slot 0, those of one token first: the token budget in as few rows as a step could have, decodes only,
-    and a decode beside a prompt that goes on where it had stopped."""
+    a decode beside a prompt that goes on where it had stopped, and a lone token, which has kernels of its own."""
     longest = min(max_chunk, max_model_len)
     full, rest = divmod(max_num_tokens, longest)
     # A single token would count as a decode row, and those come first.
@@ -23,6 +23,8 @@ def extreme_steps(
     length = min(max_num_tokens - 1, max_chunk, max_model_len - 1)
     if length > 1:
         yield [ScheduledRow(0, 0, 1), ScheduledRow(0, 1, length)]
+    if max_decode_rows > 1:
+        yield [ScheduledRow(0, 0, 1)]
 
 
 def every_way_to_sample(num_rows: int, device: torch.device) -> Iterator[SamplingBatch]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from tandem.kernels import few_rows
 from tandem.kernels.fused_ops import silu_mul
 from tandem.kernels.gluon_support import why_no_gluon
 from tandem.kernels.matmul_plans import (
@@ -117,7 +118,10 @@ def run_plan(
 
 @functools.lru_cache(maxsize=4096)
 def _cached_plan(rows: int, outputs: int, inputs: int, device: torch.device) -> Plan | None:
-    return choose_plan(table_of(device), rows, outputs, inputs)
+    table = table_of(device)
+    if table and (outputs, inputs) not in table:  # not measured: what a layer of few rows would take
+        return few_rows.plan_for(rows, outputs, inputs) if rows == 1 else None
+    return choose_plan(table, rows, outputs, inputs)
 
 
 def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> Plan | None:

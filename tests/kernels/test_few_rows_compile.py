@@ -20,9 +20,9 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from tandem.kernels import few_rows, few_rows_attention  # noqa: E402
 from tandem.kernels.spec import AttentionSpec  # noqa: E402
-from tandem.kernels.triton_kernels import few_rows_launch  # noqa: E402
+from tandem.kernels.triton_kernels import few_rows_launch, matmul_launch  # noqa: E402
 from tandem.kernels.triton_kernels.few_rows_attention import few_rows_attention_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.few_rows_product import few_rows_product_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WAIT = "griddepcontrol.wait"
@@ -64,53 +64,43 @@ def test_attention_compiles(kv_heads: int, group: int, head_size: int, block_siz
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "flags"),
+    ("rows", "outputs", "inputs", "flags"),
     [
-        (6144, 4096, {"normalises": True, "has_bias": True}),
-        (28672, 4096, {"normalises": True, "silu": True}),
-        (4096, 14336, {"adds": True, "has_bias": True}),
-        (1024, 384, {"adds": True}),
+        (1, 4096, 1024, {"normalises": True, "has_bias": True}),
+        (2, 6144, 1024, {"normalises": True, "silu": True}),
+        (1, 1024, 3072, {"adds": True, "has_bias": True}),
+        (2, 1024, 2048, {"adds": True}),
     ],
 )
-def test_products_compile(outputs: int, inputs: int, flags: dict[str, bool]) -> None:
-    plan = few_rows.plan_for(1, outputs, inputs)
+def test_products_compile(rows: int, outputs: int, inputs: int, flags: dict[str, bool]) -> None:
+    plan = few_rows.plan_for(rows, outputs, inputs)
     assert plan is not None
-    off = dict.fromkeys(("has_bias", "silu", "normalises", "adds"), False)
-    constants = few_rows_launch.product_constants(plan, inputs, **{**off, **flags})
+    constants = matmul_launch.rows_constants(plan, rows, inputs, **{"has_bias": False, "silu": False, **flags})
     types = {**dict.fromkeys(("x", "weight", "y", "bias", "gain"), "*bf16"), "eps": "fp32"}
-    names = few_rows_product_kernel.arg_names
+    names = matmul_rows_kernel.arg_names
     hints = {(names.index(name),): [["tt.divisibility", 16]] for name in ("x", "weight", "gain", "x_row", "w_row")}
-    source = GluonASTSource(
-        few_rows_product_kernel, signature(few_rows_product_kernel, types, constants), constants, hints
-    )
+    source = GluonASTSource(matmul_rows_kernel, signature(matmul_rows_kernel, types, constants), constants, hints)
     compiled = triton.compile(source, target=HOPPER, options={"num_warps": plan.warps})
-    before, _, after = compiled.asm["ptx"].partition(WAIT)
-    pieces = plan.stages * few_rows.TILE_N * plan.tile_k // (8 * 32)  # copies of 16 bytes, of each thread
-    assert before.count("cp.async.cg") == pieces
-    assert "mma.sync.aligned.m16n8k16" in after
-    assert "griddepcontrol.launch_dependents" in after  # so a successor may rely on all that came before this kernel
-    assert "griddepcontrol.launch_dependents" not in before
-    assert 2 * (compiled.metadata.shared + 1024) <= 228 << 10  # two kernels' programs fit a multiprocessor
+    before, _, _ = compiled.asm["ptx"].partition(WAIT)
+    assert before.count("ld.global") * 8 * 32 * plan.warps == plan.tile_n * plan.tile_k
 
 
 def test_which_products_are_served() -> None:
-    llama = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
-    small = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
+    large = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    small = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
     for rows in range(1, few_rows.MOST_ROWS + 1):
-        for outputs, inputs in llama + small:
+        for outputs, inputs in large + small:
             plan = few_rows.plan_for(rows, outputs, inputs)
             assert plan is not None
             assert plan.is_valid(rows, outputs, inputs)
-    for sizes in [
-        (0, 4096, 4096),
-        (few_rows.MOST_ROWS + 1, 4096, 4096),
-        (1, 4096, 1000),
-        (1, 4095, 4096),
-        (1, 0, 4096),
-        (1, 4096, 0),
-    ]:
+        assert few_rows.pays(rows, small)
+        assert not few_rows.pays(rows, large)
+    most = few_rows.MOST_ROWS
+    for sizes in [(0, 4096, 4096), (most + 1, 4096, 4096), (1, 4096, 1000), (1, 4095, 4096), (1, 0, 4096), (1, 64, 0)]:
         assert few_rows.plan_for(*sizes) is None
-    assert not few_rows.serves(torch.zeros(1, 4096, dtype=torch.bfloat16), tuple(llama))  # not on a CPU
+    assert not few_rows.pays(1, ())  # a layer whose gate and up don't take turns
+    assert not few_rows.pays(most + 1, small)
+    assert not few_rows.serves(torch.zeros(1, 1024, dtype=torch.bfloat16), small)  # not on a CPU
 
 
 def test_which_layers_one_launch_attends_for() -> None:
