@@ -48,6 +48,11 @@ class EngineCore:
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
 
     @property
+    def device_is_busy(self) -> bool:
+        """Whether the newest step that was launched still runs."""
+        return bool(self._unread) and not self._unread[-1][1].done()
+
+    @property
     def read_would_wait(self) -> bool:
         return self._reads and not self._unread[0][1].done()
 

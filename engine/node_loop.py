@@ -19,6 +19,7 @@ from tandem.engine.request import EngineEvent
 IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
 STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each step would cost more than scheduling does
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
+HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen
 STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
 
 
@@ -65,10 +66,12 @@ class NodeLoop:
         apply_effects: Callable[[], None] = lambda: None,
         handlers: Mapping[type, Callable[[Any], None]] | None = None,
         is_urgent: Callable[[object], bool] | None = None,
+        launch_at: Callable[[], float] | None = None,
     ) -> None:
         """`handlers`: who takes events of that type, in place of the logic. `is_urgent`: which events are served while
         two launched steps are unread; None: that is not looked for. Events keep their order: one that is not urgent
-        holds up those behind it."""
+        holds up those behind it. `launch_at`: until when the next step need not be decided while one runs; the later it
+        is, the more is known of what waits."""
         self._logic = logic
         self._core = core
         self._control = control
@@ -76,6 +79,7 @@ class NodeLoop:
         self._apply_effects = apply_effects
         self._handlers = dict(handlers or {})
         self._is_urgent = is_urgent
+        self._launch_at = launch_at
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
@@ -93,7 +97,9 @@ class NodeLoop:
         """Returns when drained. An exception from the engine ends the node's epoch: it is raised to the caller."""
         launched = True
         while not self._stopping:
-            self._read_inbox(launched)
+            self._read_inbox(self._idle_wait(launched))
+            if self._launch_at is not None:
+                self._hold_launch(self._launch_at)
             now = time.monotonic()
             self._logic.on_tick(now)
             self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
@@ -129,8 +135,17 @@ class NodeLoop:
             else:
                 self._held_up.append(event)
 
-    def _read_inbox(self, launched: bool) -> None:
-        wait = 0.0 if launched or self._held_up else (BLOCKED_WAIT_S if self._core.has_work() else IDLE_WAIT_S)
+    def _hold_launch(self, launch_at: Callable[[], float]) -> None:
+        while self._core.device_is_busy and not self._stopping and (wait := launch_at() - time.monotonic()) > 0:
+            self._read_inbox(min(wait, HOLD_POLL_S))
+            self._write_outbox()
+
+    def _idle_wait(self, launched: bool) -> float:
+        if launched or self._held_up:
+            return 0.0
+        return BLOCKED_WAIT_S if self._core.has_work() else IDLE_WAIT_S
+
+    def _read_inbox(self, wait: float) -> None:
         now = time.monotonic()
         for held_up in self._held_up:
             self._dispatch(held_up, now)

@@ -17,6 +17,8 @@ from tandem.engine.request import Request
 LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait
 MIN_MEASURED_TOKENS = 256  # smaller steps tell more about launches than about tokens
 MAX_CREDIT = 2048.0  # tokens: one chunk
+LAUNCH_S = 0.010  # from a decision to the step's first kernels
+STEP_ERROR = 0.08  # by how much of itself a step may be shorter than expected
 MARGIN = 0.1  # of the target: to spare for prompts that have not begun, since a step that runs can't be stopped
 
 
@@ -38,6 +40,14 @@ class PromptOrder(Protocol):
 
     def ended(self, request: Request) -> None: ...
 
+    @property
+    def has_late(self) -> bool:
+        """Whether what was arranged last holds prompts that can't have their first token in time."""
+
+    def next_decision_at(self) -> float:
+        """When the step after the running one should be decided at the latest, so that the device does not wait for it.
+        Earlier only makes those wait who come meanwhile and should go first."""
+
 
 class _Measuring:
     """Seconds that a prompt token takes, from steps with many of them; 0: nothing measured yet."""
@@ -52,8 +62,17 @@ class _Measuring:
     def seconds_per_token(self) -> float:
         return self.rate.seconds
 
+    has_late = False
+
     def launched(self, step_id: int, tokens: Sequence[tuple[Request, int]]) -> None:
         self._steps[step_id] = self._clock(), sum(count for _, count in tokens)
+
+    def next_decision_at(self) -> float:
+        if not self._steps:
+            return 0.0
+        began, num_tokens = next(iter(self._steps.values()))
+        expected = num_tokens * self.seconds_per_token
+        return max(began, self._last_completed) + expected * (1 - STEP_ERROR) - LAUNCH_S
 
     def completed(self, step_id: int) -> float:
         began, num_tokens = self._steps.pop(step_id)
@@ -97,6 +116,10 @@ class SlackOrder(_Measuring):
 
     def ended(self, request: Request) -> None:
         self._arrivals.pop(request, None)
+
+    @property
+    def has_late(self) -> bool:  # type: ignore[override]
+        return self._late is not None
 
     def deadline(self, request: Request) -> float:
         alone = request.num_prompt_tokens * self.seconds_per_token

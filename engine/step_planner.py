@@ -162,11 +162,13 @@ class StepPlanner:
         waiting = []
         if self._state.free_slots and not plan.preempted:
             waiting = [r for r in self._state.waiting if not r.block_ids]
+        arranged = self._state.prompt_order.arrange(started, waiting)
         chunk = self._options.contended_prefill_chunk
-        if chunk and len(started) + len(waiting) > 1:  # so that who comes next doesn't wait for a long step
+        # So that who comes next doesn't wait for a long step, which a prompt that is late anyway need not be either.
+        if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):
             plan.prompt_budget = min(plan.prompt_budget, chunk)
         admission = Admission()
-        for request in self._state.prompt_order.arrange(started, waiting):
+        for request in arranged:
             if request.state is RequestState.RUNNING:
                 self._plan_chunk(plan, request)
             elif request.state is not RequestState.FINISHED:

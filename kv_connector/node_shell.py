@@ -137,7 +137,10 @@ class NodeProcess:
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
         sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
-        self.loop = NodeLoop(self.logic, core, sender, options.timeouts.drain_s, self._after_turn, handlers, is_urgent)
+        launch_at = self.logic.scheduler.prompt_order.next_decision_at if options.role == "prefill" else None
+        self.loop = NodeLoop(
+            self.logic, core, sender, options.timeouts.drain_s, self._after_turn, handlers, is_urgent, launch_at
+        )
 
     def warm_up(self) -> None:
         """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""

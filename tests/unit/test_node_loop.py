@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 from tandem.engine.node_loop import NodeLoop
 
 
@@ -11,6 +14,10 @@ class OneStep:
     def __init__(self, log: list[str], num_polls: int) -> None:
         self.log, self.polls_left = log, num_polls
         self.inflight = False
+
+    @property
+    def device_is_busy(self) -> bool:
+        return self.polls_left > 0
 
     def has_work(self) -> bool:
         return self.polls_left > 0
@@ -104,3 +111,25 @@ def test_what_is_not_urgent_waits_and_is_not_overtaken() -> None:
 def test_a_loop_that_is_not_told_what_is_urgent_serves_nothing_meanwhile() -> None:
     log = run(["urgent 1"], num_polls=1, serves=False)
     assert log[:5] == ["scheduled", "sent claim", "launched", "read", "urgent 1"]
+
+
+def test_the_next_step_is_decided_late_by_what_is_there_then() -> None:
+    """Everything may be served meanwhile: one step alone is under way, as always between two turns."""
+    log: list[str] = []
+    core = OneStep(log, num_polls=3)
+    decide_at = time.monotonic() + 0.05
+    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, launch_at=lambda: decide_at)
+    threading.Timer(0.02, loop.post, ("other",)).start()
+    threading.Timer(0.1, loop.begin_drain).start()
+    loop.run()
+    assert log[:4] == ["sent claim", "other", "sent answer to other", "scheduled"]
+
+
+def test_a_step_that_ends_early_is_followed_at_once() -> None:
+    log: list[str] = []
+    core = OneStep(log, num_polls=3)
+    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, launch_at=lambda: time.monotonic() + 60.0)
+    threading.Timer(0.02, setattr, (core, "polls_left", 0)).start()
+    threading.Timer(0.1, loop.begin_drain).start()
+    loop.run()
+    assert log == ["sent claim"]

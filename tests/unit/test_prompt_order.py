@@ -110,6 +110,22 @@ class TestSlackOrder:
         order.completed(60)
         assert order.seconds_per_token == pytest.approx(40e-6, rel=0.01)
 
+    def test_the_next_decision_is_due_shortly_before_the_step_should_end(self) -> None:
+        clock = Clock()
+        order = slack_order(clock)
+        assert order.next_decision_at() == 0.0
+        request = prompt(100_000)
+        order.arrived(request)
+        order.launched(0, [(request, 8192)])
+        expected = 8192 * order.seconds_per_token
+        began = clock.now
+        assert began + 0.85 * expected < order.next_decision_at() < began + expected - 0.01
+        clock.now += 0.9 * expected
+        order.launched(1, [(request, 2048)])
+        clock.now += 0.1 * expected
+        order.completed(0)
+        assert order.next_decision_at() < clock.now + 2048 * order.seconds_per_token
+
     def test_it_forgets_who_is_gone(self) -> None:
         clock = Clock()
         order = slack_order(clock)
