@@ -95,7 +95,6 @@ def check_serves_on(answers: Callable[[], int], seconds: float) -> None:
     assert answers() > before + 2, "requests stood still"
 
 
-@pytest.mark.slow
 def test_redis_is_emptied_killed_and_started_again(cluster: RealCluster, redis_server: RedisProcess) -> None:
     with load(cluster) as answers:
         check_whole_soon(cluster, redis_server)
@@ -107,8 +106,7 @@ def test_redis_is_emptied_killed_and_started_again(cluster: RealCluster, redis_s
         check_whole_soon(cluster, redis_server)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pause_s", [2.0, 30.0])  # within the leases, and beyond them
+@pytest.mark.parametrize("pause_s", [2.0, pytest.param(30.0, marks=pytest.mark.slow)])  # within the leases, and beyond
 def test_redis_answers_nobody_for_a_while(cluster: RealCluster, redis_server: RedisProcess, pause_s: float) -> None:
     with load(cluster) as answers:
         check_whole_soon(cluster, redis_server)
