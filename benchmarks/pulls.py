@@ -44,7 +44,7 @@ def cluster(model: str, options: Sequence[str]) -> Iterator[str]:
     shared = ("--redis-url", redis.url)
     commands = [["unified", model, *shared, "--device-index", str(i % num_gpus if num_gpus else 0), *options]
                 for i in range(2)]  # fmt: skip
-    commands.append(["router", model, *shared, "--placement", "round_robin", "--port", str(port)])
+    commands.append(["router", model, *shared, "--placement", "round_robin", "--workers", "1", "--port", str(port)])
     children = [subprocess.Popen([sys.executable, "-c", PROGRAM, *command], stderr=subprocess.DEVNULL)
                 for command in commands]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
