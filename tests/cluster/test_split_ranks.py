@@ -18,7 +18,7 @@ from tandem.engine.sampling_params import SamplingParams
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 LENGTHS = (1, 17, 64, 150)
-MODEL = "llama_four_kv_heads"
+MODEL = "llama_mha"
 
 
 class Nodes:

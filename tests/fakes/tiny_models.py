@@ -57,7 +57,7 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
     ),
     "llama_sharded": ("Llama", {"attention_bias": True, "mlp_bias": True}, {"max_shard_size": "200KB"}),
     "llama_one_kv_head": ("Llama", {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}, {}),
-    "llama_four_kv_heads": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}, {}),
+    "llama_mha": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}, {}),
     "mistral": ("Mistral", {"sliding_window": 32, "tie_word_embeddings": False}, {}),
     "qwen2": ("Qwen2", {"tie_word_embeddings": True}, {}),
     "qwen3": ("Qwen3", {"tie_word_embeddings": False}, {}),
