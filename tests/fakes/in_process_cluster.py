@@ -133,6 +133,7 @@ class Client:
         self._sockets: dict[str, zmq.Socket] = {}
         self.results: dict[tuple[str, int], Result] = {}
         self.statuses: dict[str, Status] = {}
+        self._ping_at = 0.0
         info = NodeInfo(node_id=f"router-{secrets.token_hex(3)}", epoch=secrets.randbits(64), role="router")
         for node in nodes:
             socket = self._context.socket(zmq.DEALER)
@@ -248,8 +249,10 @@ class Client:
         for socket, _ in poller.poll(int(timeout_s * 1000)):
             while socket.poll(0):
                 self._take(wire.decode_from_node(socket.recv()))
-        for socket in self._sockets.values():
-            socket.send(wire.encode(Ping(sequence=1)))
+        if time.monotonic() >= self._ping_at:  # not each time: the answers would keep everybody busy
+            self._ping_at = time.monotonic() + FAST.heartbeat_s / 2
+            for socket in self._sockets.values():
+                socket.send(wire.encode(Ping(sequence=1)))
 
     def close(self) -> None:
         for socket in self._sockets.values():
