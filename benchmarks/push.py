@@ -119,7 +119,8 @@ class Prefill:
         valid = (*[block_size] * (num_blocks - 1), last)
         if pushes:
             meta = SourceStepMeta(self.num_steps, (LayerPush(key, grant, blocks, grant.block_ids, valid),), ())
-        tokens = np.random.default_rng(self.num_steps).integers(10, 4000, num_tokens, dtype=np.int32)
+        vocabulary = self.loaded.config.vocab_size
+        tokens = np.random.default_rng(self.num_steps).integers(10, vocabulary, num_tokens, dtype=np.int32)
         step = SchedulerOutput(
             self.num_steps,
             (ScheduledRow(0, 0, num_tokens),),
