@@ -110,6 +110,22 @@ def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, wo
     assert torch.equal(sink.pool[9], tail_before)
 
 
+def test_with_other_ranks_a_layer_goes_out_when_the_next_one_has_begun(nodes, channel, worker, monkeypatch):
+    monkeypatch.setattr(worker, "_lags", True)
+    source, sink = nodes
+    push = LayerPush(KEY, sink.grant(source.info, [9]), (1,), (9,), (8,))
+    queued: list[int] = []
+    monkeypatch.setattr(worker._transfer, "submit_layer", lambda push, layer, written: queued.append(layer))
+    worker.start_load_kv(SourceStepMeta(5, (push,), ()))
+    for index, name in enumerate(LAYERS):
+        worker.save_kv_layer(name, source.pool[:, :, index], object())
+        assert queued == list(range(index))
+    worker.wait_for_save()
+    assert queued == [0, 1, 2]
+    run_step(worker, source.pool, SourceStepMeta(6, (push,), ()), block=1, value=1.0)
+    assert queued == [0, 1, 2, 0, 1, 2]
+
+
 def test_steps_without_metadata_or_pushes_queue_nothing(nodes, channel, worker):
     source, _ = nodes
     run_step(worker, source.pool, None, block=1, value=1.0)
