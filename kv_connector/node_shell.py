@@ -54,6 +54,8 @@ from tandem.kv_connector.worker import ConnectorWorker
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
 GC_THRESHOLDS = (50_000, 20, 1_000)
+# Of the end of a hand-off each part runs on another thread, while the step loop launches kernels for 20 ms on end.
+SWITCH_INTERVAL_S = 0.0003
 logger = logging.getLogger(__name__)
 
 
@@ -165,7 +167,7 @@ class NodeProcess:
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
-        sys.setswitchinterval(0.001)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         announce(self)
         return self.run()
 
