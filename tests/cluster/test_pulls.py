@@ -165,7 +165,7 @@ def test_requests_with_one_prefix_pull_it_once_and_cancels_leave_nothing() -> No
 
 
 @pytest.mark.parametrize(("way", "seed"), [("shm", 1), ("tcp", 2), ("local", 3)])
-@pytest.mark.parametrize("num_rounds", [8, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rounds", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_tiny_pools_that_evict_all_the_time(way: str, seed: int, num_rounds: int, tmp_path: Path) -> None:
     """Prompts that share prefixes go to random nodes, pulling from random others, faults on every way; one node has
     host memory below its pool, one a disk as well."""
