@@ -64,7 +64,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "peer_id_of",
 ]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 
 # --- connection ---------------------------------------------------------------------------------------------
 

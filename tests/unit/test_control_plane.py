@@ -175,7 +175,7 @@ def test_a_wrong_wire_version_is_refused(make: Callable[..., Plane], dial: Calla
     node = make("node")
     answer = ask(dial(node), hello(version=wire.WIRE_VERSION + 1))
     assert isinstance(answer, Refused)
-    assert (answer.field, answer.ours, answer.theirs) == ("wire_version", "1", "2")
+    assert (answer.field, answer.ours, answer.theirs) == ("wire_version", str(wire.WIRE_VERSION), str(wire.WIRE_VERSION + 1))
     assert not node.events
 
 
