@@ -26,8 +26,8 @@ class World:
     router: RouterInThread
     prefill: Node
 
-    def stream(self, **fields: object) -> Stream:
-        stream = Stream(self.router.url, "llama", PROMPT, LENGTH, **fields)
+    def stream(self, prompt: list[int] = PROMPT) -> Stream:
+        stream = Stream(self.router.url, "llama", prompt, LENGTH)
         stream.wait_for(10)
         return stream
 
@@ -37,8 +37,8 @@ class World:
         self.router.call(lambda: cluster.add(address))
         wait_until(lambda: len(cluster.views) > num_nodes, "the target")
 
-    def check_end(self, stream: Stream) -> None:
-        assert stream.finish() == {0: reference_greedy(tiny_model("llama"), PROMPT, LENGTH).token_ids}
+    def check_end(self, stream: Stream, prompt: list[int] = PROMPT) -> None:
+        assert stream.finish() == {0: reference_greedy(tiny_model("llama"), prompt, LENGTH).token_ids}
         self.router.wait_idle()
         self.prefill.wait_until_whole()
 
@@ -48,11 +48,11 @@ def make_node(role: str, **options: object) -> Node:
 
 
 @contextmanager
-def world_of(source_address: str) -> Iterator[World]:
+def world_of(source_address: str, **options: object) -> Iterator[World]:
     prefill = make_node("prefill")
     addresses = (prefill.info.control_address, source_address)
     try:
-        with RouterInThread(tiny_model("llama"), addresses, timeouts=TIMES, local_tail_tokens=0) as router:
+        with RouterInThread(tiny_model("llama"), addresses, timeouts=TIMES, local_tail_tokens=0, **options) as router:
             router.wait_ready()
             yield World(router, prefill)
     finally:
@@ -132,3 +132,21 @@ def test_a_full_target_leaves_it_where_it_is() -> None:
         assert counter(source, "failed") >= 1
         assert counter(source, "finished") == 0
         target.wait_until_whole()
+
+
+def test_a_fuller_node_gives_sequences_away() -> None:
+    prompts = [random_prompt(120, seed=seed) for seed in range(3)]
+    with (
+        node("decode", num_blocks=100) as source,
+        node("decode", num_blocks=100) as target,
+        world_of(source.info.control_address, rebalance_kv=0.2) as world,
+    ):
+        streams = [world.stream(prompt) for prompt in prompts]
+        world.add(target.info.control_address)
+        for stream in streams:
+            stream.wait()
+        for stream, prompt in zip(streams, prompts, strict=True):
+            world.check_end(stream, prompt)
+        assert 1 <= counter(source, "finished") <= 2, "all three would turn the difference round"
+        for each in (source, target):
+            each.wait_until_whole()
