@@ -128,7 +128,7 @@ class Prefill:
             (NewSlot(0, tokens, num_tokens, blocks, SamplingParams(temperature=0.0), 0),),
             connector_meta=meta,
         )
-        self.transfer.with_digests = digests
+        self.transfer.pusher.with_digests = digests
         began = time.perf_counter()
         self.runner.execute(step).result()
         took = time.perf_counter() - began

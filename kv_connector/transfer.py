@@ -13,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -45,10 +45,9 @@ from tandem.kv_connector.meta import (
     WholePush,
 )
 from tandem.kv_connector.peer_channels import Connect, PeerChannels
-from tandem.kv_connector.plan import plan
-from tandem.kv_connector.reshape import Reshaper
-from tandem.kv_connector.transports.base import Channel, OnLost, PairSums
-from tandem.kv_connector.transports.geometry import BlockGeometry, pool_stride_bytes
+from tandem.kv_connector.pusher import Pusher
+from tandem.kv_connector.transports.base import OnLost
+from tandem.kv_connector.transports.geometry import pool_stride_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -85,10 +84,7 @@ class TransferWorker:
         trace: HandoffTrace | None = None,
     ) -> None:
         self._trace = trace
-        self.with_digests = with_digests
         self._pool_NHLPBD, self._layout = pool, layout
-        self._geometry = BlockGeometry(layout)
-        self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
         self._source_id, self._source_epoch = source
         self._post_event, self._send_ready = post_event, send_ready
         self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
@@ -106,6 +102,7 @@ class TransferWorker:
             ),
             0.0,
         )  # fmt: skip
+        self.pusher = Pusher(pool, layout, self._channels, self._book, self.counters, with_digests, trace)
 
     @property
     def pool(self) -> torch.Tensor:
@@ -204,7 +201,8 @@ class TransferWorker:
             elif isinstance(job, Flush):
                 self._flush(job)
             else:
-                self._push_traced(job)
+                layer = job.layer if isinstance(job, _LayerJob) else None
+                self.pusher.push(subject, layer, job.written if isinstance(job, _LayerJob) else None)  # type: ignore[arg-type]
         except TandemError as error:
             self._fail(subject.key, subject.grant_id, error.message)
         except Exception as error:  # a fault of ours must end this hand-off, not the thread
@@ -215,68 +213,6 @@ class TransferWorker:
         self._book.failed.add(grant_id)
         self.counters["kv_push_failures"] += 1
         self._post_event(PushFailed(key, grant_id, reason))
-
-    def _push_traced(self, job: WholePush | _LayerJob) -> None:
-        push = job.push if isinstance(job, _LayerJob) else job
-        layers = range(job.layer, job.layer + 1) if isinstance(job, _LayerJob) else None
-        if self._trace is None:
-            self._push(push, layers)
-            return
-        begun, before = Moment.now(self._stream is not None), self.counters["kv_pushed_bytes"]
-        self._push(push, layers)
-        nbytes = self.counters["kv_pushed_bytes"] - before
-        written = job.written if isinstance(job, _LayerJob) else None
-        first = push.grant.first_block + push.grant.block_ids.index(push.destination_block_ids[0])
-        layer = -1 if layers is None else layers.start
-        self._trace.pushed(push.key, layer, first, written, begun, Moment.now(self._stream is not None), nbytes)
-
-    def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
-        way = self._channels.of(push.grant)
-        channel, reshaper = way.channel, self._reshaper_to(way.layout)
-        geometry, max_blocks = self._geometry, len(push.num_valid)
-        if reshaper is not None:
-            geometry, max_blocks = reshaper.geometry, reshaper.max_blocks
-            parts = reshaper.parts(push.source_block_ids, push.first_slots, push.num_valid)
-        num_layers = geometry.num_layers if layers is None else len(layers)
-        sizes = [geometry.payload_bytes(num_layers, valid) for valid in push.num_valid]
-        started = time.monotonic()
-        for first, end, nbytes in _portions(sizes, channel.max_write_bytes, max_blocks):
-            if self._book.is_over(push.grant_id):
-                break
-            self._book.unflushed.add(push.grant_id)
-            destinations, valid = push.destination_block_ids[first:end], push.num_valid[first:end]
-            if reshaper is None:
-                pairs = tuple(zip(push.source_block_ids[first:end], destinations, strict=True))
-                sums = self._sums(push, channel, self._pool_NHLPBD, destinations, layers)
-                channel.write(push.grant, pairs, layers, valid, sums)
-            else:
-                staged = reshaper.stage(parts[first:end], layers)
-                sums = self._sums(push, channel, staged, destinations, layers)
-                channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid, sums)
-            self.counters["kv_pushed_bytes"] += nbytes
-        self.counters["kv_push_s"] += time.monotonic() - started
-
-    def _sums(
-        self,
-        push: LayerPush | WholePush,
-        channel: Channel,
-        pool_NHLPBD: torch.Tensor,
-        destination_block_ids: Sequence[int],
-        layers: range | None,
-    ) -> PairSums | None:
-        """What digests the blocks of the next write on their way, where the channel can."""
-        if not (self.with_digests and channel.sums_blocks):
-            return None
-        if push.grant_id not in self._book.sums:
-            self._book.sums[push.grant_id] = GrantSums(push.grant, pool_NHLPBD)
-        return self._book.sums[push.grant_id].of_write(destination_block_ids, layers)
-
-    def _reshaper_to(self, sink: KVLayout) -> Reshaper | None:
-        """None when blocks go into such a pool as they are."""
-        if sink not in self._reshapers:
-            keeps_blocks = plan(self._layout, sink).keeps_blocks
-            self._reshapers[sink] = None if keeps_blocks else Reshaper(self._pool_NHLPBD, self._layout, sink)
-        return self._reshapers[sink]
 
     def _flush(self, job: Flush) -> None:
         self._channels.of(job.grant).channel.flush(job.grant)
@@ -348,7 +284,7 @@ class TransferWorker:
             if isinstance(summed, np.ndarray):
                 return summed
         self.counters["kv_digest_passes"] += 1
-        reshaper = self._reshaper_to(sink)
+        reshaper = self.pusher.reshaper_to(sink)
         if reshaper is None:
             with _on_stream(self._digest_stream):
                 return self._digests(job.source_block_ids, job.digest_key, job.num_valid_last)
@@ -365,15 +301,3 @@ class TransferWorker:
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, bytes) of consecutive writes of about `limit` bytes and at most `max_blocks` blocks."""
-    first, nbytes = 0, 0
-    for index, size in enumerate(sizes):
-        nbytes += size
-        if nbytes >= limit or index + 1 - first == max_blocks:
-            yield first, index + 1, nbytes
-            first, nbytes = index + 1, 0
-    if nbytes:
-        yield first, len(sizes), nbytes

@@ -1,0 +1,113 @@
+"""Pushes of the transfer thread: what a job names, in writes of bounded size, reshaped and summed where need be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tandem.engine.kv_layout import KVLayout
+from tandem.kv_connector.grant_book import GrantBook
+from tandem.kv_connector.grant_sums import GrantSums
+from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
+from tandem.kv_connector.meta import LayerPush, WholePush
+from tandem.kv_connector.peer_channels import PeerChannels
+from tandem.kv_connector.plan import plan
+from tandem.kv_connector.reshape import Reshaper
+from tandem.kv_connector.transports.base import Channel, PairSums
+from tandem.kv_connector.transports.geometry import BlockGeometry
+
+
+class Pusher:
+    """Belongs to the transfer thread; on CUDA to its stream of pushes. `counters` are the thread's."""
+
+    def __init__(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        layout: KVLayout,
+        channels: PeerChannels,
+        book: GrantBook,
+        counters: dict[str, float],
+        with_digests: bool,
+        trace: HandoffTrace | None,
+    ) -> None:
+        self.with_digests = with_digests
+        self._pool_NHLPBD, self._layout = pool_NHLPBD, layout
+        self._geometry = BlockGeometry(layout)
+        self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
+        self._channels, self._book, self._counters, self._trace = channels, book, counters, trace
+
+    def push(self, push: LayerPush | WholePush, layer: int | None, written: Moment | None) -> None:
+        """One layer, or all (None). `written`: when its KV was, if traced. Raises what a channel's write raises."""
+        layers = None if layer is None else range(layer, layer + 1)
+        if self._trace is None:
+            self._push(push, layers)
+            return
+        on_cuda, before = self._pool_NHLPBD.is_cuda, self._counters["kv_pushed_bytes"]
+        begun = Moment.now(on_cuda)
+        self._push(push, layers)
+        nbytes = self._counters["kv_pushed_bytes"] - before
+        first = push.grant.first_block + push.grant.block_ids.index(push.destination_block_ids[0])
+        number = -1 if layer is None else layer
+        self._trace.pushed(push.key, number, first, written, begun, Moment.now(on_cuda), nbytes)
+
+    def reshaper_to(self, sink: KVLayout) -> Reshaper | None:
+        """None when blocks go into such a pool as they are."""
+        if sink not in self._reshapers:
+            keeps_blocks = plan(self._layout, sink).keeps_blocks
+            self._reshapers[sink] = None if keeps_blocks else Reshaper(self._pool_NHLPBD, self._layout, sink)
+        return self._reshapers[sink]
+
+    def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
+        way = self._channels.of(push.grant)
+        channel, reshaper = way.channel, self.reshaper_to(way.layout)
+        geometry, max_blocks = self._geometry, len(push.num_valid)
+        if reshaper is not None:
+            geometry, max_blocks = reshaper.geometry, reshaper.max_blocks
+            parts = reshaper.parts(push.source_block_ids, push.first_slots, push.num_valid)
+        num_layers = geometry.num_layers if layers is None else len(layers)
+        sizes = [geometry.payload_bytes(num_layers, valid) for valid in push.num_valid]
+        started = time.monotonic()
+        for first, end, nbytes in _portions(sizes, channel.max_write_bytes, max_blocks):
+            if self._book.is_over(push.grant_id):
+                break
+            self._book.unflushed.add(push.grant_id)
+            destinations, valid = push.destination_block_ids[first:end], push.num_valid[first:end]
+            if reshaper is None:
+                pairs = tuple(zip(push.source_block_ids[first:end], destinations, strict=True))
+                sums = self._sums(push, channel, self._pool_NHLPBD, destinations, layers)
+                channel.write(push.grant, pairs, layers, valid, sums)
+            else:
+                staged = reshaper.stage(parts[first:end], layers)
+                sums = self._sums(push, channel, staged, destinations, layers)
+                channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid, sums)
+            self._counters["kv_pushed_bytes"] += nbytes
+        self._counters["kv_push_s"] += time.monotonic() - started
+
+    def _sums(
+        self,
+        push: LayerPush | WholePush,
+        channel: Channel,
+        pool_NHLPBD: torch.Tensor,
+        destination_block_ids: Sequence[int],
+        layers: range | None,
+    ) -> PairSums | None:
+        """What digests the blocks of the next write on their way, where the channel can."""
+        if not (self.with_digests and channel.sums_blocks):
+            return None
+        if push.grant_id not in self._book.sums:
+            self._book.sums[push.grant_id] = GrantSums(push.grant, pool_NHLPBD)
+        return self._book.sums[push.grant_id].of_write(destination_block_ids, layers)
+
+
+def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, bytes) of consecutive writes of about `limit` bytes and at most `max_blocks` blocks."""
+    first, nbytes = 0, 0
+    for index, size in enumerate(sizes):
+        nbytes += size
+        if nbytes >= limit or index + 1 - first == max_blocks:
+            yield first, index + 1, nbytes
+            first, nbytes = index + 1, 0
+    if nbytes:
+        yield first, len(sizes), nbytes
