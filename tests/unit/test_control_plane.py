@@ -175,7 +175,11 @@ def test_a_wrong_wire_version_is_refused(make: Callable[..., Plane], dial: Calla
     node = make("node")
     answer = ask(dial(node), hello(version=wire.WIRE_VERSION + 1))
     assert isinstance(answer, Refused)
-    assert (answer.field, answer.ours, answer.theirs) == ("wire_version", str(wire.WIRE_VERSION), str(wire.WIRE_VERSION + 1))
+    assert (answer.field, answer.ours, answer.theirs) == (
+        "wire_version",
+        str(wire.WIRE_VERSION),
+        str(wire.WIRE_VERSION + 1),
+    )
     assert not node.events
 
 
@@ -268,14 +272,15 @@ def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
 
 
 def both_ways(first: Plane, second: Plane) -> None:
-    """Messages of sources and of sinks get through either way, and each has heard of the other once."""
+    """Messages of sources and of sinks get through either way. Who asks for a connection that there is hears of it
+    again."""
     claim = KVClaim(request_id="r", attempt=0, source_id="a", source_epoch=1, sink_epoch=2, num_prompt_tokens=4)
     for sender, to in ((first, second), (second, first)):
         for message in (claim, KVWait(request_id="r", attempt=0, queue_position=0)):
             sender.control.send(to.peer_id, message)
         until(lambda to=to: len(to.of(Received)) == 2)
         assert [event.peer_id for event in to.of(Received)] == [sender.peer_id] * 2
-        assert len(to.of(PeerUp)) == 1
+        assert len(to.of(PeerUp)) in (1, 2)
         assert not to.of(PeerLost)
 
 
