@@ -177,18 +177,15 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
     return Prefill(loaded, runner, transfer, events, grant_of)
 
 
-def measure_prefill(options: argparse.Namespace) -> None:
-    prefill = make_prefill(options.model, options.load_format, options.tokens)
+def measure_prefill(prefill: Prefill, options: argparse.Namespace) -> None:
     kinds = [("nothing pushed", 0, False, False)]
     for number in options.programs:
         kinds += [(f"pushed, {number} programs", number, True, False), (f"and digested, {number}", number, True, True)]
     times: dict[str, list[float]] = {name: [] for name, *_ in kinds}
-    for turn in range(options.repeat + 1):
+    for _ in range(options.repeat):
         for name, number, pushes, digests in kinds:
             cuda_ipc.LAYER_PROGRAMS = number or cuda_ipc.LAYER_PROGRAMS
-            took = prefill.run(options.tokens, pushes, digests)
-            if turn:  # the first one compiles
-                times[name].append(took)
+            times[name].append(prefill.run(options.tokens, pushes, digests))
     alone = statistics.median(times["nothing pushed"])
     print(f"prefill of {options.tokens} tokens, median of {options.repeat}:")
     for name, own in times.items():
@@ -213,8 +210,11 @@ def main() -> None:
     if torch.cuda.device_count() < 2:
         raise SystemExit("this needs two GPUs that reach each other's memory")
     torch.cuda.set_device(0)
+    prefill = make_prefill(options.model, options.load_format, options.tokens)
+    for digests in (False, True):  # compiles
+        prefill.run(options.tokens, True, digests)
     measure_wire(options.programs, options.repeat)
-    measure_prefill(options)
+    measure_prefill(prefill, options)
 
 
 if __name__ == "__main__":
