@@ -15,6 +15,7 @@ import time
 from collections import Counter
 
 import httpx
+import psutil
 import pytest
 
 from real_cluster import RealCluster
@@ -99,8 +100,13 @@ def test_nodes_that_go_at_random_moments_change_no_token() -> None:
             role, number = rng.choice(("decode", "decode", "prefill")), rng.choice(SIGNALS)
             index = rng.randrange(2) if role == "decode" else 0
             print(moment, role, index, number.name, dict(load.ends), flush=True)
-            pid = cluster.pid_of(role, index)
-            cluster.send(pid, number)
+            if cluster.num_nodes() < 3 and number is signal.SIGSTOP:
+                number = signal.SIGKILL  # one that stops while it starts is given up only after minutes
+            try:
+                pid = cluster.pid_of(role, index)
+                cluster.send(pid, number)
+            except (IndexError, psutil.NoSuchProcess):
+                continue  # it is about to be started again
             if rng.random() < 0.7:  # the others are hurt while it is away
                 cluster.wait_until_gone(pid, 90)
                 cluster.wait_until_ready(3, timeout_s=90)

@@ -64,6 +64,11 @@ class RealCluster:
             time.sleep(0.05)
         raise AssertionError(f"not ready: {self.log()}")
 
+    def num_nodes(self) -> int:
+        """That the router can use now."""
+        answer = self.client.get("/ready")
+        return len(answer.json()["nodes"]) if answer.status_code == 200 else 0
+
     def complete(self, prompt: list[int], **fields: object) -> httpx.Response:
         body = {"model": self.model, "prompt": prompt, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return self.client.post("/v1/completions", json={**body, **fields})
