@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
 from tandem.engine.messages import (
-    Continuation,
     KVClaim,
     KVDrained,
     KVReady,
@@ -254,26 +253,6 @@ class SinkManager(SinkQueue):
         if record.machine.state not in (*_ENDED, *_UNTIL_SAFE):
             record.reason = reason
 
-    def _on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
-        """Of a pull it says how much the source has; a repetition must say the same."""
-        if record.most_blocks:
-            num_blocks, rest = divmod(claim.num_prompt_tokens, self._block_size)
-            fits = not rest and 0 < num_blocks <= record.most_blocks
-            if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
-                self.counters.foreign_messages += 1
-                return
-            record.num_tokens, record.num_blocks = claim.num_prompt_tokens, num_blocks
-        if record.num_claimed == 0:
-            record.num_claimed = claim.num_prompt_tokens
-            self._take_claimed(record)
-        self._run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
-
-    def _take_claimed(self, record: SinkRecord) -> None:
-        """Of a sequence that runs its source alone knows how long it may become."""
-        if record.follows and record.num_claimed:
-            record.num_tokens = record.num_claimed
-            record.num_blocks = -(-record.num_tokens // self._block_size)
-
     def _on_ready(self, record: SinkRecord, ready: KVReady) -> None:
         if record.grant is not None and ready.grant_signature != record.grant.signature:
             self.counters.foreign_messages += 1
@@ -283,7 +262,9 @@ class SinkManager(SinkQueue):
             if record.request is not None and not named <= set(record.request.sample_indices):
                 self.counters.foreign_messages += 1
                 return
-            if record.follows != (ready.continuation is not None) or not self._fits_grant(record, ready.continuation):
+            if record.follows != (ready.continuation is not None) or not record.fits(
+                ready.continuation, self._block_size
+            ):
                 self.counters.foreign_messages += 1
                 return
         before = record.machine.state
@@ -291,14 +272,6 @@ class SinkManager(SinkQueue):
         if record.machine.state is S.VERIFYING and before is not S.VERIFYING:
             record.ready = ready
         self._run(record, actions)
-
-    def _fits_grant(self, record: SinkRecord, continuation: Continuation | None) -> bool:
-        """Whether the blocks here hold just the KV of all tokens but the newest, and what was granted begins before."""
-        if continuation is None or record.request is None:
-            return True
-        num_tokens = record.request.num_prompt_tokens + len(continuation.token_ids) - 1
-        starts_at = len(record.hits) * self._block_size
-        return continuation.num_tokens == num_tokens and starts_at < num_tokens <= record.num_tokens
 
     def _on_verified(self, record: SinkRecord, event: Verified) -> None:
         record.bad_indices = event.bad_indices

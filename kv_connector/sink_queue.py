@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
-from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.messages import KVClaim, KVGrant, NodeInfo
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.handoff.sink import SinkEvent
 from tandem.kv_connector.handoff.sink import SinkState as S
@@ -29,6 +29,26 @@ class SinkQueue(SinkActionRunner):
         self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
         self._records: dict[HandoffKey, SinkRecord] = {}
         self._pulls: list[SinkRecord] = []  # claimed
+
+    def _on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
+        """Of a pull it says how much the source has; a repetition must say the same."""
+        if record.most_blocks:
+            num_blocks, rest = divmod(claim.num_prompt_tokens, self._block_size)
+            fits = not rest and 0 < num_blocks <= record.most_blocks
+            if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
+                self.counters.foreign_messages += 1
+                return
+            record.num_tokens, record.num_blocks = claim.num_prompt_tokens, num_blocks
+        if record.num_claimed == 0:
+            record.num_claimed = claim.num_prompt_tokens
+            self._take_claimed(record)
+        self._run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
+
+    def _take_claimed(self, record: SinkRecord) -> None:
+        """Of a sequence that runs its source alone knows how long it may become."""
+        if record.follows and record.num_claimed:
+            record.num_tokens = record.num_claimed
+            record.num_blocks = -(-record.num_tokens // self._block_size)
 
     def _grant_in_order(self) -> None:
         while self._queue:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tandem.engine.messages import KVGrant, KVReady
+from tandem.engine.messages import Continuation, KVGrant, KVReady
 from tandem.engine.request import Request
 from tandem.kv_connector.handoff.sink import SinkMachine
 from tandem.kv_connector.meta import HandoffKey
@@ -36,3 +36,11 @@ class SinkRecord:
     resend_at: float = 0.0
     resend_every_s: float = 0.0
     closed_at: float = 0.0
+
+    def fits(self, continuation: Continuation | None, block_size: int) -> bool:
+        """Whether it is the end of this running sequence, and what was granted has room for just the rest."""
+        if continuation is None or self.request is None:
+            return True
+        num_tokens = self.request.num_prompt_tokens + len(continuation.token_ids) - 1
+        starts_at = len(self.hits) * block_size
+        return continuation.num_tokens == num_tokens and starts_at < num_tokens <= self.num_tokens
