@@ -50,9 +50,10 @@ class Trio:
 
 
 @contextmanager
-def trio(way: str = "shm", **decode: object) -> Iterator[Trio]:
+def trio(way: str = "shm", second: dict[str, object] | None = None, **decode: object) -> Iterator[Trio]:
+    """`decode` are options of both decode nodes, unless the second has its own."""
     model = tiny_model("llama")
-    roles = (("prefill", {}), ("decode", decode), ("decode", decode))
+    roles = (("prefill", {}), ("decode", decode), ("decode", decode if second is None else second))
     nodes = [Node(node_options(role, model, transport=way, **options)) for role, options in roles]
     made = Trio(*nodes, Client(*(node.info for node in nodes)))
     try:
@@ -126,6 +127,19 @@ def test_there_and_back_again(alone: Alone) -> None:
             result, here, there = moved, there, here
         nodes.client.wait(result)
         assert [[*output, *result.output()]] == alone.run(prompt, sampling)
+        nodes.check_whole()
+
+
+@pytest.mark.parametrize("sizes", [(16, 32), (32, 16)])
+def test_blocks_of_another_size(sizes: tuple[int, int], alone: Alone) -> None:
+    prompt, sampling = random_prompt(150, seed=15), changed(SAMPLED, max_tokens=LONG)
+    with trio(block_size=sizes[0], second={"block_size": sizes[1]}) as nodes:
+        result = nodes.submit("r", prompt, sampling)
+        nodes.until_decoding(result)
+        moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
+        nodes.client.wait(moved)
+        assert [message.reason for message in result.migrated] == [""]
+        assert [joined(result, moved)] == alone.run(prompt, sampling)
         nodes.check_whole()
 
 
