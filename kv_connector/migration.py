@@ -46,6 +46,7 @@ class Departure:
     request: Request
     most_tokens: int
     num_preemptions: int
+    least_tokens: int  # known, before anything is pushed: what a launched step computes is there when its token is
     paused_at: float = 0.0
     is_handed_over: bool = False
     reason: str = ""
@@ -75,7 +76,7 @@ class Migrations:
         problem = ""
         if entry is None or entry.router_id != router_id or request is None:
             problem = outcomes.UNKNOWN
-        elif request.state is not RequestState.RUNNING or request.num_computed_tokens < request.num_prompt_tokens:
+        elif request.state is not RequestState.RUNNING or request.num_uncomputed_tokens > 1:
             problem = outcomes.NOT_DECODING
         elif order.num_tokens > request.num_tokens or any(d.request is request for d in self._departures.values()):
             problem = outcomes.UNKNOWN
@@ -84,7 +85,8 @@ class Migrations:
             return False
         growth = max(GROWTH_BLOCKS * self._scheduler.block_size, LEAST_GROWTH_TOKENS)
         most_tokens = min(request.num_launched_tokens + growth, request.max_num_tokens)
-        departure = Departure(order, router_id, request, most_tokens, request.num_preemptions)
+        least_tokens = request.num_launched_tokens
+        departure = Departure(order, router_id, request, most_tokens, request.num_preemptions, least_tokens)
         self._departures[order.successor] = departure
         self.counters.started += 1
         self._source.follow(order.successor, order.peer, most_tokens, now + order.deadline_s, now)
@@ -143,10 +145,12 @@ class Migrations:
         """The KV of all tokens but the newest that the host knows is complete, and does not change any more."""
         request, key = departure.request, departure.key
         must_stop = request.num_launched_tokens >= departure.most_tokens
-        if not must_stop and not self._source.is_flushed(key):
-            return
-        num_blocks = self._source.push_settled(key, request.block_ids, request.num_tokens - 1, now)
-        if must_stop or num_blocks <= LAST_ROUND_BLOCKS:
+        if not must_stop:
+            if request.num_tokens < departure.least_tokens or not self._source.is_flushed(key):
+                return
+            num_blocks = self._source.push_settled(key, request.block_ids, request.num_tokens - 1, now)
+            must_stop = num_blocks <= LAST_ROUND_BLOCKS
+        if must_stop:
             request.is_paused, departure.paused_at = True, now
 
     def _hand_over(self, departure: Departure, now: float) -> None:

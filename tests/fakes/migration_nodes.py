@@ -71,12 +71,11 @@ class Seq:
     is_paused: bool = False
     state: RequestState = RequestState.RUNNING
     num_preemptions: int = 0
-    num_prompt_tokens: int = 1
     block_ids: tuple[int, ...] = ()
 
     @property
-    def num_computed_tokens(self) -> int:
-        return self.num_tokens
+    def num_uncomputed_tokens(self) -> int:
+        return 1
 
     @property
     def num_tokens(self) -> int:
