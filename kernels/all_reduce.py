@@ -20,20 +20,18 @@ FLAG_BYTES = 4
 MOST_WORD_LANES = 512
 MOST_ROW_BYTES = 1 << 29  # of the mail's rows; larger steps go another way
 Way = Literal["words", "rows", "shares"]
-# For up to so many ranks: how sums of up to so many bytes travel, and "shares" beyond. Measured on H200s over NVLink.
+# For up to so many ranks: how sums of up to so many bytes travel; NCCL is faster beyond. Measured on H200s over NVLink.
 WAYS: tuple[tuple[int, tuple[tuple[int, Way], ...]], ...] = (
     (2, ((32 * 8192, "words"), (1 << 62, "rows"))),
-    (8, ((16 * 8192, "words"), (64 * 8192, "rows"))),
+    (1 << 30, ((32 * 8192, "words"), (512 * 8192, "shares"))),
 )
 
 
-def way_to_sum(num_ranks: int, num_bytes: int) -> Way:
+def way_to_sum(num_ranks: int, num_bytes: int) -> Way | None:
     """`num_bytes` of each rank's part. "words" and "rows": to every peer (each word with a number beside it, or rows
-    and flags); "shares": each row to one rank, which sends the sum to all."""
-    for most_ranks, steps in WAYS:
-        if num_ranks <= most_ranks:
-            return next((way for most, way in steps if num_bytes <= most), "shares")
-    return "shares"
+    and flags); "shares": each row to one rank, which sends the sum to all; None: by NCCL."""
+    steps = next(steps for most_ranks, steps in WAYS if num_ranks <= most_ranks)
+    return next((way for most, way in steps if num_bytes <= most), None)
 
 
 def _aligned(offset: int) -> int:
@@ -71,7 +69,9 @@ class MailLayout:
 
     @cached_property
     def row_lanes(self) -> int:
-        return min(self.max_rows, MOST_ROW_BYTES // (2 * self.num_ranks * self.row_bytes))
+        steps = next(steps for most_ranks, steps in WAYS if self.num_ranks <= most_ranks)
+        most_bytes = min(steps[-1][0], MOST_ROW_BYTES // (2 * self.num_ranks))
+        return min(self.max_rows, most_bytes // self.row_bytes)
 
     @cached_property
     def argmax_at(self) -> int:
@@ -89,9 +89,7 @@ class MailLayout:
     def way(self, num_rows: int) -> Way | None:
         """How so many rows are summed; None: they don't fit."""
         way = way_to_sum(self.num_ranks, num_rows * self.row_bytes)
-        if way == "words":
-            return way if num_rows <= self.word_lanes else "rows" if num_rows <= self.row_lanes else None
-        return way if num_rows <= self.row_lanes else None
+        return way if num_rows <= (self.word_lanes if way == "words" else self.row_lanes) else None
 
     @property
     def ways(self) -> list[Way]:

@@ -90,7 +90,8 @@ def _run(rank: int, num_ranks: int, port: int) -> None:
         twin = residual.clone()
         mail = group._mail
         assert mail is not None
-        ways = [way for way in WAYS if way != "words" or rows <= mail.layout.word_lanes]
+        layout = mail.layout
+        ways = [way for way in WAYS if rows <= (layout.word_lanes if way == "words" else layout.row_lanes)]
         for way in (*ways, *ways):
             normed = sum_add_rms_norm(mail, parts[rank], residual, weight, EPS, way)
             expected = sum_add_rms_norm_twin(parts, twin, weight, EPS)

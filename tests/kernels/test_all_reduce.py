@@ -41,21 +41,31 @@ def test_every_rank_gets_the_sum_and_the_token_of_all(tmp_path: Path) -> None:
 
 def test_few_bytes_go_as_words_and_many_ranks_share_rows() -> None:
     assert [way_to_sum(2, rows * 8192) for rows in (1, 32, 33, 8192)] == ["words", "words", "rows", "rows"]
-    assert [way_to_sum(4, rows * 8192) for rows in (1, 16, 64, 65)] == ["words", "words", "rows", "shares"]
+    assert [way_to_sum(4, rows * 8192) for rows in (1, 32, 33, 512, 513)] == [
+        "words",
+        "words",
+        "shares",
+        "shares",
+        None,
+    ]
 
 
-def test_the_mail_of_long_rows_has_fewer_lanes() -> None:
-    """What it doesn't hold goes another way; the parts of the mail don't overlap."""
-    small, large = MailLayout(2, 8192, 4096, torch.bfloat16), MailLayout(8, 8192, 8192, torch.bfloat16)
-    assert small.row_lanes == 8192
-    assert large.row_lanes == MOST_ROW_BYTES // (2 * 8 * 8192 * 2)
-    mail = Mail.make(0, [0] * 8, large, torch.device("cpu"))
-    assert mail.way(torch.zeros(large.row_lanes, 8192, dtype=torch.bfloat16)) == "shares"
-    assert mail.way(torch.zeros(large.row_lanes + 1, 8192, dtype=torch.bfloat16)) is None
+def test_the_mail_holds_the_rows_that_are_not_left_to_nccl() -> None:
+    """The parts of the mail don't overlap."""
+    two, long, eight = (
+        MailLayout(2, 8192, 4096, torch.bfloat16),
+        MailLayout(2, 32768, 8192, torch.bfloat16),
+        MailLayout(8, 8192, 8192, torch.bfloat16),
+    )
+    assert (two.row_lanes, long.row_lanes, eight.row_lanes) == (8192, MOST_ROW_BYTES // (2 * 2 * 8192 * 2), 256)
+    assert (two.ways, eight.ways) == (["rows", "words"], ["shares", "words"])
+    mail = Mail.make(0, [0] * 8, eight, torch.device("cpu"))
+    assert mail.way(torch.zeros(256, 8192, dtype=torch.bfloat16)) == "shares"
+    assert mail.way(torch.zeros(257, 8192, dtype=torch.bfloat16)) is None
     assert mail.way(torch.zeros(1, 8192)) is None
-    assert (small.ways, large.ways) == (["rows", "words"], ["rows", "shares", "words"])
-    assert large.rows_at % 16 == 0
-    assert large.rows_at >= large.argmax_at + 2 * large.argmax_lanes * 8 * 2 * 64 * 8
+    for layout in (two, long, eight):
+        assert layout.rows_at >= layout.argmax_at + 2 * layout.argmax_lanes * layout.num_ranks * 2 * 64 * 8
+        assert layout.flags_at >= layout.rows_at + 2 * layout.row_lanes * layout.num_ranks * layout.row_bytes
 
 
 def test_rows_of_half_words_have_no_mail() -> None:
