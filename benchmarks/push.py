@@ -2,11 +2,11 @@
 
     python benchmarks/push.py MODEL [--load-format dummy] [--tokens 8192] [--programs 8 16] [--repeat 6]
 
-1. 1 GiB of blocks from scattered places to scattered places of a pool on the other GPU, beside a plain peer copy of as
-   many bytes: whole blocks by the copy engine, and by the kernel of layer pushes.
-2. One prompt's prefill with nothing pushed, with every layer pushed, and with every layer pushed and digested. Kinds
+1. One prompt's prefill with nothing pushed, with every layer pushed, and with every layer pushed and digested. Kinds
    take turns, so that clocks and temperature are the same for all.
-3. The sink's check of the digests of that prompt.
+2. The sink's check of the digests of that prompt.
+3. 1 GiB of blocks from scattered places to scattered places of a pool on the other GPU, beside a plain peer copy of as
+   many bytes: whole blocks by the copy engine, and by the kernel of layer pushes.
 """
 
 from __future__ import annotations
@@ -213,8 +213,8 @@ def main() -> None:
     prefill = make_prefill(options.model, options.load_format, options.tokens)
     for digests in (False, True):  # compiles
         prefill.run(options.tokens, True, digests)
-    measure_wire(options.programs, options.repeat)
     measure_prefill(prefill, options)
+    measure_wire(options.programs, options.repeat)
 
 
 if __name__ == "__main__":

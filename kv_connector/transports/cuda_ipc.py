@@ -24,7 +24,9 @@ from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport,
 
 FLUSH_TIMEOUT_S = 60.0  # a push waits for the step that computes it; this is far beyond any step
 FLUSH_POLL_S = 20e-6
-LAYER_PROGRAMS = 8  # of the kernel; each takes a place on a multiprocessor from the computation
+# Of the kernel; each takes a place on a multiprocessor from the computation. On H200s 4, 8 and 16 push 104, 202 and 293
+# GB/s, with digests 37, 69 and 131; a layer of a long prompt is 33 MB every 6 ms.
+LAYER_PROGRAMS = 8
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True):
