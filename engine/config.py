@@ -129,7 +129,7 @@ class RouterOptions:
     placement: PlacementName = "prefix_aware"
     # Running sequences go from a decode node to one whose KV pool is less full by this share of it; 0: never.
     rebalance_kv: float = 0.0
-    local_tail_tokens: int = 256  # an uncached tail up to this is computed on the decode node itself
+    local_tail_tokens: int = 256  # an uncached tail up to this may be computed on the decode node itself
     api_keys_file: str = ""
     ready_fd: int = -1
     launcher_address: str = ""

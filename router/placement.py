@@ -1,13 +1,15 @@
 """Which nodes serve a request: pure policy over a snapshot of the nodes (docs/placement.md).
 
-A decode node D and a prefill node P, or D alone when the tail that it has not cached is short, or P alone when the
-first token ends the request. Unified nodes do both halves. Which halves there are is decided here; which node does a
-half is decided by a `PlacementPolicy`, unless the request's session has a home that is not overloaded.
+A decode node D and a prefill node P, or D alone when the tail that it has not cached is short and it gets to it as soon
+as P would, or P alone when the first token ends the request. Unified nodes do both halves. Which halves there are is
+decided here; which node does a half is decided by a `PlacementPolicy`, unless the request's session has a home that is
+not overloaded.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +24,8 @@ __all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "fi
 
 # A session stays at its home until others are ahead by this much prompt work, or its home has no room.
 SESSION_PATIENCE_S = 1.0
+# A decode node with up to this much prompt work, some steps beside its decodes, takes a short tail at once.
+TAIL_PATIENCE_S = 0.05
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
@@ -119,11 +123,17 @@ class _Finder:
         alone = self._why_alone(decode)
         if alone:
             return self._alone(decode, alone)
+        tail = self.request.num_prompt_tokens - decode.num_cached_tokens
+        backlog_s = decode.node.backlog_s(self.now) if tail <= self.local_tail_tokens else math.inf
+        if backlog_s <= TAIL_PATIENCE_S:
+            return self._alone(decode, "short uncached tail")
         model = decode.node.model
         partners = [node for node in prefills if node.model == model]
         if not partners:
             return self._alone(decode, "no prefill node")
         prefill = self._choose("prompt", partners)
+        if backlog_s <= prefill.queue_s + prefill.compute_s:
+            return self._alone(decode, "short uncached tail")
         return Placement(decode.node.ref, prefill.node.ref, "prefill and decode", (decode, prefill))
 
     def _alone(self, choice: Choice, reason: str) -> Placement:
@@ -137,8 +147,6 @@ class _Finder:
             return "unified node"
         if self.request.prompt_logprobs:
             return "prompt logprobs are computed where the tokens are"
-        if self.request.num_prompt_tokens - decode.num_cached_tokens <= self.local_tail_tokens:
-            return "short uncached tail"
         return ""
 
     def _choose(self, kind: str, nodes: Sequence[NodeView], transfer_s_per_token: float = 0.0) -> Choice:

@@ -48,6 +48,19 @@ def test_a_short_uncached_tail_stays_on_the_decode_node(
     assert names(choose(request, node("prefill", "p"), node("decode", "d"), cached={("d", 1): cached})) == expected
 
 
+@pytest.mark.parametrize(("waiting", "waiting_at_prefill", "expected"), [
+    (1000, 0, ("d", None)),  # 50 ms: at once
+    (2000, 0, ("d", "p")),
+    (2000, 1700, ("d", "p")),  # 85 ms and 13 ms for the tail, against 100 ms
+    (2000, 1800, ("d", None)),
+])  # fmt: skip
+def test_a_short_tail_goes_where_it_is_computed_sooner(
+    waiting: int, waiting_at_prefill: int, expected: tuple[str, str | None]
+) -> None:
+    nodes = node("prefill", "p", num_waiting_tokens=waiting_at_prefill), node("decode", "d", num_waiting_tokens=waiting)
+    assert names(choose(PlacementRequest(num_prompt_tokens=256, max_tokens=8), *nodes)) == expected
+
+
 def test_one_token_needs_no_decode_node() -> None:
     nodes = node("prefill", "p"), node("decode", "d")
     assert names(choose(PlacementRequest(8192, 1), *nodes)) == ("p", None)
