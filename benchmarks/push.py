@@ -103,6 +103,7 @@ class Prefill:
 
     loaded: LoadedModel
     runner: ModelRunner
+    sink_pool: torch.Tensor  # the mapping knows its address only
     transfer: TransferWorker
     events: list[object]
     grant_of: Callable[[HandoffKey, int], KVGrant]
@@ -174,7 +175,7 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
             sink_id="d", sink_epoch=2, first_block=0, block_ids=ids, num_prompt_tokens=num_tokens, lease_s=60.0,
         )  # fmt: skip
 
-    return Prefill(loaded, runner, transfer, events, grant_of)
+    return Prefill(loaded, runner, pools[1], transfer, events, grant_of)
 
 
 def measure_prefill(prefill: Prefill, options: argparse.Namespace) -> None:
@@ -191,10 +192,11 @@ def measure_prefill(prefill: Prefill, options: argparse.Namespace) -> None:
     for name, own in times.items():
         share = 100 * (statistics.median(own) / alone - 1)
         print(f"  {name:28} {1e3 * statistics.median(own):7.2f} ms ({share:+.2f} %; target +1 %, digests +0.5 %)")
-    sink = torch.empty_like(prefill.runner.pool, device="cuda:1")
     size = prefill.loaded.layout.block_size
     with torch.cuda.device(1):
-        check = seconds(lambda: block_digests(sink, range(len(sink)), 7, size, size), options.repeat)
+        check = seconds(
+            lambda: block_digests(prefill.sink_pool, range(len(prefill.sink_pool)), 7, size, size), options.repeat
+        )
     print(f"  digests checked by the sink in {1e3 * check:.2f} ms, beside its decode steps", flush=True)
     assert prefill.transfer.stop(10.0)
 
