@@ -23,7 +23,6 @@ from tandem.kernels.fused_ops import silu_mul
 from tandem.kernels.matmul_plans import (
     GATE_UP_GROUP,
     SHARED_BYTES,
-    SHARED_HALF,
     Plan,
     RingPlan,
     RowsPlan,
@@ -31,7 +30,7 @@ from tandem.kernels.matmul_plans import (
     choose_plan,
 )
 
-LADDER = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128)
+LADDER = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 127, 128, 255, 256)
 # Name -> outputs, inputs, times a step.
 PRODUCTS = {
     "qkv": (6144, 4096, 32),
@@ -121,29 +120,27 @@ def stream_plans(rows: int, outputs: int, inputs: int) -> Iterator[StreamPlan]:
                 yield from (whole._replace(lead=lead) for lead in (0, 128 // tile_k, 256 // tile_k, 512 // tile_k))
 
 
-def ring_plans(rows: int, outputs: int, inputs: int) -> Iterator[RingPlan]:
-    shapes = {
-        64: ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2)),
-        128: ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2)),
-        256: ((64, 1), (128, 2)),
-    }
-    for tile_m in (64, 128, 256):
-        if rows <= 32 or (tile_m < rows and tile_m < 128) or tile_m >= 2 * rows:
-            continue
-        for tile_n, groups in shapes[tile_m]:
-            for tile_k in (64, 128):
-                for splits in (0, 1, 2, 4, 8):
-                    whole = RingPlan(tile_n, tile_m, tile_k, 0, groups, splits)
-                    stage = (tile_n + tile_m) * tile_k * 2 + 16
-                    for limit in (SHARED_HALF, SHARED_BYTES):
-                        stages = min(8, (limit - 512 - whole.shared_bytes) // stage)
-                        if stages >= 3 or (stages == 2 and tile_k == 128):
-                            yield whole._replace(stages=stages)
+# Rows of a tile -> (tile_n, tile_k, warpgroups).
+RING_TILES = {
+    64: ((64, 64, 1), (64, 128, 1), (128, 64, 1), (128, 128, 1), (128, 64, 2), (256, 64, 2)),
+    128: ((64, 64, 1), (64, 128, 1), (128, 64, 1), (128, 64, 2), (256, 64, 2)),
+    256: ((64, 64, 1), (128, 64, 2)),
+}
+
+
+def ring_plans(rows: int) -> Iterator[RingPlan]:
+    """Tiles as high as the rows or, above 128, two beside each other; rings as deep as fits."""
+    tiles_m = [tile for tile in RING_TILES if rows <= tile < 2 * rows] or [256]
+    for tile_m in {*tiles_m, *([128] if rows > 128 else [])} if rows > 32 else ():
+        for tile_n, tile_k, groups in RING_TILES[tile_m]:
+            plan = RingPlan(tile_n, tile_m, tile_k, 0, groups)
+            stages = (SHARED_BYTES - 512 - plan.shared_bytes) // ((tile_n + tile_m) * tile_k * 2 + 16)
+            yield plan._replace(stages=min(10, stages))
 
 
 def candidates(rows: int, outputs: int, inputs: int) -> list[Plan]:
     """Plans worth measuring for one product."""
-    plans: set[Plan] = {*stream_plans(rows, outputs, inputs), *ring_plans(rows, outputs, inputs)}
+    plans: set[Plan] = {*stream_plans(rows, outputs, inputs), *ring_plans(rows)}
     if rows <= 4:
         plans |= {RowsPlan(tile_n, 2048, warps) for tile_n in (2, 4) for warps in (4, 8)}
     return sorted(plan for plan in plans if plan.is_valid(rows, outputs, inputs))

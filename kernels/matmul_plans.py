@@ -13,9 +13,8 @@ GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernels' epilogues depen
 LONGEST_TUNED = 320  # rows
 MAX_PROGRAMS = 264
 MULTIPROCESSORS = 132
-WORKSPACE_WORDS = MULTIPROCESSORS * 192 * 256
+WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
 SHARED_BYTES = 227 << 10  # a program's limit on Hopper
-SHARED_HALF = 113 << 10  # so that two programs fit a multiprocessor
 
 
 class StreamPlan(NamedTuple):
@@ -50,14 +49,13 @@ class StreamPlan(NamedTuple):
 
 
 class RingPlan(NamedTuple):
-    """triton_kernels/matmul_ring.py: tensor cores, a loading warp, one to three multiplying warpgroups."""
+    """triton_kernels/matmul_ring.py: tensor cores, a loading warp, one or two multiplying warpgroups, whole tiles."""
 
     tile_n: int
     tile_m: int
     tile_k: int
     stages: int
     groups: int
-    splits: int  # 1: whole tiles; 0: even shares of all steps; more: programs a tile
 
     @property
     def height(self) -> int:
@@ -71,45 +69,28 @@ class RingPlan(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In how many pieces a tile ends that isn't exchanged: 128 sums a thread are too many to add others to."""
-        return 2 if self.splits < 2 and self.sums >= 128 else 1
+        """In how many pieces a tile ends."""
+        return 2 if self.sums >= 128 else 1
 
     @property
     def rows_stored(self) -> int:
-        return self.tile_m // max(self.splits, self.parts)
+        return self.tile_m // self.parts
 
     @property
     def shared_bytes(self) -> int:
         ring = self.stages * ((self.tile_n + self.tile_m) * self.tile_k * 2 + 16)
         return ring + self.tile_n * self.rows_stored * 2
 
-    @property
-    def resident(self) -> int:
-        """How many programs fit a multiprocessor; where it is two, the next product loads while this one ends."""
-        most_sums = {1: 64, 2: 32, 3: 0}[self.groups]  # of half the registers
-        return 2 if self.shared_bytes <= SHARED_HALF and self.sums <= most_sums else 1
-
     def lanes(self, num_rows: int) -> int:
         return -(-num_rows // self.tile_m)
 
     def grid(self, num_rows: int, num_outputs: int, num_inputs: int) -> int:
-        lanes, tiles = self.lanes(num_rows), -(-num_outputs // self.tile_n)
-        if self.splits > 1:
-            return lanes * tiles * self.splits
-        if self.splits == 1:
-            return lanes * min(tiles, MULTIPROCESSORS * self.resident // lanes)
-        return lanes * min(tiles * -(-num_inputs // self.tile_k), MULTIPROCESSORS // lanes)
+        lanes = self.lanes(num_rows)
+        return lanes * min(-(-num_outputs // self.tile_n), MULTIPROCESSORS // lanes)
 
     def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
-        """Whether the tiles fit a multiprocessor, and programs that wait for each other all run at once."""
-        grid, k_tiles = self.grid(num_rows, num_outputs, num_inputs), -(-num_inputs // self.tile_k)
-        if self.splits != 1 and grid > MULTIPROCESSORS:
-            return False
-        spread = self.splits < 2 or (self.tile_m // self.splits >= 8 and k_tiles >= self.splits)
-        fits = self.shared_bytes <= SHARED_BYTES and self.sums <= 128
-        return (
-            grid > 0 and fits and spread and (self.splits == 1 or grid * self.tile_n * self.tile_m <= WORKSPACE_WORDS)
-        )
+        """Whether a program's tiles and sums fit a multiprocessor."""
+        return self.groups <= 2 and self.sums <= 128 and self.shared_bytes <= SHARED_BYTES
 
 
 class RowsPlan(NamedTuple):
@@ -133,7 +114,7 @@ Table = Mapping[tuple[int, int], tuple[tuple[int, "Plan | None"], ...]]
 
 def parse_table(text: str) -> Table:
     """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising; a plan lists the fields of a
-    StreamPlan (seven), a RingPlan (six) or a RowsPlan (three). ValueError for anything else."""
+    StreamPlan (seven), a RingPlan (five) or a RowsPlan (three). ValueError for anything else."""
     table = {}
     for sizes, steps in json.loads(text)["products"].items():
         num_outputs, num_inputs = (int(size) for size in sizes.split(","))
@@ -147,7 +128,7 @@ def _parse_plan(fields: list[int] | None) -> Plan | None:
     if fields is None:
         return None
     if len(fields) not in PLANS:
-        raise ValueError(f"a plan of {len(fields)} fields, expected 3, 6 or 7: write the table anew")
+        raise ValueError(f"a plan of {len(fields)} fields, expected 3, 5 or 7: write the table anew")
     return PLANS[len(fields)](*fields)
 
 

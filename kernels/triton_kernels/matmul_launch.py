@@ -40,15 +40,10 @@ def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLa
 def ring_constants(plan: RingPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
     """The kernel's compile-time constants and options for a plan. Warpgroups trade registers: the sum over them, with
     the loading warp's, is what the launch gave."""
-    group, loader = {1: (216, 40), 2: (232, 40)}[plan.groups]
-    options: dict[str, Any] = {"num_warps": 4}
-    if plan.resident == 2:
-        group, loader = {1: (216, 40), 2: (104, 32)}[plan.groups]
-        options["maxnreg"] = {1: 128, 2: 80}[plan.groups]
     return {
         "HEIGHT": plan.height, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
-        "GROUPS": plan.groups, "SPLITS": plan.splits, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
-        "GROUP_REGISTERS": group, "LOADER_REGISTERS": loader, **options,
+        "GROUPS": plan.groups, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
+        "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4,
     }  # fmt: skip
 
 
@@ -88,7 +83,7 @@ def launch(
     if isinstance(plan, RowsPlan):
         launch_rows(plan, x_MK, weight_NK, out_MN, bias_N=bias_N, silu=silu)
     elif isinstance(plan, RingPlan):
-        _launch_ring(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
+        _launch_ring(plan, x_MK, weight_NK, out_MN, bias_N, silu)
     else:
         _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
 
@@ -148,7 +143,6 @@ def _launch_ring(
     x_MK: torch.Tensor,
     weight_NK: torch.Tensor,
     out_MN: torch.Tensor,
-    workspace: torch.Tensor,
     bias_N: torch.Tensor | None,
     silu: bool,
 ) -> None:
@@ -157,8 +151,7 @@ def _launch_ring(
         _describe(weight_NK, plan.height, plan.tile_k),
         _describe(x_MK, plan.tile_m, plan.tile_k),
         _describe(out_MN, *ring_y_tile(plan, silu)),
-        workspace if bias_N is None else bias_N,
-        workspace,
+        weight_NK if bias_N is None else bias_N,
         num_outputs,
         -(-num_outputs // plan.tile_n),
         -(-num_inputs // plan.tile_k),

@@ -70,7 +70,7 @@ def compile_stream(plan: StreamPlan, *, has_bias: bool, silu: bool) -> Any:
 def compile_ring(plan: RingPlan, *, has_bias: bool, silu: bool) -> Any:
     types = {
         "w_desc": descriptor(plan.height, plan.tile_k), "x_desc": descriptor(plan.tile_m, plan.tile_k),
-        "y_desc": descriptor(*matmul_launch.ring_y_tile(plan, silu)), "bias": "*bf16", "workspace": "*i32",
+        "y_desc": descriptor(*matmul_launch.ring_y_tile(plan, silu)), "bias": "*bf16",
     }  # fmt: skip
     return compile_kernel(matmul_ring_kernel, types, matmul_launch.ring_constants(plan, has_bias=has_bias, silu=silu))
 
@@ -107,11 +107,9 @@ def test_bias_and_gating_compile(gated: bool) -> None:
 @pytest.mark.parametrize(
     ("plan", "gated"),
     [
-        (RingPlan(128, 256, 64, 4, 2, 1), True),
-        (RingPlan(128, 256, 64, 4, 2, 0), False),
-        (RingPlan(256, 128, 64, 4, 2, 8), False),
-        (RingPlan(192, 128, 64, 5, 3, 4), False),
-        (RingPlan(128, 64, 64, 3, 1, 1), True),
+        (RingPlan(128, 256, 64, 4, 2), True),
+        (RingPlan(256, 128, 64, 4, 2), False),
+        (RingPlan(64, 128, 128, 4, 1), True),
     ],
 )
 def test_kernels_with_a_loading_warp_compile(plan: RingPlan, gated: bool) -> None:
