@@ -59,8 +59,8 @@ class Variant:
 
 
 VARIANTS = {
-    "128": Variant(), "64": Variant(64), "80": Variant(80), "96": Variant(96), "ALiBi": Variant(has_alibi=True),
-    "fp8": Variant(is_fp8=True),
+    "128": Variant(), "64": Variant(64), "80": Variant(80), "96": Variant(96), "256": Variant(256),
+    "ALiBi": Variant(has_alibi=True), "fp8": Variant(is_fp8=True),
 }  # fmt: skip
 FEW_QUERIES = (16, 32, 64, 128, 256)  # over an fp8 prefix: where unpacking it begins to pay
 
@@ -140,6 +140,7 @@ def both_kernels(batch: PagedBatch, spec: AttentionSpec) -> tuple[float, float]:
 
 def print_variants() -> None:
     unpack_prefix.WORTHWHILE_QUERIES = 0
+    triton_prefill.UNTRIED = None
     print(f"{'Hopper kernel / general, TFLOP/s':34}" + "".join(f"{name:>14}" for name in VARIANT_SHAPES))
     for name, variant in VARIANTS.items():
         cells = []

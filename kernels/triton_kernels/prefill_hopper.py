@@ -26,77 +26,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from tandem.kernels.triton_kernels.prefill_loads import (
     COLUMNS,
     HALF,
-    KEY_TILE,
     QUERY_TILE,
     count_items,
     load_all,
-    place_of,
     plan_item,
     read_item,
 )
+from tandem.kernels.triton_kernels.prefill_scores import LOG2_E, add_bias, cap_scores, mask_scores, weigh
 
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # its name changed after 3.6
-LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def mask_scores(
-    scores, first_query, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
-    HAS_WINDOW: gl.constexpr,
-):  # fmt: skip
-    """-inf where a key is not in the prefix, later than the query, or before its window. Queries count from 0."""
-    layout: gl.constexpr = scores.type.layout
-    in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles)
-    keys = index * KEY_TILE + gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, layout))
-    queries = first_query + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-    keys = gl.where(in_prefix & (keys >= num_earlier), 1 << 30, keys)
-    keys -= gl.where(in_prefix, num_earlier, 0)
-    allowed = keys[None, :] <= queries[:, None]
-    if HAS_WINDOW:
-        allowed = allowed & (keys[None, :] > queries[:, None] - window)
-    return gl.where(allowed, scores, float("-inf"))
-
-
-@gluon.jit
-def cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP: gl.constexpr):
-    """soft_cap * tanh(scale * score / soft_cap), or the unscaled scores; before any mask, which a cap would undo."""
-    if HAS_SOFT_CAP:
-        scores = soft_cap * (1.0 - 2.0 / (gl.exp2(scores * (2.0 * LOG2_E * scale / soft_cap)) + 1.0))
-    return scores
-
-
-@gluon.jit
-def add_bias(
-    scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
-    HAS_ALIBI: gl.constexpr,
-):  # fmt: skip
-    """Scores plus slope times the key's distance from the first query; another origin would change no weight."""
-    if HAS_ALIBI:
-        in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles)
-        distance = index * KEY_TILE - gl.where(in_prefix, num_earlier, 0) - first_query
-        # As floats by adding them to the bits of 1.5 * 2^23: what converts integers is busy with powers of two, and
-        # floats made before the loop would take a register each.
-        keys = distance + 0x4B400000 + gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, scores.type.layout))
-        scores = scores + slope * (keys.to(gl.float32, bitcast=True) - 12582912.0)[None, :]
-    return scores
-
-
-@gluon.jit
-def weigh(scores, peak, total, factor):
-    """One step of the running softmax of factor * scores, to base 2: (weights, new peak, new total, decay of what came
-    before)."""
-    new_peak = gl.maximum(peak, gl.max(scores, 1))
-    decay = gl.exp2((peak - new_peak) * factor)
-    weights = gl.exp2(scores * factor - (new_peak * factor)[:, None])
-    return weights, new_peak, total * decay + gl.sum(weights, 1), decay
 
 
 @gluon.jit
 def attend(
     q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, my_turn, other_turn, o_desc,
     o_chunks, work, num_items, alibi_slopes, scale, soft_cap, window,
-    WHICH: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PANELS: gl.constexpr, STAGES: gl.constexpr,
-    HAS_ALIBI: gl.constexpr, HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr,
+    WHICH: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, PANELS: gl.constexpr,
+    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    HAS_SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: HALF queries of each item against every tile. Results go out through their queries'
     memory; the loading warp gets it back once the copy engine has read them, seen while the next item runs."""
@@ -108,6 +55,7 @@ def attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = k_ring.dtype
+    MAY_HIDE_ALL: gl.constexpr = HAS_WINDOW and KEY_TILE < QUERY_TILE
     nothing = gl.zeros([HALF, KEY_TILE], gl.float32, s_layout)
     head, _row, query_tile, first_token, query_len, num_earlier = read_item(work, 0, num_items, HEADS)
     factor = LOG2_E if HAS_SOFT_CAP else scale * LOG2_E
@@ -116,17 +64,19 @@ def attend(
     num_turns = 0
     for turn in range(count_items(num_items)):
         following = read_item(work, turn + 1, num_items, HEADS)
-        first_new, partial, prefix_tiles, steps, masked_steps = plan_item(query_tile, num_earlier, window, HAS_WINDOW)
+        first_new, partial, prefix_tiles, steps, masked_steps = plan_item(
+            query_tile, num_earlier, window, KEY_TILE, HAS_WINDOW
+        )
         first_query = query_tile * QUERY_TILE + WHICH * HALF
         peak = gl.full([HALF], float("-inf"), gl.float32, row_layout)
         total = gl.zeros([HALF], gl.float32, row_layout)
         acc = gl.zeros([HALF, D], gl.float32, o_layout)
-        q_slot = turn % 2
+        q_slot = turn % Q_SLOTS
         q_half = q_halves.index(q_slot * 2 + WHICH)
         if HAS_ALIBI:
             slope = gl.load(alibi_slopes + head) * (LOG2_E / factor)  # as `weigh` takes scores
 
-        mbarrier.wait(q_ready.index(q_slot), (turn // 2) & 1)
+        mbarrier.wait(q_ready.index(q_slot), (turn // Q_SLOTS) & 1)
         mbarrier.wait(k_ready.index(count % STAGES), (count // STAGES) & 1)
         keys = k_ring.index(count % STAGES).permute((1, 0))
         scores = warpgroup_mma(q_half, keys, nothing, use_acc=False, is_async=True)
@@ -134,14 +84,16 @@ def attend(
         mbarrier.arrive(k_empty.index(count % STAGES))
         scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
         scores = add_bias(
-            scores, slope, first_query, num_earlier, 0, query_tile, first_new, partial, prefix_tiles, HAS_ALIBI
-        )
+            scores, slope, first_query, num_earlier, 0, query_tile, first_new, partial, prefix_tiles,
+            KEY_TILE, HAS_ALIBI,
+        )  # fmt: skip
         scores = mask_scores(
-            scores, first_query, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles, HAS_WINDOW
-        )
-        weights, peak, total, decay = weigh(scores, peak, total, factor)
+            scores, first_query, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles,
+            KEY_TILE, HAS_WINDOW,
+        )  # fmt: skip
+        weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
         p = gl.convert_layout(weights.to(dtype), p_layout)
-        if turn > 0:
+        if Q_SLOTS == 2 and turn > 0:
             tma.store_wait(0)
             thread_barrier()
             mbarrier.arrive(q_empty.index(1 - q_slot))
@@ -159,13 +111,13 @@ def attend(
             scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
             scores = add_bias(
                 scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
-                HAS_ALIBI,
+                KEY_TILE, HAS_ALIBI,
             )  # fmt: skip
             scores = mask_scores(
                 scores, first_query, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
-                HAS_WINDOW,
+                KEY_TILE, HAS_WINDOW,
             )  # fmt: skip
-            weights, peak, total, decay = weigh(scores, peak, total, factor)
+            weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             mbarrier.arrive(v_empty.index(before))
             acc = acc * gl.convert_layout(decay, o_row_layout)[:, None]
@@ -187,9 +139,9 @@ def attend(
             scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
             scores = add_bias(
                 scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
-                HAS_ALIBI,
+                KEY_TILE, HAS_ALIBI,
             )  # fmt: skip
-            weights, peak, total, decay = weigh(scores, peak, total, factor)
+            weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
             mbarrier.arrive(v_empty.index(before))
             acc = acc * gl.convert_layout(decay, o_row_layout)[:, None]
@@ -212,6 +164,10 @@ def attend(
                     o_desc, [head, first_token + first_query + rows, HALF - rows, panel * COLUMNS],
                     o_chunks.index((q_slot * 2 + WHICH) * PANELS + panel),
                 )  # fmt: skip
+        if Q_SLOTS == 1:
+            tma.store_wait(0)
+            thread_barrier()
+            mbarrier.arrive(q_empty.index(0))
         head, _row, query_tile, first_token, query_len, num_earlier = following
     tma.store_wait(0)
 
@@ -244,8 +200,10 @@ def prefill_hopper_kernel(
     GROUP: gl.constexpr,
     D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
+    KEY_TILE: gl.constexpr,
     BOX: gl.constexpr,
     STAGES: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
     HAS_CACHE: gl.constexpr,
     HAS_ALIBI: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
@@ -255,26 +213,27 @@ def prefill_hopper_kernel(
     PANELS: gl.constexpr = D // COLUMNS
     dtype: gl.constexpr = q_desc.dtype
     tile_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_chunks = gl.allocate_shared_memory(dtype, [4 * PANELS, 1, HALF, COLUMNS], q_desc.layout)
-    k_new = gl.allocate_shared_memory(dtype, [STAGES * PANELS * 2, 1, 1, HALF, COLUMNS], k_desc.layout)
-    v_new = gl.allocate_shared_memory(dtype, [STAGES * PANELS * 2, 1, 1, HALF, COLUMNS], v_desc.layout)
-    q_halves = q_chunks._reinterpret(dtype, [4, HALF, D], tile_layout)
-    o_chunks = q_chunks._reinterpret(dtype, [4 * PANELS, 1, 1, HALF, COLUMNS], o_desc.layout)
+    q_chunks = gl.allocate_shared_memory(dtype, [2 * Q_SLOTS * PANELS, 1, HALF, COLUMNS], q_desc.layout)
+    k_new = gl.allocate_shared_memory(dtype, [STAGES * PANELS * (KEY_TILE // HALF), 1, 1, HALF, COLUMNS], k_desc.layout)
+    v_new = gl.allocate_shared_memory(dtype, [STAGES * PANELS * (KEY_TILE // HALF), 1, 1, HALF, COLUMNS], v_desc.layout)
+    q_halves = q_chunks._reinterpret(dtype, [2 * Q_SLOTS, HALF, D], tile_layout)
+    o_chunks = q_chunks._reinterpret(dtype, [2 * Q_SLOTS * PANELS, 1, 1, HALF, COLUMNS], o_desc.layout)
     k_ring = k_new._reinterpret(dtype, [STAGES, KEY_TILE, D], tile_layout)
     v_ring = v_new._reinterpret(dtype, [STAGES, KEY_TILE, D], tile_layout)
     OLD: gl.constexpr = STAGES * PANELS * (KEY_TILE // BOX)
     k_old = k_new._reinterpret(dtype, [OLD, 1, 1, BOX, COLUMNS], cache_desc.layout)
     v_old = v_new._reinterpret(dtype, [OLD, 1, 1, BOX, COLUMNS], cache_desc.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_SLOTS, 1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(2):
+    for slot in gl.static_range(Q_SLOTS):
         mbarrier.init(q_ready.index(slot), count=1)
         mbarrier.init(q_empty.index(slot), count=2)
+    for slot in gl.static_range(2):
         mbarrier.init(turns.index(slot), count=1)
     for slot in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(slot), count=1)
@@ -288,18 +247,18 @@ def prefill_hopper_kernel(
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(0),
                 turns.index(1), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
-                window, 0, HEADS, D, PANELS, STAGES, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+                window, 0, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
             )),
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(1),
                 turns.index(0), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
-                window, 1, HEADS, D, PANELS, STAGES, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+                window, 1, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
             )),
             (load_all, (
                 q_desc, k_desc, v_desc, cache_desc, nothing_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready,
                 q_empty, k_ready, k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window,
-                block_units, head_units, value_units, HEADS, GROUP, BLOCK_SIZE, BOX, PANELS, STAGES, HAS_CACHE,
-                HAS_WINDOW,
+                block_units, head_units, value_units, HEADS, GROUP, BLOCK_SIZE, KEY_TILE, BOX, PANELS,
+                STAGES, Q_SLOTS, HAS_CACHE, HAS_WINDOW,
             )),
         ],
         [4, 1],

@@ -15,7 +15,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from tandem.kernels.triton_kernels.prefill_hopper import prefill_hopper_kernel
 from tandem.kernels.triton_kernels.prefill_loads import COLUMNS, HALF, ITEM_FIELDS, QUERY_TILE
 
-HEAD_SIZES = {64: 64, 80: 128, 96: 128, 128: 128}  # -> columns in shared memory; the copy engine fills up with zeros
+HEAD_SIZES = {
+    64: 64,
+    80: 128,
+    96: 128,
+    128: 128,
+    256: 256,
+}  # -> columns in shared memory; the copy engine fills up with zeros
 SMALLEST_BOX = 16
 BOX_ROWS, BOX_COLUMNS, QUERIES, FIELDS = HALF.value, COLUMNS.value, QUERY_TILE.value, ITEM_FIELDS.value
 _compiled: dict[tuple[Any, ...], Any] = {}
@@ -156,8 +162,9 @@ def hopper_constants(
     """The kernel's compile-time constants, in its order."""
     columns = HEAD_SIZES[head_size]
     return {
-        "HEADS": num_heads, "GROUP": group, "D": columns, "BLOCK_SIZE": block_size, "BOX": box_of(block_size),
-        "STAGES": 2 if columns == 128 else 4, "HAS_CACHE": has_cache, "HAS_ALIBI": has_alibi, "HAS_WINDOW": has_window,
+        "HEADS": num_heads, "GROUP": group, "D": columns, "BLOCK_SIZE": block_size,
+        "KEY_TILE": 64 if columns == 256 else 128, "BOX": box_of(block_size), "STAGES": 4 if columns == 64 else 2,
+        "Q_SLOTS": 1 if columns == 256 else 2, "HAS_CACHE": has_cache, "HAS_ALIBI": has_alibi, "HAS_WINDOW": has_window,
         "HAS_SOFT_CAP": has_soft_cap,
     }  # fmt: skip
 

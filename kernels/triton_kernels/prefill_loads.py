@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 COLUMNS: gl.constexpr = gl.constexpr(64)  # 128 bytes of 16-bit elements
 QUERY_TILE: gl.constexpr = gl.constexpr(128)
-KEY_TILE: gl.constexpr = gl.constexpr(128)
 HALF: gl.constexpr = gl.constexpr(64)  # queries of one warpgroup
 ITEM_FIELDS: gl.constexpr = gl.constexpr(8)  # int32 a piece of work, so that one sector holds it
 
@@ -44,8 +43,9 @@ def read_item(work, turn, num_items, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def plan_item(query_tile, num_earlier, window, HAS_WINDOW: gl.constexpr):
+def plan_item(query_tile, num_earlier, window, KEY_TILE: gl.constexpr, HAS_WINDOW: gl.constexpr):
     """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask)."""
+    DIAGONAL: gl.constexpr = QUERY_TILE // KEY_TILE
     prefix_tiles = num_earlier // KEY_TILE
     partial = (num_earlier % KEY_TILE != 0).to(gl.int32)
     first_new = 0
@@ -55,25 +55,28 @@ def plan_item(query_tile, num_earlier, window, HAS_WINDOW: gl.constexpr):
         first_new = gl.maximum(lowest - num_earlier, 0) // KEY_TILE
         partial = gl.where(lowest < num_earlier, partial, 0)
         num_old = gl.maximum(prefix_tiles - lowest // KEY_TILE, 0)
-    steps = 1 + partial + query_tile - first_new + num_old
-    masked_steps = steps if HAS_WINDOW else 1 + partial
+    steps = DIAGONAL + partial + query_tile * DIAGONAL - first_new + num_old
+    masked_steps = steps if HAS_WINDOW else DIAGONAL + partial
     return first_new, partial, prefix_tiles, steps, masked_steps
 
 
 @gluon.jit
-def place_of(step, query_tile, first_new, partial, prefix_tiles):
+def place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE: gl.constexpr):
     """The step-th tile a program sees: (whether it lies in the prefix, its index there or among the new tokens)."""
-    later = step - 1 - partial
-    num_new = query_tile - first_new
-    is_tail = (step == 1) & (partial == 1)
+    DIAGONAL: gl.constexpr = QUERY_TILE // KEY_TILE
+    diagonal = query_tile * DIAGONAL
+    later = step - DIAGONAL - partial
+    num_new = diagonal - first_new
+    is_tail = (step == DIAGONAL) & (partial == 1)
     in_prefix = is_tail | (later >= num_new)
-    index = gl.where(in_prefix, prefix_tiles - 1 - later + num_new, query_tile - 1 - later)
-    return in_prefix, gl.where(step == 0, query_tile, gl.where(is_tail, prefix_tiles, index))
+    index = gl.where(in_prefix, prefix_tiles - 1 - later + num_new, diagonal - 1 - later)
+    return in_prefix, gl.where(step < DIAGONAL, diagonal + step, gl.where(is_tail, prefix_tiles, index))
 
 
 @gluon.jit
 def load_nothing(
-    desc, chunks, barrier, slot, first, COUNT: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr
+    desc, chunks, barrier, slot, first,
+    COUNT: gl.constexpr, KEY_TILE: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """Zeros in boxes first ... first + COUNT - 1 of a tile: past the end of a descriptor that starts in a tensor."""
     for box in gl.static_range(COUNT):
@@ -85,23 +88,25 @@ def load_nothing(
 
 @gluon.jit
 def load_tile(
-    desc, nothing_desc, chunks, boxes, barrier, slot, unit, start, count, BOX: gl.constexpr, PANELS: gl.constexpr
+    desc, nothing_desc, chunks, boxes, barrier, slot, unit, start, count,
+    KEY_TILE: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """KEY_TILE rows from `start` of one head's tokens, zeros after the first `count`. `boxes` are the chunks by BOX."""
-    for part in gl.static_range(2):
+    PARTS: gl.constexpr = KEY_TILE // HALF
+    for part in gl.static_range(PARTS):
         rows = gl.minimum(gl.maximum(count - part * HALF, 0), HALF)
         if rows > 0:
             for panel in gl.static_range(PANELS):
                 tma.async_copy_global_to_shared(
                     desc, [unit, start + part * HALF + rows, HALF - rows, panel * COLUMNS], barrier,
-                    chunks.index((slot * PANELS + panel) * 2 + part),
+                    chunks.index((slot * PANELS + panel) * PARTS + part),
                 )  # fmt: skip
         else:
-            load_nothing(nothing_desc, boxes, barrier, slot, part * (HALF // BOX), HALF // BOX, BOX, PANELS)
+            load_nothing(nothing_desc, boxes, barrier, slot, part * (HALF // BOX), HALF // BOX, KEY_TILE, BOX, PANELS)
 
 
 @gluon.jit
-def read_blocks(table, start, count, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr):
+def read_blocks(table, start, count, BLOCK_SIZE: gl.constexpr, KEY_TILE: gl.constexpr, BOX: gl.constexpr):
     """The block of each box of KEY_TILE slots from position `start` of a row's prefix."""
     blocks = ()
     for part in gl.static_range(KEY_TILE // BOX):
@@ -114,7 +119,7 @@ def read_blocks(table, start, count, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr
 @gluon.jit
 def load_blocks(
     desc, nothing_desc, boxes, barrier, slot, blocks, block_units, unit, start, count, BLOCK_SIZE: gl.constexpr,
-    BOX: gl.constexpr, PANELS: gl.constexpr,
+    KEY_TILE: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
     """KEY_TILE slots from position `start` of a row's prefix, zeros after the first `count`."""
     PARTS: gl.constexpr = KEY_TILE // BOX
@@ -128,28 +133,30 @@ def load_blocks(
                     boxes.index((slot * PANELS + panel) * PARTS + part),
                 )  # fmt: skip
         else:
-            load_nothing(nothing_desc, boxes, barrier, slot, part, 1, BOX, PANELS)
+            load_nothing(nothing_desc, boxes, barrier, slot, part, 1, KEY_TILE, BOX, PANELS)
 
 
 @gluon.jit
 def load_all(
     q_desc, k_desc, v_desc, cache_desc, nothing_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready, q_empty, k_ready,
     k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window, block_units, head_units, value_units,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEY_TILE: gl.constexpr, BOX: gl.constexpr,
+    PANELS: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, HAS_CACHE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     TILE_BYTES: gl.constexpr = KEY_TILE * PANELS * COLUMNS * 2
+    QUERY_BYTES: gl.constexpr = QUERY_TILE * PANELS * COLUMNS * 2
     head, row, query_tile, first_token, query_len, num_earlier = read_item(work, 0, num_items, HEADS)
     count = 0
     for turn in range(count_items(num_items)):
         following = read_item(work, turn + 1, num_items, HEADS)
-        first_new, partial, prefix_tiles, steps, _ = plan_item(query_tile, num_earlier, window, HAS_WINDOW)
+        first_new, partial, prefix_tiles, steps, _ = plan_item(query_tile, num_earlier, window, KEY_TILE, HAS_WINDOW)
         table = block_tables + row.to(gl.int64) * table_row
         kv_head = head // GROUP
-        q_slot = turn % 2
-        mbarrier.wait(q_empty.index(q_slot), (turn // 2 - 1) & 1, pred=turn >= 2)
-        mbarrier.expect(q_ready.index(q_slot), TILE_BYTES)
+        q_slot = turn % Q_SLOTS
+        mbarrier.wait(q_empty.index(q_slot), (turn // Q_SLOTS - 1) & 1, pred=turn >= Q_SLOTS)
+        mbarrier.expect(q_ready.index(q_slot), QUERY_BYTES)
         for part in gl.static_range(2):
             for panel in gl.static_range(PANELS):
                 tma.async_copy_global_to_shared(
@@ -159,26 +166,27 @@ def load_all(
         for step in range(steps):
             slot = count % STAGES
             phase = (count // STAGES - 1) & 1
-            in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles)
+            in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE)
             start = index * KEY_TILE
             left = num_earlier - start
             if HAS_CACHE:
-                blocks = read_blocks(table, start, gl.where(in_prefix, left, 0), BLOCK_SIZE, BOX)
+                blocks = read_blocks(table, start, gl.where(in_prefix, left, 0), BLOCK_SIZE, KEY_TILE, BOX)
             mbarrier.wait(k_empty.index(slot), phase, pred=count >= STAGES)
             mbarrier.expect(k_ready.index(slot), TILE_BYTES)
             if HAS_CACHE and in_prefix:
                 load_blocks(cache_desc, nothing_desc, k_old, k_ready.index(slot), slot, blocks, block_units,
-                            kv_head * head_units, start, left, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
+                            kv_head * head_units, start, left, BLOCK_SIZE, KEY_TILE, BOX, PANELS)  # fmt: skip
             else:
                 load_tile(k_desc, nothing_desc, k_new, k_old, k_ready.index(slot), slot, kv_head, first_token + start,
-                          query_len - start, BOX, PANELS)  # fmt: skip
+                          query_len - start, KEY_TILE, BOX, PANELS)  # fmt: skip
             mbarrier.wait(v_empty.index(slot), phase, pred=count >= STAGES)
             mbarrier.expect(v_ready.index(slot), TILE_BYTES)
             if HAS_CACHE and in_prefix:
                 load_blocks(cache_desc, nothing_desc, v_old, v_ready.index(slot), slot, blocks, block_units,
-                            kv_head * head_units + value_units, start, left, BLOCK_SIZE, BOX, PANELS)  # fmt: skip
+                            kv_head * head_units + value_units, start, left, BLOCK_SIZE, KEY_TILE, BOX,
+                            PANELS)  # fmt: skip
             else:
                 load_tile(v_desc, nothing_desc, v_new, v_old, v_ready.index(slot), slot, kv_head, first_token + start,
-                          query_len - start, BOX, PANELS)  # fmt: skip
+                          query_len - start, KEY_TILE, BOX, PANELS)  # fmt: skip
             count += 1
         head, row, query_tile, first_token, query_len, num_earlier = following

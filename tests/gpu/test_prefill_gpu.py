@@ -46,6 +46,12 @@ def poisoned_memory() -> None:
     torch.full((1 << 26,), float("nan"), device="cuda")
 
 
+@pytest.fixture(autouse=True)
+def every_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tested whether or not they serve."""
+    monkeypatch.setattr(triton_prefill, "UNTRIED", None)
+
+
 def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
     query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
     return NativeOps.prefill(query, key, value, batch.kv(*scales), batch.metadata.all_rows(), spec)
@@ -94,20 +100,22 @@ def test_shapes(heads: int, kv_heads: int, size: int, block: int) -> None:
     check(batch, AttentionSpec(heads, size, size**-0.5, kv_heads))
 
 
+@pytest.mark.parametrize("size", [64, 256])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_options_at_head_size_64(options: str) -> None:
-    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "block_size": 16, "device": "cuda", "seed": 2}
+def test_options_at_other_head_sizes(options: str, size: int) -> None:
+    sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": size, "block_size": 16, "device": "cuda", "seed": 2}
     batch = random_batch(*CHUNKED, dtype=torch.bfloat16, **sizes)
-    check(batch, AttentionSpec(8, 64, 0.125, 2, **OPTIONS[options]))
+    check(batch, AttentionSpec(8, size, size**-0.5, 2, **OPTIONS[options]))
 
 
-def test_programs_that_take_many_items() -> None:
+@pytest.mark.parametrize("size", [128, 256])
+def test_programs_that_take_many_items(size: int) -> None:
     """More than ten items a program, of every length, so that what one leaves behind would meet the next."""
     lengths = (2500, 17, 1300, 128, 640, 1, 129, 2047)
     earlier = (0, 300, 64, 1000, 1, 0, 0, 129)
-    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 64, "device": "cuda", "seed": 4}
+    sizes = {"num_heads": 32, "num_kv_heads": 8, "head_size": size, "block_size": 64, "device": "cuda", "seed": 4}
     totals = tuple(new + old for new, old in zip(lengths, earlier, strict=True))
-    check(random_batch(lengths, totals, dtype=torch.bfloat16, **sizes), AttentionSpec(32, 128, 128**-0.5, 8))
+    check(random_batch(lengths, totals, dtype=torch.bfloat16, **sizes), AttentionSpec(32, size, size**-0.5, 8))
 
 
 def test_rows_without_new_tokens() -> None:
@@ -122,11 +130,11 @@ def test_rows_without_new_tokens() -> None:
 
 @pytest.mark.parametrize("size", [80, 96, 256])
 def test_other_head_sizes(size: int) -> None:
-    """80 and 96 as 128 columns, the last of them zeros; 256 by the general kernel."""
+    """80 and 96 as 128 columns, the last of them zeros; 256 with half as many keys a tile."""
     sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": size, "block_size": 64, "device": "cuda"}
     for lengths in (RAGGED, CHUNKED):
         batch = random_batch(*lengths, dtype=torch.bfloat16, **sizes)
-        check(batch, AttentionSpec(4, size, 0.1, 2), hopper=size != 256)
+        check(batch, AttentionSpec(4, size, 0.1, 2))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block"), [(8, 2, 128, 64), (8, 8, 64, 16), (8, 1, 96, 48)])
@@ -195,11 +203,11 @@ def test_offsets_beyond_2_to_the_31() -> None:
 
 
 @pytest.mark.parametrize("at_end", [False, True])
-@pytest.mark.parametrize("block", [16, 64])
-def test_touches_no_memory_around_its_tensors(block: int, at_end: bool) -> None:
-    sizes = {"num_heads": 4, "num_kv_heads": 1, "head_size": 128, "block_size": block, "device": "cuda", "seed": 5}
+@pytest.mark.parametrize(("block", "size"), [(16, 128), (64, 128), (64, 256)])
+def test_touches_no_memory_around_its_tensors(block: int, size: int, at_end: bool) -> None:
+    sizes = {"num_heads": 4, "num_kv_heads": 1, "head_size": size, "block_size": block, "device": "cuda", "seed": 5}
     batch = random_batch((1, 2, 65, 200, 3), (1, 70, 100, 1000, 15), dtype=torch.bfloat16, **sizes)
-    spec, rows = AttentionSpec(4, 128, 128**-0.5, 1), batch.metadata.all_rows()
+    spec, rows = AttentionSpec(4, size, size**-0.5, 1), batch.metadata.all_rows()
     query, key, value, layer = (
         guarded_copy(tensor, at_end=at_end)
         for tensor in (batch.query, batch.key, batch.value, batch.kv_layer.contiguous())

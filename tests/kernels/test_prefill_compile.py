@@ -29,6 +29,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                  "has_soft_cap": True}
     ),
     "alibi": ("bf16", {"head_size": 128, "block_size": 64, "has_cache": True, "has_alibi": True}),
+    "large-heads": ("bf16", {"head_size": 256, "block_size": 64, "has_cache": True}),
+    "large-heads-all": (
+        "bf16", {"head_size": 256, "block_size": 16, "has_cache": True, "has_alibi": True, "has_window": True,
+                 "has_soft_cap": True}
+    ),
     "small-heads": ("bf16", {"head_size": 64, "block_size": 64, "has_cache": False}),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton.experimental.gluon", reason="this triton has no Gluo
 from tandem.kernels.sample_batches import PagedBatch, random_batch
 from tandem.kernels.triton_kernels import prefill_launch, prefill_loads
 
-TILE, HALF, COLUMNS = 128, 64, prefill_launch.BOX_COLUMNS
+QUERIES, HALF, COLUMNS = prefill_launch.QUERIES, prefill_launch.BOX_ROWS, prefill_launch.BOX_COLUMNS
 
 
 class Number(int):
@@ -133,7 +133,11 @@ def run_program(batch: PagedBatch, program: int, num_programs: int, window: int 
     """Runs the loading warp of one program and checks every tile it brings. Returns how many there were."""
     kv, meta = batch.kv(), batch.metadata
     heads, kv_heads, size = batch.query.shape[1], batch.key.shape[1], batch.query.shape[2]
-    panels, stages, dtype = size // COLUMNS, 2, batch.query.dtype
+    constants = prefill_launch.hopper_constants(
+        heads, heads // kv_heads, size, kv.block_size, has_cache, False, window is not None, False
+    )  # fmt: skip
+    panels, stages, tile_keys = constants["D"] // COLUMNS, constants["STAGES"], constants["KEY_TILE"]
+    q_slots, dtype = constants["Q_SLOTS"], batch.query.dtype
     work = torch.from_numpy(prefill_launch.list_work(meta.query_lens_cpu, meta.seq_lens_cpu))
     engine = CopyEngine((batch.query, batch.key, batch.value, batch.pool))
     code = loading_code(engine, program, num_programs)
@@ -147,17 +151,17 @@ def run_program(batch: PagedBatch, program: int, num_programs: int, window: int 
     )  # fmt: skip
     block_size = kv.key_cache.shape[2] if has_cache else HALF
     box = prefill_launch.box_of(block_size)
-    q_memory = torch.full((2 * TILE * size,), torch.nan, dtype=dtype)
-    k_memory, v_memory = (torch.full((stages * TILE * size,), torch.nan, dtype=dtype) for _ in range(2))
+    q_memory = torch.full((q_slots * QUERIES * size,), torch.nan, dtype=dtype)
+    k_memory, v_memory = (torch.full((stages * tile_keys * size,), torch.nan, dtype=dtype) for _ in range(2))
     brought: dict[str, list[torch.Tensor]] = {"q": [], "k": [], "v": []}
 
     def barrier(name: str, memory: torch.Tensor, halves_apart: bool) -> Barrier:
         def seen(slot: int) -> None:
-            tile = memory.view(-1, TILE * size)[slot]
             if halves_apart:  # chunks by half and panel
-                whole = tile.view(2, panels, HALF, COLUMNS).transpose(1, 2).reshape(TILE, size)
+                tile = memory.view(-1, 2, panels, HALF, COLUMNS)[slot]
+                whole = tile.transpose(1, 2).reshape(QUERIES, size)
             else:  # by panel, then rows
-                whole = tile.view(panels, TILE, COLUMNS).transpose(0, 1).reshape(TILE, size)
+                whole = memory.view(-1, panels, tile_keys, COLUMNS)[slot].transpose(0, 1).reshape(tile_keys, size)
             brought[name].append(whole.clone())
 
         return Barrier(seen)
@@ -171,58 +175,67 @@ def run_program(batch: PagedBatch, program: int, num_programs: int, window: int 
         barrier("q", q_memory, True), unused, barrier("k", k_memory, False), unused, barrier("v", v_memory, False),
         unused, Pointer(work), len(work) * heads, Pointer(meta.block_tables), meta.block_tables.stride(0),
         window or 0, tiles.block_units, tiles.head_units, tiles.value_units,
-        heads, heads // kv_heads, block_size, box, panels, stages, has_cache, window is not None,
+        heads, heads // kv_heads, block_size, tile_keys, box, panels, stages, q_slots, has_cache, window is not None,
     )  # fmt: skip
     position = 0
     for turn in range(code.count_items(len(work) * heads)):
         item = code.read_item(Pointer(work), turn, len(work) * heads, heads)
-        position = check_item(batch, code, item, brought, turn, position, window)
+        position = check_item(batch, code, item, brought, turn, position, window, tile_keys)
     assert len(brought["k"]) == len(brought["v"]) == position
     return position
 
 
 def check_item(
-    batch: PagedBatch, code: Any, item: Sequence[int], brought: Any, turn: int, position: int, window: int | None
+    batch: PagedBatch,
+    code: Any,
+    item: Sequence[int],
+    brought: Any,
+    turn: int,
+    position: int,
+    window: int | None,
+    tile_keys: int,
 ) -> int:
     head, row, query_tile, first_token, query_len, num_earlier = item
     group = batch.query.shape[1] // batch.key.shape[1]
-    first = first_token + query_tile * TILE
-    count = min(TILE, query_len - query_tile * TILE)
+    first = first_token + query_tile * QUERIES
+    count = min(QUERIES, query_len - query_tile * QUERIES)
     assert torch.equal(brought["q"][turn][:count], batch.query[first : first + count, head])
-    plan = code.plan_item(query_tile, num_earlier, window or 0, window is not None)
+    plan = code.plan_item(query_tile, num_earlier, window or 0, tile_keys, window is not None)
     first_new, partial, prefix_tiles, steps, masked_steps = plan
     seen: set[int] = set()
     for step in range(steps):
-        in_prefix, index = code.place_of(step, query_tile, first_new, partial, prefix_tiles)
+        in_prefix, index = code.place_of(step, query_tile, first_new, partial, prefix_tiles, tile_keys)
         if in_prefix:
-            keys, values = earlier_tile(batch, row, head // group, index)
+            keys, values = earlier_tile(batch, row, head // group, index, tile_keys)
         else:
-            tokens = slice(first_token + index * TILE, first_token + min((index + 1) * TILE, query_len))
+            tokens = slice(first_token + index * tile_keys, first_token + min((index + 1) * tile_keys, query_len))
             keys, values = batch.key[tokens, head // group], batch.value[tokens, head // group]
         for name, expected in (("k", keys), ("v", values)):
             tile = brought[name][position + step]
             assert torch.equal(tile[: len(expected)], expected)
             assert not tile[len(expected) :].any()  # zeros, not what the memory after the row holds
-        partly_seen = index == (prefix_tiles if in_prefix else query_tile)
+        partly_seen = index >= (prefix_tiles if in_prefix else query_tile * (QUERIES // tile_keys))
         assert step < masked_steps or not partly_seen
         offset, end = (0, num_earlier) if in_prefix else (num_earlier, query_len)
-        seen.update(range(offset + index * TILE, offset + min((index + 1) * TILE, end)))
-    last_query = num_earlier + query_tile * TILE + count - 1
-    lowest = max(num_earlier + query_tile * TILE - window + 1, 0) if window else 0
+        seen.update(range(offset + index * tile_keys, offset + min((index + 1) * tile_keys, end)))
+    last_query = num_earlier + query_tile * QUERIES + count - 1
+    lowest = max(num_earlier + query_tile * QUERIES - window + 1, 0) if window else 0
     assert seen >= set(range(lowest, last_query + 1))
     return position + steps
 
 
-def earlier_tile(batch: PagedBatch, row: int, kv_head: int, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def earlier_tile(
+    batch: PagedBatch, row: int, kv_head: int, index: int, tile_keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     kv, meta = batch.kv(), batch.metadata
     size = kv.key_cache.shape[2]
     earlier = meta.seq_lens_cpu[row] - meta.query_lens_cpu[row]
-    places = np.arange(index * TILE, min((index + 1) * TILE, earlier))
+    places = np.arange(index * tile_keys, min((index + 1) * tile_keys, earlier))
     blocks = np.asarray(batch.block_tables[row])[places // size]
     return kv.key_cache[blocks, kv_head, places % size], kv.value_cache[blocks, kv_head, places % size]
 
 
-@pytest.mark.parametrize(("block", "size"), [(16, 128), (64, 64), (48, 64)])
+@pytest.mark.parametrize(("block", "size"), [(16, 128), (64, 64), (48, 64), (16, 256), (64, 256)])
 @pytest.mark.parametrize("window", [None, 100])
 def test_tiles_hold_their_rows_and_zeros(block: int, size: int, window: int | None) -> None:
     batch = random_batch(
