@@ -74,16 +74,14 @@ def few_rows_attention(
     num_heads: int,
     scale: float,
     norms: HeadNorms | None = None,
-    following: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[R, H, D]: norms and rotates queries and keys (NeoX halves; the new token of row r is at seq_lens[r] - 1), stores
-    keys and values, attends to the whole sequence. `qkv_RC` is only read; seq_lens int32, 0 for padding. `following`:
-    a contiguous weight that the next product reads."""
+    keys and values, attends to the whole sequence. `qkv_RC` is only read; seq_lens int32, 0 for padding."""
     from tandem.kernels.triton_kernels.few_rows_launch import launch_attention
 
     num_rows, num_kv_heads = qkv_RC.shape[0], slots.key_cache.shape[1]
     head_size = cos_sin_PD.shape[1]
     scratch = scratch_for(num_rows * num_kv_heads, num_heads // num_kv_heads, head_size, qkv_RC.device)
     output = torch.empty((num_rows, num_heads, head_size), dtype=qkv_RC.dtype, device=qkv_RC.device)
-    launch_attention(output, scratch, qkv_RC, cos_sin_PD, block_tables_RB, seq_lens_R, slots, scale, norms, following)
+    launch_attention(output, scratch, qkv_RC, cos_sin_PD, block_tables_RB, seq_lens_R, slots, scale, norms)
     return output

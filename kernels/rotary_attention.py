@@ -35,10 +35,8 @@ def rotary_attention(
     cos_sin_PD: torch.Tensor,
     layer_name: str,
     norms: HeadNorms | None = None,
-    following: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, H * D]. `qkv_TC` is overwritten. Hooks run as in `unified_attention`. `following`: the weight that the result
-    will be multiplied with, which may be fetched meanwhile."""
+    """[T, H * D]. `qkv_TC` is overwritten. Hooks run as in `unified_attention`."""
     layer = get_forward_context().layer(layer_name)
     heads, kv_heads, size = layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.head_size
     if _is_one_launch(layer, qkv_TC, layer_name):
@@ -46,7 +44,7 @@ def rotary_attention(
         assert slots is not None
         tables, lengths = metadata.block_tables, metadata.seq_lens
         out = few_rows_attention.few_rows_attention(
-            qkv_TC, cos_sin_PD, tables, lengths, slots, heads, layer.spec.scale, norms, following
+            qkv_TC, cos_sin_PD, tables, lengths, slots, heads, layer.spec.scale, norms
         )
         return out.view(-1, heads * size)
     if not _stores_here(layer, qkv_TC):

@@ -67,8 +67,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         qkv_TC = self.qkv_proj(x_TE)
-        norms, following = self._head_norms(), self.o_proj.weight
-        out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, norms, following)
+        out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
         projected: torch.Tensor = self.o_proj(out)
         return projected
 
@@ -78,7 +77,7 @@ class SelfAttention(nn.Module):
         """residual += attention of the normalised residual, in three launches."""
         qkv, o = self.qkv_proj, self.o_proj
         qkv_RC = few_rows.norm_linear(residual_RE, norm.weight, norm.eps, qkv.weight, qkv.bias)
-        out = rotary_attention(qkv_RC, positions_R, cos_sin, self.layer_name, self._head_norms(), o.weight)
+        out = rotary_attention(qkv_RC, positions_R, cos_sin, self.layer_name, self._head_norms())
         few_rows.add_linear(residual_RE, out, o.weight, o.bias)
 
     def forward_wanted(

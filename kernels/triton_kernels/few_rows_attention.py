@@ -5,7 +5,6 @@ With few rows a step waits for one thing after the other, so everything that doe
 while that still runs: a program has the keys and values of its newest tile in registers when queries arrive, and takes
 the new token's from there, too. All programs get runs of about equally many tiles, none of two KV heads or rows: each
 works out from the lengths which is its own. Who is last to finish a KV head of a row merges its runs in their order.
-Programs without work ask for the weights of the next product, as memory has nothing to do meanwhile.
 
 R rows of one new token, H query heads in groups of G over K KV heads, D head size, C = (H + 2K) * D, S slots a block,
 B table columns, P positions, N programs.
@@ -18,10 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, dot
+from tandem.kernels.triton_kernels.common import LOG2_E, dot
 from tandem.kernels.triton_kernels.decode_tiles import merge_parts
-
-PIECE: tl.constexpr = tl.constexpr(16384)  # bytes asked for at once
 
 
 @triton.jit
@@ -50,32 +47,9 @@ def attend_tile(query, keys, values, visible, scale, peak, total, accumulator):
 
 
 @triton.jit
-def bring_to_l2(start, num_bytes):
-    """Asks for memory (both multiples of 16) to be brought into L2; one thread asks, nobody waits."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            """
-            {
-                .reg .pred first;
-                .reg .b32 thread;
-                mov.u32 thread, %tid.x;
-                setp.eq.u32 first, thread, 0;
-                @first cp.async.bulk.prefetch.L2.global [$1], $2;
-                mov.b32 $0, 0;
-            }
-            """,
-            "=r,l,r",
-            [start, num_bytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@triton.jit
 def find_run(program, seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.constexpr, MOST_ROWS: tl.constexpr):
     """-> (row, num_rows or more if there is no work; KV head, run, runs of that head, tiles of a run, the row's length,
-    the program that has the head's first run, the first program without work). Runs of a head are K programs apart."""
+    the program that has the head's first run). Runs of a head are K programs apart."""
     rows = tl.arange(0, MOST_ROWS)
     is_row = rows < num_rows
     lens = tl.load(seq_lens + rows, mask=is_row, other=0, cache_modifier=".cg")
@@ -87,12 +61,11 @@ def find_run(program, seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.co
     mine = rows == row
     kv_head = (program - before) % K
     own_runs, seq_len = tl.sum(tl.where(mine, runs, 0), 0), tl.sum(tl.where(mine, lens, 0), 0)
-    run = (program - before) // K
-    return row, kv_head, run, own_runs, share, seq_len, before + kv_head, tl.sum(runs, 0) * K
+    return row, kv_head, (program - before) // K, own_runs, share, seq_len, before + kv_head
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "programs", "table_row", "following_bytes"],
+    do_not_specialize=["num_rows", "programs", "table_row"],
     do_not_specialize_on_alignment=["block_tables", "seq_lens", "slot_mapping"],
 )
 def few_rows_attention_kernel(
@@ -110,8 +83,6 @@ def few_rows_attention_kernel(
     block_tables,  # int32 [R, B], strides (table_row, 1)
     seq_lens,  # int32 [R], the new token counted; 0: padding
     slot_mapping,  # int64 [R]; -1: not stored
-    following,  # memory that is read after this launch, `following_bytes` of it, a multiple of PIECE
-    following_bytes,
     scale,
     eps,
     num_rows,
@@ -138,12 +109,10 @@ def few_rows_attention_kernel(
     if PDL:
         gdc_launch_dependents()
     program = tl.program_id(0)
-    row, kv_head, run, runs, share, seq_len, first_program, first_idle = find_run(
+    row, kv_head, run, runs, share, seq_len, first_program = find_run(
         program, seq_lens, num_rows, programs, TILE, NUM_KV_HEADS, MOST_ROWS
     )
     if row >= num_rows:
-        for piece in range(program - first_idle, following_bytes // PIECE, tl.num_programs(0) - first_idle):
-            bring_to_l2(following.to(tl.int64) + piece * PIECE, PIECE)
         return
     tiles = tl.maximum(tl.cdiv(seq_len, TILE), 1)
     newest = tl.minimum((run + 1) * share, tiles) - 1

@@ -10,10 +10,9 @@ import triton
 from tandem.kernels.few_rows_attention import MOST_ROWS, Scratch
 from tandem.kernels.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.triton_kernels.common import overlap, tile_of
-from tandem.kernels.triton_kernels.few_rows_attention import PIECE, few_rows_attention_kernel
+from tandem.kernels.triton_kernels.few_rows_attention import few_rows_attention_kernel
 
 LARGEST_TILE = 64
-AHEAD_BYTES = 0  # of what follows, brought into L2 meanwhile
 RUNS_AT_ONCE = 16  # that are loaded together when they are merged
 
 
@@ -40,7 +39,6 @@ def launch_attention(
     slots: CacheSlots,
     scale: float,
     norms: HeadNorms | None,
-    following: torch.Tensor | None,
 ) -> None:
     key_cache = slots.key_cache
     (num_rows, num_heads, head_size), num_kv_heads, block_size = (
@@ -49,12 +47,11 @@ def launch_attention(
         key_cache.shape[2],
     )
     group = num_heads // num_kv_heads
-    following_bytes = 0 if following is None else min(following.nbytes, AHEAD_BYTES) // PIECE.value * PIECE.value
     few_rows_attention_kernel[(scratch.programs,)](
         output_RHD, scratch.partial, scratch.peaks, scratch.totals, scratch.arrivals, qkv_RC, cos_sin_PD,
         norms and norms.q_weight, norms and norms.k_weight, key_cache, slots.value_cache, block_tables_RB, seq_lens_R,
-        slots.slot_mapping, qkv_RC if following is None else following, following_bytes,
-        scale, norms.eps if norms else 0.0, num_rows, scratch.programs - num_rows * num_kv_heads, qkv_RC.stride(0),
+        slots.slot_mapping, scale, norms.eps if norms else 0.0, num_rows,
+        scratch.programs - num_rows * num_kv_heads, qkv_RC.stride(0),
         *key_cache.stride()[:3], block_tables_RB.stride(0),
         **attention_constants(num_kv_heads, group, head_size, block_size, has_norm=norms is not None),
         **overlap(qkv_RC.device),

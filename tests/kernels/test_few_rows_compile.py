@@ -33,7 +33,6 @@ POINTERS = {
     "block_tables": "*i32",
     "seq_lens": "*i32",
     "slot_mapping": "*i64",
-    "following": "*bf16",
     "scale": "fp32",
     "eps": "fp32",
 }
@@ -60,7 +59,6 @@ def test_attention_compiles(kv_heads: int, group: int, head_size: int, block_siz
     tile = constants["TILE"] * head_size * 2 // (16 * 32 * options["num_warps"])  # loads of 16 bytes, of each thread
     assert before.count("ld.global") >= 2 * tile
     assert "st.global" not in before
-    assert "cp.async.bulk.prefetch.L2" in compiled.asm["ptx"]
     assert "st.global" in after
     assert compiled.metadata.shared <= 227 << 10
 
