@@ -9,11 +9,15 @@ deterministic. Eager twins: reference_few_rows.py.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
+from torch.nn import functional
 
+from tandem.kernels import product_trials
+from tandem.kernels.fused_ops import silu_mul
 from tandem.kernels.gluon_support import why_no_gluon
-from tandem.kernels.matmul_plans import RowsPlan
+from tandem.kernels.matmul_plans import GATE_UP_GROUP, RowsPlan
 
 MOST_ROWS = 2
 LARGEST_PRODUCT = 16 << 20  # weights: the kernel of a larger one has no time to spare for a norm, measured
@@ -40,7 +44,55 @@ def serves(x_RE: torch.Tensor, products: tuple[tuple[int, int], ...]) -> bool:
     """Whether a step of rows like these takes this way."""
     if not x_RE.is_cuda or x_RE.dtype not in (torch.bfloat16, torch.float16) or not _is_hopper(x_RE.device):
         return False
-    return pays(x_RE.shape[0], products)
+    return pays(x_RE.shape[0], products) and _are_right(x_RE.shape[0], products, x_RE.dtype, x_RE.device)
+
+
+@functools.cache
+def _are_right(num_rows: int, products: tuple[tuple[int, int], ...], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the products of a layer (QKV, output, gate-up, down) give what torch's operations do."""
+    checks = [_norm_trial, _add_trial, _gated_trial, _add_trial]
+    return all(
+        check(num_rows, *sizes, dtype=dtype, device=device) for check, sizes in zip(checks, products, strict=True)
+    )
+
+
+def _norm_trial(num_rows: int, num_outputs: int, num_inputs: int, **kind: Any) -> bool:
+    x, gain, weight = _trial_tensors(num_rows, num_outputs, num_inputs, **kind)
+    return product_trials.passes(
+        "a norm and product of few rows",
+        lambda: norm_linear(x, gain, 1e-5, weight),
+        lambda: functional.linear(functional.rms_norm(x, (num_inputs,), gain, 1e-5), weight),
+    )
+
+
+def _gated_trial(num_rows: int, num_outputs: int, num_inputs: int, **kind: Any) -> bool:
+    x, gain, weight = _trial_tensors(num_rows, num_outputs, num_inputs, **kind)
+    return product_trials.passes(
+        "a norm and gated product of few rows",
+        lambda: norm_linear_silu_mul(x, gain, 1e-5, weight),
+        lambda: silu_mul(functional.linear(functional.rms_norm(x, (num_inputs,), gain, 1e-5), weight), GATE_UP_GROUP),
+    )
+
+
+def _add_trial(num_rows: int, num_outputs: int, num_inputs: int, **kind: Any) -> bool:
+    x, _, weight = _trial_tensors(num_rows, num_outputs, num_inputs, **kind)
+    residual = product_trials.random_matrix(num_rows, num_outputs, seed=4, **kind)
+
+    def ours() -> torch.Tensor:
+        added = residual.clone()
+        add_linear(added, x, weight)
+        return added
+
+    return product_trials.passes("a product of few rows, added", ours, lambda: residual + functional.linear(x, weight))
+
+
+def _trial_tensors(
+    num_rows: int, num_outputs: int, num_inputs: int, **kind: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [R, K], a norm's gain [K], weights [N, K]."""
+    x = product_trials.random_matrix(num_rows, num_inputs, seed=1, **kind)
+    gain = 1 + product_trials.random_matrix(1, num_inputs, seed=2, **kind)[0]
+    return x, gain, product_trials.random_matrix(num_outputs, num_inputs, seed=3, **kind)
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from tandem.kernels import few_rows
+from tandem.kernels import few_rows, product_trials
 from tandem.kernels.fused_ops import silu_mul
 from tandem.kernels.gluon_support import why_no_gluon
 from tandem.kernels.matmul_plans import (
@@ -25,6 +25,7 @@ from tandem.kernels.matmul_plans import (
     LONGEST_TUNED,
     WORKSPACE_WORDS,
     Plan,
+    RingPlan,
     Table,
     choose_plan,
     parse_table,
@@ -57,7 +58,7 @@ def linear(
     out_MN: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight^T + bias, summed in fp32, as torch.nn.functional.linear. Allocates `out_MN` alone, when not given."""
-    plan = _plan(x_MK, weight_NK)
+    plan = _plan(x_MK, weight_NK, silu=False)
     if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
         if out_MN is not None and bias_N is None:
             return torch.mm(x_MK, weight_NK.t(), out=out_MN)
@@ -67,7 +68,7 @@ def linear(
 
 def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.Tensor | None = None) -> torch.Tensor:
     """silu(x @ gate^T) * (x @ up^T) -> [M, G / 2], for weights laid out by `group_gate_up`."""
-    plan = _plan(x_MK, grouped_GK)
+    plan = _plan(x_MK, grouped_GK, silu=True)
     if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
         return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
     return _by_plan(plan, x_MK, grouped_GK, None, out_MI, silu=True)
@@ -124,12 +125,28 @@ def _cached_plan(rows: int, outputs: int, inputs: int, device: torch.device) -> 
     return choose_plan(table, rows, outputs, inputs)
 
 
-def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor) -> Plan | None:
+def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, silu: bool) -> Plan | None:
     if not x_MK.is_cuda or x_MK.dim() != 2 or x_MK.shape[0] > LONGEST_TUNED:
         return None
     if x_MK.dtype not in (torch.bfloat16, torch.float16) or weight_NK.dtype != x_MK.dtype:
         return None
-    return _cached_plan(x_MK.shape[0], weight_NK.shape[0], weight_NK.shape[1], x_MK.device)
+    plan = _cached_plan(x_MK.shape[0], weight_NK.shape[0], weight_NK.shape[1], x_MK.device)
+    if isinstance(plan, RingPlan) and not _is_right(plan, weight_NK.shape[1], x_MK.dtype, x_MK.device, silu):
+        return None
+    return plan
+
+
+@functools.cache
+def _is_right(plan: RingPlan, num_inputs: int, dtype: torch.dtype, device: torch.device, silu: bool) -> bool:
+    """Tried on some tiles and a part of one, with a row less than a tile's."""
+    x = product_trials.random_matrix(max(1, plan.tile_m - 1), num_inputs, dtype, device, 1)
+    weight = product_trials.random_matrix(4 * plan.tile_n + plan.tile_n // 2, num_inputs, dtype, device, 2)
+
+    def expected() -> torch.Tensor:
+        product = functional.linear(x, weight)
+        return silu_mul(product, GATE_UP_GROUP) if silu else product
+
+    return product_trials.passes(f"the product by {plan}", lambda: run_plan(plan, x, weight, silu=silu), expected)
 
 
 def _is_aligned_matrix(matrix: torch.Tensor) -> bool:
