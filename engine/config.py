@@ -57,7 +57,7 @@ class SchedulerOptions:
     # Prompt tokens mixed into a step while others decode; 0: on a decode node with a GPU what fits `itl_budget_ms`,
     # else 256 on a decode node (short tails, recompute) and 2048 on a single one.
     decode_prompt_budget: int = 0
-    itl_budget_ms: float = 7.0  # how long a step with prompt work may take on a decode node
+    itl_budget_ms: float = 6.0  # how long a step with prompt work may take on a decode node
     # Prefill nodes: share of the pool that finished KV without a grant may fill before prompts wait for a grant.
     parked_kv_fraction: float = 0.25
     # Decode nodes: share of the pool kept free for growth of running requests when granting.
