@@ -27,6 +27,7 @@ def run_as_a_router(pair: Pair, prompt: list[int]) -> Result:
     result = pair.run(prompt, SHORT, deadline_s=20.0)
     if result.failed is not None:
         assert result.failed.retryable
+        pair.cancel(result)  # the decode node still expects the attempt that the prefill node gave up
         result = pair.run(prompt, SHORT, deadline_s=20.0)
     assert result.failed is None
     return result

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from tandem.engine.batch_state import BatchState
 from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import BlockAppend, ForkSlot, NewSlot, ScheduledRow
+from tandem.kernels import prefix_groups
 from tandem.kernels.attention import Attention
 from tandem.kernels.prefix_groups import SharingCosts
 
 BLOCK, PREFIX, LENGTH = 64, 100, 6500
 COSTS = SharingCosts(4, 16384)
+
+
+@pytest.fixture(autouse=True)
+def _share_whatever_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_ROW", 0)
+    monkeypatch.setattr(prefix_groups, "BYTES_FOR_LAUNCHES", 0)
 
 
 def make_state(num_slots: int) -> BatchState:
