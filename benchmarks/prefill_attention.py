@@ -140,7 +140,6 @@ def both_kernels(batch: PagedBatch, spec: AttentionSpec) -> tuple[float, float]:
 
 def print_variants() -> None:
     unpack_prefix.WORTHWHILE_QUERIES = 0
-    triton_prefill.UNTRIED = None
     print(f"{'Hopper kernel / general, TFLOP/s':34}" + "".join(f"{name:>14}" for name in VARIANT_SHAPES))
     for name, variant in VARIANTS.items():
         cells = []

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOPPER = (9, 0)
-UNTRIED: str | None = "heads of 256 have not run on a GPU yet"  # None once their tests pass there
 
 _failures: list[str] = []
 _warm: set[tuple[object, ...]] = set()
@@ -76,8 +75,6 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return f"the Hopper kernel multiplies 16-bit elements, not {dtype}"
     if spec.head_size not in (64, 80, 96, 128, 256):
         return f"the Hopper kernel has heads of 64, 80, 96, 128 and 256, not {spec.head_size}"
-    if UNTRIED and spec.head_size == 256:
-        return UNTRIED
     if spec.scale <= 0:
         return f"the Hopper kernel needs a positive scale, not {spec.scale}"
     return why_no_gluon()

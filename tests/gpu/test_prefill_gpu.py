@@ -46,12 +46,6 @@ def poisoned_memory() -> None:
     torch.full((1 << 26,), float("nan"), device="cuda")
 
 
-@pytest.fixture(autouse=True)
-def every_head_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tested whether or not they serve."""
-    monkeypatch.setattr(triton_prefill, "UNTRIED", None)
-
-
 def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
     query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
     return NativeOps.prefill(query, key, value, batch.kv(*scales), batch.metadata.all_rows(), spec)
