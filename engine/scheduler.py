@@ -77,8 +77,7 @@ class Scheduler(SchedulerState):
         launched.is_mixed = 0 < len(prompts) < len(plan.rows)
         self.prompt_order.launched(step_id, prompts)
         meta = None if self.connector is None else self.connector.build_connector_meta(output)
-        if self.tiers is not None:
-            meta = self.tiers.step_meta(step_id, meta)
+        meta = self.tiers.step_meta(step_id, meta)
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineEvent]:

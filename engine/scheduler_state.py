@@ -13,7 +13,7 @@ from tandem.engine import stop
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.hashing import BlockHasher
-from tandem.engine.interfaces import KVConnectorScheduler, LowerTiers
+from tandem.engine.interfaces import KVConnectorScheduler, LowerTiers, NoTiers
 from tandem.engine.kv_allocator import KVAllocator
 from tandem.engine.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.request import EngineEvent, FailedEvent, Request, RequestState
@@ -55,7 +55,7 @@ class SchedulerState:
         self.limits_prompt_work = limits_prompt_work
         self.connector = connector
         self.prompt_order = prompt_order or ArrivalOrder()
-        self.tiers = tiers
+        self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
         self.step_times: StepTimes | None = None  # once the device is warm
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -217,8 +217,7 @@ class SchedulerState:
     def _end(self, request: Request) -> None:
         request.state = RequestState.FINISHED
         self.prompt_order.ended(request)
-        if self.tiers is not None:
-            self.tiers.ended(request)
+        self.tiers.ended(request)
         block_ids = self.kv.detach(request)
         connector = self.connector if request.mode == "prefill" else None
         if connector is None or not connector.request_finished(request, block_ids):
@@ -250,8 +249,7 @@ class SchedulerState:
     def flush(self) -> None:
         """Drops every cached block that nobody uses, on the device and below."""
         self.pool.flush()
-        if self.tiers is not None:
-            self.tiers.flush()
+        self.tiers.flush()
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.running or self.events)
@@ -260,8 +258,7 @@ class SchedulerState:
         """AssertionError when an invariant does not hold. `external_references` (block_id -> references held by
         others): with it every reference must be accounted for, {} meaning that only requests hold blocks."""
         self.pool.check_integrity()
-        if self.tiers is not None:
-            self.tiers.check_integrity()
+        self.tiers.check_integrity()
         slots = [request.slot for request in self.running]
         assert sorted(slots + self.free_slots) == list(range(self.options.max_num_seqs)), "a slot is lost or shared"
         requests = [request for siblings in self._requests.values() for request in siblings]

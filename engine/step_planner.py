@@ -135,8 +135,6 @@ class StepPlanner:
         """What is held for requests that have not started goes before anyone loses blocks."""
         if self._kv.grow(request, num_tokens):
             return True
-        if self._state.tiers is None:
-            return False
         self._state.tiers.give_way()
         return self._kv.grow(request, num_tokens)
 
@@ -202,8 +200,7 @@ class StepPlanner:
         num_new = self._kv.num_missing_blocks(request) - len(hits)
         if num_new > self._state.pool.num_free - self._state.pool.num_unused(hits) - admission.num_reserved:
             admission.is_open = False
-            if self._state.tiers is not None:
-                self._state.tiers.give_way(besides=request)
+            self._state.tiers.give_way(besides=request)
         elif self._start(plan, request, hits):
             admission.num_reserved += self._kv.num_missing_blocks(request)
         else:
@@ -240,19 +237,15 @@ class StepPlanner:
 
     def _ask_tiers(self, plan: StepPlan, request: Request, hits: list[int], num_external: int | None) -> int | None:
         """Also of one that waits for its connector: both take their time at once."""
-        tiers = self._state.tiers
-        if tiers is None or num_external:
+        if num_external:
             return 0
         is_alone = not plan.rows and not self._state.running and len(self._state.waiting) == 1
         hashes = self._kv.reusable_hashes(request)
-        return tiers.prepare(request, hashes, hits, is_alone and num_external is not None)
+        return self._state.tiers.prepare(request, hashes, hits, is_alone and num_external is not None)
 
     def _leave_tiers(self, request: Request, num_hits: int, num_loaded: int) -> None:
         """It has its blocks: those from the tiers are there, or come with this step."""
-        tiers = self._state.tiers
-        if tiers is None:
-            return
-        hashes = self._kv.reusable_hashes(request)
+        tiers, hashes = self._state.tiers, self._kv.reusable_hashes(request)
         if num_loaded:
             loaded = slice(num_hits, num_hits + num_loaded)
             tiers.load_with_step(request, request.block_ids[loaded], hashes[loaded])
