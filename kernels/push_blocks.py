@@ -58,8 +58,12 @@ def push_listed(
     layers: range | None,
     num_programs: int,
     sums: BlockSums | None,
+    heads: range | None = None,
 ) -> None:
-    """`push_blocks` of pairs that are on the device already, as they are for all layers of a push but the first."""
+    """`push_blocks` of pairs that are on the device already, as they are for all layers of a push but the first.
+    `heads` (None: all): the target has these only."""
     places = BlockPlaces.of(pool_NHLPBD)
     target = BlockPlaces(target_address, target_stride_bytes, places.head_bytes, places.layer_bytes)
-    move_blocks(pool_NHLPBD, places, target, listed_4N, layers, num_programs, sums)
+    if heads is not None:
+        target = target.starting_at(0, -heads.start)
+    move_blocks(pool_NHLPBD, places, target, listed_4N, layers, num_programs, sums, heads)

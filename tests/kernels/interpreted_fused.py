@@ -131,6 +131,21 @@ def test_what_is_moved_is_summed(num_valid: int, head_size: int) -> None:
     assert torch.equal(target[[1, 0]], source[[2, 0]])
 
 
+@pytest.mark.parametrize("num_valid", [5, 8])
+def test_heads_that_lie_apart_are_moved_and_summed(num_valid: int) -> None:
+    source = torch.randn(4, 3, 2, 2, 8, 4)
+    parts = {range(1): torch.zeros(4, 1, 2, 2, 8, 4), range(1, 3): torch.zeros(4, 2, 2, 2, 8, 4)}
+    pairs = torch.tensor([[3, 2], [2, 1], [8, num_valid], [0, 1]])
+    sums = digest.BlockSums.of_none(source, 2, 55)
+    for heads, part in parts.items():
+        place = BlockPlaces.of(part).starting_at(0, -heads.start)
+        move_blocks(source, BlockPlaces.of(source), place, pairs, None, 5, sums, heads)
+    expected = torch.zeros_like(source)
+    reference.move_blocks(source, expected, [(3, 2), (2, 1)], range(2), [8, num_valid])
+    assert torch.equal(torch.cat(tuple(parts.values()), 1), expected)
+    assert torch.equal(sums.digests(num_valid, 8), digest.block_digests(source, [3, 2], 55, num_valid, 8))
+
+
 def test_more_pairs_than_a_program_takes_at_once() -> None:
     source, target = torch.randn(12, 2, 3, 2, 8, 4), torch.zeros(12, 2, 3, 2, 8, 4)
     order, num_valid = [5, 0, 11, 3, 9, 7, 1, 10, 2, 8, 6], [8] * 4 + [3] + [8] * 4 + [1, 8]
