@@ -10,7 +10,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.hashing import BlockHasher
 from tandem.engine.request import Request
 from tandem.engine.step import BlockCopy
-from tandem.engine.tenants import tenant_of_salt
+from tandem.engine.tenants import tenant_of_block
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class KVAllocator:
         num_public = self._hasher.num_public_blocks(request.secrecy)
         for index in range(request.num_registered_blocks, num_full):
             parent = request.block_hashes[index - 1] if index else None
-            tenant = b"" if index < num_public else tenant_of_salt(request.salt)
+            tenant = tenant_of_block(index, num_public, request.salt)
             self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, tenant)
         request.num_registered_blocks = num_full
 

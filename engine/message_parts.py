@@ -39,6 +39,12 @@ def peer_id_of(node_id: str, epoch: int) -> str:
     return f"{node_id}@{epoch:016x}"
 
 
+def parts_of_peer_id(peer_id: str) -> tuple[str, int]:
+    """(node_id, epoch)"""
+    node_id, _, epoch = peer_id.rpartition("@")
+    return node_id, int(epoch, 16)
+
+
 class PeerRef(msgspec.Struct, frozen=True):
     node_id: str
     epoch: int

@@ -36,6 +36,7 @@ from tandem.engine.message_parts import (
     PrefixHint,
     Role,
     TokenLogprobs,
+    parts_of_peer_id,
     peer_id_of,
 )
 from tandem.engine.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "PrefixHint",
     "Role",
     "TokenLogprobs",
+    "parts_of_peer_id",
     "peer_id_of",
 ]
 

@@ -17,6 +17,11 @@ def tenant_of_salt(salt: bytes) -> bytes:
     return salt[:TENANT_BYTES]
 
 
+def tenant_of_block(index: int, num_public: int, salt: bytes) -> bytes:
+    """Of a prompt's block, when its first `num_public` blocks hold public tokens only (hashing.num_public_blocks)."""
+    return b"" if index < num_public else tenant_of_salt(salt)
+
+
 class TenantShares:
     """What share of each cache a tenant may fill, as routers said last; who was not heard of may fill all."""
 

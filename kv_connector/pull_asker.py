@@ -22,7 +22,7 @@ from tandem.engine.hashing import num_public_blocks
 from tandem.engine.interfaces import LowerTiers
 from tandem.engine.messages import KVPull, Message, NodeInfo, PeerRef, PrefixHint, peer_id_of
 from tandem.engine.request import Request
-from tandem.engine.tenants import tenant_of_salt
+from tandem.engine.tenants import tenant_of_block
 from tandem.kv_connector.meta import HandoffKey
 from tandem.kv_connector.outcomes import DEADLINE, Fetched, NotFetched
 from tandem.kv_connector.pull_rates import PullRates
@@ -259,7 +259,7 @@ class PullAsker:
         num_public = num_public_blocks(request.secrecy, self._cache.block_size, self._cache.hash_block_size)
         for index, block_id in enumerate(blocks, pull.first):
             parent = pull.hashes[index - 1] if index else None
-            tenant = b"" if index < num_public else tenant_of_salt(request.salt)
+            tenant = tenant_of_block(index, num_public, request.salt)
             self._pool.register(block_id, pull.hashes[index], parent, None, tenant)
         found = self._pool.match_prefix(pull.hashes)
         self._pool.touch(found)

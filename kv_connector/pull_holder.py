@@ -17,7 +17,7 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.errors import HandshakeError
 from tandem.engine.hashing import HASH_BYTES
 from tandem.engine.interfaces import LowerTiers
-from tandem.engine.messages import KVPull, KVRelease, Message, NodeInfo, PeerRef
+from tandem.engine.messages import KVPull, KVRelease, Message, NodeInfo, PeerRef, parts_of_peer_id
 from tandem.engine.request import Request
 from tandem.engine.sampling_params import SamplingParams
 from tandem.kv_connector import outcomes
@@ -103,7 +103,7 @@ class PullHolder:
 
     def _problem(self, peer_id: str, pull: KVPull) -> str:
         """Why it can't be served, ""  when it can."""
-        peer = self._source.peer(*_parts(peer_id))
+        peer = self._source.peer(*parts_of_peer_id(peer_id))
         if peer is None or peer.layout is None or self.info.layout is None:
             return outcomes.UNKNOWN
         try:
@@ -142,7 +142,7 @@ class PullHolder:
         self._note_answered(question.key)
         self._pinned[question.key] = len(blocks)
         self.num_served_blocks += len(blocks)
-        node_id, epoch = _parts(question.peer_id)
+        node_id, epoch = parts_of_peer_id(question.peer_id)
         num_tokens = len(blocks) * self._block_size
         self._source.offer(question.key, PeerRef(node_id, epoch, ""), blocks, num_tokens, question.deadline, now)
 
@@ -160,8 +160,3 @@ class PullHolder:
     def _forget(self, question: Question) -> None:
         del self._waiting[question.key]
         self._tiers.ended(question.stands_for)
-
-
-def _parts(peer_id: str) -> tuple[str, int]:
-    node_id, _, epoch = peer_id.rpartition("@")
-    return node_id, int(epoch, 16)

@@ -21,6 +21,7 @@ from tandem.engine.messages import (
     NodeInfo,
     PeerRef,
     Submit,
+    parts_of_peer_id,
 )
 from tandem.engine.request import Request
 from tandem.kv_connector import outcomes
@@ -116,10 +117,10 @@ class SinkManager(SinkQueue):
         if not isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.counters.foreign_messages += 1
             return
-        source_id, _, epoch = peer_id.rpartition("@")
+        source_id, epoch = parts_of_peer_id(peer_id)
         known = self._records.get((message.request_id, message.attempt))
         expected = known.source_id if known is not None and known.source_id else source_id
-        if source_id != expected or int(epoch, 16) != message.source_epoch:
+        if source_id != expected or epoch != message.source_epoch:
             self.counters.foreign_messages += 1
             return
         record = self._record((message.request_id, message.attempt))
