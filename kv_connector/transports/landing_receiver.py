@@ -8,17 +8,13 @@ library's agent and with it every way into the pool, proves that nothing more la
 from __future__ import annotations
 
 import select
-import socket
 import time
 from abc import abstractmethod
-from collections.abc import Callable
 
 import msgspec
 
 from tandem.engine.errors import GrantError, TransportError
-from tandem.kv_connector.transports.base import RegisteredPool
 from tandem.kv_connector.transports.block_slots import NUM_SLOTS, BlockSlots
-from tandem.kv_connector.transports.grants import GrantTable
 from tandem.kv_connector.transports.landing_wire import (
     Answer,
     FlushFrame,
@@ -29,7 +25,7 @@ from tandem.kv_connector.transports.landing_wire import (
     WakeFrame,
     decode_frame,
 )
-from tandem.kv_connector.transports.link_receiver import LinkReceiver
+from tandem.kv_connector.transports.link_receiver import Link, LinkReceiver
 from tandem.kv_connector.transports.tcp_wire import receive_header, send_frame
 
 _SHORTEST_PAUSE_S = 200e-6  # sockets buffer many times what comes in this time, and the GIL is left to others
@@ -40,17 +36,9 @@ _PAUSE_SHARE = 0.005  # of the time since the last frame
 class LandingReceiver(LinkReceiver):
     """Subclasses move the bytes and drive their library."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        source: tuple[str, int],
-        pool: RegisteredPool,
-        grants: GrantTable,
-        timeout_s: float,
-        on_end: Callable[[LinkReceiver], None],
-    ) -> None:
-        super().__init__(sock, source, pool, grants, timeout_s, on_end)
-        self._slots = BlockSlots(self._geometry, pool.pool_NHLPBD.device)
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
+        self._slots = BlockSlots(self._geometry, link.pool.pool_NHLPBD.device)
         self._direct: set[int] = set()  # grants with direct writes that were not flushed
 
     # --- what the library does ------------------------------------------------------------------------------
@@ -137,14 +125,7 @@ class LandingReceiver(LinkReceiver):
             self._slots.unpack(frame.slot, self._pool.pool_NHLPBD, frame.block_ids, layers, frame.num_valid)
 
     def _check_shape(self, frame: LandFrame) -> None:
-        """A frame that makes no sense ends the link."""
-        geometry = self._geometry
-        if not (frame.first_layer >= 0 and 0 < frame.num_layers <= geometry.num_layers - frame.first_layer):
-            raise TransportError(f"layers {frame.first_layer}+{frame.num_layers} of {geometry.num_layers}")
-        if len(frame.block_ids) != len(frame.num_valid) or not frame.block_ids:
-            raise TransportError("block_ids and num_valid differ in length, or there are none")
-        if not all(0 < valid <= geometry.block_size for valid in frame.num_valid):
-            raise TransportError(f"num_valid {frame.num_valid} in blocks of {geometry.block_size} slots")
-        nbytes = sum(geometry.payload_bytes(frame.num_layers, valid) for valid in frame.num_valid)
-        if nbytes != frame.nbytes or nbytes > self._slots.slot_bytes or not 0 <= frame.slot < NUM_SLOTS:
+        self._check_blocks(frame)
+        nbytes = self._payload_bytes(frame)
+        if not 0 < nbytes <= self._slots.slot_bytes or nbytes != frame.nbytes or not 0 <= frame.slot < NUM_SLOTS:
             raise TransportError(f"{frame.nbytes} bytes for blocks of {nbytes} in slot {frame.slot}")

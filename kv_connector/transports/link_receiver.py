@@ -7,38 +7,43 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from tandem.engine.errors import PeerLostError, TandemError
+from tandem.engine.errors import PeerLostError, TandemError, TransportError
 from tandem.kv_connector.transports.base import RegisteredPool
 from tandem.kv_connector.transports.geometry import BlockGeometry, pool_stride_bytes
 from tandem.kv_connector.transports.grants import GrantTable
+from tandem.kv_connector.transports.landing_wire import LandFrame
+from tandem.kv_connector.transports.tcp_wire import WriteFrame
 
 logger = logging.getLogger(__name__)
 
 
-class LinkReceiver(ABC):
-    """`source` is (node_id, epoch) of the authenticated peer, `timeout_s` bounds each stall inside a frame, `on_end` is
-    called once, when nothing of that source can change the pool any more."""
+@dataclass(frozen=True)
+class Link:
+    """What a receiver serves. `source` is (node_id, epoch) of the authenticated peer, `timeout_s` bounds each stall
+    inside a frame, `on_end` is called once, when nothing of that source can change the pool any more."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        source: tuple[str, int],
-        pool: RegisteredPool,
-        grants: GrantTable,
-        timeout_s: float,
-        on_end: Callable[[LinkReceiver], None],
-    ) -> None:
-        self.source = source
-        self._sock = sock
-        self._pool = pool
-        self._grants = grants
-        self._timeout_s = timeout_s
-        self._on_end = on_end
-        self._geometry = BlockGeometry(pool.layout, pool_stride_bytes(pool.pool_NHLPBD))
+    sock: socket.socket
+    source: tuple[str, int]
+    pool: RegisteredPool
+    grants: GrantTable
+    timeout_s: float
+    on_end: Callable[[LinkReceiver], None]
+
+
+class LinkReceiver(ABC):
+    def __init__(self, link: Link) -> None:
+        self.source = link.source
+        self._sock = link.sock
+        self._pool = link.pool
+        self._grants = link.grants
+        self._timeout_s = link.timeout_s
+        self._on_end = link.on_end
+        self._geometry = BlockGeometry(link.pool.layout, pool_stride_bytes(link.pool.pool_NHLPBD))
         self._lock = threading.Lock()
         self._ended = False
 
@@ -82,6 +87,19 @@ class LinkReceiver(ABC):
     def abandon(self) -> None:
         """Instead of `run`, when the link is refused after all."""
         self._end()
+
+    def _check_blocks(self, frame: WriteFrame | LandFrame) -> None:
+        """A frame that makes no sense ends the link: raises TransportError."""
+        geometry = self._geometry
+        if not (frame.first_layer >= 0 and 0 < frame.num_layers <= geometry.num_layers - frame.first_layer):
+            raise TransportError(f"layers {frame.first_layer}+{frame.num_layers} of {geometry.num_layers}")
+        if len(frame.block_ids) != len(frame.num_valid):
+            raise TransportError("block_ids and num_valid differ in length")
+        if not all(0 < valid <= geometry.block_size for valid in frame.num_valid):
+            raise TransportError(f"num_valid {frame.num_valid} in blocks of {geometry.block_size} slots")
+
+    def _payload_bytes(self, frame: WriteFrame | LandFrame) -> int:
+        return sum(self._geometry.payload_bytes(frame.num_layers, valid) for valid in frame.num_valid)
 
     def _end(self) -> None:
         self._stop()

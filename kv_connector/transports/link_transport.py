@@ -24,7 +24,7 @@ from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.transports.base import OnLost, RegisteredPool
 from tandem.kv_connector.transports.grants import GrantTable
-from tandem.kv_connector.transports.link_receiver import LinkReceiver
+from tandem.kv_connector.transports.link_receiver import Link, LinkReceiver
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 from tandem.kv_connector.transports.tcp_channel import dial
 from tandem.kv_connector.transports.tcp_wire import (
@@ -212,7 +212,8 @@ class LinkTransport(ABC):
         error = ""
         if (preface.sink_id, preface.sink_epoch) != (self.pool.node_id, self.pool.epoch):
             error = f"this is {self.pool.node_id} epoch {self.pool.epoch:#x}"
-        receiver = self.receiver(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
+        link = Link(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
+        receiver = self.receiver(link)
         with self._lock:
             # Listed before it is asked whether the source is fenced: a fence sees one or the other.
             self._receivers[receiver] = threading.current_thread()

@@ -9,13 +9,11 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Callable
 
 from tandem.engine.errors import GrantError, PeerLostError, TransportError
-from tandem.kv_connector.transports.base import RegisteredPool
 from tandem.kv_connector.transports.geometry import byte_view
-from tandem.kv_connector.transports.grants import GrantTable, OpenGrant
-from tandem.kv_connector.transports.link_receiver import LinkReceiver
+from tandem.kv_connector.transports.grants import OpenGrant
+from tandem.kv_connector.transports.link_receiver import Link, LinkReceiver
 from tandem.kv_connector.transports.staging import Staging
 from tandem.kv_connector.transports.tcp_wire import (
     MAX_FRAME_BYTES,
@@ -39,24 +37,16 @@ class _GrantClosedError(Exception):
 
 
 class TcpReceiver(LinkReceiver):
-    def __init__(
-        self,
-        sock: socket.socket,
-        source: tuple[str, int],
-        pool: RegisteredPool,
-        grants: GrantTable,
-        timeout_s: float,
-        on_end: Callable[[LinkReceiver], None],
-    ) -> None:
-        super().__init__(sock, source, pool, grants, timeout_s, on_end)
+    def __init__(self, link: Link) -> None:
+        super().__init__(link)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._wait_payload = select.poll()
-        self._wait_payload.register(sock, select.POLLIN)
+        self._wait_payload.register(link.sock, select.POLLIN)
         self._wait_payload.register(self._wake_fd, select.POLLIN)
         self._refused: dict[int, str] = {}
-        on_cuda = pool.pool_NHLPBD.is_cuda
-        self._staging = Staging(self._geometry, pool.pool_NHLPBD.device) if on_cuda else None
-        self._memory = memoryview(b"") if on_cuda else byte_view(pool.pool_NHLPBD)
+        pool = link.pool.pool_NHLPBD
+        self._staging = Staging(self._geometry, pool.device) if pool.is_cuda else None
+        self._memory = memoryview(b"") if pool.is_cuda else byte_view(pool)
 
     def _serve_link(self) -> None:
         while True:
@@ -79,18 +69,9 @@ class TcpReceiver(LinkReceiver):
 
     def _check_shape(self, frame: WriteFrame) -> None:
         """A frame that can't be measured ends the connection: there is no way to find the next one."""
-        geometry = self._geometry
-        if not (frame.first_layer >= 0 and 0 < frame.num_layers <= geometry.num_layers - frame.first_layer):
-            raise TransportError(f"layers {frame.first_layer}+{frame.num_layers} of {geometry.num_layers}")
-        if len(frame.block_ids) != len(frame.num_valid):
-            raise TransportError("block_ids and num_valid differ in length")
-        if not all(0 < valid <= geometry.block_size for valid in frame.num_valid):
-            raise TransportError(f"num_valid {frame.num_valid} in blocks of {geometry.block_size} slots")
+        self._check_blocks(frame)
         if len(frame.block_ids) > 1 and self._payload_bytes(frame) > MAX_FRAME_BYTES:
             raise TransportError(f"a frame of {self._payload_bytes(frame)} bytes, more than {MAX_FRAME_BYTES}")
-
-    def _payload_bytes(self, frame: WriteFrame) -> int:
-        return sum(self._geometry.payload_bytes(frame.num_layers, valid) for valid in frame.num_valid)
 
     def _receive_in_place(self, frame: WriteFrame) -> None:
         layers = range(frame.first_layer, frame.first_layer + frame.num_layers)
