@@ -5,7 +5,9 @@
        └── backoff ───────┴──────────────────┘        stop: TERM stage by stage, the routers first
 
 Children belong to stages. A stage starts when every child of the stages before it has been ready once; at the end the
-last stage stops first. Events come in with the time; what is to be done comes out.
+last stage stops first. Until all have been ready, a child that fails quickly again and again ends the whole; from then
+on it is started for ever, since the others may serve without it. Events come in with the time; what is to be done
+comes out.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ class Supervisor:
         what = f"{name} ended ({_describe(code)})"
         if code == EXIT_BAD_CONFIG:
             return self._give_up(child, f"{what}: {last_words or 'its configuration is wrong'}", EXIT_BAD_CONFIG, now)
-        if child.num_quick_failures >= MAX_QUICK_FAILURES:
+        if child.num_quick_failures >= MAX_QUICK_FAILURES and not self._serving:
             text = f"{what}, {MAX_QUICK_FAILURES} times in a row; giving up. Its last words:\n{last_words}"
             return self._give_up(child, text, 1, now)
         backoff_s = min(FIRST_BACKOFF_S * 2 ** (child.num_quick_failures - 1), MAX_BACKOFF_S)

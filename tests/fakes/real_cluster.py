@@ -23,7 +23,8 @@ EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "3
 class RealCluster:
     """Context manager around one `tandem serve`. Prompts longer than a block are handed over, never computed twice."""
 
-    def __init__(self, model: Path, *arguments: str) -> None:
+    def __init__(self, model: Path, *arguments: str, start_s: float = 60.0) -> None:
+        self._start_s = start_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = model.name
@@ -33,7 +34,7 @@ class RealCluster:
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def __enter__(self) -> RealCluster:
-        self.wait_until_ready()
+        self.wait_until_ready(timeout_s=self._start_s)
         return self
 
     def __exit__(self, *_: object) -> None:

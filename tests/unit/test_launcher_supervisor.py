@@ -8,6 +8,7 @@ import pytest
 
 from tandem.deploy.supervisor import (
     FIRST_BACKOFF_S,
+    MAX_BACKOFF_S,
     MAX_QUICK_FAILURES,
     QUICK_FAILURE_S,
     START_TIMEOUT_S,
@@ -105,6 +106,22 @@ def test_five_quick_failures_end_everything_with_the_last_words(supervisor: Supe
     supervisor.exited("prefill", 0, now)
     assert (supervisor.phase, supervisor.exit_code) == (Phase.ENDED, 1)
     supervisor.check_integrity()
+
+
+def test_a_node_that_fails_again_and_again_takes_nobody_down_that_serves(supervisor: Supervisor) -> None:
+    bring_up(supervisor)
+    now = 0.0
+    for _ in range(3 * MAX_QUICK_FAILURES):
+        (report,) = supervisor.exited("decode", -9, now)
+        assert isinstance(report, Report)
+        backoff_s = supervisor.children["decode"].start_at - now
+        now += backoff_s
+        assert run_quietly(supervisor, now - 0.5, now, ("prefill", "router")) == [Start("decode")]
+        supervisor.ready("decode", now)
+        supervisor.check_integrity()
+    assert backoff_s == MAX_BACKOFF_S
+    assert supervisor.phase is Phase.RUNNING
+    assert supervisor.children["prefill"].state is ChildState.READY
 
 
 def test_a_bad_configuration_is_not_tried_again(supervisor: Supervisor) -> None:

@@ -1,0 +1,119 @@
+"""Nodes on GPUs are killed, stopped and drained at random moments under load: tokens are those of the undisturbed run or
+leave it at near ties, every request ends in a result or an honest error, pools come back whole and as large as before.
+
+SOAK_SECONDS (60) says how long each campaign takes, its start included, SOAK_SEED which moments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from near_ties import widest_gap
+from soak import Ask, Campaign, Load
+
+import tandem.deploy
+from real_cluster import RealCluster
+from tiny_models import random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SECONDS = float(os.environ.get("SOAK_SECONDS", "60"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
+ASKS = [Ask(tuple(random_prompt(length, length, vocab_size=2048)), num_tokens) for length, num_tokens in
+        ((5, 300), (33, 400), (180, 200), (700, 250), (1500, 100))]  # fmt: skip
+# A dtype's error is measured for one order of additions; two of our own orders may each be off by as much.
+NUM_ERRORS = 3
+
+
+class Explained:
+    """Tokens that are those of the undisturbed run, or that leave it by near ties only."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = getattr(torch, dtype)
+        self._lock = threading.Lock()
+        self._undisturbed: dict[Ask, list[int]] = {}
+        self._known: set[tuple[Ask, tuple[int, ...]]] = set()
+        self.num_equal = self.num_explained = 0
+        self.widest = 0.0  # gap, in errors of the dtype
+
+    def undisturbed(self, cluster: RealCluster) -> None:
+        for ask in ASKS:
+            (tokens,) = cluster.tokens(list(ask.prompt), ask.num_tokens)
+            self._explain(ask, tokens)
+            self._undisturbed[ask] = tokens
+
+    def check(self, ask: Ask, tokens: list[int]) -> None:
+        with self._lock:
+            if tokens == self._undisturbed[ask]:
+                self.num_equal += 1
+                return
+            if (ask, tuple(tokens)) not in self._known:
+                self._explain(ask, tokens)
+            self.num_explained += 1
+
+    def _explain(self, ask: Ask, tokens: list[int]) -> None:
+        gap, error = widest_gap(DEMO, list(ask.prompt), tokens, self._dtype)
+        assert gap < NUM_ERRORS * error, f"a gap of {gap:.5f} is more than {NUM_ERRORS} errors of {error:.5f}"
+        self.widest = max(self.widest, gap / error if error else 0.0)
+        self._known.add((ask, tuple(tokens)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_of_hurt_nodes_are_explained(dtype: str) -> None:
+    """Fixed pools: campaigns may run beside each other on the same GPUs."""
+    begin = time.monotonic()
+    explained = Explained(dtype)
+    arguments = ("--prefill", "1", "--decode", "1", "--dtype", dtype, "--max-num-seqs", "16", "--num-blocks", "300")
+    with RealCluster(DEMO, *arguments, start_s=120) as cluster:
+        cluster.wait_until_ready(2)
+        explained.undisturbed(cluster)
+        print(f"{dtype}: ready and undisturbed after {time.monotonic() - begin:.1f} s", flush=True)
+        load = Load(cluster, ASKS, explained.check, SEED)
+        campaign = Campaign(cluster, load, random.Random(SEED), (("decode", 1), ("prefill", 1)))
+        while time.monotonic() - begin < SECONDS:
+            campaign.moment()
+        campaign.end()
+    differing = f"{explained.num_explained} that leave it, by {explained.widest:.2f} errors at most"
+    print(f"{dtype}: {explained.num_equal} samples equal the undisturbed run, {differing}")
+
+
+def test_a_killed_node_comes_back_with_as_many_blocks() -> None:
+    """Pools sized by free memory: what a dead decode node had is given back only when its peer's mapping is closed.
+    The GPUs must be this test's alone."""
+    begin = time.monotonic()
+    explained = Explained("bfloat16")
+    arguments = ("--prefill", "1", "--decode", "1", "--max-num-seqs", "16", "--num-blocks", "0")
+    with RealCluster(DEMO, *arguments, "--gpu-memory-utilization", "0.1", start_s=120) as cluster:
+        cluster.wait_until_ready(2)
+        explained.undisturbed(cluster)
+        roles = ("decode", "prefill")
+        before = {role: sorted(cluster.by_node("num_blocks", role).values()) for role in roles}
+        print(f"{before} blocks, undisturbed after {time.monotonic() - begin:.1f} s", flush=True)
+        load = Load(cluster, ASKS, explained.check, SEED)
+        num_kills = 0
+        while not num_kills or time.monotonic() - begin < SECONDS:
+            role = roles[num_kills % 2]
+            time.sleep(0.5)
+            pid = cluster.pid_of(role)
+            cluster.send(pid, signal.SIGKILL)
+            num_kills += 1
+            cluster.wait_until_gone(pid, 10)
+            cluster.wait_until_ready(2, timeout_s=90)
+            after = {role: sorted(cluster.by_node("num_blocks", role).values()) for role in roles}
+            print(f"{role} killed: {after} after {time.monotonic() - begin:.1f} s, {dict(load.ends)}", flush=True)
+            assert after == before
+        load.stop()
+        assert not load.wrong, load.wrong
+        cluster.wait_until_whole()
