@@ -21,6 +21,7 @@ class EngineCore:
         self._unread: deque[tuple[SchedulerOutput, StepHandle]] = deque()
         self._events: list[EngineEvent] = []
         self._reads = False  # whether `read` takes a step
+        self.newest_read: SchedulerOutput | None = None  # what the last `read` took, None: nothing
 
     @property
     def inflight(self) -> bool:
@@ -59,8 +60,10 @@ class EngineCore:
     def read(self) -> list[EngineEvent]:
         """Second half: waits for the step before the one that was launched. All events since the last call."""
         events, self._events = self._events, []
+        self.newest_read = None
         if self._reads:
             done, handle = self._unread.popleft()
+            self.newest_read = done
             result = handle.result()
             if result.failure is None:
                 self.scheduler.pool.step_completed(done.step_id)

@@ -6,6 +6,7 @@ scheduler calls and messages; the engine core launches steps. The loop never wai
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from tandem.engine.control_events import ControlEvent, PeerLost, PeerRefused, Pe
 from tandem.engine.core import EngineCore
 from tandem.engine.messages import Message, PeerRef, Status
 from tandem.engine.request import EngineEvent
+from tandem.engine.turn_times import TurnTimes
 
 IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
 STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each step would cost more than scheduling does
@@ -67,11 +69,12 @@ class NodeLoop:
         handlers: Mapping[type, Callable[[Any], None]] | None = None,
         is_urgent: Callable[[object], bool] | None = None,
         launch_at: Callable[[], float] | None = None,
+        times: TurnTimes | None = None,
     ) -> None:
         """`handlers`: who takes events of that type, in place of the logic. `is_urgent`: which events are served while
         two launched steps are unread; None: that is not looked for. Events keep their order: one that is not urgent
         holds up those behind it. `launch_at`: until when the next step need not be decided while one runs; the later it
-        is, the more is known of what waits."""
+        is, the more is known of what waits. `times`: is told what the loop does."""
         self._logic = logic
         self._core = core
         self._control = control
@@ -80,6 +83,7 @@ class NodeLoop:
         self._handlers = dict(handlers or {})
         self._is_urgent = is_urgent
         self._launch_at = launch_at
+        self._times = times or TurnTimes(math.inf, time.monotonic, time.thread_time)
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
@@ -98,13 +102,17 @@ class NodeLoop:
         launched = True
         while not self._stopping:
             self._read_inbox(self._idle_wait(launched))
+            self._times.charge("events")
             if self._launch_at is not None:
                 self._hold_launch(self._launch_at)
+                self._times.charge("device")
             now = time.monotonic()
             self._logic.on_tick(now)
             self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
+            self._times.charge("upkeep")
             launched = self._step(now)
             self._write_outbox()
+            self._end_turn(launched)
             if self._drain_deadline is not None and (self._logic.is_empty or now > self._drain_deadline):
                 self._stopping = True
         self._write_outbox()
@@ -112,13 +120,25 @@ class NodeLoop:
     def _step(self, now: float) -> bool:
         if not self._core.has_work():
             return False
-        self._core.launch(self._write_outbox)  # claims of what starts
+        self._core.launch(self._before_execution)
+        self._times.charge("launch")
         if self._is_urgent is not None:
             self._serve_urgent(self._is_urgent)
         events = self._core.read()
+        self._times.charge("device")
         if events:
             self._logic.on_engine_events(events, now)
         return self._core.inflight
+
+    def _before_execution(self) -> None:
+        self._write_outbox()  # claims of what starts
+        self._times.charge("schedule")
+
+    def _end_turn(self, launched: bool) -> None:
+        if self._core.newest_read is not None:
+            self._times.step_read(self._core.newest_read)
+        if not launched:
+            self._times.paused()
 
     def _serve_urgent(self, is_urgent: Callable[[object], bool]) -> None:
         """What others wait for does not wait for the step that runs."""
@@ -130,8 +150,10 @@ class NodeLoop:
             except queue.Empty:
                 continue
             if is_urgent(event):
+                self._times.charge("device")
                 self._dispatch(event, time.monotonic())
                 self._write_outbox()
+                self._times.charge("urgent")
             else:
                 self._held_up.append(event)
 

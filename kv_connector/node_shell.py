@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.security import load_cluster_keys
 from tandem.engine.serving_node import ServingNode
 from tandem.engine.step_measure import measure_step_times
+from tandem.engine.turn_times import TurnTimes
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kv_connector.effects import Effects, is_urgent
@@ -56,6 +58,7 @@ from tandem.kv_connector.worker import ConnectorWorker
 GC_THRESHOLDS = (50_000, 20, 1_000)
 # Of the end of a hand-off each part runs on another thread, while the step loop launches kernels for 20 ms on end.
 SWITCH_INTERVAL_S = 0.0003
+SLOW_STEP_MS = 1.0  # beyond `itl_budget_ms`: such steps are counted by their reason
 logger = logging.getLogger(__name__)
 
 
@@ -140,8 +143,17 @@ class NodeProcess:
             handlers[JobDone] = self.tiers.manager.on_done
         sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
         launch_at = self.logic.scheduler.prompt_order.next_decision_at if options.role == "prefill" else None
+        self.turn_times = self._make_turn_times()
         self.loop = NodeLoop(
-            self.logic, core, sender, options.timeouts.drain_s, self._after_turn, handlers, is_urgent, launch_at
+            self.logic,
+            core,
+            sender,
+            options.timeouts.drain_s,
+            self._after_turn,
+            handlers,
+            is_urgent,
+            launch_at,
+            self.turn_times,
         )
 
     def warm_up(self) -> None:
@@ -228,6 +240,15 @@ class NodeProcess:
         return NodeContext(
             self.options, self.info, self.keys, self.pool, self.loaded, tiers, self.transports.is_settled
         )
+
+    def _make_turn_times(self) -> TurnTimes | None:
+        """Nobody waits for one step of a prefill node more than for another."""
+        if self.options.role == "prefill":
+            return None
+        slow_s = (self.options.scheduler.itl_budget_ms + SLOW_STEP_MS) / 1e3
+        trace = self.trace
+        note = None if trace is None else lambda values: trace.note(("", 0), "slow step", **values)
+        return TurnTimes(slow_s, time.monotonic, time.thread_time, note)
 
     def _check_peer(self, info: NodeInfo) -> None:
         check_hello(self.info, Hello(wire_version=WIRE_VERSION, info=info))

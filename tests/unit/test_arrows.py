@@ -66,6 +66,7 @@ SANS_IO = (
     "engine/scheduler_state.py",
     "engine/step.py",
     "engine/step_times.py",
+    "engine/turn_times.py",
     "engine/prompt_order.py",
     "engine/step_builder.py",
     "engine/step_pieces.py",

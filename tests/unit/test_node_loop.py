@@ -14,6 +14,7 @@ class OneStep:
     def __init__(self, log: list[str], num_polls: int) -> None:
         self.log, self.polls_left = log, num_polls
         self.inflight = False
+        self.newest_read = None
 
     @property
     def device_is_busy(self) -> bool:
