@@ -52,13 +52,15 @@ class RealCluster:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
-    def wait_until_ready(self, num_nodes: int = 0, timeout_s: float = 60.0) -> None:
+    def wait_until_ready(self, num_nodes: int = 0, timeout_s: float = 60.0, without: str = "") -> None:
+        """The router can use `num_nodes` nodes, and none of them is the one called `without`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"tandem serve ended: {self.log()}"
             try:
                 answer = self.client.get("/ready")
-                if answer.status_code == 200 and len(answer.json()["nodes"]) >= num_nodes:
+                nodes = [node["node_id"] for node in answer.json()["nodes"]] if answer.status_code == 200 else None
+                if nodes is not None and len(nodes) >= num_nodes and without not in nodes:
                     return
             except httpx.TransportError:
                 pass
@@ -95,6 +97,12 @@ class RealCluster:
                 if f"--node-id={node_id}" in child.cmdline():
                     return child.pid
         raise AssertionError(f"no process of {node_id}")
+
+    @staticmethod
+    def node_of(pid: int) -> str:
+        """Name by which the router knows the node of this process."""
+        option = "--node-id="
+        return next(part.removeprefix(option) for part in psutil.Process(pid).cmdline() if part.startswith(option))
 
     @staticmethod
     def send(pid: int, number: int) -> None:

@@ -120,15 +120,16 @@ class Campaign:
         self.num_moments += 1
         try:
             pid = self.cluster.pid_of(role, index)
+            node_id = self.cluster.node_of(pid)
             self._hurt(pid, how)
-        except (IndexError, psutil.NoSuchProcess):
+        except (IndexError, StopIteration, psutil.NoSuchProcess):
             return  # it is about to be started again
         self.hurts[f"{role} {how}"] += 1
         if how == PAUSE:
             self.cluster.wait_until_ready(timeout_s=self.restart_s)
         elif self.rng.random() < 0.7:  # the others are hurt while it is away
             self.cluster.wait_until_gone(pid, self.restart_s)
-            self.cluster.wait_until_ready(self.num_nodes, timeout_s=self.restart_s)
+            self.cluster.wait_until_ready(self.num_nodes, timeout_s=self.restart_s, without=node_id)
         else:
             self.cluster.wait_until_ready(timeout_s=self.restart_s)
         assert not self.load.wrong, self.load.wrong
