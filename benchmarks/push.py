@@ -1,12 +1,12 @@
 """What pushing KV to a peer GPU costs and how fast it is, in one process with two GPUs, by the product's own push path.
 
-    python benchmarks/push.py MODEL [--load-format dummy] [--tokens 8192] [--programs 8 16] [--repeat 6]
+    python benchmarks/push.py MODEL [--load-format dummy] [--tokens 8192] [--programs 8 16] [--repeat 12]
 
-1. One prompt's prefill with nothing pushed, with every layer pushed, and with every layer pushed and digested. Kinds
+1. 1 GiB of blocks from scattered places to scattered places of a pool on the other GPU, beside a plain peer copy of as
+   many bytes: whole and layer by layer, as the transport does it, and by its kernel of so many programs.
+2. One prompt's prefill with nothing pushed, with every layer pushed, and with every layer pushed and digested. Kinds
    take turns, so that clocks and temperature are the same for all.
-2. The sink's check of the digests of that prompt.
-3. 1 GiB of blocks from scattered places to scattered places of a pool on the other GPU, beside a plain peer copy of as
-   many bytes: whole blocks by the copy engine, and by the kernel of layer pushes.
+3. The sink's check of the digests of that prompt.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,17 +38,38 @@ from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.mapped import MappedChannel
 from tandem.kv_connector.worker import ConnectorWorker
 
+PROGRAMS, ENGINE_RUN_BYTES = cuda_ipc.PROGRAMS, cuda_ipc.ENGINE_RUN_BYTES  # as the product has them
 GIB = 1 << 30
 LLAMA_8B = KVLayout((KVGroup(32, 8, 128, "bfloat16"),), 64)
 TARGET_GB_S = 330.0
 Pools = tuple[torch.Tensor, torch.Tensor]
 
 
-def mapping_of(pools: Pools) -> cuda_ipc.CudaMapping:
+class SameProcessMapping(cuda_ipc.CudaMapping):
     """The second pool as the first one's device sees it; in one process no handle is needed."""
-    source, sink = pools
-    sink[:1].copy_(source[:1])  # torch lets the devices reach each other
-    return cuda_ipc.CudaMapping(source.device, sink.data_ptr(), 0, pool_stride_bytes(sink))
+
+    def __init__(self, pools: Pools) -> None:
+        source, sink = pools
+        sink[:1].copy_(source[:1])  # torch lets the devices reach each other
+        super().__init__(source.device, sink.data_ptr(), 0, pool_stride_bytes(sink))
+
+    def _unmap(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Way:
+    """How blocks travel: as the transport chooses, or by its kernel alone."""
+
+    name: str
+    num_programs: int = 0
+
+    def choose(self) -> None:
+        cuda_ipc.PROGRAMS = self.num_programs or PROGRAMS
+        cuda_ipc.ENGINE_RUN_BYTES = 1 << 62 if self.num_programs else ENGINE_RUN_BYTES
+
+
+def ways_of(programs: Sequence[int]) -> list[Way]:
+    return [Way("as chosen"), *(Way(f"kernel, {number} programs", number) for number in programs)]
 
 
 def seconds(run: Callable[[], object], repeat: int) -> float:
@@ -65,12 +86,12 @@ def seconds(run: Callable[[], object], repeat: int) -> float:
     return statistics.median(times)
 
 
-def measure_wire(programs: list[int], repeat: int) -> None:
+def measure_wire(ways: Sequence[Way], repeat: int) -> None:
     num_blocks = GIB // LLAMA_8B.payload_bytes
     pools = tuple(allocate_pool(LLAMA_8B, 2 * num_blocks, f"cuda:{index}") for index in range(2))
     source, sink = pools
     source.normal_()
-    mapping = mapping_of((source, sink))
+    mapping = SameProcessMapping((source, sink))
     places = [random.Random(seed).sample(range(2 * num_blocks), num_blocks) for seed in range(2)]
     pairs = list(zip(*places, strict=True))
     valid = [LLAMA_8B.block_size] * num_blocks
@@ -82,19 +103,19 @@ def measure_wire(programs: list[int], repeat: int) -> None:
             chosen = None if layer is None else range(layer, layer + 1)
             mapping.copy_in(0, source, pairs, chosen, valid, sums)
 
-    print(f"1 GiB, plain peer copy: {GIB / plain / 1e9:.0f} GB/s")
-    whole = seconds(lambda: push(None, False), repeat)
-    with_sums = seconds(lambda: push(None, True), repeat)
-    print(f"1 GiB of {num_blocks} scattered blocks to scattered places: {GIB / whole / 1e9:.0f} GB/s (target "
-          f"{TARGET_GB_S:.0f}), with digests {GIB / with_sums / 1e9:.0f}")  # fmt: skip
-    assert torch.equal(sink[places[1]].cpu(), source[places[0]].cpu()), "the blocks did not arrive"
-    every = range(LLAMA_8B.group.num_layers)
-    for number in programs:
-        cuda_ipc.LAYER_PROGRAMS = number
-        rates = [
-            GIB / seconds(lambda with_sums=with_sums: push(every, with_sums), 3) / 1e9 for with_sums in (False, True)
-        ]
-        print(f"  layer by layer, {number:3} programs: {rates[0]:.0f} GB/s, with digests {rates[1]:.0f}", flush=True)
+    print(f"1 GiB of {num_blocks} scattered blocks to scattered places, GB/s; plain peer copy {GIB / plain / 1e9:.0f}")
+    print(f"  {'':24}{'whole':>10}{'digested':>10}{'by layer':>10}{'digested':>10}   (target {TARGET_GB_S:.0f} whole)")
+    for way in ways:
+        way.choose()
+        rates = []
+        for layers in (None, range(LLAMA_8B.group.num_layers)):
+            for with_sums in (False, True):
+                sink.zero_()
+                torch.cuda.synchronize(sink.device)
+                took = seconds(lambda layers=layers, with_sums=with_sums: push(layers, with_sums), repeat)
+                rates.append(GIB / took / 1e9)
+                assert torch.equal(sink[places[1]], source[places[0]].to(sink.device)), f"{way.name}: not what was sent"
+        print(f"  {way.name:24}{''.join(f'{rate:10.0f}' for rate in rates)}", flush=True)
 
 
 @dataclass
@@ -154,7 +175,7 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
     registered = RegisteredPool(pools[0], loaded.layout, "p", 1)
     sink = NodeInfo(node_id="d", epoch=2, role="decode", layout=loaded.layout)
     events: list[object] = []
-    mapping = mapping_of(pools)
+    mapping = SameProcessMapping(pools)
     transfer = TransferWorker(
         pools[0], loaded.layout, ("p", 1),
         lambda peer, on_lost: MappedChannel(registered, peer, mapping, on_lost),
@@ -178,26 +199,27 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
     return Prefill(loaded, runner, pools[1], transfer, events, grant_of)
 
 
-def measure_prefill(prefill: Prefill, options: argparse.Namespace) -> None:
-    kinds = [("nothing pushed", 0, False, False)]
-    for number in options.programs:
-        kinds += [(f"pushed, {number} programs", number, True, False), (f"and digested, {number}", number, True, True)]
-    times: dict[str, list[float]] = {name: [] for name, *_ in kinds}
-    for _ in range(options.repeat):
-        for name, number, pushes, digests in kinds:
-            cuda_ipc.LAYER_PROGRAMS = number or cuda_ipc.LAYER_PROGRAMS
-            times[name].append(prefill.run(options.tokens, pushes, digests))
+def measure_prefill(prefill: Prefill, ways: Sequence[Way], tokens: int, repeat: int) -> None:
+    kinds = [(f"{what}, {way.name}", way, what == "digested") for way in ways for what in ("pushed", "digested")]
+    times: dict[str, list[float]] = {name: [] for name in ("nothing pushed", *(name for name, *_ in kinds))}
+    for turn in range(repeat + 1):  # the first compiles
+        for name, way, digests in [("nothing pushed", None, False), *kinds]:
+            if way is not None:
+                way.choose()
+            took = prefill.run(tokens, way is not None, digests)
+            times[name] += [took] if turn else []
     alone = statistics.median(times["nothing pushed"])
-    print(f"prefill of {options.tokens} tokens, median of {options.repeat}:")
+    print(f"prefill of {tokens} tokens, median of {repeat} (targets: pushed +1 %, digests +0.5 % of it):")
     for name, own in times.items():
-        share = 100 * (statistics.median(own) / alone - 1)
-        print(f"  {name:28} {1e3 * statistics.median(own):7.2f} ms ({share:+.2f} %; target +1 %, digests +0.5 %)")
+        share = statistics.median(each / other - 1 for each, other in zip(own, times["nothing pushed"], strict=True))
+        print(f"  {name:36} {1e3 * statistics.median(own):7.2f} ms ({100 * share:+.2f} %)")
     size = prefill.loaded.layout.block_size
     with torch.cuda.device(1):
-        check = seconds(
-            lambda: block_digests(prefill.sink_pool, range(len(prefill.sink_pool)), 7, size, size), options.repeat
-        )
-    print(f"  digests checked by the sink in {1e3 * check:.2f} ms, beside its decode steps", flush=True)
+        check = seconds(lambda: block_digests(prefill.sink_pool, range(len(prefill.sink_pool)), 7, size, size), repeat)
+    print(
+        f"  digests checked by the sink in {1e3 * check:.2f} ms ({check / alone:.2%}), beside its decode steps",
+        flush=True,
+    )
     assert prefill.transfer.stop(10.0)
 
 
@@ -206,17 +228,17 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--programs", type=int, nargs="+", default=[8])
-    parser.add_argument("--repeat", type=int, default=6)
+    parser.add_argument("--programs", type=int, nargs="*", default=[], help="of the kernel, where it alone pushes")
+    parser.add_argument("--repeat", type=int, default=12)
     options = parser.parse_args()
     if torch.cuda.device_count() < 2:
         raise SystemExit("this needs two GPUs that reach each other's memory")
     torch.cuda.set_device(0)
+    ways = ways_of(options.programs)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        measure_wire(ways, options.repeat)
     prefill = make_prefill(options.model, options.load_format, options.tokens)
-    for digests in (False, True):  # compiles
-        prefill.run(options.tokens, True, digests)
-    measure_prefill(prefill, options)
-    measure_wire(options.programs, options.repeat)
+    measure_prefill(prefill, ways, options.tokens, options.repeat)
 
 
 if __name__ == "__main__":

@@ -76,11 +76,15 @@ class BlockSums:
         sums = torch.zeros(num_blocks, dtype=torch.int64, device=pool.device)
         return cls(key, sums, _segment_keys(key, num_words, pool.device), _multiplier_table(pool.device))
 
-    def add_whole(self, pool: torch.Tensor, block_ids: Sequence[int], indices: Sequence[int]) -> None:
-        """Blocks of a CUDA `pool` that something else moves, all layers and slots of each."""
-        listed = torch.tensor([list(block_ids), list(indices)], dtype=torch.int64)
-        ids, places = listed.pin_memory().to(pool.device, non_blocking=True).unbind(0)
-        self.sums_N.index_add_(0, places, _sums_on_gpu(pool, ids, self.key))
+    def add_layers(self, pool_NHLPBD: torch.Tensor, listed_4N: torch.Tensor, layers: range | None) -> None:
+        """What something else moves: `layers` (None: all) of whole blocks of a CUDA pool that `why_not_words` has
+        nothing against, listed as for `move_blocks`. On the current stream."""
+        from tandem.kernels.triton_kernels.digest import add_layer_sums
+
+        raw = pool_NHLPBD.view(torch.uint8) if pool_NHLPBD.element_size() == 1 else pool_NHLPBD
+        words_NHLW = raw.flatten(3).view(torch.int64)
+        every = range(pool_NHLPBD.shape[2])
+        add_layer_sums(words_NHLW, listed_4N, layers or every, self.keys_S2, self.table, self.sums_N)
 
     def on_host(self) -> BlockSums:
         """Waits for what the current stream has enqueued."""

@@ -24,7 +24,7 @@ from tandem.engine.errors import TandemError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVReady, NodeInfo
 from tandem.kernels.digest import BlockSums, block_digests
-from tandem.kernels.push_blocks import can_push, push_blocks
+from tandem.kernels.push_blocks import can_push, list_pairs, push_blocks
 from tandem.kv_connector.grant_book import GrantBook
 from tandem.kv_connector.grant_sums import GrantSums
 from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
@@ -124,8 +124,10 @@ class TransferWorker:
             block_digests(pool, [0], 0, num_valid, size)
         if can_push(pool):
             return
-        for sums in (None, BlockSums.of_none(pool, 1, 0)):
-            push_blocks(pool, pool.data_ptr(), pool_stride_bytes(pool), [(0, 0)], range(1), [size], 1, sums)
+        sums = BlockSums.of_none(pool, 1, 0)
+        for each in (None, sums):
+            push_blocks(pool, pool.data_ptr(), pool_stride_bytes(pool), [(0, 0)], range(1), [size], 1, each)
+        sums.add_layers(pool, list_pairs([(0, 0)], [size], (), pool.device), range(1))
         torch.cuda.synchronize(pool.device)
 
     def start(self) -> None:

@@ -9,7 +9,9 @@ a dead node's memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -17,8 +19,11 @@ import torch
 from tandem.engine.cuda_driver import HANDLE_BYTES, copy_runs, export_memory, map_memory, unmap_memory
 from tandem.engine.errors import TransportError
 from tandem.engine.kv_layout import KVLayout
+from tandem.kernels.digest import BlockSums
+from tandem.kernels.move_blocks import BlockPlaces
 from tandem.kernels.push_blocks import can_push, list_pairs, push_listed
 from tandem.kv_connector.transports.base import BlockPairs, PairSums
+from tandem.kv_connector.transports.block_runs import block_runs
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
 
@@ -26,7 +31,13 @@ FLUSH_TIMEOUT_S = 60.0  # a push waits for the step that computes it; this is fa
 FLUSH_POLL_S = 20e-6
 # Of the kernel; each takes a place on a multiprocessor from the computation. On H200s 4, 8 and 16 push 104, 202 and 293
 # GB/s, with digests 37, 69 and 131; a layer of a long prompt is 33 MB every 6 ms.
-LAYER_PROGRAMS = 8
+PROGRAMS = 8
+KEPT_LISTS = 4
+ENGINE_RUN_BYTES = 16 << 10
+
+
+def goes_by_engine(run_bytes: int) -> bool:
+    return run_bytes >= ENGINE_RUN_BYTES
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True):
@@ -45,7 +56,8 @@ class CudaMapping(Mapping):
         super().__init__()
         self._device, self._mapped = device, mapped
         self._address, self._stride_bytes = mapped + offset, stride_bytes
-        self._listed: tuple[object, torch.Tensor] | None = None  # what was pushed last, and that on the device
+        self._listed: OrderedDict[object, torch.Tensor] = OrderedDict()  # what was pushed last, on the device
+        self._sums_stream = torch.cuda.Stream(device)  # beside copies; the computation is of no lower priority
         self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed: others' wait for other steps
 
     def _copy(
@@ -57,21 +69,11 @@ class CudaMapping(Mapping):
         num_valid: Sequence[int],
         sums: PairSums | None,
     ) -> None:
-        whole: list[int] = []
-        if layers is None and source_NHLPBD[0].is_contiguous():
-            whole = [index for index, valid in enumerate(num_valid) if valid == source_NHLPBD.shape[4]]
-            self._copy_whole(source_NHLPBD, [pairs[index] for index in whole])
-            if sums is not None and whole:
-                ids, places = [pairs[index][0] for index in whole], [sums.indices[index] for index in whole]
-                sums.sums.add_whole(source_NHLPBD, ids, places)
-        rest = sorted(set(range(len(pairs))) - set(whole))
-        if rest:
-            indices = () if sums is None else [sums.indices[index] for index in rest]
-            listed = self._list_once([pairs[index] for index in rest], [num_valid[index] for index in rest], indices)
-            summed = None if sums is None else sums.sums
-            push_listed(
-                source_NHLPBD, self._address, self._stride_bytes, listed, layers, LAYER_PROGRAMS, summed
-            )  # fmt: skip
+        for copy, chosen in self._ways(source_NHLPBD, layers, num_valid):
+            own, valid = [pairs[index] for index in chosen], [num_valid[index] for index in chosen]
+            indices = () if sums is None else [sums.indices[index] for index in chosen]
+            listed = self._list_once(own, valid, indices)
+            copy(source_NHLPBD, own, listed, layers, None if sums is None else sums.sums)
         copied = self._last_copies[grant_id] = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._device))
 
@@ -79,17 +81,56 @@ class CudaMapping(Mapping):
         self, pairs: Sequence[tuple[int, int]], num_valid: Sequence[int], sum_indices: Sequence[int]
     ) -> torch.Tensor:
         """Layers follow each other with the same blocks, on the same stream."""
-        wanted = (tuple(pairs), tuple(num_valid), tuple(sum_indices))
-        if self._listed is None or self._listed[0] != wanted:
-            self._listed = wanted, list_pairs(pairs, num_valid, sum_indices, self._device)
-        return self._listed[1]
+    def _ways(
+        self, source_NHLPBD: torch.Tensor, layers: range | None, num_valid: Sequence[int]
+    ) -> list[tuple[Callable[..., None], list[int]]]:
+        """Which blocks the copy engines take, which the kernel."""
+        num_layers = source_NHLPBD.shape[2] if layers is None else len(layers)
+        is_long = goes_by_engine(BlockPlaces.of(source_NHLPBD).layer_bytes * num_layers)
+        engine = [index for index, valid in enumerate(num_valid) if is_long and valid == source_NHLPBD.shape[4]]
+        kernel = sorted(set(range(len(num_valid))) - set(engine))
+        ways: list[tuple[Callable[..., None], list[int]]] = [(self._by_engine, engine), (self._by_kernel, kernel)]
+        return [(copy, chosen) for copy, chosen in ways if chosen]
 
-    def _copy_whole(self, source_NHLPBD: torch.Tensor, pairs: BlockPairs) -> None:
-        stride, nbytes = pool_stride_bytes(source_NHLPBD), source_NHLPBD[0].numel() * source_NHLPBD.element_size()
-        begin, stream = source_NHLPBD.data_ptr(), torch.cuda.current_stream(self._device).cuda_stream
+    def _by_engine(
+        self,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        listed_4N: torch.Tensor,
+        layers: range | None,
+        sums: BlockSums | None,
+    ) -> None:
+        """Whole blocks. Sums are taken beside the copies, on a stream that the computation may go before."""
+        current = torch.cuda.current_stream(self._device)
+        if sums is not None:
+            self._sums_stream.wait_event(current.record_event())
+            with torch.cuda.stream(self._sums_stream):
+                sums.add_layers(source_NHLPBD, listed_4N, layers)
+        _, num_heads, num_layers, *_ = source_NHLPBD.shape
+        source = BlockPlaces.of(source_NHLPBD)
+        target = replace(source, address=self._address, block_bytes=self._stride_bytes)
+        runs = block_runs(source, target, pairs, range(num_heads), layers or range(num_layers))
         assert self._device.index is not None, "the pool is on one certain device"
-        runs = [(self._address + there * self._stride_bytes, begin + here * stride, nbytes) for here, there in pairs]
-        copy_runs(self._device.index, runs, stream)
+        copy_runs(self._device.index, *runs, current.cuda_stream)
+        if sums is not None:
+            current.wait_event(self._sums_stream.record_event())
+
+    def _by_kernel(
+        self,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        listed_4N: torch.Tensor,
+        layers: range | None,
+        sums: BlockSums | None,
+    ) -> None:
+        push_listed(source_NHLPBD, self._address, self._stride_bytes, listed_4N, layers, PROGRAMS, sums)
+
+        wanted = (tuple(pairs), tuple(num_valid), tuple(sum_indices))
+        if wanted not in self._listed:
+            self._listed[wanted] = list_pairs(pairs, num_valid, sum_indices, self._device)
+            while len(self._listed) > KEPT_LISTS:
+                self._listed.popitem(last=False)
+        return self._listed[wanted]
 
     def flush(self, grant_id: int) -> None:
         copied = self._last_copies.get(grant_id)

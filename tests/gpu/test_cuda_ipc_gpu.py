@@ -9,7 +9,12 @@ import time
 import pytest
 import torch
 
+from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.push_blocks import push_blocks
+from tandem.kernels.quantization import as_bytes
+from tandem.kv_connector.transports import cuda_ipc
+from tandem.kv_connector.transports.base import PairSums
+from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tests.fakes.kv_peer import KVPeer
 from tests.fakes.kv_pools import (
     MEGABYTE_BLOCKS,
@@ -43,6 +48,35 @@ def test_pushes_write_exactly_the_slots_that_they_name(layout) -> None:
         stride = sink.pool.stride(0) * sink.pool.element_size()
         push_blocks(source.pool, sink.pool.data_ptr(), stride, pairs, layers, num_valid, rng.choice([1, 16, 64]))
         assert torch.equal(sink.pool.float().cpu(), expected)
+
+
+@pytest.mark.parametrize("longest_by_kernel", [-1, 1 << 40], ids=["engine", "kernel"])
+@pytest.mark.parametrize("layout", [LAYOUTS["fp32"], LAYOUTS["bf16-padded"], MEGABYTE_BLOCKS], ids=str)
+def test_both_ways_move_and_sum_the_same(layout, longest_by_kernel, monkeypatch) -> None:
+    """Whole blocks at once, others layer by layer, the last one partly filled; to another GPU where there is one."""
+    monkeypatch.setattr(cuda_ipc, "ENGINE_RUN_BYTES", longest_by_kernel + 1)
+    source = PoolNode("p", "local", seed=1, device="cuda:0", layout=layout)
+    sink = PoolNode("d", "local", seed=2, device=LAST, layout=layout)
+    sink.pool[:1].copy_(source.pool[:1])  # torch lets the devices reach each other
+    mapping = cuda_ipc.CudaMapping(source.pool.device, sink.pool.data_ptr(), 0, pool_stride_bytes(sink.pool))
+    size, every = layout.block_size, range(layout.group.num_layers)
+    pairs = [(3, 1), (0, 15), (7, 8), (5, 4), (6, 5), (11, 2)]
+    sums = BlockSums.of_none(source.pool, len(pairs), 99)
+    with torch.cuda.stream(torch.cuda.Stream(source.pool.device)):
+        mapping.copy_in(1, source.pool, pairs[:2], None, [size] * 2, PairSums(sums, range(2)))
+        for layer in every:
+            num_valid = [size] * 3 + [size - 3]
+            layers = range(layer, layer + 1)
+            mapping.copy_in(1, source.pool, pairs[2:], layers, num_valid, PairSums(sums, range(2, 6)))
+        mapping.flush(1)
+        digests = sums.on_host().digests(size - 3, size)
+    for here, there in pairs[:-1]:
+        assert torch.equal(as_bytes(sink.pool[there].cpu()), as_bytes(source.pool[here].cpu()))
+    last = pairs[-1]
+    assert torch.equal(sink.pool[last[1]][..., : size - 3, :].cpu(), source.pool[last[0]][..., : size - 3, :].cpu())
+    expected = block_digests(source.pool, [here for here, _ in pairs], 99, size - 3, size, on_host=True)
+    assert torch.equal(digests.cpu(), expected)
+    torch.cuda.synchronize(sink.pool.device)
 
 
 @pytest.fixture

@@ -158,6 +158,17 @@ def test_more_pairs_than_a_program_takes_at_once() -> None:
     pairs = torch.tensor([order, list(range(11)), [8] * 11, list(range(10, -1, -1))])
     move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, None, 5, sums)
     assert torch.equal(sums.digests(8, 8), digest.block_digests(source, order[::-1], 77, 8, 8))
+@pytest.mark.parametrize("head_size", [4, 160])
+def test_layers_of_whole_blocks_are_summed_without_being_moved(head_size: int) -> None:
+    source = torch.randn(12, 2, 3, 2, 8, head_size)
+    order = [5, 0, 11, 3, 9, 7, 1, 10, 2, 8]
+    listed = torch.tensor([order, [0] * 10, [8] * 10, list(range(9, -1, -1))])
+    sums = digest.BlockSums.of_none(source, 10, 77)
+    for layers in (range(1, 3), range(1)):
+        sums.add_layers(source, listed, layers)
+    assert torch.equal(sums.digests(8, 8), digest.block_digests(source, order[::-1], 77, 8, 8))
+
+
 
 
 @pytest.mark.parametrize("words", [100, 8192, 20000])

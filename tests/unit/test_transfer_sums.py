@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 
 from tandem.engine.cuda_driver import merged_runs
 from tandem.engine.messages import FirstToken
 from tandem.kernels import digest
+from tandem.kernels.move_blocks import BlockPlaces
 from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
+from tandem.kv_connector.transports.block_runs import block_runs
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tests.fakes.kv_pools import PoolNode
 from tests.fakes.transfer_side import Side
@@ -121,5 +126,27 @@ def test_what_was_pushed_twice_is_digested_in_a_pass(sides, again) -> None:
 
 def test_copies_that_continue_each_other_become_one() -> None:
     runs = [(100, 0, 10), (110, 10, 10), (120, 30, 10), (140, 40, 10), (150, 50, 10)]
-    assert merged_runs(runs) == [(100, 0, 20), (120, 30, 10), (140, 40, 20)]
-    assert merged_runs([]) == []
+    merged = merged_runs(*(np.array(column, dtype=np.uint64) for column in zip(*runs, strict=True)))
+    assert list(zip(*(column.tolist() for column in merged), strict=True)) == [
+        (100, 0, 20),
+        (120, 30, 10),
+        (140, 40, 20),
+    ]
+
+
+@pytest.mark.parametrize(("heads", "layers"), [(range(3), range(4)), (range(3), range(1, 3)), (range(1, 3), range(2))])
+def test_runs_of_layers_move_just_these(heads: range, layers: range) -> None:
+    """Into a pool with padding between blocks, byte by byte as the runs say."""
+    source = torch.arange(5 * 3 * 4 * 2 * 8 * 2, dtype=torch.int16).view(5, 3, 4, 2, 8, 2)
+    rows = torch.full((6, source[0].numel() + 7), -1, dtype=torch.int16)
+    target = rows[:, : source[0].numel()].unflatten(1, source.shape[1:])
+    expected = target.clone()
+    for here, there in [(4, 0), (1, 5), (2, 1)]:
+        expected[there, heads.start : heads.stop, layers.start : layers.stop] = source[
+            here, heads.start : heads.stop, layers.start : layers.stop
+        ]
+    runs = block_runs(BlockPlaces.of(source), BlockPlaces.of(target), [(4, 0), (1, 5), (2, 1)], heads, layers)
+    for to, origin, nbytes in zip(*(column.tolist() for column in merged_runs(*runs)), strict=True):
+        ctypes.memmove(to, origin, nbytes)
+    assert torch.equal(target, expected)
+    assert (rows[:, source[0].numel() :] == -1).all()
