@@ -10,7 +10,6 @@ its own. fp8: the time over that of a bf16 cache. Shared prefixes: reading them 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +18,7 @@ import torch
 
 from tandem.kernels.backend import PagedKV
 from tandem.kernels.backends.triton import TritonOps
+from tandem.kernels.measure import median_event_seconds
 from tandem.kernels.metadata import RowBatch
 from tandem.kernels.prefix_groups import SharingCosts, choose_groups, chunk_members
 from tandem.kernels.quantization import FP8_DTYPE
@@ -111,16 +111,8 @@ class Step:
         return median_microseconds(graph.replay) / len(layers)
 
 
-def median_microseconds(run: Callable[[], object], repeats: int = 12) -> float:
-    times = []
-    for _ in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * begin.elapsed_time(end))
-    return statistics.median(times[2:])
+def median_microseconds(run: Callable[[], object]) -> float:
+    return 1e6 * median_event_seconds(run, 12)
 
 
 def copy_rate(memory: torch.Tensor) -> float:

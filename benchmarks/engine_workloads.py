@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from tandem.engine.node_setup import LoadedModel
+from tandem.kernels.measure import median_event_seconds
 
 
 @dataclass(frozen=True)
@@ -45,23 +44,11 @@ class Limits:
     def measure(cls, dtype: torch.dtype) -> Limits:
         source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
         target, numbers = torch.empty_like(source), source.view(torch.int64)
-        copy = median_seconds(lambda: target.copy_(source))
-        read = median_seconds(lambda: numbers.amax())
+        copy = median_event_seconds(lambda: target.copy_(source), 10)
+        read = median_event_seconds(lambda: numbers.amax(), 10)
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=dtype) for _ in range(2))
-        product = median_seconds(lambda: a @ b)
+        product = median_event_seconds(lambda: a @ b, 10)
         return cls(source.numel() / min(copy / 2, read), 2 * 8192**3 / product)
-
-
-def median_seconds(call: Callable[[], object], repeat: int = 10) -> float:
-    times = []
-    for _ in range(repeat + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
 
 
 @dataclass(frozen=True)

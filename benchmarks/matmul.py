@@ -10,7 +10,6 @@ import argparse
 import functools
 import json
 import multiprocessing
-import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -29,6 +28,7 @@ from tandem.kernels.matmul_plans import (
     StreamPlan,
     choose_plan,
 )
+from tandem.kernels.measure import median_event_seconds
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 127, 128, 255, 256)
 # Name -> outputs, inputs, times a step.
@@ -72,16 +72,7 @@ def replay_ms(run: Callable[[], object], repeats: int = 10) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return 1e3 * median_event_seconds(graph.replay, repeats, warm=1)
 
 
 def relative_error(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:

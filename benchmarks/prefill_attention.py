@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tandem.kernels.backends import triton_prefill
 from tandem.kernels.backends.triton import TritonOps
+from tandem.kernels.measure import event_seconds
 from tandem.kernels.quantization import FP8_DTYPE
 from tandem.kernels.reference import alibi_slopes
 from tandem.kernels.sample_batches import PagedBatch, random_batch
@@ -74,16 +75,10 @@ def median_seconds(run: Callable[[], object], repeats: int = 20) -> float:
     """GPU time of a call whose inputs come from memory: 256 MB are cleared first, which also hides the launch."""
     clear = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
     times = []
-    for index in range(3 + repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for _ in range(3 + repeats):
         clear.zero_()
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        if index >= 3:
-            times.append(begin.elapsed_time(end))
-    return statistics.median(times) / 1e3
+        times.append(event_seconds(run))
+    return statistics.median(times[3:])
 
 
 def ours(batch: PagedBatch, spec: AttentionSpec) -> Callable[[], object]:

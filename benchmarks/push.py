@@ -30,6 +30,7 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.digest import BlockSums, block_digests
+from tandem.kernels.measure import median_event_seconds
 from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, ReadySent, SourceStepMeta, digest_key
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports import cuda_ipc
@@ -74,16 +75,7 @@ def ways_of(programs: Sequence[int]) -> list[Way]:
 
 def seconds(run: Callable[[], object], repeat: int) -> float:
     """Median, on the current device's stream."""
-    run()
-    times = []
-    for _ in range(repeat):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return median_event_seconds(run, repeat, warm=1)
 
 
 def measure_wire(ways: Sequence[Way], repeat: int) -> None:

@@ -40,14 +40,24 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
     return Limits(copied, 2 * size**3 / median_seconds(lambda: torch.mm(a, b, out=out), device))
 
 
-def _on_gpu(run: Callable[[], object]) -> float:
+def event_seconds(run: Callable[[], object]) -> float:
+    """Of one call, between two events of the current stream: how late the host is counts."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(LEAD_CYCLES)
     begin.record()
     run()
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+def median_event_seconds(run: Callable[[], object], repeats: int, warm: int = 2) -> float:
+    """Median of `event_seconds`, after `warm` calls that don't count."""
+    return statistics.median([event_seconds(run) for _ in range(warm + repeats)][warm:])
+
+
+def _on_gpu(run: Callable[[], object]) -> float:
+    torch.cuda._sleep(LEAD_CYCLES)
+    return event_seconds(run)
 
 
 def _on_cpu(run: Callable[[], object]) -> float:
