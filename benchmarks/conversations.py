@@ -23,6 +23,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from tandem.deploy.bench import percentile
 from tandem.deploy.sse_client import get_json, stream_events
 
 NUM_SAMPLES = 1  # of cold and fresh prompts: they, too, take room in the caches
@@ -106,8 +107,8 @@ async def run(client: Client, sessions: list[Session], turns: int, tokens: int, 
     for turn in range(1, turns + 1):
         cold, fresh = await cold_and_fresh(client, turn, tokens)
         answers = await asyncio.gather(*(one(session) for session in sessions))
-        ttfts = sorted(answer.ttft_s for answer in answers)
-        p50, p90 = statistics.median(ttfts), ttfts[int(0.9 * (len(ttfts) - 1))]
+        ttfts = [answer.ttft_s for answer in answers]
+        p50, p90 = statistics.median(ttfts), percentile(ttfts, 90)
         cached = statistics.mean(answer.cached_share for answer in answers)
         print(f"{turn:4} {len(sessions[0].token_ids):7} {cold * 1e3:8.1f} {fresh * 1e3:8.1f} {p50 * 1e3:8.1f} "
               f"{p90 * 1e3:8.1f} {p50 / cold:8.0%} {p50 / fresh:9.2f} {cached:7.0%}", flush=True)  # fmt: skip

@@ -14,13 +14,13 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from engine_workloads import WORKLOADS, Floors, Limits, Workload
 
+from tandem.deploy.bench import percentile
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.core import EngineCore
@@ -184,10 +184,6 @@ def _record() -> torch.cuda.Event:
     return event
 
 
-def percentile(values: Sequence[float], q: float) -> float:
-    return float(np.percentile(values, q)) if values else float("nan")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -243,7 +239,7 @@ def measure(
         workload.name,
         requests * workload.num_prompt_tokens / seconds,
         requests * workload.num_output_tokens / seconds,
-        1e3 * percentile(took["ttft"], 50),
+        1e3 * statistics.median(took["ttft"]),
         1e3 * statistics.mean(took["tpot"]) if took["tpot"] else float("nan"),
         1e3 * percentile(took["itl"], 99),
         meter.take_us() if meter is not None else float("nan"),

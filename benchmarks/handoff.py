@@ -20,28 +20,26 @@ import asyncio
 import contextlib
 import os
 import random
-import re
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
-from urllib.request import urlopen
 
 from handoff_timeline import draw, handoffs, read_folder, summary
+from servers import node_counters, stop, until_ready
 
 from tandem.deploy.bench import Sample, open_loop, percentile, request_once
-from tandem.deploy.sse_client import HttpError, get_json
+from tandem.deploy.cluster_plan import count_gpus
+from tandem.deploy.redis_server import free_port
 
 TTFT_S, TPOT_S = 0.3, 0.007
-READY_S = 240.0
 LONG_SHARE = 0.2
+# Counters that are told after a split server was measured.
+TOLD = ("sink_commits", "source_handoffs_failed", "sink_digest_mismatches", "kernels_compiled_late", "kv_digest_passes")
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,7 @@ class Server:
 @contextlib.contextmanager
 def serving(model: str, arguments: Sequence[str], device: int | None = None) -> Iterator[tuple[str, int]]:
     """(URL, model's length) of a server that is ready; it is stopped at the end."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = dict(os.environ)
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = str(device)
@@ -111,22 +107,7 @@ def serving(model: str, arguments: Sequence[str], device: int | None = None) -> 
     try:
         yield url, asyncio.run(until_ready(process, url))
     finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        process.kill()
-
-
-async def until_ready(process: subprocess.Popen[bytes], url: str) -> int:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise SystemExit(f"the server ended with {process.returncode}; start it by hand to see why")
-        with contextlib.suppress(OSError, HttpError, EOFError):
-            await get_json(url, "/ready")
-            return int((await get_json(url, "/v1/models"))["data"][0]["max_model_len"])
-        await asyncio.sleep(0.2)
-    raise SystemExit(f"the server was not ready after {READY_S:.0f} s")
+        stop([process])
 
 
 def measure_alone(server: Server, url: str, shapes: Sequence[Shape], count: int) -> None:
@@ -176,12 +157,6 @@ def mixed_shapes(options: argparse.Namespace, length: int) -> list[Shape]:
     return [Shape("chat", options.chat, min(256, length - options.chat)), Shape("long", long, 32)]
 
 
-def counters(url: str, *names: str) -> str:
-    text = urlopen(f"{url}/metrics", timeout=5).read().decode()
-    found = {name: sum(map(float, re.findall(rf'counter="{name}".*}} (.+)$', text, re.MULTILINE))) for name in names}
-    return ", ".join(f"{name} {value:.0f}" for name, value in found.items())
-
-
 def measure_split(options: argparse.Namespace, common: list[str]) -> Server:
     server = Server("1+1")
     with serving(options.model, [*common, "--prefill", "1", "--decode", "1"]) as (url, length):
@@ -189,14 +164,14 @@ def measure_split(options: argparse.Namespace, common: list[str]) -> Server:
         print_header()
         for rate in options.rates:
             measure_mixed(server, [url], mixed_shapes(options, length), rate, options.requests)
-        names = ("sink_commits", "source_handoffs_failed", "sink_digest_mismatches", "kernels_compiled_late")
-        print(f"1+1: {counters(url, *names, 'kv_digest_passes')}", flush=True)
+        counted = node_counters(url)
+        print("1+1:", ", ".join(f"{name} {counted.get(name, 0):.0f}" for name in TOLD), flush=True)
     return server
 
 
 def measure_single(options: argparse.Namespace, common: list[str]) -> Server:
     server = Server("2 single")
-    devices = [0, 1] if num_devices() > 1 else [None, None]
+    devices = [0, 1] if count_gpus() > 1 else [None, None]
     with contextlib.ExitStack() as stack:
         started = [stack.enter_context(serving(options.model, common, device)) for device in devices]
         (url, length), urls = started[0], [url for url, _ in started]
@@ -215,12 +190,6 @@ def draw_one(options: argparse.Namespace, common: list[str]) -> None:
         drawn = handoffs(read_folder(Path(folder)))[-1]
     Path(options.picture).write_text(draw(drawn))
     print(f"{options.picture}: {summary(drawn)}", flush=True)
-
-
-def num_devices() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def print_targets(split: Server, single: Server) -> None:

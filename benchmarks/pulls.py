@@ -16,8 +16,6 @@ import contextlib
 import json
 import os
 import random
-import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.request import urlopen
 
-from handoff import until_ready
+from servers import node_counters, stop, until_ready
 
 from tandem.deploy.cluster_plan import PROGRAM, count_gpus
 from tandem.deploy.redis_server import RedisServer, free_port
@@ -54,12 +52,7 @@ def cluster(model: str, options: Sequence[str]) -> Iterator[str]:
             time.sleep(0.1)
         yield url
     finally:
-        for child in children:
-            child.send_signal(signal.SIGTERM)
-        for child in children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(10)
-            child.kill()
+        stop(children)
         redis.stop()
 
 
@@ -77,16 +70,6 @@ async def ask(url: str, prompt: Sequence[int]) -> tuple[float, list[int]]:
     return took, tokens
 
 
-def pulled(url: str) -> dict[str, float]:
-    """Of both nodes together: pulls completed, their tokens and seconds, bytes pushed."""
-    text = urlopen(f"{url}/metrics").read().decode()
-    found = re.findall(r'tandem_node_counter{counter="(pull_\w+|kv_pushed_bytes)".*} (.+)', text)
-    totals: dict[str, float] = {}
-    for name, value in found:
-        totals[name] = totals.get(name, 0.0) + float(value)
-    return totals
-
-
 @dataclass
 class Times:
     """Seconds to first token."""
@@ -101,10 +84,10 @@ async def one_round(url: str, length: int, rng: random.Random, times: Times) -> 
     prefix = [rng.randrange(100, 400) for _ in range(length - NUM_NEW)]
     first, second, third = ([*prefix, *(rng.randrange(100, 400) for _ in range(NUM_NEW))] for _ in range(3))
     times.computed.append((await ask(url, first))[0])
-    before = pulled(url)
+    before = node_counters(url)
     took, _ = await ask(url, second)
-    after = pulled(url)
-    gained = {name: after[name] - before[name] for name in after}
+    after = node_counters(url)
+    gained = {name: after[name] - before[name] for name in ("pull_completed", "pull_seconds", "kv_pushed_bytes")}
     if gained["pull_completed"] == 1:
         times.pulled.append(took)
         times.bytes_per_s.append(gained["kv_pushed_bytes"] / gained["pull_seconds"])
