@@ -25,7 +25,6 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.core import EngineCore
 from tandem.engine.hashing import root_hash
-from tandem.engine.kv_pool import allocate_pool
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.parallel.ranks import start_ranks
 from tandem.engine.request import FailedEvent, Request, TokenEvent
@@ -33,6 +32,8 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.scheduler import Scheduler
 from tandem.kernels.compilations import CompilationCounter
+from tandem.kv_connector.node_pool import allocate_node_pool
+from tandem.kv_connector.transports.node_transports import NodeTransports
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Engine:
         self.loaded: LoadedModel = load(options, None if self.ranks is None else self.ranks.membership)
         self.options = with_device_defaults(options, self.loaded.device)
         num_blocks = size_pool(self.loaded, self.options)
-        pool = allocate_pool(self.loaded.layout, num_blocks, self.loaded.device)
+        pool = allocate_node_pool(self.loaded, num_blocks, NodeTransports([]), self.ranks).own
         block_size = self.options.cache.block_size
         self.runner = ModelRunner(
             self.loaded.model, pool, self.options.scheduler, block_size, self.loaded.max_model_len, (), None, self.ranks

@@ -6,16 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.deploy.options import NODE_OPTIONS, ROUTER_OPTIONS, Values, select, to_arguments
+from tandem.engine.errors import ConfigError
 
 NODES, ROUTER = 0, 1  # stages
 # Not `python -m`, which would put the working directory on sys.path, where a folder may shadow a package.
 PROGRAM = "import sys; sys.path.remove(''); from tandem.deploy.cli import main; sys.exit(main())"
-_NOT_FOR_NODES = ("host", "port", "prefill", "decode")
+_NOT_FOR_NODES = ("host", "port", "prefill", "decode", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,35 @@ def plan_cluster(values: Mapping[str, Any], redis_url: str) -> list[ChildPlan]:
 
 def _plan_nodes(roles: list[str], values: Mapping[str, Any]) -> list[ChildPlan]:
     num_gpus = 0 if values.get("device") == "cpu" else count_gpus()
-    plans = []
+    plans, num_ranks = [], [_num_ranks(role, values) for role in roles]
     for index, role in enumerate(roles):
         own = {name: value for name, value in values.items() if name not in _NOT_FOR_NODES}
-        own |= share_of_machine(index, len(roles), num_gpus, os.cpu_count() or 1, own)
+        own |= share_of_machine(index, num_ranks, num_gpus, os.cpu_count() or 1, own)
+        own["tensor_parallel_size"] = num_ranks[index]
         name = f"{role}-{index - roles.index(role)}"
         plans.append(_child(name, NODES, role, NODE_OPTIONS, own, node_id=name))
     return plans
 
 
-def share_of_machine(index: int, num_nodes: int, num_gpus: int, num_cores: int, values: Mapping[str, Any]) -> Values:
-    """GPUs go round; nodes that share a GPU share its memory, nodes without one share the cores."""
+def _num_ranks(role: str, values: Mapping[str, Any]) -> int:
+    every: int = values.get("tensor_parallel_size", 1)
+    return values.get(f"{role}_tensor_parallel_size", 0) or every
+
+
+def share_of_machine(
+    index: int, num_ranks: Sequence[int], num_gpus: int, num_cores: int, values: Mapping[str, Any]
+) -> Values:
+    """What node `index` gets; `num_ranks` of each node. GPUs go round; nodes of one GPU that share it share its memory,
+    nodes without one share the cores. Raises ConfigError where there are too few GPUs."""
+    num_nodes = len(num_ranks)
     if num_gpus == 0:
         if num_nodes == 1 or values.get("num_threads"):
             return {}
         return {"num_threads": max(1, num_cores // num_nodes)}
+    if max(num_ranks) > 1:
+        if sum(num_ranks) > num_gpus:
+            raise ConfigError(f"nodes of {' + '.join(map(str, num_ranks))} GPUs, but {num_gpus} are visible")
+        return {"device_index": sum(num_ranks[:index])}
     share: Values = {"device_index": index % num_gpus}
     num_sharing = len(range(index % num_gpus, num_nodes, num_gpus))
     if num_sharing > 1:

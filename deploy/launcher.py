@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from tandem.deploy.child_process import ChildProcess
-from tandem.deploy.cluster_plan import ChildPlan, count_gpus, plan_cluster, plan_single_node
+from tandem.deploy.cluster_plan import ChildPlan, plan_cluster, plan_single_node
 from tandem.deploy.redis_server import RedisServer
 from tandem.deploy.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
 from tandem.engine.config import Timeouts
@@ -40,9 +40,6 @@ def serve(values: Mapping[str, Any]) -> int:
     num_prefill, num_decode = values.get("prefill", 0), values.get("decode", 0)
     if (num_prefill > 0) != (num_decode > 0) or min(num_prefill, num_decode) < 0:
         raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
-    on_gpu = values.get("device") != "cpu" and count_gpus() > 0
-    if num_prefill and on_gpu and values.get("tensor_parallel_size", 1) != 1:
-        raise ConfigError("only nodes of one GPU hand KV over: leave out --tensor-parallel-size or --prefill/--decode")
     if not num_prefill:
         return Launcher(plan_single_node(values), values).run()
     if values.get("redis_url"):

@@ -78,4 +78,6 @@ OPTION_HELP: dict[str, str] = {
     # of the launcher alone
     "prefill": "number of prefill nodes; with --decode: a local cluster instead of a single node",
     "decode": "number of decode nodes; with --prefill: a local cluster instead of a single node",
+    "prefill_tensor_parallel_size": "GPUs of each prefill node; 0: as --tensor-parallel-size",
+    "decode_tensor_parallel_size": "GPUs of each decode node; 0: as --tensor-parallel-size",
 }

@@ -110,6 +110,8 @@ SERVE_OPTIONS = {
     **{name: option for name, option in {**NODE_OPTIONS, **ROUTER_OPTIONS}.items() if name not in _PER_PROCESS},
     "prefill": Option("prefill", int, 0),
     "decode": Option("decode", int, 0),
+    "prefill_tensor_parallel_size": Option("prefill_tensor_parallel_size", int, 0),
+    "decode_tensor_parallel_size": Option("decode_tensor_parallel_size", int, 0),
 }
 KNOWN_NAMES = frozenset(NODE_OPTIONS) | frozenset(ROUTER_OPTIONS) | frozenset(SERVE_OPTIONS) | {"config"}
 

@@ -49,6 +49,11 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.group.payload_bytes(self.block_size)
 
     @property
+    def holds_no_copies(self) -> bool:
+        """Each head of the model is on one rank: together their blocks are those of a node of one rank."""
+        return self.group.num_kv_heads * self.tp_size == (self.group.num_all_kv_heads or self.group.num_kv_heads)
+
+    @property
     def stride_bytes(self) -> int:
         return self.block_stride_bytes or self.payload_bytes
 

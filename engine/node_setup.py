@@ -90,11 +90,12 @@ def load(options: NodeOptions, membership: Membership | None = None) -> LoadedMo
         scheduler = with_device_defaults(options, device).scheduler
         max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
-        group.ends_steps_together = options.role != "unified"
     model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     kept = choose_kv_numbers(cache, dtype, device, config.num_layers)
     layout = make_layout(config, cache.block_size, kept.dtype, None if group is None else group.shard, kept.scales)
+    if group is not None:
+        group.ends_steps_together = layout.holds_no_copies
     if kept.dtype != dtype:
         model.keep_kv_as(layout.group)
     served = options.model.served_name or folder.resolve().name

@@ -174,8 +174,8 @@ class ModelRunner:
                 step.fail("the device has no memory left for a step; give the node less with --gpu-memory-utilization")
                 break
             pieces = split_step(output, largest // 2)
-        if self.model.group is not None and self.model.group.ends_steps_together:
-            self.model.group.wait_for_all()
+        if self.model.group is not None:
+            self.model.group.end_step(len(output.samples))
         if connector is not None:
             connector.wait_for_save()
 

@@ -17,8 +17,7 @@ WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class BlockPlaces:
-    """Where blocks lie: the address of head 0, layer 0 of block 0, and the bytes from one block, head and layer to the
-    next. A place may have some of the heads only: head 0 is then where it would be."""
+    """Where blocks lie: the address of layer 0 of block 0, and the bytes from one block, head and layer to the next."""
 
     address: int
     block_bytes: int
@@ -30,10 +29,9 @@ class BlockPlaces:
         strides = (stride * blocks_NHLPBD.element_size() for stride in blocks_NHLPBD.stride()[:3])
         return cls(blocks_NHLPBD.data_ptr(), *strides)
 
-    def starting_at(self, layer: int, head: int = 0) -> BlockPlaces:
-        """The same with another layer 0 and head 0."""
-        address = self.address + layer * self.layer_bytes + head * self.head_bytes
-        return BlockPlaces(address, self.block_bytes, self.head_bytes, self.layer_bytes)
+    def starting_at(self, layer: int) -> BlockPlaces:
+        """The same with another layer 0."""
+        return BlockPlaces(self.address + layer * self.layer_bytes, self.block_bytes, self.head_bytes, self.layer_bytes)
 
 
 def why_not_words(blocks_NHLPBD: torch.Tensor) -> str:
@@ -57,11 +55,10 @@ def move_blocks(
     layers: range | None,
     num_programs: int,
     sums: BlockSums | None = None,
-    heads: range | None = None,
 ) -> None:
     """Launches on the device of `pairs_4N` (int64: source block, target block, valid slots, which of `sums` takes the
-    block up; three rows do without). `like_NHLPBD` gives the sizes of a block. Both places name head 0 and layer 0;
-    `heads` and `layers` are moved (None: all)."""
+    block up; three rows do without). `like_NHLPBD` gives the sizes of a block. Both places name layer 0; `layers` are
+    moved (None: all)."""
     from tandem.kernels.triton_kernels.move_blocks import PAIRS_AT_ONCE, WORDS_AT_ONCE, move_blocks_kernel
 
     num_pairs = pairs_4N.shape[1]
@@ -69,8 +66,7 @@ def move_blocks(
         return
     _, num_heads, num_layers, planes, block_size, head_size = like_NHLPBD.shape
     chosen = range(num_layers) if layers is None else layers
-    moved = range(num_heads) if heads is None else heads
-    source, target = (places.starting_at(chosen.start, moved.start) for places in (source, target))
+    source, target = source.starting_at(chosen.start), target.starting_at(chosen.start)
     slot_words = head_size * like_NHLPBD.element_size() // WORD_BYTES
     plane_words = block_size * slot_words
     strides = [
@@ -80,10 +76,10 @@ def move_blocks(
     ]
     summed = (pairs_4N, pairs_4N, pairs_4N) if sums is None else (sums.sums_N, sums.keys_S2, sums.table)
     with torch.cuda.device_of(pairs_4N):
-        move_blocks_kernel[(min(num_programs, num_pairs * len(moved) * len(chosen) * planes),)](
-            source.address, target.address, pairs_4N, num_pairs, moved.start, chosen.start, len(chosen), *strides,
+        move_blocks_kernel[(min(num_programs, num_pairs * num_heads * len(chosen) * planes),)](
+            source.address, target.address, pairs_4N, num_pairs, num_heads, chosen.start, len(chosen), *strides,
             *summed,
-            NUM_HEADS=len(moved), POOL_LAYERS=num_layers, PLANES=planes, PLANE_WORDS=plane_words, SLOT_WORDS=slot_words,
+            POOL_LAYERS=num_layers, PLANES=planes, PLANE_WORDS=plane_words, SLOT_WORDS=slot_words,
             CHUNK=min(WORDS_AT_ONCE, 1 << (plane_words - 1).bit_length()), PAIRS=PAIRS_AT_ONCE,
             ALIGNMENT=16 if (source.address | target.address) % 16 == 0 else WORD_BYTES,
             HAS_SUMS=sums is not None, SEGMENT=1 if sums is None else sums.table.shape[1], num_warps=4,

@@ -47,7 +47,8 @@ def list_pairs(
 ) -> torch.Tensor:
     """int64 [4, N] on `device`, for `push_listed`; arguments as of `push_blocks`."""
     rows = [[s for s, _ in pairs], [d for _, d in pairs], list(num_valid), list(sum_indices or range(len(pairs)))]
-    return torch.tensor(rows, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    listed = torch.tensor(rows, dtype=torch.int64)
+    return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed
 
 
 def push_listed(
@@ -58,12 +59,8 @@ def push_listed(
     layers: range | None,
     num_programs: int,
     sums: BlockSums | None,
-    heads: range | None = None,
 ) -> None:
-    """`push_blocks` of pairs that are on the device already, as they are for all layers of a push but the first.
-    `heads` (None: all): the target has these only."""
+    """`push_blocks` of pairs that are on the device already, as they are for all layers of a push but the first."""
     places = BlockPlaces.of(pool_NHLPBD)
     target = BlockPlaces(target_address, target_stride_bytes, places.head_bytes, places.layer_bytes)
-    if heads is not None:
-        target = target.starting_at(0, -heads.start)
-    move_blocks(pool_NHLPBD, places, target, listed_4N, layers, num_programs, sums, heads)
+    move_blocks(pool_NHLPBD, places, target, listed_4N, layers, num_programs, sums)

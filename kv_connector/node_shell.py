@@ -26,13 +26,10 @@ from tandem.engine.control_plane import ControlPlane
 from tandem.engine.core import EngineCore
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
 from tandem.engine.interfaces import LowerTiers, NoTiers
-from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
-from tandem.engine.parallel.channel import PoolFile
 from tandem.engine.parallel.ranks import start_ranks
-from tandem.engine.parallel.shared_pool import heads_of_rank, make_storage, ranks_share_pool, whole_layout
 from tandem.engine.runner import ModelRunner
 from tandem.engine.security import load_cluster_keys
 from tandem.engine.serving_node import ServingNode
@@ -45,13 +42,14 @@ from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.handoff_trace import HandoffTrace, TracedSender
 from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_directory import make_publisher
+from tandem.kv_connector.node_pool import allocate_node_pool, transports_of
 from tandem.kv_connector.node_report import announce, node_counters
 from tandem.kv_connector.peer_effects import PeerFailed
 from tandem.kv_connector.plan import check_hello
 from tandem.kv_connector.tiers.jobs import JobDone
 from tandem.kv_connector.tiers.shell import make_tiers
 from tandem.kv_connector.transfer import TransferWorker
-from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
+from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.kv_connector.worker import ConnectorWorker
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
@@ -86,17 +84,13 @@ class NodeProcess:
         node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
         epoch = secrets.randbits(64)
         num_blocks = size_pool(self.loaded, options)
-        self._ranks_share_pool = ranks_share_pool(options, self.loaded.device)
-        self.layout = whole_layout(self.loaded.layout) if self._ranks_share_pool else self.loaded.layout
-        transports = make_transports(
-            options.transport, self.loaded.device, self.keys, options.host, options.timeouts.peer_lost_s
-        )
-        self.transports = NodeTransports(transports, options.transport)
+        self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
         self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None
-        tensor = self._allocate(num_blocks)
+        memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
+        tensor, self.layout = memory.tensor, memory.layout
         self.tiers = make_tiers(options, self.pool, tensor, self.loaded, self._post)
-        self.transports.register(tensor, self.layout, node_id, epoch)
+        self.transports.register(tensor, self.layout, node_id, epoch, memory.ranks)
         self.control = ControlPlane(
             keys=self.keys,
             timeouts=options.timeouts,
@@ -117,12 +111,13 @@ class NodeProcess:
             fault_injection=options.fault_injection,
             with_digests=options.digests,
             trace=self.trace,
+            ranks=memory.ranks,
         )
         layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
-        self.worker = ConnectorWorker(self.transfer, layers, lags=self._ranks_share_pool)
+        self.worker = ConnectorWorker(self.transfer, layers, lags=self.ranks is not None)
         self.runner = ModelRunner(
             self.loaded.model,
-            heads_of_rank(tensor, self.loaded.layout) if self._ranks_share_pool else tensor,
+            memory.own,
             options.scheduler,
             options.cache.block_size,
             self.loaded.max_model_len,
@@ -142,7 +137,6 @@ class NodeProcess:
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
         sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
-        launch_at = self.logic.scheduler.prompt_order.next_decision_at if options.role == "prefill" else None
         self.turn_times = self._make_turn_times()
         self.loop = NodeLoop(
             self.logic,
@@ -152,7 +146,7 @@ class NodeProcess:
             self._after_turn,
             handlers,
             is_urgent,
-            launch_at,
+            self.logic.launch_at,
             self.turn_times,
         )
 
@@ -203,20 +197,6 @@ class NodeProcess:
         return 0
 
     # --- making ---------------------------------------------------------------------------------------------
-
-    def _allocate(self, num_blocks: int):  # type: ignore[no-untyped-def]
-        """The pool; on CPU in memory that other processes of this host can map, when a transport offers it."""
-        layout, device = self.layout, self.loaded.device
-        storage = self.transports.pool_storage(pool_bytes(layout, num_blocks)) if device.type == "cpu" else None
-        if self._ranks_share_pool:
-            assert self.ranks is not None
-            place = self.transports.pool_file()
-            if storage is None or place is None:
-                storage, file = make_storage(pool_bytes(layout, num_blocks))
-            else:
-                file = PoolFile(*place)
-            self.ranks.share_pool(file)
-        return allocate_pool(layout, num_blocks, device, storage)
 
     def _describe(self, node_id: str, epoch: int, address: str) -> NodeInfo:
         loaded: LoadedModel = self.loaded

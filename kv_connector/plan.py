@@ -208,7 +208,9 @@ def check_hello(info_ours: NodeInfo, hello: Hello) -> None:
 
 def _check_layout(ours: KVLayout, theirs: KVLayout) -> None:
     """The one who says Hello is the source; its `plan` names the fields from the other side."""
-    _require("layout.tp_size", ours.tp_size, theirs.tp_size)  # a plan exists, but nothing carries it out yet
+    for layout in (ours, theirs):
+        if layout.tp_size != 1:  # ranks that hold copies of heads: all others' blocks are those of one rank
+            raise HandshakeError("layout.tp_size", ours.tp_size, theirs.tp_size)
     try:
         plan(theirs, ours)
     except HandshakeError as error:

@@ -14,6 +14,7 @@ from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
 from tandem.kv_connector.meta import LayerPush, WholePush
 from tandem.kv_connector.peer_channels import PeerChannels
 from tandem.kv_connector.plan import plan
+from tandem.kv_connector.rank_pools import RankPools
 from tandem.kv_connector.reshape import Reshaper
 from tandem.kv_connector.transports.base import Channel, PairSums
 from tandem.kv_connector.transports.geometry import BlockGeometry
@@ -31,9 +32,11 @@ class Pusher:
         counters: dict[str, float],
         with_digests: bool,
         trace: HandoffTrace | None,
+        ranks: RankPools | None = None,
     ) -> None:
+        """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
         self.with_digests = with_digests
-        self._pool_NHLPBD, self._layout = pool_NHLPBD, layout
+        self._pool_NHLPBD, self._layout, self._ranks = pool_NHLPBD, layout, ranks
         self._geometry = BlockGeometry(layout)
         self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
         self._channels, self._book, self._counters, self._trace = channels, book, counters, trace
@@ -55,8 +58,9 @@ class Pusher:
     def reshaper_to(self, sink: KVLayout) -> Reshaper | None:
         """None when blocks go into such a pool as they are."""
         if sink not in self._reshapers:
-            keeps_blocks = plan(self._layout, sink).keeps_blocks
-            self._reshapers[sink] = None if keeps_blocks else Reshaper(self._pool_NHLPBD, self._layout, sink)
+            as_they_are = self._ranks is None and plan(self._layout, sink).keeps_blocks
+            made = None if as_they_are else Reshaper(self._pool_NHLPBD, self._layout, sink, self._ranks)
+            self._reshapers[sink] = made
         return self._reshapers[sink]
 
     def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:

@@ -1,4 +1,5 @@
-"""Blocks of this node's pool put together as a sink wants them: its block size, its dtype. What plan.py planned, done.
+"""Blocks of this node's pool put together as a sink wants them: its block size, its dtype, all heads, which may lie in
+several ranks' GPU pools. What plan.py planned, done.
 
 They are staged: the transports move a staged block as if it were one of a pool like the sink's. Legend: base.py's.
 """
@@ -14,6 +15,7 @@ from tandem.engine.kv_layout import KVLayout
 from tandem.kernels.digest import block_digests
 from tandem.kernels.quantization import FP8_DTYPE, as_bytes, dequantize, quantize
 from tandem.kv_connector.plan import Numbers, Part, ReshapePlan, plan
+from tandem.kv_connector.rank_pools import RankPools
 from tandem.kv_connector.transports.geometry import BlockGeometry
 
 # At a time, unless one block is larger. On a GPU each stage is a handful of launches, so it should take a long chunk.
@@ -24,12 +26,15 @@ class Reshaper:
     """One for each layout of sinks. What `stage` returned is overwritten by the next call: on CUDA in the order of the
     current stream, so the same stream must do the reading."""
 
-    def __init__(self, pool_NHLPBD: torch.Tensor, source: KVLayout, sink: KVLayout) -> None:
+    def __init__(
+        self, pool_NHLPBD: torch.Tensor, source: KVLayout, sink: KVLayout, ranks: RankPools | None = None
+    ) -> None:
+        """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
         self.plan = plan(source, sink)
         assert self.plan.keeps_heads, "KV does not move between nodes whose ranks differ"
         self.geometry = BlockGeometry(sink, sink.payload_bytes)
         self.max_blocks = max(1, STAGED_BYTES[pool_NHLPBD.device.type] // sink.payload_bytes)
-        self._pool_NHLPBD = pool_NHLPBD
+        self._pool_NHLPBD, self._ranks = pool_NHLPBD, ranks
         self._convert = NumberConverter(self.plan, pool_NHLPBD.device)
         group = sink.group
         self._block_shape = (group.num_kv_heads, group.num_layers, group.num_planes, sink.block_size, group.head_dim)
@@ -52,8 +57,14 @@ class Reshaper:
         if self._staged_nHLPBD is None:
             shape, device = (self.max_blocks, *self._block_shape), self._pool_NHLPBD.device
             self._staged_nHLPBD = torch.empty(shape, dtype=self._convert.dtype, device=device)
+        if self._ranks is not None and self.plan.keeps_blocks:
+            self._ranks.gather([block_id for ((block_id, *_),) in blocks], layers, as_bytes(self._staged_nHLPBD))
+            return as_bytes(self._staged_nHLPBD)
+        pool_NHLPBD = self._pool_NHLPBD
+        if self._ranks is not None:
+            pool_NHLPBD, blocks = self._gathered(self._ranks, blocks, layers)
         span = slice(None) if layers is None else slice(layers.start, layers.stop)
-        ours, theirs = self._pool_NHLPBD[:, :, span], self._staged_nHLPBD[:, :, span]
+        ours, theirs = pool_NHLPBD[:, :, span], self._staged_nHLPBD[:, :, span]
         alike: dict[tuple[int, int, int], list[tuple[int, int]]] = defaultdict(list)
         for index, parts in enumerate(blocks):
             for block_id, source_slot, sink_slot, num_slots in parts:
@@ -72,6 +83,18 @@ class Reshaper:
             valid = num_valid_last if places.stop == len(blocks) else block_size
             made.append(block_digests(staged, range(len(places)), key, valid, block_size, positions=places))
         return torch.cat(made)
+
+    def _gathered(
+        self, ranks: RankPools, blocks: Sequence[Sequence[Part]], layers: range | None
+    ) -> tuple[torch.Tensor, list[list[Part]]]:
+        """Those of our blocks that `blocks` are made of, whole, and `blocks` made of these."""
+        index_of: dict[int, int] = {}
+        moved = [
+            [p._replace(source_block=index_of.setdefault(p.source_block, len(index_of))) for p in b] for b in blocks
+        ]
+        whole_nHLPBD = ranks.new_blocks(len(index_of))
+        ranks.gather(list(index_of), layers, whole_nHLPBD)
+        return whole_nHLPBD.view(self._pool_NHLPBD.dtype), moved
 
     def _copy(
         self, source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]], layers: slice, again: bool

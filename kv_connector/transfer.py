@@ -46,6 +46,7 @@ from tandem.kv_connector.meta import (
 )
 from tandem.kv_connector.peer_channels import Connect, PeerChannels
 from tandem.kv_connector.pusher import Pusher
+from tandem.kv_connector.rank_pools import RankPools
 from tandem.kv_connector.transports.base import OnLost
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
 
@@ -82,9 +83,11 @@ class TransferWorker:
         fault_injection: str = "",
         with_digests: bool = True,
         trace: HandoffTrace | None = None,
+        ranks: RankPools | None = None,
     ) -> None:
+        """`ranks`: of a node of several GPUs, whose blocks have only some of their heads in `pool`."""
         self._trace = trace
-        self._pool_NHLPBD, self._layout = pool, layout
+        self._pool_NHLPBD, self._layout, self._ranks = pool, layout, ranks
         self._source_id, self._source_epoch = source
         self._post_event, self._send_ready = post_event, send_ready
         self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
@@ -102,7 +105,7 @@ class TransferWorker:
             ),
             0.0,
         )  # fmt: skip
-        self.pusher = Pusher(pool, layout, self._channels, self._book, self.counters, with_digests, trace)
+        self.pusher = Pusher(pool, layout, self._channels, self._book, self.counters, with_digests, trace, ranks)
 
     @property
     def pool(self) -> torch.Tensor:
@@ -120,6 +123,10 @@ class TransferWorker:
         pool, size = self._pool_NHLPBD, self._layout.block_size
         if not pool.is_cuda:
             return
+        if self._ranks is not None:
+            pool = self._ranks.new_blocks(1)
+            self._ranks.gather([0], None, pool)
+            self._ranks.scatter(pool, [0], None, [size])
         for num_valid in {1, size}:
             block_digests(pool, [0], 0, num_valid, size)
         if can_push(pool):
@@ -296,6 +303,8 @@ class TransferWorker:
 
     def _digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> np.ndarray:
         """Little-endian int64 [n]."""
+        if self._ranks is not None:
+            return self._ranks.digests(block_ids, key, num_valid_last).cpu().numpy().astype("<i8")
         size = self._layout.block_size
         digests = block_digests(self._pool_NHLPBD, block_ids, key, num_valid_last, size, on_host=True)
         return digests.numpy().astype("<i8")

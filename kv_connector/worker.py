@@ -52,8 +52,8 @@ class ConnectorWorker:
         drain_events: Callable[[], Iterable[object]] = tuple,
         lags: bool = False,
     ) -> None:
-        """`lags`: the pool is written by other ranks as well. That this rank has begun a layer proves that all have
-        written the one before, since they have added up their parts of it; the end of the step proves the last."""
+        """`lags`: other ranks write the KV as well. That this rank has begun a layer proves that all have written the
+        one before, since they have added up their parts of it; the end of the step proves the last."""
         self._transfer = transfer
         self._layer_indices = dict(layer_indices)
         self._drain_events = drain_events
@@ -94,14 +94,17 @@ class ConnectorWorker:
         self._push_layer(layer, written)
 
     def wait_for_save(self) -> None:
+        done = self._record_event()
         if self._newest_layer is not None:
-            self._push_layer(self._newest_layer, None)
+            self._push_layer(self._newest_layer, done)
             self._newest_layer = None
         meta, self._meta = self._meta, None
         for layer in list(self._load_events):  # layers that this step did not run: no load outlives its step
             self._wait_for_loads(layer)
-        self._transfer.note_step_launched(self._record_event())
+        self._transfer.note_step_launched(done)
         layer_events, self._layer_events = self._layer_events, []
+        if self._lags:
+            layer_events = [*layer_events[1:], done]
         if meta is not None:
             self._keep_step(meta.step_id, layer_events)
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])

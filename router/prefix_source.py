@@ -67,6 +67,6 @@ def _fits(node: NodeView, peer: NodeView) -> bool:
     same_blocks = ours is theirs or (
         ours is not None
         and theirs is not None
-        and (ours.block_size, ours.groups, ours.tp_size) == (theirs.block_size, theirs.groups, theirs.tp_size)
+        and (ours.block_size, ours.groups, ours.tp_size) == (theirs.block_size, theirs.groups, 1)
     )
     return node.model == peer.model and same_blocks

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tandem.engine.parallel.peer_memory import open_mail
+from tandem.engine.parallel.peer_memory import RankMemory, open_mail, share
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.all_reduce import Mail, MailLayout, argmax_of_shards, sum_add_rms_norm
 from tandem.kernels.fused_ops import add_rms_norm, argmax_tokens
@@ -44,6 +44,7 @@ class TensorParallel:
         self.device = device
         self.ends_steps_together = False  # a step that rank 0 has done is done on all ranks: others may use its KV
         self._mail = mail
+        self._nothing_1E: torch.Tensor | None = None  # what is summed only to know that all ranks have come so far
 
     @classmethod
     def join(
@@ -73,6 +74,7 @@ class TensorParallel:
         """One exchange in every way that steps can take: no step then waits for a compiler."""
         layout = mail.layout
         stream_E = torch.zeros((1, layout.hidden_size), dtype=layout.dtype, device=self.device)
+        self._nothing_1E = stream_E
         for way in layout.ways:
             sum_add_rms_norm(mail, stream_E, stream_E, stream_E[0], 1.0, way)
 
@@ -111,9 +113,21 @@ class TensorParallel:
         dist.broadcast(tensor, src=0)
         return tensor
 
-    def wait_for_all(self) -> None:
-        """Returns when every rank has come here."""
-        dist.barrier()
+    def end_step(self, num_sampled: int) -> None:
+        """Where steps end together: what follows on rank 0 follows every rank's part of the step, on its device. What
+        is sampled is sampled together already. On CPU it waits."""
+        if not self.ends_steps_together:
+            return
+        if self.device.type == "cpu":
+            dist.barrier()
+        elif not num_sampled:
+            assert self._nothing_1E is not None, "made when the group was joined"
+            self.sum_add_rms_norm(self._nothing_1E, self._nothing_1E, self._nothing_1E[0], 1.0)
+
+    def share_memory(self, memory: torch.Tensor) -> list[RankMemory]:
+        """On GPUs, a collective: every rank's `memory`, in the order of ranks, for as long as they live. Raises
+        TransportError where GPUs of this host can't reach each other's memory."""
+        return share(self.shard, memory, self._gathered)
 
     def smallest(self, value: int) -> int:
         """The least of the ranks' values; waits for all."""

@@ -1,8 +1,9 @@
-"""Memory of each rank that all other ranks map: CUDA IPC between processes of one host."""
+"""Memory of each rank that other ranks map: CUDA IPC between processes of one host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -12,24 +13,38 @@ from tandem.kernels.all_reduce import Mail, MailLayout
 
 OFFSET_BYTES = 8
 _kept: list[torch.Tensor] = []  # peers map it until their end, so it is never freed
+Gather = Callable[[torch.Tensor], torch.Tensor]
 
 
-def open_mail(
-    shard: Shard, device: torch.device, gather: Callable[[torch.Tensor], torch.Tensor], layout: MailLayout
-) -> Mail:
+@dataclass(frozen=True)
+class RankMemory:
+    """A rank's memory at `address`, as kernels of this process's device reach it. Any process of this host can map it
+    by `handle`, where it begins at `offset`."""
+
+    address: int
+    handle: bytes
+    offset: int
+
+
+def open_mail(shard: Shard, device: torch.device, gather: Gather, layout: MailLayout) -> Mail:
     """A collective: every rank makes its mail and maps the others'. `gather` gives every rank's tensor, in the order of
     ranks. Raises TransportError where GPUs of this host can't reach each other's memory."""
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)  # zeroed before a peer may write
+    return Mail.make(shard.rank, [each.address for each in share(shard, memory, gather)], layout, device)
+
+
+def share(shard: Shard, memory: torch.Tensor, gather: Gather) -> list[RankMemory]:
+    """A collective: every rank shows its `memory` and maps the others', for the life of the process. In the order of
+    ranks. `gather`, errors: as of `open_mail`."""
     _kept.append(memory)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if memory.device.index is None else memory.device.index
     handle, offset = export_memory(index, memory.data_ptr())
-    ticket = torch.frombuffer(bytearray(handle + offset.to_bytes(OFFSET_BYTES, "little")), dtype=torch.uint8).to(device)
-    addresses = []
-    for rank, raw in enumerate(bytes(row) for row in gather(ticket).cpu().numpy()):
-        if rank == shard.rank:
-            addresses.append(memory.data_ptr())
-        else:
-            begin = map_memory(index, raw[:HANDLE_BYTES])
-            addresses.append(begin + int.from_bytes(raw[HANDLE_BYTES:], "little"))
-    return Mail.make(shard.rank, addresses, layout, device)
+    raw = bytearray(handle + offset.to_bytes(OFFSET_BYTES, "little"))
+    ticket = torch.frombuffer(raw, dtype=torch.uint8).to(memory.device)
+    shared = []
+    for rank, row in enumerate(bytes(row) for row in gather(ticket).cpu().numpy()):
+        handle, offset = row[:HANDLE_BYTES], int.from_bytes(row[HANDLE_BYTES:], "little")
+        address = memory.data_ptr() if rank == shard.rank else map_memory(index, handle) + offset
+        shared.append(RankMemory(address, handle, offset))
+    return shared

@@ -41,7 +41,7 @@ def _run(commands: socket.socket) -> None:
     from tandem.engine.parallel.channel import receive_command, receive_pool_file, receive_setup
     from tandem.engine.parallel.group import Membership
     from tandem.engine.parallel.sharding import Shard
-    from tandem.engine.parallel.shared_pool import map_in_rank, ranks_share_pool
+    from tandem.engine.parallel.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
     from tandem.engine.runner import ModelRunner
 
     setup = receive_setup(commands)
@@ -51,13 +51,16 @@ def _run(commands: socket.socket) -> None:
     loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
     options = with_device_defaults(options, loaded.device)
     num_blocks = size_pool(loaded, options)
-    if ranks_share_pool(options, loaded.device):
+    if ranks_share_pool(loaded.layout, loaded.device):
         file = receive_pool_file(commands)
         if file is None:
             return
         pool = map_in_rank(file, loaded.layout, num_blocks)
     else:
         pool = allocate_pool(loaded.layout, num_blocks, loaded.device)
+        if ranks_show_pools(loaded.layout, loaded.device):
+            assert loaded.model.group is not None
+            loaded.model.group.share_memory(pool)
     eos = loaded.config.eos_token_ids
     runner = ModelRunner(
         loaded.model, pool, options.scheduler, options.cache.block_size, loaded.max_model_len, eos

@@ -47,8 +47,11 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
         raise ConfigError(f"--tensor-parallel-size {size}: give the number of GPUs of a node, 1 or more")
     config = load_model_config(resolve_model(options.model.model, options.model.revision))
     Shard(0, size).config(config)
-    if options.role != "unified":
-        _check_hands_over(options, config.num_kv_heads)
+    if options.role != "unified" and config.num_kv_heads < size:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} with a {options.role} node: ranks would hold copies of the model's "
+            f"{config.num_kv_heads} KV heads, which can't be handed over; give at most {config.num_kv_heads}"
+        )
     if options.device != "cpu" and torch.cuda.is_available():
         available = torch.cuda.device_count() - options.device_index
         if size > available:
@@ -56,20 +59,6 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
                 f"--tensor-parallel-size {size}, but {available} GPUs are visible from index {options.device_index} on"
             )
     return Ranks(options)
-
-
-def _check_hands_over(options: NodeOptions, num_kv_heads: int) -> None:
-    size = options.tensor_parallel_size
-    if options.device != "cpu" and torch.cuda.is_available():
-        raise ConfigError(
-            f"--tensor-parallel-size {size} with a {options.role} node: only nodes of one GPU hand KV over; serve "
-            "without --prefill and --decode, or without --tensor-parallel-size"
-        )
-    if num_kv_heads < size:
-        raise ConfigError(
-            f"--tensor-parallel-size {size} with a {options.role} node: ranks would hold copies of the model's "
-            f"{num_kv_heads} KV heads, which can't be handed over; give at most {num_kv_heads}"
-        )
 
 
 def make_store() -> Any:

@@ -1,4 +1,4 @@
-"""On CPU the ranks of a node that hands KV over keep their heads in one pool of shared memory.
+"""On CPU the ranks of a node keep their heads in one pool of shared memory.
 
 A block of it holds all KV heads of the model, rank after rank, so it looks like the pool of a node of one rank: KV
 moves to and from it whatever the other node's number of ranks is, by rank 0 alone. A rank computes on its run of heads.
@@ -12,7 +12,6 @@ import os
 import msgspec
 import torch
 
-from tandem.engine.config import NodeOptions
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.kv_pool import allocate_pool, pool_bytes
 from tandem.engine.parallel.channel import PoolFile
@@ -20,13 +19,19 @@ from tandem.engine.parallel.channel import PoolFile
 _MEMFD_NAME = "tandem-rank-pool"
 
 
-def ranks_share_pool(options: NodeOptions, device: torch.device) -> bool:
-    return options.tensor_parallel_size > 1 and options.role != "unified" and device.type == "cpu"
+def ranks_share_pool(rank: KVLayout, device: torch.device) -> bool:
+    """`rank`: the layout of what one of them holds. With copies of heads there is no whole block."""
+    return rank.tp_size > 1 and rank.holds_no_copies and device.type == "cpu"
+
+
+def ranks_show_pools(rank: KVLayout, device: torch.device) -> bool:
+    """On GPUs each rank has a pool of its own, and rank 0 moves KV to and from all of them."""
+    return rank.tp_size > 1 and rank.holds_no_copies and device.type == "cuda"
 
 
 def whole_layout(rank: KVLayout) -> KVLayout:
-    """Of the pool that ranks with a layout like `rank`'s share: that of a node of one rank."""
-    assert rank.group.num_kv_heads * rank.tp_size == rank.group.num_all_kv_heads, "ranks hold no copies of heads"
+    """Of the pool that ranks with a layout like `rank`'s make together: that of a node of one rank."""
+    assert rank.holds_no_copies, "no blocks with each head once"
     group = msgspec.structs.replace(rank.group, num_kv_heads=rank.group.num_all_kv_heads)
     return msgspec.structs.replace(rank, groups=(group,), tp_size=1, tp_rank=0)
 

@@ -24,13 +24,13 @@ def _weighted_sum(word, position, mask, keys, table, SEGMENT: tl.constexpr):
     return tl.sum(word * (first | 1) + (word >> 32) * (second | 1), 0)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first_head", "first_layer", "num_layers"])
+@triton.jit(do_not_specialize=["num_pairs", "num_heads", "first_layer", "num_layers"])
 def move_blocks_kernel(
-    source,  # address, an integer: where head `first_head`, layer `first_layer` of block 0 begins
+    source,  # address, an integer: where layer `first_layer` of block 0 begins
     target,  # the same of the other side
     pairs,  # int64 [4, N]: source block, target block, valid slots, index into sums (read only with HAS_SUMS)
     num_pairs,
-    first_head,
+    num_heads,
     first_layer,
     num_layers,
     source_block,  # words from a block to the next; planes of a layer lie together
@@ -42,7 +42,6 @@ def move_blocks_kernel(
     sums,  # int64, added to
     keys,  # int64 [segments, 2]
     table,  # int64 [2, SEGMENT]
-    NUM_HEADS: tl.constexpr,  # to move
     POOL_LAYERS: tl.constexpr,
     PLANES: tl.constexpr,
     PLANE_WORDS: tl.constexpr,  # of all slots
@@ -58,7 +57,7 @@ def move_blocks_kernel(
     here = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), ALIGNMENT)
     there = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), ALIGNMENT)
     num_groups = tl.cdiv(num_pairs, PAIRS)
-    for item in range(tl.program_id(0), num_groups * NUM_HEADS * num_layers * PLANES, tl.num_programs(0)):
+    for item in range(tl.program_id(0), num_groups * num_heads * num_layers * PLANES, tl.num_programs(0)):
         plane = (item // num_groups) % PLANES
         layer = (item // (num_groups * PLANES)) % num_layers
         head = item // (num_groups * PLANES * num_layers)
@@ -66,7 +65,7 @@ def move_blocks_kernel(
         end = tl.minimum(begin + PAIRS, num_pairs)
         origin = here + head * source_head + layer * source_layer + plane * PLANE_WORDS
         destination = there + head * target_head + layer * target_layer + plane * PLANE_WORDS
-        index = ((first_head + head) * POOL_LAYERS + first_layer + layer) * PLANES + plane
+        index = (head * POOL_LAYERS + first_layer + layer) * PLANES + plane
         for first in tl.static_range(0, PLANE_WORDS, CHUNK):
             words = first + tl.arange(0, CHUNK)
             if HAS_SUMS and PLANE_WORDS % CHUNK == 0 and SEGMENT % CHUNK == 0:

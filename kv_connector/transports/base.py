@@ -20,6 +20,7 @@ from tandem.engine.errors import GrantError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kernels.digest import BlockSums
+from tandem.kv_connector.rank_pools import RankPools
 
 # Called at most once a channel, from any thread: (node_id, epoch, reason). The channel takes no more writes.
 OnLost = Callable[[str, int, str], None]
@@ -37,12 +38,13 @@ class PairSums:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredPool:
-    """A node's pool as its transports see it."""
+    """A node's pool as its transports see it. `ranks`: where blocks are, if `pool_NHLPBD` has only some heads."""
 
     pool_NHLPBD: torch.Tensor
     layout: KVLayout
     node_id: str
     epoch: int
+    ranks: RankPools | None = None
 
 
 class Channel(Protocol):
@@ -101,7 +103,7 @@ class Transport(Protocol):
     def pool_storage(self, nbytes: int) -> memoryview | None:
         """Zeroed memory that the pool must live in (engine/kv_pool.py's `storage`); None: any memory will do."""
 
-    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+    def register(self, pool: RegisteredPool) -> None:
         """Once, before anything below."""
 
     def export(self) -> bytes:

@@ -26,6 +26,7 @@ from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.block_runs import block_runs
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
+from tandem.kv_connector.transports.split_mapping import SplitMapping
 
 FLUSH_TIMEOUT_S = 60.0  # a push waits for the step that computes it; this is far beyond any step
 FLUSH_POLL_S = 20e-6
@@ -41,9 +42,12 @@ def goes_by_engine(run_bytes: int) -> bool:
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True):
+    """Memory with the next `num_heads` heads of each block. A node of several ranks has as many of these."""
+
     handle: bytes
     offset: int
     stride_bytes: int
+    num_heads: int
 
 
 class CudaMapping(Mapping):
@@ -77,10 +81,6 @@ class CudaMapping(Mapping):
         copied = self._last_copies[grant_id] = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._device))
 
-    def _list_once(
-        self, pairs: Sequence[tuple[int, int]], num_valid: Sequence[int], sum_indices: Sequence[int]
-    ) -> torch.Tensor:
-        """Layers follow each other with the same blocks, on the same stream."""
     def _ways(
         self, source_NHLPBD: torch.Tensor, layers: range | None, num_valid: Sequence[int]
     ) -> list[tuple[Callable[..., None], list[int]]]:
@@ -125,6 +125,10 @@ class CudaMapping(Mapping):
     ) -> None:
         push_listed(source_NHLPBD, self._address, self._stride_bytes, listed_4N, layers, PROGRAMS, sums)
 
+    def _list_once(
+        self, pairs: Sequence[tuple[int, int]], num_valid: Sequence[int], sum_indices: Sequence[int]
+    ) -> torch.Tensor:
+        """Layers follow each other with the same blocks, on the same stream."""
         wanted = (tuple(pairs), tuple(num_valid), tuple(sum_indices))
         if wanted not in self._listed:
             self._listed[wanted] = list_pairs(pairs, num_valid, sum_indices, self._device)
@@ -172,17 +176,48 @@ class CudaIpcTransport(MappedTransport):
         problem = can_push(pool)
         if problem:
             raise TransportError(problem)
-        handle, offset = export_memory(pool.device.index, pool.data_ptr())
-        return msgspec.msgpack.encode(CudaIpcHandle(handle, offset, pool_stride_bytes(pool)))
+        if self.pool.ranks is not None:
+            parts = self.pool.ranks.parts
+            handles = [CudaIpcHandle(p.memory.handle, p.memory.offset, p.stride_bytes, len(p.heads)) for p in parts]
+        else:
+            handle, offset = export_memory(pool.device.index, pool.data_ptr())
+            handles = [CudaIpcHandle(handle, offset, pool_stride_bytes(pool), pool.shape[1])]
+        return msgspec.msgpack.encode(handles)
 
     def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
         assert self.pool is not None
         try:
-            handle = msgspec.msgpack.decode(export.handle, type=CudaIpcHandle)
+            handles = msgspec.msgpack.decode(export.handle, type=list[CudaIpcHandle])
         except msgspec.MsgspecError as error:
             raise TransportError(f"process {export.pid} exports no pool that cuda_ipc understands: {error}") from error
-        if handle.stride_bytes != layout.stride_bytes or len(handle.handle) != HANDLE_BYTES or handle.offset < 0:
+        if not fits(handles, layout):
             raise TransportError(f"process {export.pid} exports a pool that does not fit its layout")
-        device = self.pool.pool_NHLPBD.device
-        mapped = map_memory(device.index, handle.handle)
-        return CudaMapping(device, mapped, handle.offset, handle.stride_bytes)
+        device, parts, first = self.pool.pool_NHLPBD.device, list[tuple[range, Mapping]](), 0
+        try:
+            for handle in handles:
+                mapped = map_memory(device.index, handle.handle)
+                heads = range(first, first + handle.num_heads)
+                parts.append((heads, CudaMapping(device, mapped, handle.offset, handle.stride_bytes)))
+                first = heads.stop
+        except TransportError:
+            for _, part in parts:
+                part.close()
+            raise
+        return parts[0][1] if len(parts) == 1 else SplitMapping(parts)
+
+
+def fits(handles: Sequence[CudaIpcHandle], layout: KVLayout) -> bool:
+    """Whether memory so described can hold a pool of this layout."""
+    num_heads = layout.group.num_kv_heads
+    head_bytes = layout.payload_bytes // num_heads
+    if sum(handle.num_heads for handle in handles) != num_heads:
+        return False
+    if len(handles) == 1 and handles[0].stride_bytes != layout.stride_bytes:
+        return False
+    return all(
+        handle.num_heads > 0
+        and handle.stride_bytes >= handle.num_heads * head_bytes
+        and len(handle.handle) == HANDLE_BYTES
+        and handle.offset >= 0
+        for handle in handles
+    )

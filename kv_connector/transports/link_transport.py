@@ -19,7 +19,6 @@ import msgspec
 import torch
 
 from tandem.engine.errors import PeerLostError, TransportError
-from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.transports.base import OnLost, RegisteredPool
@@ -77,10 +76,10 @@ class LinkTransport(ABC):
     def pool_storage(self, nbytes: int) -> memoryview | None:
         return None
 
-    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+    def register(self, pool: RegisteredPool) -> None:
         """Starts to listen. Raises OSError when the address can't be bound."""
         assert self.pool is None, "a pool is registered once"
-        self.pool = RegisteredPool(pool, layout, node_id, epoch)
+        self.pool = pool
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         self._listener = socket.create_server((self._host, 0), family=family, backlog=64)
         name = f"kv-{self.name}-listener"

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 import torch
 
 from tandem.engine.errors import GrantError, PeerLostError, TransportError
-from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
 from tandem.kv_connector.transports.geometry import copy_blocks
@@ -38,11 +37,11 @@ class LocalTransport:
     def pool_storage(self, nbytes: int) -> memoryview | None:
         return None
 
-    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+    def register(self, pool: RegisteredPool) -> None:
         assert self.pool is None, "a pool is registered once"
-        self.pool = RegisteredPool(pool, layout, node_id, epoch)
+        self.pool = pool
         with _registered_lock:
-            _registered[node_id, epoch] = self
+            _registered[pool.node_id, pool.epoch] = self
 
     def export(self) -> bytes:
         return b""

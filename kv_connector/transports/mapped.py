@@ -116,9 +116,9 @@ class MappedTransport(ABC):
     def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
         """Maps a peer's pool. Raises TransportError."""
 
-    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+    def register(self, pool: RegisteredPool) -> None:
         assert self.pool is None, "a pool is registered once"
-        self.pool = RegisteredPool(pool, layout, node_id, epoch)
+        self.pool = pool
 
     def export(self) -> bytes:
         assert self.pool is not None, "register the pool first"

@@ -17,12 +17,13 @@ from tandem.engine.errors import ConfigError, GrantError, PeerLostError, Transpo
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
-from tandem.kv_connector.transports.base import Channel, OnLost, Transport
+from tandem.kv_connector.rank_pools import RankPools
+from tandem.kv_connector.transports.base import Channel, OnLost, RegisteredPool, Transport
 from tandem.kv_connector.transports.cuda_ipc import CudaIpcTransport
 from tandem.kv_connector.transports.geometry import as_moved
 from tandem.kv_connector.transports.local import LocalTransport
 from tandem.kv_connector.transports.nixl import NixlTransport
-from tandem.kv_connector.transports.selection import ONLY_WHEN_ASKED, ORDER, candidates, choose_transport
+from tandem.kv_connector.transports.selection import FOR_RANKS, ONLY_WHEN_ASKED, ORDER, candidates, choose_transport
 from tandem.kv_connector.transports.shm import ShmTransport
 from tandem.kv_connector.transports.tcp import TcpTransport
 from tandem.kv_connector.transports.ucx import UcxTransport
@@ -31,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def make_transports(
-    requested: str, device: torch.device, keys: ClusterKeys, host: str, timeout_s: float
+    requested: str, device: torch.device, keys: ClusterKeys, host: str, timeout_s: float, has_ranks: bool = False
 ) -> list[Transport]:
-    """The transports that `requested` ("auto" or a name) allows on `device`. Raises ConfigError."""
+    """The transports that `requested` ("auto" or a name) allows on `device`, for a pool that is there as a whole or, if
+    it `has_ranks`, on other GPUs too. Raises ConfigError."""
     if requested != "auto" and requested not in ORDER:
         raise ConfigError(f"there is no transport {requested!r}: choose auto, {', '.join(ORDER)}")
     made: list[Transport] = []
@@ -49,6 +51,8 @@ def make_transports(
         if requested != transport.name and (requested != "auto" or transport.name in ONLY_WHEN_ASKED):
             continue
         usable, reason = transport.is_usable(device)
+        if usable and has_ranks and transport.name not in FOR_RANKS:
+            usable, reason = False, f"of the GPUs of several ranks it reaches one; choose {' or '.join(FOR_RANKS)}"
         if usable:
             made.append(transport)
         elif requested == transport.name:
@@ -80,10 +84,12 @@ class NodeTransports:
         shm = self._transports.get("shm")
         return shm.pool_file if isinstance(shm, ShmTransport) else None
 
-    def register(self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int) -> None:
+    def register(
+        self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int, ranks: RankPools | None = None
+    ) -> None:
         self._device = pool.device
         for transport in self._transports.values():
-            transport.register(as_moved(pool), layout, node_id, epoch)
+            transport.register(RegisteredPool(as_moved(pool), layout, node_id, epoch, ranks))
 
     def exports(self) -> dict[str, bytes]:
         """Value of NodeInfo.transports."""

@@ -41,6 +41,7 @@ class PoolChannel(ABC):
         num_valid: Sequence[int],
         sums: PairSums | None = None,
     ) -> None:
+        assert self.source.ranks is None, "blocks that are not whole are gathered first"
         self.write_from(self.source.pool_NHLPBD, grant, pairs, layers, num_valid, sums)
 
     def write_from(

@@ -12,6 +12,7 @@ from tandem.engine.errors import TransportError
 from tandem.engine.messages import NodeInfo
 
 ORDER = ("local", "shm", "cuda_ipc", "nixl", "ucx", "tcp")
+FOR_RANKS = ("cuda_ipc", "tcp")  # for nodes whose ranks have a GPU pool each
 ONLY_WHEN_ASKED = ("ucx",)  # `auto` does not offer it: it is better than tcp only over a UCX build with RDMA
 
 

@@ -6,14 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from tandem.kv_connector.rank_pools import RankPools
 from tandem.kv_connector.transports.geometry import BlockGeometry
 
 
 class Staging:
     """One growing pinned buffer of one thread. Each call returns when the device copies are done."""
 
-    def __init__(self, geometry: BlockGeometry, device: torch.device) -> None:
-        self._geometry = geometry
+    def __init__(self, geometry: BlockGeometry, device: torch.device, ranks: RankPools | None = None) -> None:
+        """`ranks`: where `scatter` writes, if blocks are not whole on `device`."""
+        self._geometry, self._ranks = geometry, ranks
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._host = torch.empty(0, dtype=torch.uint8)
@@ -45,10 +47,19 @@ class Staging:
         """Wire bytes in `buffer` into blocks of a CUDA pool, other slots and layers untouched."""
         with torch.cuda.stream(self._stream):
             for host, part in self._parts(pool_NHLPBD, block_ids, layers, num_valid):
+                if self._ranks is not None:
+                    self._scatter_to_ranks(self._ranks, host, part, layers)
+                    continue
                 index = torch.tensor(part, device=self._device)
                 destination = pool_NHLPBD[:, :, layers.start : layers.stop, :, : host.shape[4]]
                 destination.index_copy_(0, index, host.to(self._device, non_blocking=True))
         self._stream.synchronize()
+
+    @staticmethod
+    def _scatter_to_ranks(ranks: RankPools, host_nHLPbD: torch.Tensor, block_ids: list[int], layers: range) -> None:
+        blocks_nHLPBD, valid = ranks.new_blocks(len(block_ids)), host_nHLPbD.shape[4]
+        blocks_nHLPBD[:, :, layers.start : layers.stop, :, :valid].copy_(host_nHLPbD, non_blocking=True)
+        ranks.scatter(blocks_nHLPBD, block_ids, layers, [valid] * len(block_ids))
 
     def _parts(
         self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]

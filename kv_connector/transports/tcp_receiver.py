@@ -45,7 +45,7 @@ class TcpReceiver(LinkReceiver):
         self._wait_payload.register(self._wake_fd, select.POLLIN)
         self._refused: dict[int, str] = {}
         pool = link.pool.pool_NHLPBD
-        self._staging = Staging(self._geometry, pool.device) if pool.is_cuda else None
+        self._staging = Staging(self._geometry, pool.device, link.pool.ranks) if pool.is_cuda else None
         self._memory = memoryview(b"") if pool.is_cuda else byte_view(pool)
 
     def _serve_link(self) -> None:

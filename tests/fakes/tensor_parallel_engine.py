@@ -39,16 +39,17 @@ def options_of(spec: dict[str, Any], size: int) -> NodeOptions:
 
 
 def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
-    from tandem.engine.kv_pool import allocate_pool
     from tandem.engine.node_setup import load, size_pool
     from tandem.engine.parallel.ranks import start_ranks
     from tandem.engine.runner import ModelRunner
+    from tandem.kv_connector.node_pool import allocate_node_pool
+    from tandem.kv_connector.transports.node_transports import NodeTransports
 
     options = options_of(spec, size)
     ranks = start_ranks(options)
     loaded = load(options, None if ranks is None else ranks.membership)
     num_blocks = size_pool(loaded, options)
-    pool = allocate_pool(loaded.layout, num_blocks, loaded.device)
+    pool = allocate_node_pool(loaded, num_blocks, NodeTransports([]), ranks).own
     runner = ModelRunner(
         loaded.model, pool, options.scheduler, BLOCK, loaded.max_model_len, (), None, ranks
     )  # fmt: skip

@@ -132,18 +132,16 @@ def test_what_is_moved_is_summed(num_valid: int, head_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_valid", [5, 8])
-def test_heads_that_lie_apart_are_moved_and_summed(num_valid: int) -> None:
+def test_heads_that_lie_apart_are_moved(num_valid: int) -> None:
     source = torch.randn(4, 3, 2, 2, 8, 4)
     parts = {range(1): torch.zeros(4, 1, 2, 2, 8, 4), range(1, 3): torch.zeros(4, 2, 2, 2, 8, 4)}
-    pairs = torch.tensor([[3, 2], [2, 1], [8, num_valid], [0, 1]])
-    sums = digest.BlockSums.of_none(source, 2, 55)
+    pairs = torch.tensor([[3, 2], [2, 1], [8, num_valid]])
     for heads, part in parts.items():
-        place = BlockPlaces.of(part).starting_at(0, -heads.start)
-        move_blocks(source, BlockPlaces.of(source), place, pairs, None, 5, sums, heads)
+        some = source[:, heads.start : heads.stop]
+        move_blocks(some, BlockPlaces.of(some), BlockPlaces.of(part), pairs, None, 5)
     expected = torch.zeros_like(source)
     reference.move_blocks(source, expected, [(3, 2), (2, 1)], range(2), [8, num_valid])
     assert torch.equal(torch.cat(tuple(parts.values()), 1), expected)
-    assert torch.equal(sums.digests(num_valid, 8), digest.block_digests(source, [3, 2], 55, num_valid, 8))
 
 
 def test_more_pairs_than_a_program_takes_at_once() -> None:
@@ -158,6 +156,8 @@ def test_more_pairs_than_a_program_takes_at_once() -> None:
     pairs = torch.tensor([order, list(range(11)), [8] * 11, list(range(10, -1, -1))])
     move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, None, 5, sums)
     assert torch.equal(sums.digests(8, 8), digest.block_digests(source, order[::-1], 77, 8, 8))
+
+
 @pytest.mark.parametrize("head_size", [4, 160])
 def test_layers_of_whole_blocks_are_summed_without_being_moved(head_size: int) -> None:
     source = torch.randn(12, 2, 3, 2, 8, head_size)
@@ -167,8 +167,6 @@ def test_layers_of_whole_blocks_are_summed_without_being_moved(head_size: int) -
     for layers in (range(1, 3), range(1)):
         sums.add_layers(source, listed, layers)
     assert torch.equal(sums.digests(8, 8), digest.block_digests(source, order[::-1], 77, 8, 8))
-
-
 
 
 @pytest.mark.parametrize("words", [100, 8192, 20000])

@@ -24,7 +24,7 @@ ROPE_TYPES = {
 }  # fmt: skip
 ROPE = {**HEADS, "HALF_PAD": 64, "D_PAD": 128, "BLOCK_SIZE": 64, "HAS_CACHE": True}
 MOVE_TYPES = {"source": "i64", "target": "i64", "pairs": "*i64"}
-MOVE = {"NUM_HEADS": 8, "POOL_LAYERS": 32, "PLANES": 2, "PLANE_WORDS": 2048, "SLOT_WORDS": 32, "CHUNK": 2048}
+MOVE = {"POOL_LAYERS": 32, "PLANES": 2, "PLANE_WORDS": 2048, "SLOT_WORDS": 32, "CHUNK": 2048}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     "add_rms_norm": (
         fused.rms_norm_kernel,

@@ -18,6 +18,7 @@ import pytest
 
 from tandem.deploy.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
 from tandem.deploy.redis_server import RedisServer, answers
+from tandem.engine.errors import ConfigError
 
 SCRIPT = """
 import json, sys
@@ -190,12 +191,27 @@ def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
 
 
 def test_nodes_share_gpus_memory_and_cores() -> None:
-    assert share_of_machine(0, 1, 0, 8, {}) == {}
-    assert share_of_machine(2, 3, 0, 8, {}) == {"num_threads": 2}
-    assert share_of_machine(2, 3, 0, 8, {"num_threads": 5}) == {}
-    assert share_of_machine(1, 2, 4, 8, {}) == {"device_index": 1}
-    assert share_of_machine(2, 3, 2, 8, {}) == {"device_index": 0, "gpu_memory_utilization": 0.45}
-    assert share_of_machine(1, 3, 2, 8, {}) == {"device_index": 1}
+    assert share_of_machine(0, [1], 0, 8, {}) == {}
+    assert share_of_machine(2, [1, 1, 1], 0, 8, {}) == {"num_threads": 2}
+    assert share_of_machine(2, [1, 1, 1], 0, 8, {"num_threads": 5}) == {}
+    assert share_of_machine(1, [1, 1], 4, 8, {}) == {"device_index": 1}
+    assert share_of_machine(2, [1, 1, 1], 2, 8, {}) == {"device_index": 0, "gpu_memory_utilization": 0.45}
+    assert share_of_machine(1, [1, 1, 1], 2, 8, {}) == {"device_index": 1}
+
+
+def test_nodes_of_several_gpus_share_none() -> None:
+    assert [share_of_machine(index, [1, 2, 1], 4, 8, {}) for index in range(3)] == [
+        {"device_index": first} for first in (0, 1, 3)
+    ]
+    with pytest.raises(ConfigError, match=r"nodes of 2 \+ 2 GPUs, but 3 are visible"):
+        share_of_machine(0, [2, 2], 3, 8, {})
+
+
+def test_roles_may_have_numbers_of_gpus_of_their_own() -> None:
+    values = {"model": "m", "prefill": 1, "decode": 2, "device": "cpu", "tensor_parallel_size": 2}
+    plans = plan_cluster({**values, "decode_tensor_parallel_size": 4}, "redis://localhost")
+    sizes = [[a for a in plan.arguments if "tensor" in a] for plan in plans]
+    assert sizes == [["--tensor-parallel-size=2"], *[["--tensor-parallel-size=4"]] * 2, []]
 
 
 def test_children_do_not_see_the_working_directory(tmp_path: Path) -> None:

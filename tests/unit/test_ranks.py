@@ -80,10 +80,11 @@ def test_ranks_end_with_rank_0() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_on_gpus_nodes_that_hand_kv_over_have_one_rank(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_takes_only_gpus_that_there_are(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module.torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ConfigError, match="only nodes of one GPU hand KV over"):
-        start_ranks(replace(options_of(2, role), device="auto"))
+    monkeypatch.setattr(ranks_module.torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 2, but 1 GPUs are visible from index 1 on"):
+        start_ranks(replace(options_of(2, role), device="auto", device_index=1))
 
 
 def test_sizes_that_cannot_be_are_refused_before_a_process_starts() -> None:

@@ -1,0 +1,40 @@
+"""Another node's pool in several memories, each with some heads of every block: those of its ranks' GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tandem.kv_connector.transports.base import BlockPairs, PairSums
+from tandem.kv_connector.transports.mapped import Mapping
+
+
+class SplitMapping(Mapping):
+    """`parts`: which heads are where. What is written has all heads."""
+
+    def __init__(self, parts: Sequence[tuple[range, Mapping]]) -> None:
+        super().__init__()
+        self._parts = parts
+        self.max_write_bytes = min(mapping.max_write_bytes for _, mapping in parts)
+
+    def _copy(
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None,
+    ) -> None:
+        assert sums is None, "the parts would each make sums of a block of their own"
+        for heads, mapping in self._parts:
+            mapping.copy_in(grant_id, source_NHLPBD[:, heads.start : heads.stop], pairs, layers, num_valid)
+
+    def flush(self, grant_id: int) -> None:
+        for _, mapping in self._parts:
+            mapping.flush(grant_id)
+
+    def _unmap(self) -> None:
+        for _, mapping in self._parts:
+            mapping.close()
