@@ -19,6 +19,7 @@ from tandem.engine.messages import (
     NodeInfo,
     peer_id_of,
 )
+from tandem.engine.request import Request
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.action_queues import ActionQueues
 from tandem.kv_connector.handoff.sink import SinkAction as A
@@ -162,8 +163,8 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
         if action is A.COMMIT:
             assert record.ready is not None
             self.counters.commits += 1
-            blocks, num_cached = (*record.hits, *record.granted), len(record.hits) * self._block_size
-            record.hits, record.granted = [], []
+            num_cached = len(record.hits) * self._block_size
+            blocks = self._kept_once(request, record)
             self._outcomes.append(
                 Commit(request, blocks, record.ready.first_tokens, num_cached, record.ready.continuation)
             )
@@ -176,6 +177,20 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
         else:
             self.counters.failures += 1
             self._outcomes.append(Failed(request, record.reason, outcomes.is_retryable(record.reason)))
+
+    def _kept_once(self, request: Request, record: SinkRecord) -> tuple[int, ...]:
+        """The request's blocks, out of the record's hands. What others with the same prefix brought since the grant
+        takes the place of what came again: kept once it leaves room, and decodes read it together."""
+        blocks = [*record.hits, *record.granted]
+        record.hits, record.granted = [], []
+        num_full = record.num_tokens // self._block_size
+        known = self._pool.match_prefix(request.block_hashes[:num_full]) if request.use_prefix_cache else []
+        twice = [index for index, block_id in enumerate(known) if block_id != blocks[index]]
+        self._pool.touch(known[index] for index in twice)
+        self._pool.free([blocks[index] for index in twice], None)
+        for index in twice:
+            blocks[index] = known[index]
+        return tuple(blocks)
 
     def _end_pull(self, record: SinkRecord, action: A) -> None:
         if action is A.COMMIT:

@@ -56,8 +56,7 @@ class SinkQueue(SinkActionRunner):
             if record.machine.state is not S.QUEUED:
                 self._queue.popleft()
                 continue
-            if record.lost_pins:
-                self._pin(record)
+            self._pin(record)
             needed = record.num_blocks - len(record.hits)
             if needed > self._pool.num_grantable - self._headroom:
                 if self._others_will_free_blocks():
@@ -73,8 +72,7 @@ class SinkQueue(SinkActionRunner):
     def _grant_pulls(self) -> None:
         self._pulls = [record for record in self._pulls if record.machine.state is S.QUEUED]
         for record in self._pulls:
-            if record.lost_pins:
-                self._pin(record)
+            self._pin(record)
             needed = record.num_blocks - len(record.hits)
             if needed > self._pool.num_free - self._headroom:
                 record.reason, record.closed_at = outcomes.NO_ROOM, self._now
@@ -97,17 +95,19 @@ class SinkQueue(SinkActionRunner):
                 return
             if record is not head and record.hits and record.machine.state in (S.EXPECTING, S.QUEUED):
                 self._unpin(record)
-                record.lost_pins = True
 
     def _pin(self, record: SinkRecord) -> None:
-        """This node's own prefix of the prompt, ending below its last token whose KV is handed over."""
+        """This node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant a
+        request pins again: others with the same prefix may have brought more of it meanwhile."""
         request = record.request
-        assert request is not None
-        record.lost_pins = False
-        if request.use_prefix_cache:
-            last_full = (request.num_prompt_tokens - 1 - record.follows) // self._block_size
-            record.hits = self._pool.match_prefix(request.block_hashes[: max(0, last_full)])
-            self._pool.touch(record.hits)
+        if request is None or not request.use_prefix_cache:
+            return
+        last_full = (request.num_prompt_tokens - 1 - record.follows) // self._block_size
+        found = self._pool.match_prefix(request.block_hashes[: max(0, last_full)])
+        if len(found) > len(record.hits):
+            self._pool.touch(found)
+            self._unpin(record)
+            record.hits = found
 
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
         lease_s = self._options.timeouts.grant_lease_s

@@ -24,7 +24,6 @@ class SinkRecord:
     follows: bool = False  # of a sequence that runs at its source: `num_tokens` is what it may have at its commit
     most_blocks: int = 0  # of a pull: so many were asked for; 0: it is no pull
     hits: list[int] = field(default_factory=list)
-    lost_pins: bool = False  # gave its hits up for one that came before
     granted: list[int] = field(default_factory=list)
     grant: KVGrant | None = None
     lease_until: float = 0.0

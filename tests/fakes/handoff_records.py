@@ -50,22 +50,20 @@ class SourceRecord:
 
 
 class SinkRecord:
-    __slots__ = ("bad_indices", "contents", "is_open", "lost_pins", "machine", "pinned", "verifying")
+    __slots__ = ("bad_indices", "contents", "is_open", "machine", "pinned", "verifying")
 
     def __init__(self, machine: SinkMachine) -> None:
         self.machine = machine
         self.contents: tuple[str, ...] = ()  # of each granted block: unwritten, good, bad; (): holds none
         self.is_open = False  # the transport lets writes of the grant in
         self.pinned = False
-        self.lost_pins = False
         self.verifying = False
         self.bad_indices: tuple[int, ...] = ()
 
     def freeze(self) -> tuple:
         m = self.machine
         return (m.state._value_, m.sink_epoch, m.source_epoch, m.grant_id, m.round, m.source_lost, m.fenced,
-                self.contents, self.is_open, self.pinned, self.lost_pins, self.verifying,
-                self.bad_indices)  # fmt: skip
+                self.contents, self.is_open, self.pinned, self.verifying, self.bad_indices)  # fmt: skip
 
     @staticmethod
     def thaw(setting: Any, frozen: tuple) -> SinkRecord:
@@ -74,6 +72,5 @@ class SinkRecord:
         machine.state = _SINK_STATES[state]
         machine.source_epoch, machine.grant_id, machine.round, machine.source_lost, machine.fenced = numbers
         record = SinkRecord(machine)
-        (record.contents, record.is_open, record.pinned, record.lost_pins, record.verifying,
-         record.bad_indices) = frozen[7:]  # fmt: skip
+        (record.contents, record.is_open, record.pinned, record.verifying, record.bad_indices) = frozen[7:]  # fmt: skip
         return record

@@ -34,8 +34,7 @@ class SinkPool:
             if record is None or record.machine.state is not SinkState.QUEUED:
                 self.queue.remove(r)
                 continue
-            if record.lost_pins:
-                self._pin(r, record)
+            self._pin(r, record)
             needed = self.prompt_blocks(r) - (self.setting.hits[r] if record.pinned else 0)
             if needed > self.num_free_on_sink():
                 if self._others_will_free_blocks() or "never_unpins" in self.setting.flaws:
@@ -49,14 +48,13 @@ class SinkPool:
             self.run_sink(r, record.machine.on_can_grant(100 * self.sink_epoch + r + 1))
 
     def _pin(self, r: int, record: SinkRecord) -> None:
-        record.lost_pins = False
-        record.pinned = self.cached[r]
+        record.pinned = record.pinned or self.cached[r]
 
     def _unpin_behind(self, head: int, needed: int) -> None:
         for r, record in enumerate(self.sinks):
             waits = record and record.machine.state in (SinkState.EXPECTING, SinkState.QUEUED)
             if r != head and waits and record.pinned and self.num_free_on_sink() < needed:
-                record.pinned, record.lost_pins = False, True
+                record.pinned = False
 
     def _others_will_free_blocks(self) -> bool:
         return any(self.held) or any(record and record.contents for record in self.sinks)

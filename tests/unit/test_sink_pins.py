@@ -9,10 +9,22 @@ import numpy as np
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
-from tandem.engine.messages import KVClaim, KVDrained, KVGrant, NodeInfo, PeerRef, Submit, peer_id_of
+from tandem.engine.messages import (
+    FirstToken,
+    KVClaim,
+    KVDrained,
+    KVGrant,
+    KVReady,
+    NodeInfo,
+    PeerRef,
+    Submit,
+    peer_id_of,
+)
 from tandem.engine.request import Request
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.meta import Verified
+from tandem.kv_connector.outcomes import Commit
 from tandem.kv_connector.sink import SinkManager
 
 SOURCE = peer_id_of("p", 7)
@@ -37,6 +49,11 @@ def expect(sink: SinkManager, name: str, num_tokens: int, hashes: list[bytes]) -
     return sink.expect(submit, Request(name, 0, prompt, SamplingParams(), block_hashes=hashes), 0.0)
 
 
+def register(pool: BlockPool, blocks: list[int], hashes: list[bytes]) -> None:
+    for index, block in enumerate(blocks):
+        pool.register(block, hashes[index], hashes[index - 1] if index else None)
+
+
 def claim(sink: SinkManager, name: str, num_tokens: int) -> list[KVGrant]:
     message = KVClaim(
         request_id=name, attempt=0, source_id="p", source_epoch=7, sink_epoch=9, num_prompt_tokens=num_tokens
@@ -51,8 +68,7 @@ def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
     cached = pool.allocate(8)
     assert cached is not None
     hashes = [bytes([i]) * 16 for i in range(8)]
-    for index, block in enumerate(cached):
-        pool.register(block, hashes[index], hashes[index - 1] if index else None)
+    register(pool, cached, hashes)
     pool.free(cached, None)
     assert expect(sink, "small", 20, []) == 0
     assert expect(sink, "cached", 33, hashes) == 32
@@ -69,6 +85,61 @@ def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
     sink.cancel("cached", 0, 3.0)
     sink.on_message(SOURCE, msgspec.structs.replace(drained, request_id="cached", grant_id=grant.grant_id), 3.0)
     assert pool.num_free == 10
+
+
+def test_what_came_after_the_ticket_is_not_granted_again() -> None:
+    pool = BlockPool(20, enable_caching=True)
+    sink = sink_of(pool)
+    hashes = [bytes([i]) * 16 for i in range(4)]
+    assert expect(sink, "late", 18, hashes) == 0
+    others = pool.allocate(3)
+    assert others is not None
+    register(pool, others, hashes)
+    (grant,) = claim(sink, "late", 18)
+    assert (grant.first_block, len(grant.block_ids)) == (3, 2)
+    pool.free(others, None)
+    sink.check_integrity()
+    sink.cancel("late", 0, 2.0)
+    drained = KVDrained(request_id="late", attempt=0, source_epoch=7, grant_id=grant.grant_id)
+    sink.on_message(SOURCE, drained, 2.0)
+    assert pool.num_free == 20
+
+
+def test_what_comes_twice_is_kept_once() -> None:
+    pool = BlockPool(20, enable_caching=True)
+    sink = sink_of(pool)
+    hashes = [bytes([i]) * 16 for i in range(4)]
+    committed: list[Commit] = []
+    for name in ("first", "second"):
+        expect(sink, name, 18, hashes)
+    grants = {name: claim(sink, name, 18)[0] for name in ("first", "second")}
+    for name, grant in grants.items():
+        ready = KVReady(
+            request_id=name,
+            attempt=0,
+            grant_id=grant.grant_id,
+            grant_signature=grant.signature,
+            source_id="p",
+            source_epoch=7,
+            sink_epoch=9,
+            first_tokens=(FirstToken(0, 5, False),),
+            digests=b"",
+        )
+        sink.on_message(SOURCE, ready, 1.0)
+        (verify,) = sink.drain_jobs()
+        sink.on_transfer_event(Verified(verify.key, verify.grant_id, verify.round, ()), 1.0)
+        (commit,) = sink.drain_events()
+        assert isinstance(commit, Commit)
+        register(pool, list(commit.block_ids)[:4], hashes)
+        committed.append(commit)
+    first, second = (commit.block_ids for commit in committed)
+    assert second[:4] == first[:4]
+    assert second[4] != first[4], "the block that is not full is written by whoever decodes"
+    assert pool.num_free == 20 - 6
+    sink.check_integrity()
+    for commit in committed:
+        pool.free(list(commit.block_ids), None)
+    assert pool.num_free == 20
 
 
 def test_headroom_is_kept_only_while_somebody_can_grow() -> None:
