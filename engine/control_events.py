@@ -21,9 +21,12 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
+    """`is_alive`: it is there, and has dropped the connection because this node was silent."""
+
     peer_id: str
     info: NodeInfo
     reason: str
+    is_alive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -222,7 +222,7 @@ class ControlPlane:
     def _on_refused(self, link: Link, message: Refused) -> None:
         if message.field == "handshake" and link.info is not None:
             # The sink dropped us for silence and forgot the handshake; hand-offs under way are void there.
-            self._drop(link.peer_id, "it no longer knows this connection")
+            self._drop(link.peer_id, "it no longer knows this connection", is_alive=True)
             return
         self.counters.refused += 1
         self._refuse(link, f"{message.field} differs (theirs {message.ours}, ours {message.theirs})")
@@ -266,11 +266,11 @@ class ControlPlane:
             elif link.info is None and now - link.last_seen > self.timeouts.connect_s:
                 self._refuse(link, f"no answer within {self.timeouts.connect_s:g} s")
 
-    def _drop(self, peer_id: str, reason: str, deliver: bool = True) -> None:
+    def _drop(self, peer_id: str, reason: str, deliver: bool = True, is_alive: bool = False) -> None:
         link = self._links.remove(peer_id)
         if deliver and link is not None and link.info is not None:
             self.counters.lost_peers += 1
-            self.deliver(PeerLost(peer_id, link.info, reason))
+            self.deliver(PeerLost(peer_id, link.info, reason, is_alive))
 
     def _reply(self, identity: bytes, message: Message) -> None:
         self._count(self._sockets.reply(identity, wire.encode(message)))

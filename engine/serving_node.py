@@ -53,7 +53,7 @@ class ServingNode:
 
     def on_peer_up(self, peer_id: str, info: NodeInfo, now: float) -> None: ...
 
-    def on_peer_lost(self, peer_id: str, info: NodeInfo, reason: str, now: float) -> None: ...
+    def on_peer_lost(self, peer_id: str, info: NodeInfo, is_alive: bool, now: float) -> None: ...
 
     def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None: ...
 
@@ -88,7 +88,7 @@ class ServingNode:
                 for entry in self.book.router_lost(event.peer_id):
                     self.stop(entry, now)
             else:
-                self.on_peer_lost(event.peer_id, event.info, event.reason, now)
+                self.on_peer_lost(event.peer_id, event.info, event.is_alive, now)
 
     def _on_message(self, peer_id: str, message: Message, now: float) -> None:
         if isinstance(message, Submit):
@@ -138,6 +138,10 @@ class ServingNode:
         self.book.on_events(events)
 
     # --- out ------------------------------------------------------------------------------------------------
+
+    def launch_at(self) -> float:
+        """Until when the next step need not be decided while one runs; the past: at once."""
+        return 0.0
 
     def drain(self) -> None:
         self.draining = True

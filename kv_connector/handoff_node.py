@@ -92,8 +92,11 @@ class HandoffNode(ServingNode):
         self.asker.peer_connected(info)
         self._take_outcomes(now)
 
-    def on_peer_lost(self, peer_id: str, info: NodeInfo, reason: str, now: float) -> None:
-        self.source.peer_lost(info.node_id, info.epoch)
+    def on_peer_lost(self, peer_id: str, info: NodeInfo, is_alive: bool, now: float) -> None:
+        if is_alive:
+            self._connects += self.source.peer_forgot(info.node_id, info.epoch, now)
+        else:
+            self.source.peer_lost(info.node_id, info.epoch)
         self.sink.peer_lost(info.node_id, info.epoch)
         self.holder.peer_lost(peer_id)
         self._take_outcomes(now)

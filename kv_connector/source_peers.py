@@ -18,6 +18,7 @@ from tandem.kv_connector.source_actions import SourceActionRunner
 from tandem.kv_connector.source_record import NO_STEP, SourceRecord
 
 OVER = (S.DRAINED, S.CLOSED)
+CLAIMED = (S.CLAIMING, S.PARKED, S.PARKED_DONE)  # and not granted
 
 
 class SourcePeers(SourceActionRunner):
@@ -40,16 +41,18 @@ class SourcePeers(SourceActionRunner):
         now: float,
         first_tokens: Sequence[FirstToken] = (),
         last_step: int = NO_STEP,
+        by_layer: bool = False,
     ) -> None:
         """Hands the KV of `num_tokens` tokens to `peer`, which expects it: they are in `block_ids`, in order of
         position, complete once step `last_step` (NO_STEP: none) has run. One reference to each block passes to the
-        hand-off. It claims as soon as `peer` is connected and ends like any other."""
+        hand-off. It claims as soon as `peer` is connected and ends like any other. `by_layer`: whole blocks, of which
+        `peer` wants to hear KVLayers."""
         self._now = now
         assert len(block_ids) == -(-num_tokens // self._block_size), "the blocks of just these tokens"
         record = self._add(key, peer, num_tokens, deadline)
         record.block_ids, record.owns_blocks = list(block_ids), True
         record.num_computed_tokens, record.last_step = num_tokens, last_step
-        record.first_tokens = tuple(first_tokens)
+        record.first_tokens, record.by_layer = tuple(first_tokens), by_layer
         if (peer.node_id, peer.epoch) in self._peers:
             self._claim_offer(record)
 
@@ -155,17 +158,35 @@ class SourcePeers(SourceActionRunner):
                 self._open_channel(record.peer)
             if record.machine.state is S.IDLE and (record.owns_blocks or record.follows):
                 self._claim_offer(record)
+            elif record.machine.state in CLAIMED:  # one that has greeted again after it forgot this node
+                self._run(record, record.machine.on(E.TIMER))
 
     def peer_lost(self, node_id: str, epoch: int, reason: str = outcomes.SINK_LOST) -> None:
         """A sink is gone, or the two nodes refuse each other; `reason` is told to the router."""
+        for record in self._forget(node_id, epoch):
+            record.reason = reason
+            self._run(record, record.machine.on_sink_lost(epoch))
+
+    def peer_forgot(self, node_id: str, epoch: int, now: float) -> list[PeerRef]:
+        """A living sink took this node for lost. What it has granted is void there. What it has not granted goes on
+        when it is greeted again: it may never have heard of it, and refuses what it had. Whom to greet, if anybody."""
+        self._now = now
+        again = []
+        for record in self._forget(node_id, epoch):
+            if record.machine.state is S.IDLE or record.machine.state in CLAIMED:
+                again.append(record.peer)
+            else:
+                record.reason = outcomes.SINK_LOST
+                self._run(record, record.machine.on_sink_lost(epoch))
+        return again[:1]
+
+    def _forget(self, node_id: str, epoch: int) -> list[SourceRecord]:
+        """The records of this sink, whose channel is closed."""
         self._peers.pop((node_id, epoch), None)
         if (node_id, epoch) in self._open:
             self._open.remove((node_id, epoch))
             self._effects.append(CloseChannel(node_id, epoch))
-        for record in list(self._records.values()):
-            if (record.peer.node_id, record.peer.epoch) == (node_id, epoch):
-                record.reason = reason
-                self._run(record, record.machine.on_sink_lost(epoch))
+        return [each for each in self._records.values() if (each.peer.node_id, each.peer.epoch) == (node_id, epoch)]
 
     def _open_channel(self, peer: PeerRef) -> None:
         """Unless there is one, or nobody to open it to yet."""

@@ -14,7 +14,7 @@ from tandem.engine.config import RouterOptions
 from tandem.engine.hashing import Secrecy, every_kth, hash_prompt, root_hash
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.kv_layout import ModelIdentity
-from tandem.engine.messages import Cancel, Migrate, NodeInfo, Submit
+from tandem.engine.messages import Cancel, Migrate, NodeInfo, RequestFailed, Submit
 from tandem.engine.security import ClusterKeys
 from tandem.router.completion import ModelFacts
 from tandem.router.discovery import NodeDiscovery
@@ -200,6 +200,9 @@ class Cluster:
         self.on_lost(view.key, reason)
 
     def node_message(self, key: NodeKey, message: RequestMessage) -> None:
+        link = self._links_by_key.get(key)
+        if isinstance(message, RequestFailed) and message.code == "draining" and link is not None and link.view:
+            link.view.draining = True  # its Status will say so
         self.on_message(key, message)
 
     def _serve(self, info: NodeInfo) -> None:

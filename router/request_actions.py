@@ -36,7 +36,8 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find nodes for this sub-request, then call `placed`; when there are none, ask again later."""
+    """Find nodes for this sub-request, then call `placed`. When there are none, or it must not be placed yet, it waits:
+    the machine asks again."""
 
     request_id: str
 

@@ -164,7 +164,7 @@ class RequestCore:
     ) -> list[Action]:
         actions = self._cancel(attempt, [node for node in attempt.nodes if node not in already_clean], ())
         attempt.primary = attempt.prefill = None
-        if not retryable or attempt.num_failures + 1 >= self.spec.max_attempts:
+        if not retryable or self._was_last(attempt, now):
             return actions + self._fail(error)
         del self.live[attempt.request_id]
         backoff_s = OVERLOAD_BACKOFF_S if error.status == 429 else 0.0
@@ -173,9 +173,19 @@ class RequestCore:
                 self.samples[i].pending.clear()
             number = self._next_number(request_id, attempt)
             self.live[request_id] = attempt.next(request_id, number, indices, culprits, error, now, backoff_s)
-            if not backoff_s:
-                actions.append(Place(request_id))
+            actions.append(Place(request_id))
         return actions
+
+    def _was_last(self, attempt: Attempt, now: float) -> bool:
+        """Whether no attempt may follow one that failed. Being turned away costs time and no attempt."""
+        if attempt.was_turned_away:
+            return now - attempt.waits_since >= self.spec.queue_s
+        return attempt.num_failures + 1 >= self.spec.max_attempts
+
+    def may_be_placed(self, request_id: str, now: float) -> bool:
+        """Whether the sub-request wants nodes, and has waited long enough since it was turned away."""
+        attempt = self.live.get(request_id)
+        return attempt is not None and attempt.state is RequestState.QUEUED and now >= attempt.not_before
 
     def _next_number(self, request_id: str, attempt: Attempt) -> int:
         """For the attempt after `attempt`: no node has heard of it."""

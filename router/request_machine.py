@@ -1,7 +1,8 @@
 """The life of one request across nodes as a pure object: events in, actions out, time passed in.
 
     QUEUED ──placed──> PLACED ──accepted──> PREFILLING ──first token──> STREAMING ──last token──> FINISHED
-       ^  └ queue_s: 503   │ accept_s: retry     │ deadline_s: 504         │ deadline_s: 504          FAILED
+       ^  └ queue_s: 503,  │ accept_s: retry     │ deadline_s: 504         │ deadline_s: 504          FAILED
+       │    429 if full    │ full: waits again   │                         │
        └───────────── attempt failed, attempts left ─┴─────────────────────────┘
 
 The machine owns the output: per sample it orders token deltas by output_index, drops duplicates and everything of an
@@ -19,7 +20,7 @@ from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestF
 from tandem.router.placement import NodeKey, Placement, node_key
 from tandem.router.request_actions import Action, EmitPromptLogprobs, EmitTokens, Place, Send
 from tandem.router.request_moves import RequestMoves, contradicts
-from tandem.router.request_parts import Attempt, RequestState, failure_of
+from tandem.router.request_parts import TAKES_NOTHING, Attempt, RequestState, failure_of
 
 
 class RequestMachine(RequestMoves):
@@ -108,6 +109,7 @@ class RequestMachine(RequestMoves):
             self._successor_failed(node, message.request_id, message.attempt, now)
             return []
         error = failure_of(message.code, message.message, self.spec.request_id)
+        attempt.was_turned_away = message.code in TAKES_NOTHING
         return self._node_gave_up(attempt, node, error, message.retryable, now)
 
     def node_lost(self, node: NodeKey, reason: str, now: float) -> list[Action]:
@@ -150,7 +152,7 @@ class RequestMachine(RequestMoves):
     def _tick_attempt(self, attempt: Attempt, now: float) -> list[Action]:
         in_state_s = now - attempt.entered_at
         if attempt.state is RequestState.QUEUED:
-            if in_state_s >= self.spec.queue_s:
+            if now - attempt.waits_since >= self.spec.queue_s:
                 message = f"no node could take the request within {self.spec.queue_s:g} s"
                 return self._fail(attempt.error or UnavailableError(message, request_id=self.spec.request_id))
             return [Place(attempt.request_id)] if now >= attempt.not_before else []

@@ -47,12 +47,17 @@ class Attempt:
     num_failures: int = 0  # of attempts before it
     num_prior: int = 0  # output tokens that its prompt contains
     not_before: float = 0.0
+    waits_since: float = field(init=False)  # for nodes that take it
+    was_turned_away: bool = False  # a node took nothing: no failure of it, and no reason to avoid the node
     avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
     error: TandemError | None = None  # why the attempt before failed
 
     @property
     def nodes(self) -> list[NodeKey]:
         return [node for node in (self.primary, self.prefill) if node is not None]
+
+    def __post_init__(self) -> None:
+        self.waits_since = self.entered_at
 
     def enter(self, state: RequestState, now: float) -> None:
         assert state.value > self.state.value, f"{self.state} -> {state}"
@@ -68,16 +73,19 @@ class Attempt:
         now: float,
         backoff_s: float,
     ) -> Attempt:
-        return Attempt(
+        following = Attempt(
             request_id,
             number,
             sample_indices,
             now,
-            num_failures=self.num_failures + 1,
+            num_failures=self.num_failures + (not self.was_turned_away),
             not_before=now + backoff_s,
-            avoid=self.avoid | set(culprits),
+            avoid=self.avoid if self.was_turned_away else self.avoid | set(culprits),
             error=error,
         )
+        if self.was_turned_away:
+            following.waits_since = self.waits_since
+        return following
 
     def check_integrity(self) -> None:
         assert self.state.value <= RequestState.STREAMING.value
@@ -142,6 +150,8 @@ def _cut(delta: TokenDelta, start: int, end: int) -> TokenDelta:
     )
 
 
+# Codes of a node that is full or drains: nothing was lost, and the request waits until one takes it.
+TAKES_NOTHING = frozenset({"overloaded", "draining"})
 _ERRORS_BY_CODE: dict[str, type[TandemError]] = {
     "overloaded": OverloadedError,
     "unavailable": UnavailableError,

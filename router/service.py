@@ -268,7 +268,7 @@ class CompletionService:
         self._waiting.pop(request_id, None)
         if request_id not in machine.waiting():
             return
-        placed = self._find_nodes(generation, request_id)
+        placed = machine.may_be_placed(request_id, self._clock()) and self._find_nodes(generation, request_id)
         if not placed:
             self._waiting[request_id] = generation
 

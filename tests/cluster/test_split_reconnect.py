@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from split_pair import GREEDY, WAYS, Pair, changed, make_pair
 
-from in_process_cluster import FAST, Result
+from in_process_cluster import FAST
 from tiny_models import random_prompt
 
 TIMES = replace(FAST, peer_lost_s=0.5, connect_s=3.0, grant_lease_s=5.0)
@@ -22,17 +22,6 @@ def fall_silent(pair: Pair) -> None:
     pair.until(lambda: pair.decode.process.control.counters.lost_peers > lost)
 
 
-def run_as_a_router(pair: Pair, prompt: list[int]) -> Result:
-    """One attempt may meet the prefill node's own discovery that it was dropped; the next must get through."""
-    result = pair.run(prompt, SHORT, deadline_s=20.0)
-    if result.failed is not None:
-        assert result.failed.retryable
-        pair.cancel(result)  # the decode node still expects the attempt that the prefill node gave up
-        result = pair.run(prompt, SHORT, deadline_s=20.0)
-    assert result.failed is None
-    return result
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_hand_offs_go_on_after_a_silence(way: str) -> None:
     prompt = random_prompt(70, seed=3)
@@ -42,7 +31,9 @@ def test_hand_offs_go_on_after_a_silence(way: str) -> None:
             under_way = [pair.submit(random_prompt(180, seed=seed), SHORT) for seed in range(3)]
             fall_silent(pair)
             commits = pair.sink.commits
-            assert run_as_a_router(pair, prompt).output() == expected
+            result = pair.run(prompt, SHORT, deadline_s=20.0)  # meets the prefill node's discovery that it was dropped
+            assert result.failed is None
+            assert result.output() == expected
             assert pair.sink.commits > commits, "it was handed over, not computed elsewhere"
             pair.client.wait(*under_way)
             pair.check_whole()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tandem.engine.config import Timeouts
 from tandem.engine.messages import KVDrained, KVGrant, KVRefused
 from tandem.kv_connector import outcomes
@@ -197,4 +199,43 @@ def test_a_claim_of_a_lost_source_is_not_heard_before_its_greeting() -> None:
         duo.turn()
     assert duo.committed == {"s"}
     assert duo.ends["source", "r"] == 1, "its late claim was refused"
+    duo.check_whole()
+
+
+@pytest.mark.parametrize("begun", ["waiting", "claimed", "parked", "computed"])
+def test_what_a_sink_that_forgot_its_source_never_granted_goes_on(begun: str) -> None:
+    """The source was silent for too long; a ticket came to the sink since, and the source's claims are not heard."""
+    duo = Duo()
+    duo.is_cut = True
+    duo.sink.manager.peer_lost("p", 1)
+    duo.submit_to_sink("r")
+    duo.submit_to_source("r")
+    if begun == "claimed":
+        duo.source.manager._max_parked = 0
+    if begun != "waiting":
+        duo.schedule()
+    if begun == "computed":
+        duo.compute()
+    duo.is_cut = False
+    (again,) = duo.source.manager.peer_forgot("d", 2, duo.now)
+    assert (again.node_id, again.epoch) == ("d", 2)
+    duo.source.manager._max_parked = 64
+    duo.meet()
+    for _ in range(5):
+        duo.turn()
+    assert duo.committed == {"r"}
+    assert not [each for each in duo.outcomes if isinstance(each, Failed | HandoffFailed)]
+    duo.check_whole()
+
+
+def test_what_a_sink_that_forgot_its_source_has_granted_ends() -> None:
+    duo = Duo()
+    granted(duo, "r")
+    duo.sink.manager.peer_lost("p", 1)
+    assert duo.source.manager.peer_forgot("d", 2, duo.now) == []
+    duo.meet()
+    duo.tick(1.0)
+    duo.transfer()
+    duo.tick(10.0)
+    assert duo.ends == {("source", "r"): 1, ("sink", "r"): 1}
     duo.check_whole()

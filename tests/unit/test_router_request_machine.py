@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.errors import DeadlineError, NodeFailedError, OverloadedError, UnavailableError
+from tandem.engine.errors import DeadlineError, NodeFailedError, OverloadedError, TandemError, UnavailableError
 from tandem.engine.messages import (
     Accepted,
     Cancel,
@@ -289,16 +289,36 @@ def test_no_attempt_is_left() -> None:
     assert isinstance(actions[-1].error, NodeFailedError)
 
 
-def test_a_full_node_is_asked_again_a_little_later_and_becomes_429() -> None:
+@pytest.mark.parametrize(("code", "kind"), [("overloaded", OverloadedError), ("draining", UnavailableError)])
+def test_being_turned_away_costs_time_and_no_attempt(code: str, kind: type[TandemError]) -> None:
+    machine = make(max_attempts=2)
+    now, number = 0.0, 0
+    while now < 9.5:
+        number += 1
+        machine.placed("r", ALONE, b"", now)
+        assert machine.request_failed(XK, failed(True, code, attempt=number), now) == [Place("r")]
+        assert not machine.nodes_to_avoid("r"), "it may have room by then"
+        backs_off = code == "overloaded"
+        assert machine.may_be_placed("r", now) != backs_off
+        assert (machine.tick(now + 0.1) == []) == backs_off
+        now += 0.3
+        assert machine.tick(now) == [Place("r")]
+    assert number > 30
+    (fail,) = machine.tick(10.0)
+    assert isinstance(fail, Fail)
+    assert isinstance(fail.error, kind)
+
+
+def test_failures_count_though_a_node_was_full_in_between() -> None:
     machine = make(max_attempts=2)
     machine.placed("r", ALONE, b"", 0.0)
-    assert machine.request_failed(XK, failed(True, "overloaded"), 0.0) == []
-    assert machine.tick(0.1) == []
-    assert machine.tick(0.3) == [Place("r")]
-    machine.placed("r", ALONE, b"", 0.3)
-    (fail,) = machine.request_failed(XK, failed(True, "overloaded", attempt=2), 0.3)
-    assert isinstance(fail, Fail)
-    assert isinstance(fail.error, OverloadedError)
+    machine.node_lost(XK, "gone", 9.0)
+    machine.placed("r", ALONE, b"", 9.0)
+    machine.request_failed(XK, failed(True, "overloaded", attempt=2), 9.0)
+    assert machine.tick(18.0) == [Place("r")], "it waits since it lost its node"
+    assert machine.nodes_to_avoid("r") == {XK}
+    machine.placed("r", ALONE, b"", 18.0)
+    assert isinstance(machine.node_lost(XK, "gone", 18.0)[-1], Fail)
 
 
 def test_errors_of_the_deadlines() -> None:

@@ -1,0 +1,64 @@
+"""Nodes that take nothing now, because they are full or drain: requests wait at the router, so many and so long."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+from router_in_thread import FAST, RouterInThread, wait_until
+from router_nodes import FULL, Nodes, addresses, status_of
+
+ALWAYS = 10_000
+DRAINING = msgspec.structs.replace(FULL, code="draining", message="the node is draining")
+
+
+def test_a_request_waits_for_room(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start()
+    with RouterInThread(folder, addresses(node), max_attempts=1) as router:
+        router.wait_ready()
+        node.failures[:] = [FULL] * 3
+        assert status_of(router)[0] == 200
+        assert not node.failures
+        router.wait_idle()
+
+
+def test_it_does_not_wait_for_ever(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start()
+    with RouterInThread(folder, addresses(node)) as router:
+        router.wait_ready()
+        node.failures[:] = [FULL] * ALWAYS
+        start = time.monotonic()
+        status, error, headers = status_of(router)
+        assert (status, error["type"], headers["retry-after"]) == (429, "rate_limit_error", "1")
+        assert FAST.connect_s <= time.monotonic() - start < FAST.connect_s + 2
+        assert 3 < ALWAYS - len(node.failures) < 20, "asked again and again, and not all the time"
+        router.wait_idle()
+
+
+def test_only_so_many_wait(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start()
+    with RouterInThread(folder, addresses(node), max_queue=3) as router:
+        router.wait_ready()
+        node.failures[:] = [FULL] * ALWAYS
+        with ThreadPoolExecutor(3) as pool:
+            waiting = [pool.submit(status_of, router) for _ in range(3)]
+            wait_until(lambda: len(node.failures) <= ALWAYS - 6, "each is turned away")
+            start = time.monotonic()
+            assert status_of(router)[0] == 429
+            assert time.monotonic() - start < FAST.connect_s / 2
+            node.failures.clear()
+            assert [result.result(5)[0] for result in waiting] == [200] * 3
+
+
+def test_a_node_that_begins_to_drain_is_asked_once(folder: Path, nodes: Nodes) -> None:
+    """Its Status says so only with the next heartbeat."""
+    nodes_here = [nodes.start(), nodes.start()]
+    with RouterInThread(folder, addresses(*nodes_here), max_attempts=1, placement="round_robin") as router:
+        router.wait_ready()
+        wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "both nodes")
+        for node in nodes_here:
+            node.failures[:] = [DRAINING]
+            assert [status_of(router)[0] for _ in range(3)] == [200] * 3
+            assert not node.failures
