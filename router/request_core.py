@@ -165,7 +165,7 @@ class RequestCore:
         actions = self._cancel(attempt, [node for node in attempt.nodes if node not in already_clean], ())
         attempt.primary = attempt.prefill = None
         if not retryable or self._was_last(attempt, now):
-            return actions + self._fail(error)
+            return actions + self._fail(self._with_history(attempt, error))
         del self.live[attempt.request_id]
         backoff_s = OVERLOAD_BACKOFF_S if error.status == 429 else 0.0
         for request_id, indices in self._continuations(attempt):
@@ -181,6 +181,13 @@ class RequestCore:
         if attempt.was_turned_away:
             return now - attempt.waits_since >= self.spec.queue_s
         return attempt.num_failures + 1 >= self.spec.max_attempts
+
+    @staticmethod
+    def _with_history(attempt: Attempt, error: TandemError) -> TandemError:
+        """The last error of several, with how many there were and the one before."""
+        if attempt.num_failures and attempt.error is not None:
+            error.message += f" (failure {attempt.num_failures + 1} of the request; before: {attempt.error.message})"
+        return error
 
     def may_be_placed(self, request_id: str, now: float) -> bool:
         """Whether the sub-request wants nodes, and has waited long enough since it was turned away."""

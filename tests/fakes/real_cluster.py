@@ -37,8 +37,10 @@ class RealCluster:
         self.wait_until_ready(timeout_s=self._start_s)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.client.close()
+        if kind is not None:
+            print(self.log()[-20000:])  # a test that failed says what the processes said
         if self.process.poll() is None:
             self.process.terminate()
             try:
