@@ -27,6 +27,11 @@ class DecodeNode(HandoffNode):
         else:
             super().start(entry, now)
 
+    def launch_at(self) -> float:
+        """While KV is on its way here the next step waits for it as long as it can: else it would wait for that
+        step."""
+        return self.scheduler.pace.next_decision_at() if self.sink.num_under_way else 0.0
+
     def stop(self, entry: Entry, now: float) -> None:
         super().stop(entry, now)
         if entry.submit.mode == "decode":

@@ -22,6 +22,7 @@ from tandem.engine.request import EngineEvent, PromptLogprobsEvent, Request, Req
 from tandem.engine.scheduler_state import SchedulerState
 from tandem.engine.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_builder import LaunchedStep, StepBuilder
+from tandem.engine.step_pace import StepPace
 from tandem.engine.step_planner import StepPlanner
 
 
@@ -45,8 +46,10 @@ class Scheduler(SchedulerState):
         connector: KVConnectorScheduler | None = None,
         prompt_order: PromptOrder | None = None,
         tiers: LowerTiers | None = None,
+        pace: StepPace | None = None,
     ) -> None:
-        """As in SchedulerState. ValueError: `block_size` is not a multiple of `hash_block_size`."""
+        """As in SchedulerState. `pace` is told of every step. ValueError: `block_size` is not a multiple of
+        `hash_block_size`."""
         super().__init__(
             options,
             pool,
@@ -60,6 +63,7 @@ class Scheduler(SchedulerState):
             prompt_order=prompt_order,
             tiers=tiers,
         )
+        self.pace = pace or StepPace(lambda: 0.0)
         self._planner = StepPlanner(self)
         self._launched: dict[int, LaunchedStep] = {}
         self._next_step = 0
@@ -76,6 +80,7 @@ class Scheduler(SchedulerState):
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
         launched.is_mixed = 0 < len(prompts) < len(plan.rows)
         self.prompt_order.launched(step_id, prompts)
+        self.pace.launched(step_id, output.num_tokens)
         meta = None if self.connector is None else self.connector.build_connector_meta(output)
         meta = self.tiers.step_meta(step_id, meta)
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
@@ -85,6 +90,7 @@ class Scheduler(SchedulerState):
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
         seconds = self.prompt_order.completed(output.step_id)
+        self.pace.completed(output.step_id)
         if self.step_times is not None and launched.is_mixed:
             self.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:

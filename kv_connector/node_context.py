@@ -16,6 +16,7 @@ from tandem.engine.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.request_book import RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys
+from tandem.engine.step_pace import StepPace
 from tandem.kv_connector.handoff_node import HandoffNode
 from tandem.kv_connector.pull_asker import PullAsker
 from tandem.kv_connector.pull_holder import PullHolder
@@ -68,6 +69,7 @@ class NodeContext:
             connector=connector,
             prompt_order=self._prompt_order(),
             tiers=tiers,
+            pace=StepPace(time.monotonic),
         )
 
     def _prompt_order(self) -> PromptOrder:

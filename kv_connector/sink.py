@@ -41,6 +41,7 @@ MAX_RESEND_S = 5.0
 MAX_LOST = 4096
 _ENDED = (S.COMMITTED, S.CLOSED, S.REJECTED)
 _OVER = (*_ENDED, S.UNKNOWN)
+_UNDER_WAY = (S.GRANTED, S.VERIFYING, S.RESENDING)
 # The request has ended; its blocks wait for KVDrained or a fence, however long: no passing of time makes them safe.
 _UNTIL_SAFE = (S.QUARANTINED,)
 
@@ -61,6 +62,7 @@ class SinkManager(SinkQueue):
         self._is_settled = is_settled
         self._lost: OrderedDict[tuple[str, int], None] = OrderedDict()  # and not greeted since
         self._fences: Counter[tuple[str, int]] = Counter()  # asked for and not ended
+        self.num_under_way = 0  # granted and not committed, at the last tick
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -180,6 +182,7 @@ class SinkManager(SinkQueue):
 
     def on_tick(self, now: float) -> None:
         self._now = now
+        self.num_under_way = 0
         for record in list(self._records.values()):
             if record.machine.state in _OVER:
                 was_only_asked = record.machine.state is S.UNKNOWN and now >= record.deadline
@@ -187,6 +190,7 @@ class SinkManager(SinkQueue):
                     del self._records[record.key]
                 continue
             self._tick(record)
+            self.num_under_way += record.machine.state in _UNDER_WAY
         self._grant_in_order()
 
     def _tick(self, record: SinkRecord) -> None:

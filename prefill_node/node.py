@@ -27,6 +27,9 @@ class PrefillNode(HandoffNode):
             self._connects.append(peer)
         super().start(entry, now)
 
+    def launch_at(self) -> float:
+        return self.scheduler.prompt_order.next_decision_at()
+
     def stop(self, entry: Entry, now: float) -> None:
         super().stop(entry, now)
         if entry.submit.mode == "prefill":

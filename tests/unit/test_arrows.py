@@ -65,6 +65,7 @@ SANS_IO = (
     "engine/serving_node.py",
     "engine/scheduler_state.py",
     "engine/step.py",
+    "engine/step_pace.py",
     "engine/step_times.py",
     "engine/turn_times.py",
     "engine/prompt_order.py",

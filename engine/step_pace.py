@@ -1,0 +1,46 @@
+"""How long steps of a size take, and so when the step after the running one should be decided. Pure: the clock is
+passed in.
+
+A step that is decided when the one before it starts leaves the host all of that one's time, and lets whoever comes
+meanwhile wait for two steps. Decided shortly before the running one ends, it takes them along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+TOKENS_ALIKE = 16  # steps are captured for so many rows more each
+MOST_TOKENS = 512  # beyond, a step takes the host as long as the device
+FASTER, SLOWER = 0.5, 1 / 16  # shares of a difference that are learned: a late decision leaves the device idle
+MOST_SLOWNESS = 1.25  # what took longer than that was held up by something else
+LEAD_S = 0.0015  # from the decision to the device: planning, patches of the batch, one launch
+
+
+class StepPace:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds: dict[int, float] = {}  # of a step, by size
+        self._steps: dict[int, tuple[float, int]] = {}  # launched and not read: launched at, size
+        self._last_completed = 0.0
+
+    def launched(self, step_id: int, num_tokens: int) -> None:
+        size = -(-num_tokens // TOKENS_ALIKE) if num_tokens <= MOST_TOKENS else 0
+        self._steps[step_id] = self._clock(), size
+
+    def completed(self, step_id: int) -> None:
+        """Its results have been read, in the order of steps."""
+        began, size = self._steps.pop(step_id)
+        now = self._clock()
+        seconds = now - max(began, self._last_completed)
+        self._last_completed = now
+        known = self._seconds.setdefault(size, seconds)
+        change = min(seconds, known * MOST_SLOWNESS) - known
+        self._seconds[size] = known + change * (SLOWER if change > 0 else FASTER)
+
+    def next_decision_at(self) -> float:
+        """0.0: now."""
+        if not self._steps:
+            return 0.0
+        began, size = next(iter(self._steps.values()))
+        expected = self._seconds.get(size, 0.0) if size else 0.0
+        return max(began, self._last_completed) + expected - LEAD_S

@@ -1,0 +1,78 @@
+"""When the step after the running one is decided, by what such steps took."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.engine.step_pace import LEAD_S, MOST_TOKENS, StepPace
+
+
+class Device:
+    """Runs steps one after the other; the next one is launched when one begins."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+        self.pace = StepPace(lambda: self.now)
+        self.num_launched = 0
+
+    def launch(self, num_tokens: int) -> None:
+        self.pace.launched(self.num_launched, num_tokens)
+        self.num_launched += 1
+
+    def run(self, seconds: float, step_id: int | None = None) -> None:
+        """The step that was launched last, or the one before it."""
+        self.now += seconds
+        self.pace.completed(self.num_launched - 1 if step_id is None else step_id)
+
+    def learn(self, num_tokens: int, seconds: float, times: int = 100) -> None:
+        for _ in range(times):
+            self.launch(num_tokens)
+            self.run(seconds)
+
+
+def test_the_next_step_is_decided_shortly_before_the_running_one_ends() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    device.launch(18)
+    assert device.pace.next_decision_at() == pytest.approx(device.now + 0.0046 - LEAD_S)
+
+
+def test_a_running_step_began_when_the_one_before_it_ended() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    device.launch(17)
+    device.now += 0.003
+    device.launch(17)
+    device.run(0.0016, step_id=device.num_launched - 2)
+    assert device.pace.next_decision_at() == pytest.approx(device.now + 0.0046 - LEAD_S)
+
+
+def test_steps_of_other_sizes_have_times_of_their_own() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    device.learn(143, 0.0058)
+    device.launch(144)
+    assert device.pace.next_decision_at() == pytest.approx(device.now + 0.0058 - LEAD_S)
+
+
+@pytest.mark.parametrize("num_tokens", [300, MOST_TOKENS + 1])
+def test_what_was_never_measured_or_takes_long_to_launch_is_not_waited_for(num_tokens: int) -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    if num_tokens > MOST_TOKENS:
+        device.learn(num_tokens, 0.08)
+    device.launch(num_tokens)
+    assert device.pace.next_decision_at() < device.now
+    assert StepPace(lambda: 5.0).next_decision_at() == 0.0, "nor when nothing runs"
+
+
+def test_one_step_that_was_held_up_changes_little_and_faster_ones_are_believed() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    device.learn(17, 0.1, times=1)
+    device.launch(17)
+    assert device.pace.next_decision_at() < device.now + 0.0048 - LEAD_S
+    device.run(0.0036)
+    device.learn(17, 0.0036, times=3)
+    device.launch(17)
+    assert device.pace.next_decision_at() < device.now + 0.0038 - LEAD_S
