@@ -25,6 +25,7 @@ def test_another_node_continues_the_stream_of_one_that_died(folder: Path, nodes:
     second = nodes.start(draining=True)
     with RouterInThread(folder, addresses(first, second)) as router:
         router.wait_ready()
+        wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "the node that takes nothing yet")
         second.draining = False
         ids, error = stream_events(router.client, max_tokens=20)
         assert error is None
@@ -62,6 +63,7 @@ def test_samples_of_a_lost_node_continue_one_by_one(folder: Path, nodes: Nodes) 
     first, second = nodes.start(step_s=0.005, die_after_tokens=13), nodes.start(draining=True)
     with RouterInThread(folder, addresses(first, second)) as router:
         router.wait_ready()
+        wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "the node that takes nothing yet")
         second.draining = False
         body = {"prompt": PROMPT, "n": 3, "max_tokens": 12, "return_token_ids": True}
         answer = router.client.post("/v1/completions", json=body).json()
