@@ -24,8 +24,9 @@ BEGINNINGS = [random_prompt(700, seed=seed) for seed in (1, 2, 3)]
 SHARING = [Ask((*BEGINNINGS[i % 3], *random_prompt(20 + i, seed=50 + i)), 60) for i in range(6)]
 SPLIT = ("--prefill", "1", "--decode", "2", "--rebalance-kv", "0.2")
 WIDE = ("--prefill", "2", "--decode", "2", "--rebalance-kv", "0.2")
-SMALL_POOLS = ("--num-blocks", "96", "--host-tier-bytes", "2000000")
-# Of each: a third node of a kind, how KV travels, roomy pools or such as hold few requests and have a tier below.
+FAULTS = ("--fault-injection", "delay:0.001,corrupt:5,drop:9,duplicate:12")  # of each channel's writes
+SMALL_POOLS = ("--num-blocks", "96", "--host-tier-bytes", "2000000", "--max-queue", "3", *FAULTS)
+# Roomy pools; or such as hold few requests and have a tier below, nodes that refuse what they can't hold, bad channels.
 SETTINGS = {
     "shm": (("--transport", "shm", *SPLIT), ASKS, (("decode", 2), ("decode", 2), ("prefill", 1))),
     "tcp": (("--transport", "tcp", *SPLIT), ASKS, (("decode", 2), ("decode", 2), ("prefill", 1))),
