@@ -41,7 +41,7 @@ class Load:
         self.ends: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
         self.wrong: list[str] = []
-        self._threads = [threading.Thread(target=self._run, args=(i,)) for i in range(NUM_CLIENTS)]
+        self._threads = [threading.Thread(target=self._run, args=(i,), daemon=True) for i in range(NUM_CLIENTS)]
         for thread in self._threads:
             thread.start()
 
