@@ -154,7 +154,10 @@ class RequestMachine(RequestMoves):
         if attempt.state is RequestState.QUEUED:
             if now - attempt.waits_since >= self.spec.queue_s:
                 message = f"no node could take the request within {self.spec.queue_s:g} s"
-                return self._fail(attempt.error or UnavailableError(message, request_id=self.spec.request_id))
+                if attempt.error is None:
+                    return self._fail(UnavailableError(message, request_id=self.spec.request_id))
+                attempt.error.message += f"; since then {message}"
+                return self._fail(attempt.error)
             return [Place(attempt.request_id)] if now >= attempt.not_before else []
         if attempt.state is RequestState.PLACED and in_state_s >= self.spec.accept_s:
             names = ", ".join(sorted(node[0] for node in attempt.awaiting))
