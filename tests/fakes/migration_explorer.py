@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from handoff_setting import ViolationError
 from migration_nodes import SINK_OVER, SOURCE_OVER, Node
-from migration_world import MigrationSetting, World, start
+from migration_setting import MigrationSetting
+from migration_world import World, start
 
 from tandem.kv_connector.handoff.sink import SinkEvent, SinkState
 from tandem.kv_connector.handoff.source import SourceEvent, SourceState

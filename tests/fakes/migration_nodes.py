@@ -11,52 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from handoff_setting import ViolationError
+from migration_machines import SmallSinkMachine, SmallSourceMachine
 
 from tandem.engine.messages import Continuation, Migrate, RequestFailed, Submit, TokenDelta
 from tandem.engine.request import RequestState
 from tandem.kv_connector import outcomes
-from tandem.kv_connector.handoff.sink import SinkAction, SinkEvent, SinkMachine, SinkState
-from tandem.kv_connector.handoff.source import SourceAction, SourceEvent, SourceMachine, SourceState
+from tandem.kv_connector.handoff.sink import SinkAction, SinkEvent, SinkState
+from tandem.kv_connector.handoff.source import SourceAction, SourceEvent, SourceState
 from tandem.kv_connector.migration import Migrations
 from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed
 
 Key = tuple[str, int]
 SOURCE_OVER = (SourceState.DRAINED, SourceState.CLOSED)
 SINK_OVER = (SinkState.COMMITTED, SinkState.CLOSED, SinkState.REJECTED, SinkState.UNKNOWN)
-_SOURCE_STATES = {state.value: state for state in SourceState}
-_SINK_STATES = {state.value: state for state in SinkState}
-
-
-def _source_machine(state: str, *numbers: int) -> SmallSourceMachine:
-    machine = SmallSourceMachine(numbers[0], numbers[1])
-    machine.state, machine.grant_id, machine.round = _SOURCE_STATES[state], numbers[2], numbers[3]
-    return machine
-
-
-def _sink_machine(state: str, *numbers: Any) -> SmallSinkMachine:
-    machine = SmallSinkMachine(numbers[0], 1)
-    machine.state = _SINK_STATES[state]
-    machine.source_epoch, machine.grant_id, machine.round, machine.source_lost, machine.fenced = numbers[1:]
-    return machine
-
-
-class SmallSourceMachine(SourceMachine):
-    """Pickled without its table."""
-
-    def key(self) -> tuple:
-        return self.state.value, self.source_epoch, self.sink_epoch, self.grant_id, self.round
-
-    def __reduce__(self) -> tuple:
-        return _source_machine, self.key()
-
-
-class SmallSinkMachine(SinkMachine):
-    def key(self) -> tuple:
-        return (self.state.value, self.sink_epoch, self.source_epoch, self.grant_id, self.round, self.source_lost,
-                self.fenced)  # fmt: skip
-
-    def __reduce__(self) -> tuple:
-        return _sink_machine, self.key()
 
 
 @dataclass(eq=False, slots=True)

@@ -11,9 +11,10 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from handoff_setting import ViolationError
+from migration_machines import Machine
 from migration_nodes import Node
+from migration_setting import MigrationSetting
 
 from tandem.engine.messages import (
     Cancel,
@@ -25,60 +26,10 @@ from tandem.engine.messages import (
     Submit,
     TokenDelta,
 )
-from tandem.engine.sampling_params import SamplingParams
 from tandem.kv_connector.handoff.sink import SinkEvent
 from tandem.kv_connector.handoff.source import SourceEvent
 from tandem.router.placement import Placement
-from tandem.router.request_actions import EmitTokens, Fail, Finish, Place, RequestSpec, Send
-from tandem.router.request_machine import RequestMachine
-
-PROMPT = np.zeros(1, np.int32)
-ALL_FAULTS = frozenset(
-    {"lose", "duplicate", "corrupt", "crash", "suspect_sink", "suspect_source", "source_deadline", "sink_deadline",
-     "give_up", "client_gone", "push_fails", "preempt"}
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MigrationSetting:
-    """`moves`: (request, sample, from, to) that the router may ask for, each once. `starts`: where requests run."""
-
-    name: str
-    moves: tuple[tuple[int, int, str, str], ...]
-    starts: tuple[str, ...] = ("a",)
-    num_samples: int = 1
-    max_faults: int = 1
-    faults: frozenset[str] = ALL_FAULTS
-    nodes: tuple[str, ...] = ("a", "b", "c")
-    max_outputs: int = 3  # tokens of each sample, the one that starts the exploration included
-    holds_tokens: bool = False  # none is made while a move of its request is under way: fewer states
-    is_pipelined: bool = False  # tokens are in flight for a while before the host knows them
-    pushes_early: bool = False  # a part while the sequence runs
-    flaws: frozenset[str] = frozenset()
-
-    def spec(self, r: int) -> RequestSpec:
-        return RequestSpec(
-            f"r{r}", PROMPT, SamplingParams(max_tokens=self.max_outputs), self.num_samples, max_attempts=9
-        )
-
-
-class Machine(RequestMachine):
-    """Pickled without its specification."""
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name != "spec"}
-
-    def frozen(self) -> tuple:
-        def attempt(a: Any) -> tuple:
-            return (a.request_id, a.number, a.sample_indices, a.state.value, a.primary, a.handed_off, a.num_prior,
-                    tuple(sorted(a.avoid)))  # fmt: skip
-
-        samples = tuple((tuple(s.token_ids), tuple(sorted(s.pending)), s.finish_reason) for s in self.samples)
-        moves = tuple((i, attempt(m.source), attempt(m.successor)) for i, m in sorted(self.moves.items()))
-        return (
-            type(self.outcome).__name__, samples, tuple(attempt(a) for _, a in sorted(self.live.items())), moves,
-            tuple(sorted(self._numbers.items())), tuple(sorted(self.pending_cancels)),
-        )  # fmt: skip
+from tandem.router.request_actions import EmitTokens, Fail, Finish, Place, Send
 
 
 @dataclass
@@ -278,24 +229,14 @@ class World:
     def deliver(self, message: tuple, keep: bool = False) -> None:
         if not keep:
             self.network.discard(message)
-        to, kind, key, sender, sender_epoch, own_epoch, grant_id, *data = message
-        node = self.nodes[to]
+        to, kind, *_ = message
         if kind in ("claim", "ready", "release", "drained"):
-            self._sink_hears(node, kind, key, sender, sender_epoch, own_epoch, grant_id, data)
+            self._sink_hears(self.nodes[to], message)
         else:
-            self._source_hears(node, kind, key, sender, sender_epoch, own_epoch, grant_id, data)
+            self._source_hears(self.nodes[to], message)
 
-    def _sink_hears(
-        self,
-        node: Node,
-        kind: str,
-        key: tuple,
-        sender: str,
-        sender_epoch: int,
-        own_epoch: int,
-        grant_id: int,
-        data: Any,
-    ) -> None:
+    def _sink_hears(self, node: Node, message: tuple) -> None:
+        _, kind, key, sender, sender_epoch, own_epoch, grant_id, *data = message
         record = node._sink(key)
         record.source = record.source or sender
         machine = record.machine
@@ -310,17 +251,8 @@ class World:
             actions = machine.on_drained(sender_epoch, grant_id)
         node.run_sink(key, actions)
 
-    def _source_hears(
-        self,
-        node: Node,
-        kind: str,
-        key: tuple,
-        sender: str,
-        sender_epoch: int,
-        own_epoch: int,
-        grant_id: int,
-        data: Any,
-    ) -> None:
+    def _source_hears(self, node: Node, message: tuple) -> None:
+        _, kind, key, sender, sender_epoch, own_epoch, grant_id, *data = message
         record = node.sources.get(key)
         if record is None or record.machine.sink_epoch != sender_epoch:
             if kind == "refused":

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 from handoff_setting import ViolationError
 from migration_explorer import explore
-from migration_world import ALL_FAULTS, Machine, MigrationSetting
+from migration_machines import Machine
+from migration_setting import ALL_FAULTS, MigrationSetting
 
 from tandem.kv_connector.migration import Migrations
 
