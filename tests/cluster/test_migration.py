@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,13 +30,21 @@ class Trio:
         return self.client.submit(name, prompt, sampling, decode=self.first.info, prefill=self.prefill.info, **options)  # type: ignore[arg-type]
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            self.client.poll(0.005)
+        self.client.until(condition, timeout_s)
 
     def until_decoding(self, result: Result, num_tokens: int = 5) -> None:
         self.until(lambda: all(len(result.tokens.get(s, ())) >= num_tokens for s in range(result.num_samples)))
+
+    def migrate(self, result: Result, prompt: list[int], sampling: SamplingParams, sample: int = 0) -> Result:
+        return self.client.migrate(result, sample, prompt, sampling, self.first.info, self.second.info)
+
+    def move_one(self, name: str, prompt: list[int], sampling: SamplingParams) -> tuple[Result, Result]:
+        """A request moves while it decodes: what came from both nodes when it has ended."""
+        result = self.submit(name, prompt, sampling)
+        self.until_decoding(result)
+        moved = self.migrate(result, prompt, sampling)
+        self.client.wait(moved)
+        return result, moved
 
     def check_whole(self) -> None:
         for node in (self.prefill, self.first, self.second):
@@ -79,10 +86,7 @@ def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) 
     with trio(way) as nodes:
         for name, sampling in (("greedy", GREEDY), ("seeded", SAMPLED), ("logprobs", changed(GREEDY, num_logprobs=1))):
             prompt, sampling = prompts[name == "seeded"], changed(sampling, max_tokens=LONG)
-            result = nodes.submit(name, prompt, sampling)
-            nodes.until_decoding(result)
-            moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
-            nodes.client.wait(moved)
+            result, moved = nodes.move_one(name, prompt, sampling)
             assert moved.failed is None, moved.failed
             assert [message.reason for message in result.migrated] == [""]
             assert not result.finished
@@ -100,7 +104,7 @@ def test_samples_of_one_prompt_share_its_blocks_at_the_target(alone: Alone) -> N
         moved, pushed = [], []
         for sample in samples:
             before = nodes.first.process.transfer.counters["kv_pushed_bytes"]
-            moved.append(nodes.client.migrate(result, sample, prompt, sampling, nodes.first.info, nodes.second.info))
+            moved.append(nodes.migrate(result, prompt, sampling, sample))
             nodes.until(lambda: len(result.migrated) == len(moved))
             pushed.append(nodes.first.process.transfer.counters["kv_pushed_bytes"] - before)
         nodes.client.wait(*moved)
@@ -134,10 +138,7 @@ def test_there_and_back_again(alone: Alone) -> None:
 def test_blocks_of_another_size(sizes: tuple[int, int], alone: Alone) -> None:
     prompt, sampling = random_prompt(150, seed=15), changed(SAMPLED, max_tokens=LONG)
     with trio(block_size=sizes[0], second={"block_size": sizes[1]}) as nodes:
-        result = nodes.submit("r", prompt, sampling)
-        nodes.until_decoding(result)
-        moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
-        nodes.client.wait(moved)
+        result, moved = nodes.move_one("r", prompt, sampling)
         assert [message.reason for message in result.migrated] == [""]
         assert [joined(result, moved)] == alone.run(prompt, sampling)
         nodes.check_whole()
@@ -147,10 +148,7 @@ def test_blocks_of_another_size(sizes: tuple[int, int], alone: Alone) -> None:
 def test_bytes_that_arrive_wrong_are_sent_again_or_computed(fault: str, alone: Alone) -> None:
     prompt, sampling = random_prompt(90, seed=5), changed(SAMPLED, max_tokens=LONG)
     with trio(fault_injection=fault) as nodes:
-        result = nodes.submit("r", prompt, sampling)
-        nodes.until_decoding(result)
-        moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
-        nodes.client.wait(moved)
+        result, moved = nodes.move_one("r", prompt, sampling)
         assert [joined(result, moved)] == alone.run(prompt, sampling)
         sink = nodes.second.process.logic.sink.counters  # type: ignore[attr-defined]
         assert sink.digest_mismatches > 0
@@ -166,7 +164,7 @@ def test_a_cancel_at_any_moment_leaves_nothing(side: str) -> None:
         for turn in range(8):
             result = nodes.submit(f"r{turn}", prompt, sampling)
             nodes.until_decoding(result, 2)
-            moved = nodes.client.migrate(result, 0, prompt, sampling, nodes.first.info, nodes.second.info)
+            moved = nodes.migrate(result, prompt, sampling)
             nodes.client.poll(rng.random() * 0.08)
             old, new = (f"r{turn}", 0), (f"r{turn}-s0", 10)
             if side != "second":

@@ -83,7 +83,7 @@ def test_cancel_of_one_sample(pair: Pair, alone: Alone) -> None:
     sampling = changed(SAMPLED, max_tokens=60)
     result = pair.submit(prompt, sampling, samples=samples)
     pair.until(lambda: len(result.tokens.get(1, ())) >= 3)
-    request_id, attempt = pair.key_of(result)
+    request_id, attempt = pair.client.key_of(result)
     for node in (pair.decode, pair.prefill):
         pair.client.send(node.info, Cancel(request_id=request_id, attempt=attempt, sample_indices=(1,)))
     pair.until(lambda: {0, 2} <= result.finished.keys())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -189,6 +189,16 @@ class Client:
             self.send(prefill, message("prefill", decode))
         return result
 
+    def key_of(self, result: Result) -> tuple[str, int]:
+        return next(key for key, known in self.results.items() if known is result)
+
+    def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Polls meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "it did not happen"
+            self.poll(0.005)
+
     def migrate(
         self,
         result: Result,
@@ -201,7 +211,7 @@ class Client:
     ) -> Result:
         """Hands a sample that decodes `here` to another node, as attempt 10 (+1 for each before) of a request of its
         own; returns what comes from there. `prior`: output from before `result`."""
-        request_id, attempt = next(key for key, known in self.results.items() if known is result)
+        request_id, attempt = self.key_of(result)
         successor = (f"{request_id}-s{sample}" if "-s" not in request_id else request_id, max(10, attempt + 1))
         seen = [*prior, *result.output(sample)]
         known = [*prompt, *seen]

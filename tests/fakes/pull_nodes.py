@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -63,17 +62,13 @@ class Nodes:
         return self.check(result, prompt)
 
     def cancel(self, result: Result, on: int) -> None:
-        request_id, attempt = next(key for key, known in self.client.results.items() if known is result)
-        self.client.cancel(request_id, attempt, self.nodes[on].info)
+        self.client.cancel(*self.client.key_of(result), self.nodes[on].info)
 
     def count(self, node: int, name: str) -> float:
         return self.nodes[node].process.logic.handoff_counters()[name]
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            self.client.poll(0.005)
+        self.client.until(condition, timeout_s)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,11 +53,8 @@ class Pair:
             **options,  # type: ignore[arg-type]
         )
 
-    def key_of(self, result: Result) -> tuple[str, int]:
-        return next(key for key, known in self.client.results.items() if known is result)
-
     def cancel(self, result: Result) -> None:
-        self.client.cancel(*self.key_of(result), self.decode.info, self.prefill.info)
+        self.client.cancel(*self.client.key_of(result), self.decode.info, self.prefill.info)
 
     def run(self, prompt: list[int], sampling: SamplingParams, **options: object) -> Result:
         result = self.submit(prompt, sampling, **options)
@@ -66,10 +62,7 @@ class Pair:
         return result
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            self.client.poll(0.005)
+        self.client.until(condition, timeout_s)
 
     @property
     def sink(self):  # type: ignore[no-untyped-def]

@@ -20,6 +20,15 @@ def warm(world: PullWorld, node: int, hashes: list[bytes]) -> None:
     world.schedule()
 
 
+def asking(*num_blocks: int) -> PullWorld:
+    """Node 1 is about to ask node 0 for a prompt of five blocks, all of which that has."""
+    world = PullWorld(*num_blocks)
+    warm(world, 0, chain(1, 5))
+    world.submit(1, chain(1, 5), holder=0)
+    world.schedule()
+    return world
+
+
 @pytest.mark.parametrize("one_sided", [False, True])
 def test_what_a_peer_has_is_not_computed(one_sided: bool) -> None:
     world = PullWorld(16, 16, one_sided=one_sided)
@@ -51,10 +60,7 @@ def test_own_hits_are_not_asked_for_and_the_claim_says_how_much_there_is() -> No
 
 
 def test_evicted_meanwhile_means_no() -> None:
-    world = PullWorld(8, 16)
-    warm(world, 0, chain(1, 5))
-    world.submit(1, chain(1, 5), holder=0)
-    world.schedule()
+    world = asking(8, 16)
     warm(world, 0, chain(2, 8))
     world.deliver(world.post[0])
     assert kinds(world) == [KVRelease]
@@ -65,10 +71,7 @@ def test_evicted_meanwhile_means_no() -> None:
 
 
 def test_what_is_offered_can_not_be_evicted() -> None:
-    world = PullWorld(8, 16)
-    warm(world, 0, chain(1, 5))
-    world.submit(1, chain(1, 5), holder=0)
-    world.schedule()
+    world = asking(8, 16)
     world.deliver(world.post[0])
     world.submit(0, chain(2, 8))
     world.schedule()
@@ -79,10 +82,7 @@ def test_what_is_offered_can_not_be_evicted() -> None:
 
 
 def test_a_lost_question_is_asked_again_and_a_silent_peer_given_up() -> None:
-    world = PullWorld(16, 16)
-    warm(world, 0, chain(1, 5))
-    world.submit(1, chain(1, 5), holder=0)
-    world.schedule()
+    world = asking(16, 16)
     world.post.clear()
     world.tick(0.6)
     assert kinds(world) == [KVPull]
@@ -108,10 +108,7 @@ def test_a_second_request_waits_for_the_first_ones_pull() -> None:
 
 def test_no_room_is_no_reason_to_wait() -> None:
     """What others hold here leaves no block for what would come; the peer is told to stop."""
-    world = PullWorld(16, 8)
-    warm(world, 0, chain(1, 5))
-    world.submit(1, chain(1, 5), holder=0)
-    world.schedule()
+    world = asking(16, 8)
     taken = world.nodes[1].pool.allocate(5)
     assert taken is not None
     world.deliver(world.post[0])
@@ -123,10 +120,7 @@ def test_no_room_is_no_reason_to_wait() -> None:
 
 
 def test_giving_way_gives_everything_back() -> None:
-    world = PullWorld(16, 16)
-    warm(world, 0, chain(1, 5))
-    world.submit(1, chain(1, 5), holder=0)
-    world.schedule()
+    world = asking(16, 16)
     world.deliver(world.post[0])
     world.deliver(world.post[0])  # the claim: granted
     world.nodes[1].asker.give_way()
