@@ -36,9 +36,10 @@ class Stream:
 
 
 class StandInNode:
-    """Every stream gets the same text, token by token, for ever."""
+    """Every stream gets the same text, token by token, for ever: the first as soon as it is submitted, as if its prompt
+    took no time, the others one a step."""
 
-    def __init__(self, address: str, steps_per_s: float) -> None:
+    def __init__(self, address: str, steps_per_s: float, node_id: str = "node") -> None:
         self._socket = zmq.Context().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
@@ -48,7 +49,7 @@ class StandInNode:
         self._running: dict[bytes, dict[tuple[str, int], Stream]] = {}  # per router
         identity = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r", hash_block_size=64)
         self._info = NodeInfo(
-            node_id="node",
+            node_id=node_id,
             epoch=1,
             role="unified",
             identity=identity,
@@ -65,35 +66,50 @@ class StandInNode:
                 self._on_message(peer, wire.decode_to_node(payload))
             next_step = max(next_step + self._step_s, time.monotonic() - self._step_s)
             for peer, streams in self._running.items():
-                self._socket.send_multipart([peer, wire.encode(Tokens(deltas=self._step(streams)))])
+                if streams:
+                    self._send(peer, Tokens(deltas=self._step(streams)))
 
     def _step(self, streams: dict[tuple[str, int], Stream]) -> tuple[TokenDelta, ...]:
-        ids, deltas = self._token_ids, []
-        for key, stream in list(streams.items()):
-            index = stream.num_tokens
-            stream.num_tokens = index + 1
-            ends = stream.num_tokens == stream.max_tokens
-            deltas.append(TokenDelta(*key, 0, index, (ids[index % len(ids)],), "length" if ends else None))
-            if ends:
-                del streams[key]
-        return tuple(deltas)
+        return tuple([self._next_token(streams, key) for key in list(streams)])
+
+    def _next_token(self, streams: dict[tuple[str, int], Stream], key: tuple[str, int]) -> TokenDelta:
+        ids, stream = self._token_ids, streams[key]
+        index = stream.num_tokens
+        stream.num_tokens = index + 1
+        ends = stream.num_tokens == stream.max_tokens
+        if ends:
+            del streams[key]
+        return TokenDelta(*key, 0, index, (ids[index % len(ids)],), "length" if ends else None)
 
     def _on_message(self, peer: bytes, message: wire.Message) -> None:
         if isinstance(message, Hello):
             self._send(peer, Welcome(info=self._info))
         elif isinstance(message, Ping):
-            self._send(peer, Status(node_id="node", epoch=1, sequence=message.sequence, num_blocks=1, block_size=64))
+            self._send(peer, self._status(message.sequence))
         elif isinstance(message, Submit):
             self._send(peer, Accepted(request_id=message.request_id, attempt=message.attempt))
-            stream = Stream(message.sampling.max_tokens)
-            self._running.setdefault(peer, {})[message.request_id, message.attempt] = stream
+            key, streams = (message.request_id, message.attempt), self._running.setdefault(peer, {})
+            streams[key] = Stream(message.sampling.max_tokens)
+            self._send(peer, Tokens(deltas=(self._next_token(streams, key),)))
         elif isinstance(message, Cancel):
             self._running[peer].pop((message.request_id, message.attempt), None)
             self._send(peer, Cancelled(request_id=message.request_id, attempt=message.attempt))
+
+    def _status(self, sequence: int) -> Status:
+        num_running = sum(map(len, self._running.values()))
+        return Status(
+            node_id=self._info.node_id,
+            epoch=1,
+            sequence=sequence,
+            num_running=num_running,
+            num_blocks=1 << 20,
+            num_free_blocks=1 << 20,
+            block_size=64,
+        )
 
     def _send(self, peer: bytes, message: wire.Message) -> None:
         self._socket.send_multipart([peer, wire.encode(message)])
 
 
-def node_main(address: str, steps_per_s: float) -> None:
-    StandInNode(address, steps_per_s).serve()
+def node_main(address: str, steps_per_s: float, node_id: str = "node") -> None:
+    StandInNode(address, steps_per_s, node_id).serve()

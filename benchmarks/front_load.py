@@ -1,0 +1,157 @@
+"""Requests a second that one or more router processes stream, and what they add to the first token.
+
+    python benchmarks/front_load.py --routers 1 4
+
+Stand-in nodes that answer at once, one for each router process, and clients, two processes for each, on the same host:
+it takes some five cores a router process. Requests bring 512 prompt token ids and take 16 tokens, one event a token.
+For each number of router processes:
+
+- most: every connection asks again as soon as its answer has ended. The figure is the routers' when they are what is
+  busy: the table shows CPU shares of the routers (least and most of a process), the busiest node, the busiest client.
+- few, and half of the most: time to the first token. The node sends it when it gets the request, so all
+  of that time is what router and clients add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from front import SHORT, SPAWN, cpu_s, end, start, wait_for
+from front_clients import Counts, clients_main
+from front_node import MODEL, node_main
+
+from tandem.deploy.redis_server import free_port
+from tandem.engine.config import ModelOptions, RouterOptions
+from tandem.router.main import run_router
+
+CLIENTS_PER_ROUTER = 2
+FEW_PER_S = 50
+
+
+def routers_main(port: int, num_routers: int, node_addresses: tuple[str, ...]) -> None:
+    run_router(RouterOptions(ModelOptions(str(MODEL)), port=port, workers=num_routers, nodes=node_addresses))
+
+
+@dataclass(frozen=True)
+class Bed:
+    """Everything that runs but the clients."""
+
+    port: int
+    routers: SpawnProcess
+    nodes: list[SpawnProcess]
+
+    @classmethod
+    def started(cls, num_routers: int, steps_per_s: float) -> Bed:
+        addresses = tuple(f"tcp://127.0.0.1:{free_port()}" for _ in range(num_routers))
+        nodes = [start(node_main, address, steps_per_s, f"node-{i}") for i, address in enumerate(addresses)]
+        port = free_port()
+        routers = SPAWN.Process(target=routers_main, args=(port, num_routers, addresses))  # has children of its own
+        routers.start()
+        for _ in range(4 * num_routers):  # connections spread over the processes, each of which must know a node
+            wait_for(port, "/ready")
+        return cls(port, routers, nodes)
+
+    def router_pids(self) -> list[int]:
+        """The processes that serve: of several, the group's children."""
+        assert self.routers.pid is not None
+        pid = self.routers.pid
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        workers = [
+            child for child in children if b"resource_tracker" not in Path(f"/proc/{child}/cmdline").read_bytes()
+        ]
+        return workers or [pid]
+
+    def stop(self) -> None:
+        end(self.routers, *self.nodes)
+
+
+@dataclass(frozen=True)
+class Load:
+    """`rate` 0: as much as goes."""
+
+    num_streams: int
+    num_clients: int
+    rate: float
+    seconds: float
+    warm_up_s: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    requests_per_s: float
+    ttft_s: list[float]
+    num_late: int
+    router_shares: list[float]
+    node_share: float
+    client_share: float
+
+    def ttft_ms(self, percent: float) -> float:
+        return 1e3 * self.ttft_s[min(len(self.ttft_s) - 1, int(len(self.ttft_s) * percent / 100))]
+
+
+def measure(bed: Bed, load: Load) -> Measured:
+    body, results, barrier = json.dumps(SHORT).encode(), SPAWN.Queue(), SPAWN.Barrier(load.num_clients + 1)
+    streams, rate = load.num_streams // load.num_clients, load.rate / load.num_clients
+    times = load.warm_up_s, load.seconds
+    clients = [
+        start(clients_main, bed.port, streams, body, rate, times, barrier, results) for _ in range(load.num_clients)
+    ]
+    barrier.wait()
+    time.sleep(load.warm_up_s)
+    routers, nodes = bed.router_pids(), [node.pid for node in bed.nodes]
+    before = [cpu_s(pid) for pid in (*routers, *nodes)]  # type: ignore[arg-type]
+    time.sleep(load.seconds)
+    used = [cpu_s(pid) - then for pid, then in zip((*routers, *nodes), before, strict=True)]  # type: ignore[arg-type]
+    counts: list[Counts] = [results.get(timeout=30) for _ in clients]
+    for client in clients:
+        client.join()
+    return Measured(
+        sum(each.num_ended for each in counts) / load.seconds,
+        sorted(seconds for each in counts for seconds in each.ttft_s),
+        sum(each.num_late for each in counts),
+        [seconds / load.seconds for seconds in used[: len(routers)]],
+        max(used[len(routers) :]) / load.seconds,
+        max(each.cpu_s for each in counts) / load.seconds,
+    )
+
+
+def report(num_routers: int, name: str, measured: Measured) -> None:
+    shares = f"{min(measured.router_shares):.0%}-{max(measured.router_shares):.0%}"
+    late = f", {measured.num_late} late" if measured.num_late else ""
+    first = f"first token {measured.ttft_ms(50):6.2f} ms p50 {measured.ttft_ms(99):6.2f} p99"
+    others = f"node {measured.node_share:.0%}, client {measured.client_share:.0%}"
+    rate = f"{measured.requests_per_s:8.0f} req/s"
+    print(f"{num_routers:>7} {name:14}{rate}   {first}   CPU: routers {shares}, {others}{late}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--routers", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--streams", type=int, default=384, help="connections a router process")
+    parser.add_argument("--steps-per-s", type=float, default=100, help="of the nodes")
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--warm-up-s", type=float, default=2)
+    args = parser.parse_args()
+    print(
+        f"routers {'':14}{SHORT['max_tokens']} tokens a request, {args.streams} connections a router process",
+        flush=True,
+    )
+    for num_routers in args.routers:
+        bed = Bed.started(num_routers, args.steps_per_s)
+        clients = CLIENTS_PER_ROUTER * num_routers
+        most = measure(bed, Load(args.streams * num_routers, clients, 0.0, args.seconds, args.warm_up_s))
+        report(num_routers, "most", most)
+        half = Load(args.streams * num_routers, clients, most.requests_per_s / 2, args.seconds, args.warm_up_s)
+        report(num_routers, "half of it", measure(bed, half))
+        few = Load(2 * CLIENTS_PER_ROUTER * FEW_PER_S, CLIENTS_PER_ROUTER, FEW_PER_S, args.seconds, args.warm_up_s)
+        report(num_routers, f"{FEW_PER_S} a second", measure(bed, few))
+        bed.stop()
+
+
+if __name__ == "__main__":
+    main()
