@@ -10,15 +10,19 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 
+from tandem.engine.config import ModelOptions
 from tandem.engine.messages import NodeInfo
 
 
 class NodeChild:
     """`addresses`: where the child's nodes take control connections, one for each of `roles`; `infos`: what they say
-    of themselves. `num_ranks` processes make a node."""
+    of themselves. `num_ranks` processes make a node. `model`: a tiny one's name, or a folder; `dtype` of its weights;
+    `changes` of the options, as `node_options` takes them."""
 
     def __init__(
         self,
@@ -28,9 +32,12 @@ class NodeChild:
         num_blocks: int = 256,
         num_ranks: int = 1,
         model: str = "llama",
+        dtype: str = "auto",
+        **changes: object,
     ) -> None:
-        rest = [str(num_blocks), str(num_ranks), model]
-        command = [sys.executable, __file__, ",".join(roles), transport, fault_injection, *rest]
+        sizes = {"num_blocks": num_blocks, "tensor_parallel_size": num_ranks, "chunk": 64, **changes}
+        rest = [fault_injection, model, dtype, json.dumps(sizes)]
+        command = [sys.executable, __file__, ",".join(roles), transport, *rest]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -56,18 +63,19 @@ class NodeChild:
             pipe.close()
 
 
-def _serve(roles: str, transport: str, fault_injection: str, num_blocks: str, num_ranks: str, model: str) -> None:
+def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: str, changes: str) -> None:
     """Until stdin is closed: a child doesn't outlive its test."""
     from in_process_cluster import Node, node_options
     from tiny_models import tiny_model
 
-    nodes = []
+    nodes, sizes = [], json.loads(changes)
+    if sizes["tensor_parallel_size"] > 1:
+        sizes["host_tier_bytes"] = 0
+    folder = Path(model) if "/" in model else tiny_model(model)
     for role in roles.split(","):
         fault = fault_injection if role == "prefill" or "prefill" not in roles else ""
-        sizes = {"num_blocks": int(num_blocks), "tensor_parallel_size": int(num_ranks)}
-        sizes |= {"host_tier_bytes": 0} if int(num_ranks) > 1 else {}
-        options = node_options(role, tiny_model(model), transport=transport, fault_injection=fault, chunk=64, **sizes)
-        nodes.append(Node(options))
+        options = node_options(role, folder, transport=transport, fault_injection=fault, **sizes)
+        nodes.append(Node(replace(options, model=ModelOptions(str(folder), dtype=dtype))))  # type: ignore[arg-type]
     print(json.dumps([msgspec.msgpack.encode(node.info).hex() for node in nodes]), flush=True)
     closed = threading.Event()
 

@@ -1,0 +1,98 @@
+"""Hand-offs between nodes of one and two GPUs: heads split and merged on the way, the tokens of one model on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from near_ties import check_against_reference
+from node_child import NodeChild
+
+import tandem.deploy
+from in_process_cluster import Client
+from tandem.engine.messages import NodeInfo
+from tandem.engine.sampling_params import SamplingParams
+from tiny_models import random_prompt, reference_greedy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
+LENGTHS = (1, 17, 64, 333)  # chunks are of 64 tokens
+NUM_TOKENS = 32
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+SECOND = 2 if torch.cuda.device_count() >= 4 else 0  # first GPU of decode nodes
+FP8 = {"block_size": 32, "kv_cache_dtype": "fp8_e4m3"}
+NODES: dict[str, dict[str, Any]] = {
+    "prefill-1": {},
+    "prefill-2": {"num_ranks": 2},
+    "prefill-1-tcp": {"transport": "tcp"},
+    "prefill-2-tcp": {"transport": "tcp", "num_ranks": 2},
+    "decode-1": {"device_index": SECOND},
+    "decode-2": {"device_index": SECOND, "num_ranks": 2},
+    "decode-1-fp8": {"device_index": SECOND, **FP8},
+    "decode-2-fp8": {"device_index": SECOND, "num_ranks": 2, **FP8},
+}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[dict[str, NodeInfo]]:
+    """All at once: each takes most of its start to compile."""
+
+    def start(name: str) -> NodeChild:
+        options = {"transport": "auto", "model": str(DEMO), "dtype": "float32", **NODES[name]}
+        return NodeChild((name.split("-")[0],), options.pop("transport"), **options)
+
+    with ThreadPoolExecutor(len(NODES)) as pool:
+        started = {name: pool.submit(start, name) for name in NODES}
+        for length in LENGTHS:  # meanwhile; they are kept
+            reference_greedy(DEMO, random_prompt(length, length, 2048), NUM_TOKENS)
+    try:
+        yield {name: child.result().infos[0] for name, child in started.items()}
+    finally:
+        for child in started.values():
+            if child.exception() is None:
+                child.result().stop()
+
+
+def run_all(prefill: NodeInfo, decode: NodeInfo, name: str) -> tuple[list[list[int]], dict[str, float]]:
+    """Tokens of all prompts, and the decode node's counters after them."""
+    client = Client(decode, prefill)
+    try:
+        results = [
+            client.submit(f"{name}-{n}", random_prompt(n, n, 2048), GREEDY, decode=decode, prefill=prefill)
+            for n in LENGTHS
+        ]
+        client.wait()
+        client.statuses.clear()
+        while not {decode.node_id, prefill.node_id} <= client.statuses.keys():
+            client.poll(0.1)
+        counters = {**client.statuses[prefill.node_id].counters, **client.statuses[decode.node_id].counters}
+    finally:
+        client.close()
+    assert [result.failed for result in results] == [None] * len(LENGTHS)
+    return [result.output() for result in results], counters
+
+
+@pytest.mark.parametrize("way", ["", "-tcp"], ids=["cuda_ipc", "tcp"])
+@pytest.mark.parametrize(("num_prefill", "num_decode"), [(1, 2), (2, 1), (2, 2)])
+def test_ranks_may_differ(nodes: dict[str, NodeInfo], num_prefill: int, num_decode: int, way: str) -> None:
+    """Twice: the second time both sides find what they keep, and push and compute only the rest."""
+    prefill, decode = nodes[f"prefill-{num_prefill}{way}"], nodes[f"decode-{num_decode}"]
+    for turn in range(2):
+        outputs, counters = run_all(prefill, decode, f"{num_prefill}-{num_decode}{way}-{turn}")
+        assert counters["kv_blocks_bad"] == 0
+        for length, tokens in zip(LENGTHS, outputs, strict=True):
+            check_against_reference(DEMO, random_prompt(length, length, 2048), tokens, torch.float32)
+    assert counters["kv_blocks_verified"] > 0
+
+
+@pytest.mark.parametrize("way", ["", "-tcp"], ids=["cuda_ipc", "tcp"])
+def test_blocks_and_numbers_may_differ_too(nodes: dict[str, NodeInfo], way: str) -> None:
+    """fp8 in larger blocks. Ranks round sums elsewhere, which may turn an fp8 number, and with it a prompt's tokens."""
+    one, _ = run_all(nodes["prefill-1"], nodes["decode-1-fp8"], f"fp8-1{way}")
+    for ranks in (1, 2):
+        many, _ = run_all(nodes[f"prefill-{ranks}{way}"], nodes["decode-2-fp8"], f"fp8-{ranks}-2{way}")
+        assert sum(ours == theirs for ours, theirs in zip(one, many, strict=True)) >= len(LENGTHS) - 1

@@ -1,0 +1,76 @@
+"""Blocks whose heads lie in several pools, gathered, spread, reshaped and digested by kernels in the interpreter.
+
+Run by test_triton_interpreter.py in a process of its own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+
+from tandem.engine.kv_layout import KVGroup, KVLayout
+from tandem.engine.parallel.peer_memory import RankMemory
+from tandem.kernels import digest
+from tandem.kv_connector.plan import BlockSizes
+from tandem.kv_connector.rank_pools import RankPools
+from tandem.kv_connector.reshape import Reshaper
+
+LAYOUT = KVLayout((KVGroup(num_layers=3, num_kv_heads=4, head_dim=4, dtype="float32"),), block_size=4)
+
+
+def split(whole: torch.Tensor, num_ranks: int) -> tuple[list[torch.Tensor], RankPools]:
+    parts = [part.contiguous() for part in whole.chunk(num_ranks, 1)]
+    memories = [RankMemory(part.data_ptr(), b"", 0) for part in parts]
+    return parts, RankPools(parts[0], LAYOUT, memories)
+
+
+def pool_of(num_blocks: int) -> torch.Tensor:
+    return torch.randn(num_blocks, 4, 3, 2, 4, 4)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_blocks_are_gathered_and_spread(num_ranks: int) -> None:
+    whole = pool_of(6)
+    parts, ranks = split(whole, num_ranks)
+    out = torch.zeros(3, 4, 3, 2, 4, 4)
+    ranks.gather([5, 0], range(1, 3), out)
+    assert torch.equal(out[:2, :, 1:], whole[[5, 0], :, 1:])
+    assert not out[:, :, 0].any()
+    assert not out[2].any()
+    new = pool_of(2)
+    ranks.scatter(new, [3, 1], range(2), [4, 3])
+    whole[3, :, :2], whole[1, :, :2, :, :3] = new[0, :, :2], new[1, :, :2, :, :3]
+    assert torch.equal(torch.cat(parts, 1), whole)
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_digests_are_those_of_whole_blocks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.kv_connector.rank_pools.GATHERED_BYTES", at_once * LAYOUT.payload_bytes)
+    whole = pool_of(6)
+    _, ranks = split(whole, 2)
+    assert torch.equal(ranks.digests([2, 5, 1], 77, 3), digest.block_digests(whole, [2, 5, 1], 77, 3, 4))
+
+
+@pytest.mark.parametrize(("block_size", "dtype"), [(4, "float32"), (6, "float32"), (4, "bfloat16"), (6, "bfloat16")])
+def test_what_is_staged_is_what_one_pool_gives(block_size: int, dtype: str) -> None:
+    whole = pool_of(8)
+    parts, ranks = split(whole, 2)
+    group = msgspec.structs.replace(LAYOUT.group, dtype=dtype)
+    sink = KVLayout((group,), block_size)
+    sizes, blocks, num_tokens = BlockSizes(4, block_size), (5, 2, 7, 0), 15
+    wanted = range(sizes.num_sink_blocks(num_tokens))
+    valid = [sizes.num_valid(block, num_tokens) for block in wanted]
+    origins = [sizes.origin(*each) for each in zip(wanted, valid, strict=True)]
+    ids, slots = [blocks[block] for origin, _ in origins for block in origin], [first for _, first in origins]
+    staged = []
+    for reshaper in (Reshaper(whole, LAYOUT, sink), Reshaper(parts[0], LAYOUT, sink, ranks)):
+        out = torch.zeros(len(wanted), 4, 3, 2, block_size, 4)
+        for layers in (range(1), range(1, 3)):
+            span = slice(layers.start, layers.stop)
+            for index, block in enumerate(reshaper.stage(reshaper.parts(ids, slots, valid), layers)[: len(wanted)]):
+                out[index, :, span, :, : valid[index]] = block[:, span, :, : valid[index]].float()
+        staged.append(out)
+        digests = reshaper.digests(reshaper.parts(ids, slots, valid), 5, valid[-1])
+        assert len(digests) == len(wanted)
+    assert torch.equal(*staged)
