@@ -23,6 +23,7 @@ STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each st
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
 HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen
 STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
+EARLY_S = 0.0005  # before its expected end it is looked for: each look takes the interpreter from other threads
 
 
 class NodeLogic(Protocol):
@@ -70,11 +71,13 @@ class NodeLoop:
         is_urgent: Callable[[object], bool] | None = None,
         launch_at: Callable[[], float] | None = None,
         times: TurnTimes | None = None,
+        ends_at: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`handlers`: who takes events of that type, in place of the logic. `is_urgent`: which events are served while
         two launched steps are unread; None: that is not looked for. Events keep their order: one that is not urgent
         holds up those behind it. `launch_at`: until when the next step need not be decided while one runs; the later it
-        is, the more is known of what waits. `times`: is told what the loop does."""
+        is, the more is known of what waits. `times`: is told what the loop does. `ends_at`: when the running step is
+        expected to end."""
         self._logic = logic
         self._core = core
         self._control = control
@@ -83,6 +86,7 @@ class NodeLoop:
         self._handlers = dict(handlers or {})
         self._is_urgent = is_urgent
         self._launch_at = launch_at
+        self._ends_at = ends_at
         self._times = times or TurnTimes(math.inf, time.monotonic, time.thread_time)
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -146,7 +150,7 @@ class NodeLoop:
             self._write_outbox()
         while not self._held_up and self._core.read_would_wait:
             try:
-                event = self._inbox.get(timeout=STEP_POLL_S)
+                event = self._inbox.get(timeout=max(STEP_POLL_S, self._ends_at() - EARLY_S - time.monotonic()))
             except queue.Empty:
                 continue
             if is_urgent(event):

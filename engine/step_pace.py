@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 TOKENS_ALIKE = 16  # steps are captured for so many rows more each
-MOST_TOKENS = 512  # beyond, a step takes the host as long as the device
+MOST_TOKENS = 512  # of a step after which the next is decided late: beyond, the host takes as long as the device
 FASTER, SLOWER = 0.5, 1 / 16  # shares of a difference that are learned: a late decision leaves the device idle
 MOST_SLOWNESS = 1.25  # what took longer than that was held up by something else
 LEAD_S = 0.0015  # from the decision to the device: planning, patches of the batch, one launch
@@ -24,8 +24,7 @@ class StepPace:
         self._last_completed = 0.0
 
     def launched(self, step_id: int, num_tokens: int) -> None:
-        size = -(-num_tokens // TOKENS_ALIKE) if num_tokens <= MOST_TOKENS else 0
-        self._steps[step_id] = self._clock(), size
+        self._steps[step_id] = self._clock(), -(-num_tokens // TOKENS_ALIKE)
 
     def completed(self, step_id: int) -> None:
         """Its results have been read, in the order of steps."""
@@ -38,9 +37,15 @@ class StepPace:
         self._seconds[size] = known + change * (SLOWER if change > 0 else FASTER)
 
     def next_decision_at(self) -> float:
-        """0.0: now."""
+        """The past: now."""
+        if not self._steps:
+            return 0.0
+        _, size = next(iter(self._steps.values()))
+        return self.ends_at() - LEAD_S if size * TOKENS_ALIKE <= MOST_TOKENS else 0.0
+
+    def ends_at(self) -> float:
+        """When the running step is expected to end; the past when that is not known."""
         if not self._steps:
             return 0.0
         began, size = next(iter(self._steps.values()))
-        expected = self._seconds.get(size, 0.0) if size else 0.0
-        return max(began, self._last_completed) + expected - LEAD_S
+        return max(began, self._last_completed) + self._seconds.get(size, 0.0)

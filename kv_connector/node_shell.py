@@ -148,6 +148,7 @@ class NodeProcess:
             is_urgent,
             self.logic.launch_at,
             self.turn_times,
+            self.logic.scheduler.pace.ends_at,
         )
 
     def warm_up(self) -> None:

@@ -76,3 +76,11 @@ def test_one_step_that_was_held_up_changes_little_and_faster_ones_are_believed()
     device.learn(17, 0.0036, times=3)
     device.launch(17)
     assert device.pace.next_decision_at() < device.now + 0.0038 - LEAD_S
+
+
+def test_the_end_of_any_step_is_expected_by_what_its_like_took() -> None:
+    device = Device()
+    assert device.pace.ends_at() == 0.0
+    device.learn(8192, 0.2)
+    device.launch(8192)
+    assert device.pace.ends_at() == pytest.approx(device.now + 0.2)
