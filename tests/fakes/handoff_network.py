@@ -125,19 +125,26 @@ class World:
             self.sink.manager.cancel(name, 0, self.now)
 
     def _cut_link(self) -> None:
-        """Until each has lost the other, neither of them hears a word; then they meet again, both the same lives."""
+        """Until the sink has lost the source, neither hears a word; the source has lost the sink by then, or hears that
+        it was forgotten when the link is back. Then they meet again, both the same lives."""
         if self.is_cut:
             return
         self.is_cut = True
         source, sink = self.source, self.sink
 
+        is_forgotten = self.random.random() < 0.5
+        if not is_forgotten:
+            when = self.now + self.random.uniform(4.0, 7.0)
+            self.lost_at.append((when, lambda: source.manager.peer_lost("d", sink.epoch)))
+
         def greet_again() -> None:
             if (source, sink) == (self.source, self.sink):
+                if is_forgotten:
+                    source.manager.peer_forgot("d", sink.epoch, self.now)
                 self._meet()
 
         for delay, happening in (
             (5.0, lambda: sink.manager.peer_lost("p", source.epoch)),
-            (self.random.uniform(4.0, 7.0), lambda: source.manager.peer_lost("d", sink.epoch)),
             (self.random.uniform(7.0, 12.0), greet_again),
         ):
             self.lost_at.append((self.now + delay, happening))

@@ -162,11 +162,15 @@ class PullWorld:
             self._run_source_job(node, job, corrupt)
         self._settle()
 
-    def lose_each_other(self, one: PullNode, other: PullNode) -> None:
-        """As both control planes do after silence; what was under way between them is gone."""
+    def lose_each_other(self, one: PullNode, other: PullNode, forgets: bool = False) -> None:
+        """As both control planes do after silence; what was under way between them is gone. `forgets`: `one` was silent
+        and does not know it; `other`, which lives, tells it."""
         self.post = [letter for letter in self.post if {letter[0], letter[1]} != {one, other}]
         for me, peer in ((one, other), (other, one)):
-            me.source.peer_lost(peer.info.node_id, peer.info.epoch)
+            if forgets and me is one:
+                me.source.peer_forgot(peer.info.node_id, peer.info.epoch, self.now)
+            else:
+                me.source.peer_lost(peer.info.node_id, peer.info.epoch)
             me.sink.peer_lost(peer.info.node_id, peer.info.epoch)
             me.holder.peer_lost(peer.peer_id)
             self._settle()

@@ -190,7 +190,7 @@ def happen(world: PullWorld, rng: random.Random) -> None:
     elif node.waiting and rng.random() < 0.3:
         world.cancel(node, rng.choice(node.waiting))
     elif rng.random() < 0.2:
-        world.lose_each_other(*rng.sample(world.nodes, 2))
+        world.lose_each_other(*rng.sample(world.nodes, 2), forgets=rng.random() < 0.5)
     elif rng.random() < 0.2:
         node.pool.flush()
     else:
