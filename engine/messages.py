@@ -19,6 +19,7 @@ from tandem.engine.kv_messages import (
     KVDrained,
     KVDrainedAck,
     KVGrant,
+    KVLayers,
     KVPull,
     KVReady,
     KVRefused,
@@ -50,6 +51,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "KVDrained",
     "KVDrainedAck",
     "KVGrant",
+    "KVLayers",
     "KVPull",
     "KVReady",
     "KVRefused",
@@ -66,7 +68,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "peer_id_of",
 ]
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 
 # --- connection ---------------------------------------------------------------------------------------------
 
@@ -239,7 +241,7 @@ class FlushBlocks(Message, frozen=True, kw_only=True):
 
 
 # Two nodes share one connection, whoever made it, and each may be source and sink: hand-offs go either way on it.
-OfSource = KVClaim | KVReady | KVRelease | KVDrained
+OfSource = KVClaim | KVLayers | KVReady | KVRelease | KVDrained
 OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
 ToNode = Hello | Ping | Submit | Cancel | Migrate | FlushBlocks | OfSource | OfSink
 FromNode = (

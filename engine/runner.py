@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -162,6 +163,8 @@ class ModelRunner:
         connector = self._connector
         if connector is not None:
             connector.start_load_kv(output.connector_meta)
+            if output.connector_meta is not None:
+                step.is_void = partial(connector.loads_failed, output.connector_meta)
         pieces = split_step(output, output.num_tokens)
         while True:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -56,6 +56,7 @@ class LaunchedStep:
     prompt_logprobs: Sequence[HostLogprobs] = field(default_factory=tuple)  # targets are indices of scheduled rows
     event: torch.cuda.Event | None = None
     failure: str | None = None
+    is_void: Callable[[], bool] | None = None  # asked when it has run
 
     def fail(self, reason: str) -> None:
         """Nothing was computed; the requests of the step end with this reason."""
@@ -69,7 +70,8 @@ class LaunchedStep:
         if self.event is not None:
             self.event.synchronize()
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
-        output = RunnerOutput(self.step_id, tokens, failure=self.failure)
+        is_void = self.is_void is not None and self.is_void()
+        output = RunnerOutput(self.step_id, tokens, failure=self.failure, is_void=is_void)
         if self.logprobs is not None:
             output.logprobs = [None] * len(tokens)
             for sample, entry in self.logprobs.entries():

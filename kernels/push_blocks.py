@@ -51,6 +51,13 @@ def list_pairs(
     return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed
 
 
+def list_rows(block_ids: Sequence[int], block_size: int, device: torch.device) -> torch.Tensor:
+    """int64 [4, N] for `BlockSums.add_layers`: whole blocks, each summed in its own place."""
+    places = range(len(block_ids))
+    rows = torch.tensor([list(block_ids), list(places), [block_size] * len(places), list(places)], dtype=torch.int64)
+    return rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
+
+
 def push_listed(
     pool_NHLPBD: torch.Tensor,
     target_address: int,

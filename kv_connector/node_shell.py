@@ -24,9 +24,10 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.control_events import ControlEvent, Received
 from tandem.engine.control_plane import ControlPlane
 from tandem.engine.core import EngineCore
+from tandem.engine.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
 from tandem.engine.interfaces import LowerTiers, NoTiers
-from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
+from tandem.engine.messages import WIRE_VERSION, Hello, KVLayers, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.parallel.ranks import start_ranks
@@ -39,7 +40,9 @@ from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kv_connector.effects import Effects, is_urgent
 from tandem.kv_connector.fence import host_id
+from tandem.kv_connector.handoff_node import HandoffNode
 from tandem.kv_connector.handoff_trace import HandoffTrace, TracedSender
+from tandem.kv_connector.meta import VerifyLayers
 from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_directory import make_publisher
 from tandem.kv_connector.node_pool import allocate_node_pool, transports_of
@@ -126,6 +129,9 @@ class NodeProcess:
             self.ranks,
         )
         self.logic = make_logic(self._context())
+        if isinstance(self.logic, HandoffNode) and self.ranks is None:
+            replays = options.cuda_graphs and self.loaded.device.type == "cuda"
+            self.logic.asker.follow_layers(self.transfer.gates.load_of, REPLAYED_TOKENS if replays else 0)
         self.logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:
             order = self.logic.scheduler.prompt_order
@@ -241,12 +247,15 @@ class NodeProcess:
     def _deliver(self, event: ControlEvent) -> None:
         if self.trace is not None and isinstance(event, Received):
             self.trace.message("received", event.message)
-        self.loop.post(event)
+        if isinstance(event, Received) and isinstance(event.message, KVLayers):
+            self.transfer.submit(VerifyLayers(event.message))  # the step loop may be waiting for just this
+        else:
+            self.loop.post(event)
 
     def _post(self, event: object) -> None:
         self.loop.post(event)
 
-    def _send_ready(self, sink_id: str, ready: KVReady) -> None:
+    def _send_ready(self, sink_id: str, ready: KVReady | KVLayers) -> None:
         if self.trace is not None:
             self.trace.message("sent", ready)
         self.control.send(peer_id_of(sink_id, ready.sink_epoch), ready)

@@ -2,6 +2,8 @@
 
     WANTED ──asked──> ASKED ──Fetched──> HELD ──the request starts, ends or gives way──> OVER
        └ not worth it, nothing missing ─┴ NotFetched, given up ─────────────────────────────^
+                       ASKED ──granted, and the request runs alone──> JOINED ──Fetched, NotFetched──────────^
+                         ^──the step was void: what should have come under it did not──┘
 
 Stands before a node's own tiers in the planner's eyes (engine.interfaces.LowerTiers): a request that waits for a pull
 is outside of the batch. What was pulled is registered under this node's own hashes of the request's tokens, and found
@@ -27,11 +29,13 @@ from tandem.kv_connector.meta import HandoffKey
 from tandem.kv_connector.outcomes import DEADLINE, Fetched, NotFetched
 from tandem.kv_connector.pull_rates import PullRates
 from tandem.kv_connector.sink import SinkManager
+from tandem.kv_connector.tiers.jobs import with_loads
 
 
 class Stage(enum.Enum):
     WANTED = "wanted"
     ASKED = "asked"
+    JOINED = "joined"  # the request has started: what was asked for comes under its first step
     HELD = "held"  # found by hash, held until the request starts
     OVER = "over"  # holds nothing
 
@@ -44,6 +48,7 @@ class Pull:
     hint: PrefixHint
     stage: Stage = Stage.WANTED
     key: HandoffKey = ("", 0)
+    by_layer: bool = False
     first: int = 0  # number of hits
     hashes: list[bytes] = field(default_factory=list)  # from the prompt's first block on to the last that is asked for
     held: list[int] = field(default_factory=list)
@@ -59,6 +64,7 @@ class Pull:
 @dataclass
 class PullCounters:
     asked: int = 0  # pulls
+    joined: int = 0  # under a request's first step
     completed: int = 0
     failed: int = 0  # nothing came of them: the peer had nothing, was busy, slow, or is gone
     declined: int = 0  # computing was faster
@@ -84,8 +90,16 @@ class PullAsker:
         self._connected: set[str] = set()
         self._connects: list[PeerRef] = []
         self._outbox: list[tuple[str, Message]] = []
+        self._make_load: Callable[[int], object] | None = None
+        self._least_tail = 0
+        self._loads: list[object] = []  # of the next step
         self._numbers = itertools.count()
         self._now = 0.0
+
+    def follow_layers(self, make_load: Callable[[int], object], least_tail: int) -> None:
+        """From here on a request that runs alone starts when its pull is granted, if more than `least_tail` tokens are
+        left to compute: `make_load` (of the grant's id) makes what its step waits for (worker.LayerLoad)."""
+        self._make_load, self._least_tail = make_load, least_tail
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -97,25 +111,50 @@ class PullAsker:
     def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         """See LowerTiers. What this node has below is brought up first."""
         pull = self._pulls.get(request)
+        if pull is not None and pull.stage is Stage.JOINED:  # and starts over: it did not come, or not in time
+            pull.stage, pull.by_layer = Stage.ASKED, False
         if pull is not None and pull.stage is Stage.ASKED:
-            return None
+            joins = runs_alone and pull.first == len(hits)
+            return (len(self.under_way(request)) * self._cache.block_size or None) if joins else None
         if len(hits) < len(hashes) and hashes[len(hits)] in self._moving:
             return None  # somebody else's pull brings it
         if pull is None or pull.stage is not Stage.WANTED:
             return self._below.prepare(request, hashes, hits, runs_alone)
         if self._below.prepare(request, hashes, hits, runs_alone=False) is None:
             return None
-        self._ask(pull, hashes, hits)
+        self._ask(pull, hashes, hits, runs_alone)
         return None if pull.stage in (Stage.WANTED, Stage.ASKED) else 0
 
+    def under_way(self, request: Request) -> Sequence[int]:
+        """See LowerTiers. Granted, and on their way by layers."""
+        pull = self._pulls.get(request)
+        if pull is None or pull.stage is not Stage.ASKED or not pull.by_layer:
+            return ()
+        grant = self._sink.fetching(pull.key)
+        return () if grant is None else grant.block_ids
+
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        self._below.load_with_step(request, block_ids, hashes)
+        pull = self._pulls.get(request)
+        if pull is None or pull.stage is not Stage.ASKED:
+            self._below.load_with_step(request, block_ids, hashes)
+            return
+        grant = self._sink.fetching(pull.key)
+        assert grant is not None, "it was said to be under way"
+        assert self._make_load is not None, "no pull goes by layers before `follow_layers`"
+        self._loads.append(self._make_load(grant.grant_id))
+        self._pool.free(pull.held, None)
+        pull.held, pull.stage = [], Stage.JOINED
+        request.awaits_pull = request.awaits_step = True
+        self.counters.joined += 1
 
     def step_meta(self, step_id: int, meta: object | None) -> object | None:
-        return self._below.step_meta(step_id, meta)
+        loads, self._loads = tuple(self._loads), []
+        return with_loads(step_id, self._below.step_meta(step_id, meta), loads)
 
     def started(self, request: Request, hashes: Sequence[bytes]) -> None:
-        self._forget(request)
+        pull = self._pulls.get(request)
+        if pull is not None and pull.stage is not Stage.JOINED:
+            self._forget(request)
         self._below.started(request, hashes)
 
     def ended(self, request: Request) -> None:
@@ -152,7 +191,11 @@ class PullAsker:
         self.counters.tokens += len(blocks) * size
         self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds, self._now)
         self._register(pull, blocks)
-        pull.stage = Stage.HELD
+        if pull.stage is Stage.JOINED:
+            pull.request.awaits_pull = False
+            self._let_go(pull)
+        else:
+            pull.stage = Stage.HELD
 
     def peer_connected(self, info: NodeInfo) -> None:
         peer_id = peer_id_of(info.node_id, info.epoch)
@@ -198,7 +241,8 @@ class PullAsker:
     def check_integrity(self) -> None:
         self._below.check_integrity()
         for pull in self._pulls.values():
-            assert (pull.stage is Stage.ASKED) == (self._by_key.get(pull.key) is pull), "a pull is asked for or over"
+            is_asked = pull.stage in (Stage.ASKED, Stage.JOINED)
+            assert is_asked == (self._by_key.get(pull.key) is pull), "a pull is asked for or over"
             assert pull.held == [] or pull.stage in (Stage.ASKED, Stage.HELD), f"a pull that is {pull.stage} holds"
             for block_id in pull.held:
                 assert self._pool.ref_count(block_id) > 0, f"block {block_id} is held for a pull and free"
@@ -208,7 +252,7 @@ class PullAsker:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _ask(self, pull: Pull, hashes: Sequence[bytes], hits: Sequence[int]) -> None:
+    def _ask(self, pull: Pull, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> None:
         """Leaves it WANTED while others' pulls fill their share of the pool."""
         size, peer, first = self._cache.block_size, pull.hint.peer, len(hits)
         wanted = hashes[first : pull.hint.num_tokens // size]
@@ -233,7 +277,8 @@ class PullAsker:
             self._by_key[pull.key] = pull
             patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
             pull.asked_at, pull.deadline = self._now, self._now + patience
-            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now)
+            pull.by_layer = runs_alone and self._follows(pull.request, len(pull.hashes) * size)
+            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now, pull.by_layer)
             if _peer_id(pull) in self._connected:
                 self._send(pull)
             else:
@@ -249,8 +294,15 @@ class PullAsker:
             first_block=pull.first,
             block_hashes=b"".join(pull.hashes),
             deadline_s=max(0.0, pull.deadline - self._now),
+            by_layer=pull.by_layer,
         )
         self._outbox.append((_peer_id(pull), message))
+
+    def _follows(self, request: Request, num_found: int) -> bool:
+        """A short rest is computed by a captured step, which waits for no layer, and in less than it takes to launch
+        one that does. Samples that fork share blocks before those are known to be right."""
+        is_long = request.num_tokens - num_found > self._least_tail
+        return self._make_load is not None and is_long and len(request.sample_indices) == 1
 
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
         """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies
@@ -267,12 +319,13 @@ class PullAsker:
         pull.held = found
 
     def _forget(self, request: Request) -> None:
+        """A pull that came under its first step goes on without it: what comes is for others."""
         pull = self._pulls.pop(request, None)
-        if pull is not None:
+        if pull is not None and pull.stage is not Stage.JOINED:
             self._give_up(pull)
 
     def _give_up(self, pull: Pull) -> None:
-        if pull.stage is Stage.ASKED and self._by_key.pop(pull.key, None) is not None:
+        if self._by_key.pop(pull.key, None) is not None:
             self._moving.difference_update(pull.wanted)
             self._sink.cancel(*pull.key, self._now)
         self._let_go(pull)

@@ -55,6 +55,10 @@ class Pusher:
         number = -1 if layer is None else layer
         self._trace.pushed(push.key, number, first, written, begun, Moment.now(on_cuda), nbytes)
 
+    def push_layers(self, push: WholePush, layers: range) -> None:
+        """Some layers of it; not traced."""
+        self._push(push, layers)
+
     def reshaper_to(self, sink: KVLayout) -> Reshaper | None:
         """None when blocks go into such a pool as they are."""
         if sink not in self._reshapers:

@@ -16,18 +16,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from tandem.engine.errors import TandemError
 from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import KVReady, NodeInfo
+from tandem.engine.messages import KVLayers, KVReady, NodeInfo
 from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.push_blocks import can_push, list_pairs, push_blocks
 from tandem.kv_connector.grant_book import GrantBook
 from tandem.kv_connector.grant_sums import GrantSums
 from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
+from tandem.kv_connector.layer_gates import LayerGates
+from tandem.kv_connector.layered_push import can_push_by_layer, push_by_layer
 from tandem.kv_connector.meta import (
     Finalize,
     Flush,
@@ -42,6 +45,7 @@ from tandem.kv_connector.meta import (
     TransferJob,
     Verified,
     Verify,
+    VerifyLayers,
     WholePush,
 )
 from tandem.kv_connector.peer_channels import Connect, PeerChannels
@@ -78,7 +82,7 @@ class TransferWorker:
         source: tuple[str, int],
         connect: Connect,
         post_event: Callable[[TransferEvent], None],
-        send_ready: Callable[[str, KVReady], None],
+        send_ready: Callable[[str, KVReady | KVLayers], None],
         on_peer_lost: OnLost,
         fault_injection: str = "",
         with_digests: bool = True,
@@ -97,6 +101,8 @@ class TransferWorker:
         self._digest_stream: torch.cuda.Stream | None = None  # of what must not wait for other requests' steps
         self._newest_step_done: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self.gates = LayerGates(pool.shape[2])
+        self._can_push_by_layer = ranks is None and can_push_by_layer(pool)
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 "kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures",
@@ -192,6 +198,9 @@ class TransferWorker:
         elif isinstance(job, Verify):
             with _on_stream(self._digest_stream):
                 self._verify(job)
+        elif isinstance(job, VerifyLayers):
+            with _on_stream(self._digest_stream):
+                self._verify_layers(job)
         elif isinstance(job, Retire):
             self._retire(job)
         else:
@@ -209,6 +218,8 @@ class TransferWorker:
                 self._finalize(job)
             elif isinstance(job, Flush):
                 self._flush(job)
+            elif isinstance(job, WholePush) and job.by_layer and self._can_push_by_layer:
+                self._push_by_layer(job)
             else:
                 layer = job.layer if isinstance(job, _LayerJob) else None
                 self.pusher.push(subject, layer, job.written if isinstance(job, _LayerJob) else None)  # type: ignore[arg-type]
@@ -227,6 +238,13 @@ class TransferWorker:
         self._channels.of(job.grant).channel.flush(job.grant)
         self._book.unflushed.discard(job.grant_id)
         self._post_event(Flushed(job.key, job.grant_id))
+
+    def _push_by_layer(self, job: WholePush) -> None:
+        flush = partial(self._channels.of(job.grant).channel.flush, job.grant)
+        is_over = partial(self._book.is_over, job.grant_id)
+        for layers in push_by_layer(self._pool_NHLPBD, job, self.pusher, flush, is_over):
+            self._book.unflushed.discard(job.grant_id)
+            self._send_ready(job.grant.sink_id, layers)
 
     def _finalize(self, job: Finalize) -> None:
         grant = job.grant
@@ -284,6 +302,16 @@ class TransferWorker:
         if self._trace is not None:
             self._trace.note(job.key, "verified", num_bad=len(bad))
         self._post_event(Verified(job.key, job.grant_id, job.round, bad))
+
+    def _verify_layers(self, job: VerifyLayers) -> None:
+        arrivals = self.gates.of(job.layers.grant_id)
+        if arrivals is None:
+            return
+        try:
+            arrivals.check(self._pool_NHLPBD, job.layers)
+        except Exception:  # what can't be checked is not computed with
+            logger.exception("can't verify layers of %s", job.layers.request_id)
+            arrivals.fail()
 
     def _digests_as_sent(self, job: Finalize, sink: KVLayout, sums: GrantSums | None) -> np.ndarray:
         """As `_digests`, of the sink's blocks: those summed while they were pushed, else in a pass over the source's;

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
+from tandem.kv_connector.layer_groups import layer_groups
 from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.worker import LoadEvent
-
-LAYER_GROUPS = 8  # of a load under a forward pass: few launches, and the first layers don't wait for the last
 
 
 class HostTier:
@@ -110,17 +109,14 @@ class HostTier:
 class StepLoad:
     """One load under a step, as worker.LayerLoad has it."""
 
+    has_failed = False  # a load that fails ends the node
+
     def __init__(self, tier: HostTier, load: Load) -> None:
         self._tier, self._load = tier, load
 
     def start(self, pool: torch.Tensor) -> Mapping[int, LoadEvent]:
         assert pool.data_ptr() == self._tier.pool.data_ptr(), "a load goes into the pool that it was planned for"
         return self._tier.start_step_load(self._load)
-
-
-def layer_groups(num_layers: int) -> list[range]:
-    size = -(-num_layers // LAYER_GROUPS)
-    return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Slots are of the host pool or the disk file, blocks of the device pool. Each job
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.kv_connector.meta import SourceStepMeta
 
@@ -76,3 +76,16 @@ class LoadingStepMeta(SourceStepMeta):
     """Pushes of a step, and KV that comes in beside its layers."""
 
     loads: tuple[object, ...] = ()
+
+
+def with_loads(step_id: int, meta: object | None, loads: tuple[object, ...]) -> object | None:
+    """A step's metadata with loads. What was complete before the step is pushed after it: it may be what is being
+    loaded."""
+    if not loads:
+        return meta
+    if meta is None or isinstance(meta, StepLoads):
+        return StepLoads((*(meta.loads if meta is not None else ()), *loads))
+    assert isinstance(meta, SourceStepMeta)
+    before = meta.loads if isinstance(meta, LoadingStepMeta) else ()
+    whole = tuple(replace(push, step_id=step_id) for push in meta.whole)
+    return LoadingStepMeta(step_id, meta.pushes, whole, (*before, *loads))

@@ -7,14 +7,12 @@ engine.interfaces.LowerTiers. docs/tiers.md tells the whole story.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.interfaces import BlockEvent
 from tandem.engine.request import Request
-from tandem.kv_connector.meta import SourceStepMeta
 from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
-from tandem.kv_connector.tiers.jobs import Load, LoadingStepMeta, StepLoads, TierJob
+from tandem.kv_connector.tiers.jobs import Load, TierJob, with_loads
 from tandem.kv_connector.tiers.promoter import Promoter
 from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, Stage
 from tandem.kv_connector.tiers.rates import num_worth_loading
@@ -81,16 +79,14 @@ class TierManager(Promoter):
         self._step_loads.append(self._make_load(hashes, block_ids))
 
     def step_meta(self, step_id: int, meta: object | None) -> object | None:
-        """See LowerTiers. What was complete before the step is pushed after it: it may be what is being loaded."""
-        if not self._step_loads:
-            return meta
+        """See LowerTiers."""
         loads = tuple(self._make_step_load(load) for load in self._step_loads)
         self._step_loads.clear()
-        if meta is None:
-            return StepLoads(loads)
-        assert isinstance(meta, SourceStepMeta)
-        whole = tuple(replace(push, step_id=step_id) for push in meta.whole)
-        return LoadingStepMeta(step_id, meta.pushes, whole, loads)
+        return with_loads(step_id, meta, loads)
+
+    def under_way(self, request: Request) -> Sequence[int]:
+        """See LowerTiers."""
+        return ()
 
     def started(self, request: Request, hashes: Sequence[bytes]) -> None:
         """See LowerTiers."""

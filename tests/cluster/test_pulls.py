@@ -24,7 +24,8 @@ def test_a_single_node_pulls_what_another_has(way: str) -> None:
     with make_nodes("unified", "unified", transport=way) as nodes:
         nodes.ask(PROMPT, on=0)
         nodes.ask(PROMPT, on=1, holder=0)
-        assert nodes.count(1, "pull_tokens") == NUM_BLOCKS * BLOCK
+        nodes.until(lambda: nodes.count(1, "pull_tokens") == NUM_BLOCKS * BLOCK)
+        assert nodes.count(1, "pull_joined") == 1, "it ran alone, and its forward pass waited layer by layer"
         assert nodes.count(0, "pull_served_blocks") == NUM_BLOCKS
         nodes.ask(PROMPT, on=1, holder=0)
         assert nodes.count(1, "pull_asked") == 1, "it was pulled once and is here"
