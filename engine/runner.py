@@ -9,7 +9,7 @@ Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocab
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Literal, Protocol
 
@@ -18,7 +18,7 @@ import torch
 
 from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
-from tandem.engine.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
+from tandem.engine.decode_graphs import REPLAYED_TOKENS, DecodeGraphs, DecoderLike
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.prefix_sharing import PrefixSharing
@@ -29,7 +29,6 @@ from tandem.engine.step_pieces import StepPiece, split_step
 from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
 from tandem.engine.warm_up import every_way_to_sample, extreme_steps
 from tandem.kernels import matmul
-from tandem.kernels.attention import Attention
 from tandem.kernels.cache_ops import copy_blocks
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.rotary_attention import WantedTokens
@@ -39,7 +38,7 @@ SMALLEST_PIECE = 16  # tokens; a device without memory for so few has none to go
 PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
 
 
-class Model(Protocol):
+class Model(DecoderLike, Protocol):
     """What the runner needs of a model. `group`: with the ranks that hold the rest of it."""
 
     @property
@@ -48,16 +47,7 @@ class Model(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    @property
-    def attention_layers(self) -> Mapping[str, Attention]: ...
-
     def bind_kv_cache(self, pool: torch.Tensor) -> None: ...
-
-    def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: WantedTokens | None = None
-    ) -> torch.Tensor: ...
-
-    def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
