@@ -7,17 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gpu_checks import ON_HOPPER, relative_error
 
 from tandem.kernels import few_rows, matmul, reference_few_rows
 from tandem.kernels import few_rows_attention as attention
 from tandem.kernels.fused_ops import CacheSlots, HeadNorms
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
-    ),
-]
+pytestmark = ON_HOPPER
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 EPS = 1e-5
 DEVICE = torch.device("cuda", 0)
@@ -25,10 +21,6 @@ DEVICE = torch.device("cuda", 0)
 
 def random(*sizes: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*sizes, device=DEVICE) * scale).to(dtype)
-
-
-def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((output.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize(

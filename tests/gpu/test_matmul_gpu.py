@@ -7,17 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_checks import ON_HOPPER, relative_error
 from torch.nn import functional
 
 from tandem.kernels import matmul
 from tandem.kernels.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan, parse_table
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
-    ),
-]
+pytestmark = ON_HOPPER
 TABLE = parse_table((Path(matmul.__file__).parent / "tuned" / "matmul_NVIDIA_H200.json").read_text())
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 ODD = [
@@ -55,10 +51,6 @@ def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) 
 def random_weight(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Products with normal inputs are normal again: nothing overflows."""
     return (torch.randn(rows, columns, device="cuda:0") * columns**-0.5).to(dtype)
-
-
-def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((output.double() - expected).norm() / expected.norm()).item()
 
 
 def poisoned(rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_checks import relative_error
 
 from tandem.kernels import reference
 from tandem.kernels.backend import PagedKV
@@ -54,10 +55,6 @@ def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tenso
 def rows_without_prefix(lengths: Sequence[int]) -> RowBatch:
     sizes = {"num_heads": 1, "num_kv_heads": 1, "head_size": 64, "block_size": 64, "device": "cuda"}
     return random_batch(lengths, lengths, dtype=torch.bfloat16, **sizes).metadata.all_rows()
-
-
-def relative_error(output: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((output.double() - expected).norm() / expected.norm()).item()
 
 
 def check(batch: PagedBatch, spec: AttentionSpec, *scales: float, hopper: bool = True) -> None:
