@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -87,6 +88,45 @@ def hash_prompt(
     last = public[-1] if public else parent
     assert last is not None, "public tokens have a whole block"
     return public + hash_blocks(rest, block_size, private_root(last, salt))
+
+
+class PromptHashes(Sequence[bytes]):
+    """As `hash_prompt`, of the whole prompt; each hash is made when it, or one behind it, is asked for first.
+
+    Whoever looks a prompt up stops where nobody holds any more of it, and the chain behind that need not be made.
+    """
+
+    def __init__(
+        self,
+        token_ids: np.ndarray,
+        block_size: int,
+        root_for_salt: Callable[[bytes], bytes],
+        secrecy: Secrecy = EVERYBODYS,
+    ) -> None:
+        self._token_ids, self._block_size = token_ids, block_size
+        self._root_for_salt, self._secrecy = root_for_salt, secrecy
+        self._length = len(token_ids) // block_size
+        self.made: list[bytes] = []
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        wanted = range(self._length)[index]
+        last = wanted if isinstance(wanted, int) else max(wanted, default=-1)
+        if last >= len(self.made):
+            self._make(last + 1)
+        return self.made[index] if isinstance(wanted, int) else [self.made[i] for i in wanted]
+
+    def _make(self, num_hashes: int) -> None:
+        size, made = self._block_size, self.made
+        start, parent = len(made) * size, made[-1] if made else None
+        tokens = self._token_ids[start : num_hashes * size]
+        made += hash_prompt(tokens, size, self._root_for_salt, self._secrecy, start, parent)
 
 
 def every_kth(hashes: Sequence[bytes], k: int) -> list[bytes]:

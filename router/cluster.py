@@ -11,7 +11,7 @@ import numpy.typing as npt
 import zmq
 
 from tandem.engine.config import RouterOptions
-from tandem.engine.hashing import Secrecy, every_kth, hash_prompt, root_hash
+from tandem.engine.hashing import PromptHashes, Secrecy, every_kth, root_hash
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.messages import Cancel, Migrate, NodeInfo, RequestFailed, Submit
@@ -123,15 +123,16 @@ class Cluster:
 
     # --- placing ----------------------------------------------------------------------------------------------
 
-    def hash_prompt(self, token_ids: npt.NDArray[np.int32], secrecy: Secrecy) -> list[bytes]:
+    def hash_prompt(self, token_ids: npt.NDArray[np.int32], secrecy: Secrecy) -> PromptHashes:
+        """Made as far as placing needs them; nodes go on from there."""
         if self.identity is None:
-            return []
-        return hash_prompt(token_ids, self.identity.hash_block_size, self._root_for_salt, secrecy)
+            return PromptHashes(token_ids[:0], 1, self._root_for_salt)
+        return PromptHashes(token_ids, self.identity.hash_block_size, self._root_for_salt, secrecy)
 
     def _root_for_salt(self, salt: bytes) -> bytes:
         return root_hash(self._identity_key, salt)
 
-    def place(self, request: PlacementRequest, block_hashes: list[bytes], now: float) -> Placement | None:
+    def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
         cached = self._cached_tokens(block_hashes)
         tail = self._options.local_tail_tokens
         placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
@@ -147,11 +148,11 @@ class Cluster:
         """A running sequence is about to come to this node."""
         view.note_placement(self._links_by_key[view.key].ping_sequence, 0, 1, now)
 
-    def offers(self, request: PlacementRequest, block_hashes: list[bytes], now: float) -> list[Choice]:
+    def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
         return offers(request, self.serving(), self._cached_tokens(block_hashes), now)
 
-    def _cached_tokens(self, block_hashes: list[bytes]) -> dict[NodeKey, int]:
+    def _cached_tokens(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
         if self._directory is None or self.identity is None or not block_hashes:
             return {}
         return cached_tokens(self._directory, self.serving(), block_hashes, self.identity.hash_block_size)
@@ -227,6 +228,7 @@ def cached_tokens(
     size_of = {node.key: node.info.layout.block_size if node.info.layout else hash_block_size for node in nodes}
     found: dict[NodeKey, int] = {}
     for size in set(size_of.values()):
-        lengths = directory.longest_prefix(every_kth(block_hashes, size // hash_block_size))
+        step = size // hash_block_size
+        lengths = directory.longest_prefix(block_hashes if step == 1 else every_kth(block_hashes, step))
         found.update({key: n * size for key, n in lengths.items() if size_of.get(key) == size})
     return found

@@ -151,31 +151,46 @@ def costs(
     work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float, usual: float
 ) -> list[float]:
     """`price(…).cost_s` of each node, without the objects: a cluster may have hundreds of nodes."""
-    num_tokens, computes, decodes = work.num_prompt_tokens, work.kind != "tokens", work.kind != "prompt"
-    tail = num_tokens
+    num_tokens = work.num_prompt_tokens
     least_tail = max(1, num_tokens - max(cached.values(), default=0))
+    found = _costs_of_tail(work, nodes, num_tokens, num_tokens - least_tail, now, usual)
+    if cached:
+        for index, node in enumerate(nodes):
+            held = cached.get(node.key)
+            if held:
+                tail = max(1, num_tokens - held)
+                (found[index],) = _costs_of_tail(work, (node,), tail, tail - least_tail, now, usual)
+    return found
+
+
+def _costs_of_tail(
+    work: Work, nodes: Sequence[NodeView], tail: int, at_peers: int, now: float, usual: float
+) -> list[float]:
+    """Where each of `nodes` lacks the last `tail` tokens of the prompt, `at_peers` of which some peer holds.
+
+    What can be counted in tokens is, so that a node takes few operations."""
+    crowded = CROWDING_COST * tail
+    crowded_for_each = crowded / usual if usual > 0 else 0.0
+    at_home = tail + DUPLICATE_COST * at_peers if work.kind != "tokens" else 0.0
+    handed_s = tail * work.transfer_s_per_token
     found = []
     for node in nodes:
-        rate = node.prefill_s_per_token
-        if cached:
-            tail = num_tokens - cached.get(node.key, 0)
-            if tail < 1:
-                tail = 1
-        if computes:
-            cost = tail * rate
-            if tail > least_tail:
-                cost += (tail - least_tail) * (DUPLICATE_COST * rate - node.fetch_gain_s_per_token)
+        num_tokens = at_home
+        if node.num_new_tokens > usual > 0:
+            excess = node.num_new_tokens * crowded_for_each - crowded
+            num_tokens += excess if excess < crowded else crowded
+        if work.kind != "prompt":
+            num_tokens += SEQUENCE_COST_TOKENS * node.num_sequences
+        cost = num_tokens * node.prefill_s_per_token
+        if at_home:
+            if at_peers:
+                cost -= at_peers * node.fetch_gain_s_per_token
             if node.idle_at > now:
                 cost += node.idle_at - now
         else:
-            cost = tail * (work.transfer_s_per_token or node.transfer_s_per_token)
-        if node.num_new_tokens > usual > 0:
-            excess = node.num_new_tokens / usual - 1
-            cost += CROWDING_COST * (excess if excess < 1 else 1.0) * tail * rate
-        if decodes:
-            cost += SEQUENCE_COST_TOKENS * rate * node.num_sequences
-            if node.free_tokens < tail:
-                cost += NO_ROOM_S
+            cost += handed_s or tail * node.transfer_s_per_token
+        if node.free_tokens < tail and work.kind != "prompt":
+            cost += NO_ROOM_S
         found.append(cost)
     return found
 

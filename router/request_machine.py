@@ -30,7 +30,7 @@ class RequestMachine(RequestMoves):
         return [Place(request_id) for request_id in self.waiting()]
 
     def placed(self, request_id: str, placement: Placement, block_hashes: bytes, now: float) -> list[Action]:
-        """Nodes were found. `block_hashes` are those of `prompt_of(request_id)`, 16 bytes each."""
+        """Nodes were found. `block_hashes` are the first of `prompt_of(request_id)`, 16 bytes each."""
         attempt = self.live.get(request_id)
         if attempt is None or attempt.state is not RequestState.QUEUED:
             return []

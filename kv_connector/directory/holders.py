@@ -20,7 +20,6 @@ from tandem.kv_connector.directory.records import HASH_BYTES
 KEY_MASK = np.uint64((1 << 60) - 1)
 BITS_PER_OWNER = 4  # three tiers, and one to spare that keeps columns apart
 MAX_SHARED_MASKS = 65_536
-LOOKUP_KEYS = 16  # looked up before it is asked whether anyone still holds on
 
 
 def key_of(block_hash: bytes) -> int:
@@ -110,25 +109,32 @@ class Holders:
                 del mask_of[key]
         return num_gone
 
-    def prefixes(self, keys: Sequence[int]) -> dict[int, int]:
-        """Column -> how many leading blocks it holds in any tier; columns with none are left out."""
+    def prefixes(self, chunks: Iterable[Sequence[int]]) -> dict[int, int]:
+        """Column -> how many leading blocks of a prompt it holds in any tier; columns with none are left out.
+
+        `chunks` are the keys of its blocks in order; none is asked for when nobody holds all that came before.
+        """
         live, mask_of = self._live, self._mask_of
         found: dict[int, int] = {}
-        previous = mask_of.get(keys[0]) if keys else None
-        holding = _any_tier((previous or 0) & live)
-        for first in range(0, len(keys), LOOKUP_KEYS):
-            if not holding:
-                break
-            for index, mask in enumerate(map(mask_of.get, keys[first : first + LOOKUP_KEYS]), first):
+        previous: int | None = -1
+        holding, num_keys = -1, 0
+        for chunk in chunks:
+            for index, mask in enumerate(map(mask_of.get, chunk), num_keys):
                 if mask is previous:
                     continue
                 previous = mask
-                still = holding & _any_tier((mask or 0) & live)
-                for column in _columns(holding ^ still):
-                    found[column] = index
+                held = _any_tier((mask or 0) & live)
+                still = holding & held
+                if index:
+                    for column in _columns(holding ^ still):
+                        found[column] = index
                 holding = still
-        for column in _columns(holding):
-            found[column] = len(keys)
+            num_keys += len(chunk)
+            if not holding:
+                break
+        if num_keys:
+            for column in _columns(holding):
+                found[column] = num_keys
         return found
 
     def sweep(self, num_blocks: int) -> None:

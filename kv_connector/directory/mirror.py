@@ -7,7 +7,7 @@ that helped no lookup for longest is forgotten.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.kv_connector.directory.holders import Holders, key_of, keys_of, keys_of_joined
@@ -15,6 +15,10 @@ from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChang
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond
+
+
+# Blocks that are looked up before it is asked whether anyone holds on: at first, and by how much more each time.
+FIRST_LOOKUP, LOOKUP_GROWTH = 16, 4
 
 
 class Outcome(enum.Enum):
@@ -122,12 +126,13 @@ class Mirror:
         self._stay_bounded(keep=view)
 
     def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[Owner, int]:
-        """Owner -> number of leading hashes it holds in any tier; owners with none are left out."""
+        """Owner -> number of leading hashes it holds in any tier; owners with none are left out. Asks `block_hashes`,
+        which may make them when asked, for little more than somebody holds."""
         self._clock += 1
         found: dict[Owner, int] = {}
         if not block_hashes or key_of(block_hashes[0]) not in self._holders:
             return found
-        for column, length in self._holders.prefixes(keys_of(block_hashes)).items():
+        for column, length in self._holders.prefixes(_chunks(block_hashes)).items():
             owner = self._owner_of[column]
             found[owner] = length
             self._owners[owner].last_used = self._clock
@@ -173,3 +178,11 @@ class Mirror:
             assert self._owner_of[view.column] == owner
             assert self._holders.count(view.column) == view.num_entries
         assert len(self._owner_of) == len(self._owners)
+
+
+def _chunks(block_hashes: Sequence[bytes]) -> Iterator[list[int]]:
+    """Keys of all hashes."""
+    start, size = 0, FIRST_LOOKUP
+    while start < len(block_hashes):
+        yield keys_of(block_hashes[start : start + size])
+        start, size = start + size, size * LOOKUP_GROWTH

@@ -6,10 +6,12 @@ import random
 import struct
 import time
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.engine.hashing import PromptHashes
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.discovery import Discovery
 from tandem.kv_connector.directory.in_process import InProcessDirectory
@@ -161,6 +163,17 @@ def test_longest_prefix_per_owner_leaves_out_who_holds_nothing() -> None:
     assert mirror.longest_prefix(hashes(1, 2, 3, 4)) == {OWNER: 3, OTHER: 1}
     assert mirror.longest_prefix(hashes(2, 3)) == {OWNER: 2}
     assert mirror.longest_prefix([]) == {}
+
+
+@pytest.mark.parametrize(("num_held", "most_made"), [(0, 1), (1, 16), (16, 80), (17, 80), (80, 100), (100, 100)])
+def test_a_lookup_asks_for_little_more_than_somebody_holds(num_held: int, most_made: int) -> None:
+    prompt = PromptHashes(np.arange(400, dtype=np.int32), 4, lambda salt: bytes(16))
+    known = list(PromptHashes(np.arange(4 * num_held, dtype=np.int32), 4, lambda salt: bytes(16)))
+    mirror, view = mirror_of(OWNER), OwnView(OWNER)
+    view.record([BlockEvent(each, True) for each in known])
+    feed(mirror, view) if known else None
+    assert mirror.longest_prefix(prompt) == ({OWNER: num_held} if num_held else {})
+    assert len(prompt.made) == most_made
 
 
 def test_a_block_counts_until_it_left_every_tier() -> None:

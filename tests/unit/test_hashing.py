@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tandem.engine.hashing import BlockHasher, Secrecy, every_kth, hash_blocks, hash_prompt, root_hash
+from tandem.engine.hashing import BlockHasher, PromptHashes, Secrecy, every_kth, hash_blocks, hash_prompt, root_hash
 
 TOKENS = np.arange(10, dtype=np.int32)
 
@@ -123,3 +123,24 @@ def test_public_tokens_mean_nothing_without_a_salt() -> None:
     tokens = np.arange(20, dtype=np.int32)
     assert hash_prompt(tokens, 4, root_for_salt, Secrecy(b"", 8)) == hash_prompt(tokens, 4, root_for_salt)
     assert BlockHasher(4, 4, root_for_salt).num_public_blocks(Secrecy(b"", 8)) == 0
+
+
+@pytest.mark.parametrize("secrecy", [Secrecy(), Secrecy(b"s" * 16), Secrecy(b"s" * 16, 8), Secrecy(b"s" * 16, 50)])
+def test_hashes_that_are_made_when_asked_for_are_the_same(secrecy: Secrecy) -> None:
+    tokens = np.arange(50, dtype=np.int32)
+    whole = hash_prompt(tokens, 4, root_for_salt, secrecy)
+    hashes = PromptHashes(tokens, 4, root_for_salt, secrecy)
+    assert len(hashes) == 12
+    assert hashes.made == []
+    assert hashes[0] == whole[0]
+    assert len(hashes.made) == 1
+    assert hashes[1:3] == whole[1:3]
+    assert hashes.made == whole[:3]
+    assert hashes[2:9] == whole[2:9]
+    assert hashes[9:9] == []
+    assert len(hashes.made) == 9
+    assert every_kth(hashes, 3) == whole[2::3]
+    assert list(hashes) == whole
+    assert hashes[-1] == whole[-1]
+    with pytest.raises(IndexError):
+        hashes[12]
