@@ -102,6 +102,7 @@ class Campaign:
     rng: random.Random
     roles: tuple[tuple[str, int], ...]
     restart_s: float = 90.0
+    patience: float = 0.7  # how often the hurt node's successor is awaited before the next one is hurt
     num_moments: int = 0
     hurts: Counter[str] = field(default_factory=Counter)
 
@@ -127,7 +128,7 @@ class Campaign:
         self.hurts[f"{role} {how}"] += 1
         if how == PAUSE:
             self.cluster.wait_until_ready(timeout_s=self.restart_s)
-        elif self.rng.random() < 0.7:  # the others are hurt while it is away
+        elif self.rng.random() < self.patience:
             self.cluster.wait_until_gone(pid, self.restart_s)
             self.cluster.wait_until_ready(self.num_nodes, timeout_s=self.restart_s, without=node_id)
         else:
