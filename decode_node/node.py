@@ -67,7 +67,7 @@ class DecodeNode(HandoffNode):
     def _take_over(self, entry: Entry, commit: Commit, continuation: Continuation) -> None:
         """A sequence that ran elsewhere goes on here, behind its newest token."""
         request = commit.request
-        known = np.append(request.prompt_token_ids, np.array(continuation.token_ids, np.int32))
+        known = known_tokens(request, continuation.token_ids)
         (sample,) = request.sample_indices
         self._repeat(entry, continuation)
         self.scheduler.add_committed(
@@ -96,13 +96,18 @@ class DecodeNode(HandoffNode):
             return
         request, continuation = recompute.request, recompute.continuation
         if continuation is not None:
-            known = np.append(request.prompt_token_ids, np.array(continuation.token_ids, np.int32))
+            known = known_tokens(request, continuation.token_ids)
             self._repeat(entry, continuation)
             self.scheduler.add(continued(request, request.sample_indices[0], known))
         for token in self._close_samples(entry, recompute.first_tokens):
             if not token.finished:
-                known = np.append(request.prompt_token_ids, np.int32(token.token_id))
+                known = known_tokens(request, [token.token_id])
                 self.scheduler.add(continued(request, token.sample_index, known))
+
+
+def known_tokens(request: Request, output: Sequence[int]) -> np.ndarray:
+    """int32: its prompt, and what was made behind it elsewhere."""
+    return np.append(request.prompt_token_ids, np.array(output, np.int32))
 
 
 def continued(request: Request, sample_index: int, token_ids: np.ndarray) -> Request:
