@@ -43,7 +43,6 @@ class Job:
     hits: dict[str, int] = field(default_factory=dict)  # tokens by tier
     first_token_at: float = 0.0
     finished_at: float = 0.0
-    context_of_decode: int = 0
 
     @property
     def num_left(self) -> int:
