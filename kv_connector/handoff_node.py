@@ -12,6 +12,7 @@ from tandem.engine.messages import KVClaim, KVDrained, KVPull, KVReady, KVReleas
 from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
+from tandem.kv_connector import outcomes
 from tandem.kv_connector.meta import TransferJob, TransportCommand, Verified
 from tandem.kv_connector.migration import Migrations
 from tandem.kv_connector.outcomes import (
@@ -31,7 +32,7 @@ from tandem.kv_connector.source import SourceManager
 
 
 class HandoffNode(ServingNode):
-    """As it stands a unified node: it takes "full" requests only."""
+    """Takes "full" requests; roles add to that."""
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class HandoffNode(ServingNode):
         self.asker.peer_lost(info.node_id, info.epoch)
 
     def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None:
-        self.source.peer_lost(ref.node_id, ref.epoch, f"the sink is refused: {reason}")
+        self.source.peer_lost(ref.node_id, ref.epoch, f"{outcomes.SINK_REFUSED}: {reason}")
         self._take_outcomes(now)
         self.asker.peer_lost(ref.node_id, ref.epoch)
 

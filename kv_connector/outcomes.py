@@ -15,6 +15,7 @@ DEADLINE = "deadline passed"
 LEASE = "lease of the grant ran out"
 SOURCE_LOST = "source lost"
 SINK_LOST = "sink lost"
+SINK_REFUSED = "the sink is refused"  # why follows
 RELEASED = "released by the source"
 FINISHED = "every sample ended with its first token"
 RECOMPUTING = "the sink computes the prompt itself"
@@ -40,8 +41,11 @@ def is_retryable(reason: str) -> bool:
 
 
 def failure_code(reason: str) -> str:
-    """Code of the RequestFailed that reports this end."""
-    return "deadline_exceeded" if reason == DEADLINE else "handoff_failed"
+    """Code of the RequestFailed that reports this end. "peer_lost": the fault is the other node's."""
+    if reason == DEADLINE:
+        return "deadline_exceeded"
+    is_the_peers = reason in (SOURCE_LOST, SINK_LOST, LEASE) or reason.startswith(SINK_REFUSED)
+    return "peer_lost" if is_the_peers else "handoff_failed"
 
 
 # --- source --------------------------------------------------------------------------------------------------

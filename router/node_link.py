@@ -43,6 +43,7 @@ from tandem.router.placement import NodeKey, NodeView
 logger = logging.getLogger(__name__)
 
 READ_BURST_S = 0.01  # reading before other work gets its turn
+SILENT_HEARTBEATS = 3  # unanswered, before a node gets nothing that others can take
 RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | Migrated
 
 
@@ -129,6 +130,8 @@ class NodeLink:
         self._last_seen += own_pause_s
         if self.view is not None and now - self._last_seen > self._timeouts.peer_lost_s:
             self._lost(f"silent for {now - self._last_seen:.1f} s")
+        if self.view is not None:
+            self.view.silent = now - self._last_seen > SILENT_HEARTBEATS * self._timeouts.heartbeat_s
         for payload in self.outbox.due(now):
             self._send(payload)
         if now >= self._next_beat:

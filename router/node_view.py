@@ -45,6 +45,7 @@ class NodeView:
         "prefill_s_per_token",
         "role",
         "seed",
+        "silent",
         "status",
         "transfer_s_per_token",
         "unseen",
@@ -56,6 +57,7 @@ class NodeView:
         self.role = info.role
         self.model = info.identity.key() if info.identity is not None else b""
         self.lost = False
+        self.silent = False  # for some heartbeats: it may be lost soon, and gets only what nobody else can take
         # ping sequence that was current when placed -> (prompt tokens to compute there, sequences)
         self.unseen: dict[int, tuple[int, int]] = {}
         self.seed = int.from_bytes(info.node_id.encode()[-64:], "big") * _ODD & _MASK

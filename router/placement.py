@@ -111,9 +111,16 @@ class _Finder:
         request = self.request
         prefills: list[NodeView] = []
         decoders: list[NodeView] = []
+        silent: list[NodeView] = []
         for node in nodes:
-            if not (node.lost or node.draining):
+            if node.silent:
+                silent.append(node)
+            elif not (node.lost or node.draining):
                 (prefills if node.role == "prefill" else decoders).append(node)
+        if silent and not (prefills and decoders):
+            rest = [node for node in silent if not (node.lost or node.draining)]
+            prefills = prefills or [node for node in rest if node.role == "prefill"]
+            decoders = decoders or [node for node in rest if node.role != "prefill"]
         if request.max_tokens == 1 and request.num_samples == 1 and prefills and not request.prompt_logprobs:
             choice = self._choose("prompt", [*prefills, *(n for n in decoders if n.role == "unified")])
             return Placement(choice.node.ref, None, "the first token ends it", (choice,))

@@ -138,13 +138,19 @@ class RequestCore:
         return [self.outcome]
 
     def _node_gave_up(
-        self, attempt: Attempt, node: NodeKey, error: TandemError, retryable: bool, now: float
+        self,
+        attempt: Attempt,
+        node: NodeKey,
+        culprits: set[NodeKey],
+        error: TandemError,
+        retryable: bool,
+        now: float,
     ) -> list[Action]:
         if node == attempt.prefill and self._has_all_first_tokens(attempt):
             attempt.prefill = None  # its work is done: the decode node has streamed
             attempt.awaiting.discard(node)
             return []
-        return self._attempt_failed(attempt, {node}, {node}, error, retryable, now)
+        return self._attempt_failed(attempt, culprits, {node}, error, retryable, now)
 
     def _has_all_first_tokens(self, attempt: Attempt) -> bool:
         """The prefill node owes nothing more: the decode node streams, and what came before its tokens is here. A

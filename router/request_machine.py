@@ -20,7 +20,7 @@ from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestF
 from tandem.router.placement import NodeKey, Placement, node_key
 from tandem.router.request_actions import Action, EmitPromptLogprobs, EmitTokens, Place, Send
 from tandem.router.request_moves import RequestMoves, contradicts
-from tandem.router.request_parts import TAKES_NOTHING, Attempt, RequestState, failure_of
+from tandem.router.request_parts import PEER_LOST, TAKES_NOTHING, Attempt, RequestState, failure_of
 
 
 class RequestMachine(RequestMoves):
@@ -110,7 +110,8 @@ class RequestMachine(RequestMoves):
             return []
         error = failure_of(message.code, message.message, self.spec.request_id)
         attempt.was_turned_away = message.code in TAKES_NOTHING
-        return self._node_gave_up(attempt, node, error, message.retryable, now)
+        culprits = {node} if message.code != PEER_LOST else set(attempt.nodes) - {node}
+        return self._node_gave_up(attempt, node, culprits, error, message.retryable, now)
 
     def node_lost(self, node: NodeKey, reason: str, now: float) -> list[Action]:
         """Nothing more comes from this epoch of the node; cancels aimed at it need no answer."""
@@ -120,7 +121,7 @@ class RequestMachine(RequestMoves):
         for attempt in [a for a in self.live.values() if node in a.nodes]:
             if attempt.request_id in self.live:
                 error = NodeFailedError(f"node {node[0]} was lost: {reason}", request_id=self.spec.request_id)
-                actions += self._node_gave_up(attempt, node, error, True, now)
+                actions += self._node_gave_up(attempt, node, {node}, error, True, now)
         return actions
 
     def cancelled(self, node: NodeKey, message: Cancelled) -> list[Action]:

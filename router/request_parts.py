@@ -150,6 +150,7 @@ def _cut(delta: TokenDelta, start: int, end: int) -> TokenDelta:
     )
 
 
+PEER_LOST = "peer_lost"  # code of a node that has lost the other one of its attempt
 # Codes of a node that is full or drains: nothing was lost, and the request waits until one takes it.
 TAKES_NOTHING = frozenset({"overloaded", "draining"})
 _ERRORS_BY_CODE: dict[str, type[TandemError]] = {

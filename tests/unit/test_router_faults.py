@@ -88,6 +88,25 @@ def test_silence_counts_as_loss_and_the_node_may_come_back(folder: Path, nodes: 
         router.wait_idle()
 
 
+def test_a_node_that_may_be_lost_soon_gets_nothing_that_another_can_take(folder: Path, nodes: Nodes) -> None:
+    here = [nodes.start(), nodes.start()]
+    timeouts = Timeouts(heartbeat_s=0.05, peer_lost_s=5.0, connect_s=1.0, resend_s=0.1)
+    with RouterInThread(folder, addresses(*here), placement="round_robin", timeouts=timeouts) as router:
+        router.wait_ready()
+        cluster = router.worker.service.cluster
+        wait_until(lambda: len(cluster.serving()) == 2, "both nodes")
+        here[0].silent = True
+        wait_until(lambda: any(view.silent for view in cluster.serving()), "unanswered heartbeats")
+        for _ in range(3):
+            assert stream_events(router.client, max_tokens=5) == (output(5), None)
+        assert not here[0].submits
+        here[0].silent = False
+        wait_until(lambda: not any(view.silent for view in cluster.serving()), "an answer")
+        for _ in range(2):
+            assert stream_events(router.client, max_tokens=5) == (output(5), None)
+        assert here[0].submits
+
+
 def test_a_broken_connection_to_a_living_node(folder: Path, nodes: Nodes) -> None:
     """Tokens on the way are lost with it, so the attempt is given up, cancelled when the node is back, and repeated."""
     node = nodes.start(step_s=0.01)

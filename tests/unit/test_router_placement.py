@@ -34,6 +34,20 @@ def test_long_prompts_use_both_halves() -> None:
     assert names(choose(LONG, node("prefill", "p"), node("decode", "d"))) == ("d", "p")
 
 
+def test_silent_nodes_get_what_nobody_else_can_take() -> None:
+    prefills, decoders = [node("prefill", f"p{i}") for i in range(2)], [node("decode", f"d{i}") for i in range(2)]
+    cached = {("d0", 1): 512, ("p0", 1): 512}
+    assert names(choose(LONG, *prefills, *decoders, cached=cached)) == ("d0", "p0")
+    decoders[0].silent = True
+    assert names(choose(LONG, *prefills, *decoders, cached=cached)) == ("d1", "p0")
+    prefills[0].silent = True
+    assert names(choose(LONG, *prefills, *decoders, cached=cached)) == ("d1", "p1")
+    decoders[1].silent = True
+    assert names(choose(LONG, *prefills, *decoders, cached=cached)) == ("d0", "p1"), "all are: as if none were"
+    decoders[0].lost = True
+    assert names(choose(LONG, *prefills, *decoders)) == ("d1", "p1")
+
+
 @pytest.mark.parametrize(("num_prompt_tokens", "cached", "expected"), [
     (256, 0, ("d", None)),
     (257, 0, ("d", "p")),

@@ -22,7 +22,7 @@ from tandem.engine.messages import (
     TokenLogprobs,
 )
 from tandem.engine.sampling_params import SamplingParams
-from tandem.router.placement import Placement
+from tandem.router.placement import NodeKey, Placement
 from tandem.router.request_actions import (
     Action,
     EmitPromptLogprobs,
@@ -319,6 +319,14 @@ def test_failures_count_though_a_node_was_full_in_between() -> None:
     assert machine.nodes_to_avoid("r") == {XK}
     machine.placed("r", ALONE, b"", 18.0)
     assert isinstance(machine.node_lost(XK, "gone", 18.0)[-1], Fail)
+
+
+@pytest.mark.parametrize(("reporter", "lost"), [(PK, DK), (DK, PK)])
+def test_a_node_that_lost_the_other_one_is_not_avoided(reporter: NodeKey, lost: NodeKey) -> None:
+    machine = make()
+    _prefilling(machine)
+    machine.request_failed(reporter, failed(True, "peer_lost"), 0.0)
+    assert machine.nodes_to_avoid("r") == {lost}
 
 
 def test_errors_of_the_deadlines() -> None:
