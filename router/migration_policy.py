@@ -19,6 +19,8 @@ MOST_FROM_FULL = 1
 REBALANCE_EVERY_S = 1.0
 # A node this full is relieved if another has room, however little their difference is.
 NEARLY_FULL = 0.95
+# Roles whose requests decode. Between them sequences move.
+DECODING = frozenset({"decode", "unified"})
 # Of a target's pool, what stays free for the growth of what it has.
 TARGET_HEADROOM = 0.15
 
@@ -40,7 +42,7 @@ class MigrationPolicy:
 
     def sources(self, nodes: Sequence[NodeView], now: float) -> list[tuple[NodeView, int]]:
         """(node, how many of its sequences may be on their way at once)."""
-        decoders = [node for node in nodes if node.role == "decode" and not node.lost]
+        decoders = [node for node in nodes if node.role in DECODING and not node.lost]
         targets = [node for node in decoders if node.usable]
         found = [(node, MOST_FROM_DRAINING) for node in decoders if node.draining and targets]
         if self.rebalance_at and len(targets) > 1:
@@ -50,14 +52,18 @@ class MigrationPolicy:
         return found
 
     def target(self, source: NodeView, nodes: Sequence[NodeView], num_tokens: int) -> NodeView | None:
-        """Where a sequence of `num_tokens` tokens goes, or None: nowhere. Rebalancing must not turn the difference
-        around."""
-        usable = [n for n in nodes if n.role == "decode" and n.usable and n.key != source.key]
+        """Where a sequence of `num_tokens` tokens goes, or None: nowhere. To a node of the same role, if one has room.
+        Rebalancing must not turn the difference around."""
+        usable = [n for n in nodes if n.role in DECODING and n.usable and n.key != source.key]
         fitting = [node for node in usable if node.model == source.model and _has_room(node, num_tokens)]
         if not source.draining:
             size = num_tokens / max(1, source.status.block_size)
             fitting = [node for node in fitting if kv_use(node) + 2 * size / node.status.num_blocks <= kv_use(source)]
-        return min(fitting, key=lambda node: (kv_use(node), node.num_sequences, node.key), default=None)
+        return min(
+            fitting,
+            key=lambda node: (node.role != source.role, kv_use(node), node.num_sequences, node.key),
+            default=None,
+        )
 
     def moved(self, source: NodeView, now: float) -> None:
         self._decided_at[source.key] = now

@@ -48,6 +48,11 @@ def _from_bytes(kind: type, data: Any) -> Any:
     return np.frombuffer(data, np.int32)
 
 
+def as_announced(step: SchedulerOutput) -> SchedulerOutput:
+    """Rank 0 alone moves KV. That it does decides whether a step is a graph's, which all ranks must find alike."""
+    return step if step.connector_meta is None else msgspec.structs.replace(step, connector_meta=True)
+
+
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
 _commands = msgspec.msgpack.Decoder(Command, dec_hook=_from_bytes)
 _setups = msgspec.msgpack.Decoder(RankSetup)

@@ -17,14 +17,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from tandem.engine.config import NodeOptions
 from tandem.engine.errors import ConfigError
 from tandem.engine.model_config import load_model_config, resolve_model
-from tandem.engine.parallel.channel import Command, PoolFile, RankSetup, Verb, send
+from tandem.engine.parallel.channel import Command, PoolFile, RankSetup, Verb, as_announced, send
 from tandem.engine.parallel.group import STUCK_S, Membership
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.step import SchedulerOutput
@@ -87,9 +86,7 @@ class Ranks:
 
     def announce(self, verb: Verb, step: SchedulerOutput | None = None) -> None:
         """Every rank does this next; the caller then does the same. Raises OSError when a rank is gone."""
-        if step is not None and step.connector_meta is not None:
-            step = msgspec.structs.replace(step, connector_meta=None)  # rank 0 alone moves KV
-        send(self._sockets, Command(verb, step))
+        send(self._sockets, Command(verb, None if step is None else as_announced(step)))
 
     def share_pool(self, file: PoolFile) -> None:
         """Before the first command, where `ranks_share_pool`."""

@@ -85,6 +85,38 @@ def test_drawn_tokens_are_those_of_one_rank(nodes: Nodes) -> None:
     assert many == one
 
 
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1)])
+def test_a_running_sequence_moves_to_another_number_of_ranks(nodes: Nodes, here: int, there: int) -> None:
+    source, target = nodes.get("decode", "auto", here), nodes.get("decode", "auto", there)
+    prompt, sampling = random_prompt(100, seed=40 + here), changed(GREEDY, max_tokens=90)
+    client = Client(source, target)
+    try:
+        result = client.submit(f"moves-{here}", prompt, sampling, decode=source)
+        client.until(lambda: len(result.tokens.get(0, ())) >= 5, 20.0)
+        moved = client.migrate(result, 0, prompt, sampling, source, target)
+        client.wait(moved)
+    finally:
+        client.close()
+    assert [message.reason for message in result.migrated] == [""]
+    tokens = {**result.tokens[0], **moved.tokens[0]}
+    assert [tokens[i] for i in range(90)] == reference_greedy(tiny_model(MODEL), prompt, 90).token_ids
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1)])
+def test_a_prefix_is_pulled_from_another_number_of_ranks(nodes: Nodes, here: int, there: int) -> None:
+    asker, holder = nodes.get("decode", "auto", here), nodes.get("decode", "auto", there)
+    prompt, sampling = random_prompt(150, seed=50 + here), changed(GREEDY, max_tokens=16)
+    client = Client(asker, holder)
+    try:
+        client.wait(client.submit(f"held-{here}", prompt, sampling, decode=holder))
+        result = client.submit(f"pulled-{here}", prompt, sampling, decode=asker, holder=holder)
+        client.wait(result)
+    finally:
+        client.close()
+    assert result.num_reused_tokens == 144  # nine blocks of 16
+    assert result.output() == reference_greedy(tiny_model(MODEL), prompt, 16).token_ids
+
+
 def test_copies_of_heads_are_not_handed_over() -> None:
     options: NodeOptions = node_options("decode", tiny_model("llama_one_kv_head"), device="cpu", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="1 KV heads, which can't be handed over; give at most 1"):

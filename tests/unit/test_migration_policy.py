@@ -29,6 +29,17 @@ def test_a_draining_decode_node_gives_everything_away_if_there_is_another() -> N
     ]
 
 
+def test_a_draining_unified_node_gives_to_unified_nodes_before_decode_nodes() -> None:
+    policy, source = MigrationPolicy(), node("a", 50, role="unified", draining=True)
+    others = [node("u", 40, role="unified"), node("d", 10), node("p", role="prefill")]
+    assert names(policy, [source, *others]) == [("a", MOST_FROM_DRAINING)]
+    assert names(policy, [source, others[2]]) == []
+    chosen = [policy.target(source, [source, *some], 64) for some in (others, others[1:], others[2:])]
+    assert [view and view.info.node_id for view in chosen] == ["u", "d", None]
+    full = [node("u", 99, role="unified"), node("d", 10)]
+    assert policy.target(source, full, 64) is full[1]
+
+
 def test_without_the_option_a_full_node_keeps_what_it_has() -> None:
     assert names(MigrationPolicy(), [node("a", 99), node("b")]) == []
 

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -19,7 +20,7 @@ import pytest
 from tandem.engine.config import ModelOptions, NodeOptions
 from tandem.engine.errors import ConfigError
 from tandem.engine.parallel import ranks as ranks_module
-from tandem.engine.parallel.channel import Command, receive_command, send
+from tandem.engine.parallel.channel import Command, as_announced, receive_command, send
 from tandem.engine.parallel.ranks import Ranks, start_ranks
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import BlockAppend, BlockCopy, ForkSlot, NewSlot, SampleRow, ScheduledRow, SchedulerOutput
@@ -119,7 +120,14 @@ def test_a_step_arrives_as_it_was_sent() -> None:
         assert np.array_equal(new.token_ids, prompt)
         assert new.token_ids.dtype == np.int32
         assert (new.sampling, new.block_ids, new.sample_index) == (sampling, (4, 5), 2)
+        assert got.step.connector_meta is None
         for field in ("step_id", "rows", "samples", "forks", "block_appends", "copies"):
             assert getattr(got.step, field) == getattr(step, field)
+        moves_kv = as_announced(msgspec.structs.replace(step, forks=(), connector_meta=object()))
+        send([ours], Command("step", moves_kv))
+        got = receive_command(theirs)
+        assert got is not None
+        assert got.step is not None
+        assert not got.step.is_only_rows, "this rank would replay a graph and wait for rank 0, which does not"
         ours.close()
         assert receive_command(theirs) is None
