@@ -123,7 +123,7 @@ def test_a_step_arrives_as_it_was_sent() -> None:
         assert got.step.connector_meta is None
         for field in ("step_id", "rows", "samples", "forks", "block_appends", "copies"):
             assert getattr(got.step, field) == getattr(step, field)
-        moves_kv = as_announced(msgspec.structs.replace(step, forks=(), connector_meta=object()))
+        moves_kv = as_announced(msgspec.structs.replace(step, forks=(), new_slots=(), connector_meta=object()))
         send([ours], Command("step", moves_kv))
         got = receive_command(theirs)
         assert got is not None
