@@ -86,7 +86,8 @@ def _handoff(lines: Sequence[dict[str, Any]]) -> Handoff:
         boxes.append(Box("compute", ms(before), ms(line["t"]), str(line["layer"])))
     pushes = [line for line in lines if line["stage"] == "pushed"]
     for line in pushes:
-        label = "whole" if line["layer"] < 0 else str(line["layer"])
+        layer, last = line["layer"], line.get("last_layer", line["layer"])
+        label = "whole" if layer < 0 else str(layer) if last == layer else f"{layer}–{last}"
         boxes.append(Box("push", ms(line["begin"]), ms(line["t"]), label))
     for line in lines:
         if line["stage"] in MESSAGES:

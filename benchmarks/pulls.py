@@ -1,11 +1,13 @@
 """What pulling a prefix from a peer takes beside computing it: two single nodes, a router that takes turns, Redis.
 
-    python benchmarks/pulls.py MODEL [--lengths 2048 8192] [--rounds 4] [-- node options, such as --load-format dummy]
+    python benchmarks/pulls.py MODEL [--lengths 2048 8192] [--ends 64 1024] [--rounds 4] [-- node options, such as
+                                     --load-format dummy]
 
 A round sends a prompt that nobody has seen to one node (computed), then one with the same prefix and an end of its own
-to the other node (pulled), then a third to both (hit), whose tokens must be the same. Printed for each length: medians
-of the time to first token, and the bytes a second of the pulls alone, from question to commit. One node a GPU where
-there are two.
+to the other node (pulled), then that one to the first node as well (hit): its tokens must be the same. Printed for each
+length of prompts and of their ends: medians of the time to first token, the bytes a second of the pulls alone, from
+question to commit, and how many pulls came under the forward pass, which short ends do not wait for. One node a GPU
+where there are two.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from tandem.deploy.cluster_plan import PROGRAM, count_gpus
 from tandem.deploy.redis_server import RedisServer, free_port
 from tandem.deploy.sse_client import stream_events
 
-NUM_NEW = 64  # tokens of each prompt after the prefix
 PUBLISHED_S = 0.6  # the directory hears of blocks in batches
 
 
@@ -78,23 +79,26 @@ class Times:
     pulled: list[float] = field(default_factory=list)
     hit: list[float] = field(default_factory=list)
     bytes_per_s: list[float] = field(default_factory=list)
+    num_joined: int = 0
 
 
-async def one_round(url: str, length: int, rng: random.Random, times: Times) -> None:
-    prefix = [rng.randrange(100, 400) for _ in range(length - NUM_NEW)]
-    first, second, third = ([*prefix, *(rng.randrange(100, 400) for _ in range(NUM_NEW))] for _ in range(3))
+async def one_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
+    prefix = [rng.randrange(100, 400) for _ in range(length - end)]
+    first, second = ([*prefix, *(rng.randrange(100, 400) for _ in range(end))] for _ in range(2))
     times.computed.append((await ask(url, first))[0])
     before = node_counters(url)
-    took, _ = await ask(url, second)
+    took, tokens = await ask(url, second)
     after = node_counters(url)
-    gained = {name: after[name] - before[name] for name in ("pull_completed", "pull_seconds", "kv_pushed_bytes")}
+    names = ("pull_completed", "pull_joined", "pull_seconds", "kv_pushed_bytes")
+    gained = {name: after[name] - before[name] for name in names}
     if gained["pull_completed"] == 1:
         times.pulled.append(took)
         times.bytes_per_s.append(gained["kv_pushed_bytes"] / gained["pull_seconds"])
-    own, others = await ask(url, third), await ask(url, third)
-    if own[1] != others[1]:
-        raise SystemExit(f"with its own KV a node says {own[1]}, with pulled KV {others[1]}")
-    times.hit += [own[0], others[0]]
+        times.num_joined += int(gained["pull_joined"])
+    own = await ask(url, second)
+    if own[1] != tokens:
+        raise SystemExit(f"with its own KV a node says {own[1]}, with pulled KV {tokens}")
+    times.hit.append(own[0])
 
 
 def shown(values: Sequence[float], scale: float) -> str:
@@ -106,21 +110,29 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="prompt tokens")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument(
+        "--ends", type=int, nargs="+", default=[64, 1024], help="tokens of each prompt after its prefix"
+    )
     known = sys.argv[1:]
     options = known[known.index("--") + 1 :] if "--" in known else []
     arguments = parser.parse_args(known[: known.index("--")] if "--" in known else known)
     rng = random.Random(1)
+    cases = [(length, end) for length in arguments.lengths for end in arguments.ends if end < length]
     with cluster(os.path.abspath(arguments.model), options) as url:
-        for length in arguments.lengths:  # both nodes measure their rates, kernels and channels are made
-            asyncio.run(one_round(url, length, rng, Times()))
-        print(f"{'prompt':>8}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}  pulls")
-        for length in arguments.lengths:
+        for case in cases:  # both nodes measure their rates, kernels and channels are made
+            asyncio.run(one_round(url, *case, rng, Times()))
+        titles = f"{'prompt':>8}{'end':>7}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}"
+        print(f"{titles}  pulls, under a step")
+        for length, end in cases:
             times = Times()
             for _ in range(arguments.rounds):
-                asyncio.run(one_round(url, length, rng, times))
+                asyncio.run(one_round(url, length, end, rng, times))
             columns = "".join(shown(each, 1e3) for each in (times.computed, times.pulled, times.hit))
-            rate = shown(times.bytes_per_s, 1e-9)
-            print(f"{length:8}{columns}{'':19}{rate}  {len(times.pulled)} of {arguments.rounds}")
+            rate, joined = (
+                shown(times.bytes_per_s, 1e-9),
+                f"{len(times.pulled)} of {arguments.rounds}, {times.num_joined}",
+            )
+            print(f"{length:8}{end:7}{columns}{'':19}{rate}  {joined}", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.measure import median_event_seconds
+from tandem.kv_connector.layer_groups import push_groups
 from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, ReadySent, SourceStepMeta, digest_key
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.transports import cuda_ipc
@@ -39,7 +40,7 @@ from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.mapped import MappedChannel
 from tandem.kv_connector.worker import ConnectorWorker
 
-PROGRAMS, ENGINE_RUN_BYTES = cuda_ipc.PROGRAMS, cuda_ipc.ENGINE_RUN_BYTES  # as the product has them
+AS_CHOSEN = cuda_ipc.way_of
 GIB = 1 << 30
 LLAMA_8B = KVLayout((KVGroup(32, 8, 128, "bfloat16"),), 64)
 TARGET_GB_S = 330.0
@@ -65,8 +66,8 @@ class Way:
     num_programs: int = 0
 
     def choose(self) -> None:
-        cuda_ipc.PROGRAMS = self.num_programs or PROGRAMS
-        cuda_ipc.ENGINE_RUN_BYTES = 1 << 62 if self.num_programs else ENGINE_RUN_BYTES
+        by_kernel = cuda_ipc.Way.KERNEL, self.num_programs
+        cuda_ipc.way_of = (lambda *asked: by_kernel) if self.num_programs else AS_CHOSEN
 
 
 def ways_of(programs: Sequence[int]) -> list[Way]:
@@ -91,8 +92,7 @@ def measure_wire(ways: Sequence[Way], repeat: int) -> None:
 
     def push(layers: range | None, with_sums: bool) -> None:
         sums = PairSums(BlockSums.of_none(source, num_blocks, 7), range(num_blocks)) if with_sums else None
-        for layer in [None] if layers is None else layers:
-            chosen = None if layer is None else range(layer, layer + 1)
+        for chosen in [None] if layers is None else push_groups(len(layers)):
             mapping.copy_in(0, source, pairs, chosen, valid, sums)
 
     print(f"1 GiB of {num_blocks} scattered blocks to scattered places, GB/s; plain peer copy {GIB / plain / 1e9:.0f}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -20,10 +21,25 @@ HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 _FOR_ALL_DEVICES = 1
 _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
+_ON_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 
 
 class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _StridedCopy(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (
+        ("source_x", ctypes.c_size_t), ("source_y", ctypes.c_size_t), ("source_kind", ctypes.c_int),
+        ("source_host", ctypes.c_void_p), ("source", ctypes.c_uint64), ("source_array", ctypes.c_void_p),
+        ("source_pitch", ctypes.c_size_t),
+        ("target_x", ctypes.c_size_t), ("target_y", ctypes.c_size_t), ("target_kind", ctypes.c_int),
+        ("target_host", ctypes.c_void_p), ("target", ctypes.c_uint64), ("target_array", ctypes.c_void_p),
+        ("target_pitch", ctypes.c_size_t),
+        ("width", ctypes.c_size_t), ("height", ctypes.c_size_t),
+    )  # fmt: skip
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -56,6 +72,14 @@ def _library() -> ctypes.CDLL:
     library.cuMemHostUnregister.argtypes = [ctypes.c_uint64]
     _check("cuInit", library.cuInit(0), library)
     return library
+
+
+@cache
+def _library_of_short_calls() -> ctypes.PyDLL:
+    """The same, called without letting other Python threads run: to get on again after each call of a few us would take
+    as long as they please."""
+    _library()
+    return ctypes.PyDLL("libcuda.so.1")
 
 
 def export_memory(device_index: int, address: int) -> tuple[bytes, int]:
@@ -102,6 +126,32 @@ def copy_runs(
             ctypes.c_size_t(1), ctypes.c_void_p(stream),
         )  # fmt: skip
         _check("cuMemcpyBatchAsync", found, library)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Runs of one length at equal distances, in bytes."""
+
+    nbytes: int
+    count: int
+    target_distance: int
+    source_distance: int
+
+
+def copy_rows(device_index: int, targets_N: np.ndarray, sources_N: np.ndarray, rows: Rows, stream: int) -> None:
+    """Enqueues N copies of such rows, whose first ones are at these addresses, on `stream` as `copy_runs` does."""
+    library = _library_of_short_calls()
+    copy = _StridedCopy(
+        source_kind=_ON_DEVICE, source_pitch=rows.source_distance, target_kind=_ON_DEVICE,
+        target_pitch=rows.target_distance, width=rows.nbytes, height=rows.count,
+    )  # fmt: skip
+    described, handle = ctypes.byref(copy), ctypes.c_void_p(stream)
+    with _primary_context(device_index):
+        for target, source in zip(targets_N.tolist(), sources_N.tolist(), strict=True):
+            copy.target, copy.source = target, source
+            result = library.cuMemcpy2DAsync_v2(described, handle)
+            if result:
+                _check("cuMemcpy2DAsync", result, _library())
 
 
 def merged_runs(

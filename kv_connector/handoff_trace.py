@@ -3,8 +3,8 @@
 A line has `t` (seconds of CLOCK_MONOTONIC, one clock for all processes of a host), `node`, `request`, `attempt`,
 `stage`: "received Submit", "sent KVClaim" … for messages, "sent Tokens" once a request, "step" for what a step sends
 (`num_deltas`), "slow step" with what took the time (engine/turn_times.py), "verified", and of a source's layers
-"computed" and "pushed" with `layer`, `first_block`, of pushes `begin` and `nbytes`. On CUDA those two are times of the
-device.
+"computed" and "pushed" with `layer`, `first_block`, of pushes `last_layer`, `begin` and `nbytes`. On CUDA those two are
+times of the device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,9 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    layer: int  # -1: all
+    layers: range  # -1: all
     first_block: int
-    written: Moment | None
+    written: Sequence[Moment]  # each of them
     begun: Moment
     done: Moment
     nbytes: float
@@ -94,14 +95,14 @@ class HandoffTrace:
     def pushed(
         self,
         key: HandoffKey,
-        layer: int,
+        layers: range,
         first_block: int,
-        written: Moment | None,
+        written: Sequence[Moment],
         begun: Moment,
         done: Moment,
         nbytes: float,
     ) -> None:
-        self._pushes[key].append(_Push(layer, first_block, written, begun, done, nbytes))
+        self._pushes[key].append(_Push(layers, first_block, written, begun, done, nbytes))
 
     def end_of_pushes(self, key: HandoffKey, on_cuda: bool) -> None:
         """All of them have run on the device. Costs one wait for a new stream's first event."""
@@ -111,10 +112,10 @@ class HandoffTrace:
             anchor.event.synchronize()
             anchor = Moment(time.monotonic(), anchor.event)
         for push in self._pushes.pop(key, ()):
-            values = {"layer": push.layer, "first_block": push.first_block}
-            if push.written is not None:
-                self.note(key, "computed", push.written.seconds(anchor), **values)
-            begin = max(m.seconds(anchor) for m in (push.begun, push.written) if m is not None)
+            for layer, moment in zip(push.layers, push.written, strict=False):
+                self.note(key, "computed", moment.seconds(anchor), layer=layer, first_block=push.first_block)
+            begin = max(moment.seconds(anchor) for moment in (push.begun, *push.written))
+            values = {"layer": push.layers.start, "last_layer": push.layers.stop - 1, "first_block": push.first_block}
             self.note(key, "pushed", push.done.seconds(anchor), begin=begin, nbytes=push.nbytes, **values)
 
 

@@ -41,9 +41,9 @@ class Pusher:
         self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
         self._channels, self._book, self._counters, self._trace = channels, book, counters, trace
 
-    def push(self, push: LayerPush | WholePush, layer: int | None, written: Moment | None) -> None:
-        """One layer, or all (None). `written`: when its KV was, if traced. Raises what a channel's write raises."""
-        layers = None if layer is None else range(layer, layer + 1)
+    def push(self, push: LayerPush | WholePush, layers: range | None, written: Sequence[Moment] = ()) -> None:
+        """Some layers, or all (None). `written`: when the KV of each was, if traced. Raises what a channel's write
+        raises."""
         if self._trace is None:
             self._push(push, layers)
             return
@@ -52,12 +52,7 @@ class Pusher:
         self._push(push, layers)
         nbytes = self._counters["kv_pushed_bytes"] - before
         first = push.grant.first_block + push.grant.block_ids.index(push.destination_block_ids[0])
-        number = -1 if layer is None else layer
-        self._trace.pushed(push.key, number, first, written, begun, Moment.now(on_cuda), nbytes)
-
-    def push_layers(self, push: WholePush, layers: range) -> None:
-        """Some layers of it; not traced."""
-        self._push(push, layers)
+        self._trace.pushed(push.key, layers or range(-1, 0), first, written, begun, Moment.now(on_cuda), nbytes)
 
     def reshaper_to(self, sink: KVLayout) -> Reshaper | None:
         """None when blocks go into such a pool as they are."""

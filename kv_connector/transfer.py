@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class _LayerJob:
     push: LayerPush
-    layer: int
-    written: Moment | None  # when traced
+    layers: range
+    written: tuple[Moment, ...]  # each of them, when traced
 
 
 _Job = TransferJob | _LayerJob | NodeInfo
@@ -119,7 +119,7 @@ class TransferWorker:
 
     @property
     def is_traced(self) -> bool:
-        """Events given to `submit_layer` are then to be made for timing."""
+        """Events given to `submit_layers` are then to be made for timing."""
         return self._trace is not None
 
     # --- any thread -----------------------------------------------------------------------------------------
@@ -165,10 +165,10 @@ class TransferWorker:
         """From the thread that launches steps: `done` fires when that step is complete (None on CPU: it is)."""
         self._newest_step_done = done
 
-    def submit_layer(self, push: LayerPush, layer: int, written: torch.cuda.Event | None = None) -> None:
-        """Push of one layer of `push`'s blocks."""
-        moment = Moment(time.monotonic(), written) if self.is_traced else None
-        self._jobs.put((_LayerJob(push, layer, moment), written))
+    def submit_layers(self, push: LayerPush, layers: range, written: Sequence[torch.cuda.Event | None] = ()) -> None:
+        """Push of these layers of `push`'s blocks. `written`: device events after which each of them is complete."""
+        moments = [Moment(time.monotonic(), event) for event in written] if self.is_traced else []
+        self._jobs.put((_LayerJob(push, layers, tuple(moments)), written[-1] if written else None))
 
     def stop(self, deadline_s: float) -> bool:
         """Runs what is queued for at most `deadline_s`, then breaks the channels. Whether the thread has ended."""
@@ -221,8 +221,8 @@ class TransferWorker:
             elif isinstance(job, WholePush) and job.by_layer and self._can_push_by_layer:
                 self._push_by_layer(job)
             else:
-                layer = job.layer if isinstance(job, _LayerJob) else None
-                self.pusher.push(subject, layer, job.written if isinstance(job, _LayerJob) else None)  # type: ignore[arg-type]
+                layers, moments = (job.layers, job.written) if isinstance(job, _LayerJob) else (None, ())
+                self.pusher.push(subject, layers, moments)  # type: ignore[arg-type]
         except TandemError as error:
             self._fail(subject.key, subject.grant_id, error.message)
         except Exception as error:  # a fault of ours must end this hand-off, not the thread

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from tandem.kv_connector.layer_groups import push_groups
 from tandem.kv_connector.meta import LayerPush, SourceStepMeta, WholePush
 from tandem.kv_connector.transfer import TransferWorker
 
@@ -62,6 +63,8 @@ class ConnectorWorker:
         self._meta: SourceStepMeta | None = None
         self._lags = lags
         self._newest_layer: int | None = None
+        self._groups = push_groups(len(layer_indices))
+        self._written: list[torch.cuda.Event | None] = []  # layers of a group that is not complete
         self._load_events: dict[int, list[LoadEvent]] = {}
         self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
         self._steps: OrderedDict[int, list[torch.cuda.Event]] = OrderedDict()  # CUDA: of the last steps with hand-offs
@@ -104,6 +107,7 @@ class ConnectorWorker:
         for layer in list(self._load_events):  # layers that this step did not run: no load outlives its step
             self._wait_for_loads(layer)
         self._transfer.note_step_launched(done)
+        self._written.clear()
         layer_events, self._layer_events = self._layer_events, []
         if self._lags:
             layer_events = [*layer_events[1:], done]
@@ -135,8 +139,8 @@ class ConnectorWorker:
                 push.num_valid,
                 push.first_slots,
             )
-            for layer, written in enumerate(events):
-                self._transfer.submit_layer(layered, layer, written)
+            for layers in self._groups:
+                self._transfer.submit_layers(layered, layers, events[layers.start : layers.stop])
 
     def _keep_step(self, step_id: int, layer_events: Sequence[torch.cuda.Event | None]) -> None:
         written = [event for event in layer_events if event is not None]
@@ -146,9 +150,15 @@ class ConnectorWorker:
                 self._steps.popitem(last=False)
 
     def _push_layer(self, layer: int | None, written: torch.cuda.Event | None) -> None:
-        if self._meta is not None and layer is not None:
+        """With its group, when that is complete."""
+        if self._meta is None or layer is None:
+            return
+        self._written.append(written)
+        group = next(layers for layers in self._groups if layer in layers)
+        if layer == group.stop - 1:
             for push in self._meta.pushes:
-                self._transfer.submit_layer(push, layer, written)
+                self._transfer.submit_layers(push, group, tuple(self._written))
+            self._written.clear()
 
     def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
         for load in loads:

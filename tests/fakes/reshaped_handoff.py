@@ -58,7 +58,7 @@ class Handoff:
         self.push_whole(range(2))
         push = LayerPush(**self.job(range(2, self.num_blocks)))
         for layer in range(self.source.node.layout.group.num_layers):
-            self.source.transfer.submit_layer(push, layer)
+            self.source.transfer.submit_layers(push, range(layer, layer + 1))
 
     def push_whole(self, blocks: range) -> None:
         self.source.transfer.submit(WholePush(step_id=-1, **self.job(blocks)))

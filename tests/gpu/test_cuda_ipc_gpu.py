@@ -50,11 +50,12 @@ def test_pushes_write_exactly_the_slots_that_they_name(layout) -> None:
         assert torch.equal(sink.pool.float().cpu(), expected)
 
 
-@pytest.mark.parametrize("longest_by_kernel", [-1, 1 << 40], ids=["engine", "kernel"])
+@pytest.mark.parametrize("by_kernel", [False, True], ids=["engine", "kernel"])
 @pytest.mark.parametrize("layout", [LAYOUTS["fp32"], LAYOUTS["bf16-padded"], MEGABYTE_BLOCKS], ids=str)
-def test_both_ways_move_and_sum_the_same(layout, longest_by_kernel, monkeypatch) -> None:
+def test_both_ways_move_and_sum_the_same(layout, by_kernel, monkeypatch) -> None:
     """Whole blocks at once, others layer by layer, the last one partly filled; to another GPU where there is one."""
-    monkeypatch.setattr(cuda_ipc, "ENGINE_RUN_BYTES", longest_by_kernel + 1)
+    monkeypatch.setattr(cuda_ipc, "SHORTEST_BLOCK_RUN", 1 << 40 if by_kernel else 1)
+    monkeypatch.setattr(cuda_ipc, "SHORTEST_ROW", 1 << 40 if by_kernel else 1)
     source = PoolNode("p", "local", seed=1, device="cuda:0", layout=layout)
     sink = PoolNode("d", "local", seed=2, device=LAST, layout=layout)
     sink.pool[:1].copy_(source.pool[:1])  # torch lets the devices reach each other

@@ -76,7 +76,7 @@ def test_a_hand_off_from_pushes_to_verified(make_sides, transport):
     before = sink.node.pool[2].clone()
     source.transfer.submit(whole(grant, [1], [4]))
     for layer in range(3):
-        source.transfer.submit_layer(layer_push(grant, [5, 6], [9, 2], [8, 3]), layer)
+        source.transfer.submit_layers(layer_push(grant, [5, 6], [9, 2], [8, 3]), range(layer, layer + 1))
     source.transfer.submit(finalize(grant, [1, 5, 6], num_valid_last=3))
     event = source.wait_for(ReadySent)
     assert source.sent == [("d", event.ready)]
@@ -205,7 +205,7 @@ def test_retire_drops_what_is_queued_and_stops_what_runs(gated):
     source, sink, channel = gated
     grant, other = sink.grant(source.node.info, range(16)), sink.grant(source.node.info, [20])
     source.transfer.submit(whole(grant, range(16), range(16), [64] * 16))
-    source.transfer.submit_layer(layer_push(grant, [1], [1], [64]), 0)
+    source.transfer.submit_layers(layer_push(grant, [1], [1], [64]), range(1))
     source.transfer.submit(finalize(grant, range(16), num_valid_last=64))
     source.transfer.submit(whole(other, [3], [20], [64]))
     source.transfer.submit(finalize(other, [3], num_valid_last=64))
@@ -214,7 +214,7 @@ def test_retire_drops_what_is_queued_and_stops_what_runs(gated):
     assert source.events_of(Retired) == []
     channel.go.set()
     source.wait_for(Retired)
-    source.transfer.submit_layer(layer_push(grant, [1], [1], [64]), 1)  # of a step that was launched before
+    source.transfer.submit_layers(layer_push(grant, [1], [1], [64]), range(1, 2))  # of a step that was launched before
     source.transfer.submit(Retire(KEY, other))
     source.wait_for(Retired, 2)
     # One write of four blocks had begun, no other of that grant followed; it was flushed before Retired.

@@ -12,8 +12,10 @@ from tandem.engine.cuda_driver import merged_runs
 from tandem.engine.messages import FirstToken
 from tandem.kernels import digest
 from tandem.kernels.move_blocks import BlockPlaces
+from tandem.kv_connector.layer_groups import push_groups
 from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
 from tandem.kv_connector.transports.block_runs import block_runs
+from tandem.kv_connector.transports.cuda_ipc import Way, way_of
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tests.fakes.kv_pools import PoolNode
 from tests.fakes.transfer_side import Side
@@ -83,7 +85,7 @@ def push_all(source: Side, grant, origins, num_valid, whole=()) -> None:
         places = layered[first : first + 2]
         columns = [tuple(of[place] for place in places) for of in (origins, grant.block_ids, num_valid)]
         for layer in range(3):
-            source.transfer.submit_layer(LayerPush(KEY, grant, *columns), layer)
+            source.transfer.submit_layers(LayerPush(KEY, grant, *columns), range(layer, layer + 1))
 
 
 def verified(source: Side, sink: Side, grant, origins, valid, round=0) -> Verified:
@@ -118,7 +120,7 @@ def test_what_was_pushed_twice_is_digested_in_a_pass(sides, again) -> None:
     """The sums count it twice, and the digests are those of what arrived all the same."""
     source, sink, _ = sides()
     grant = sink.node.grant(source.node.info, [4, 9])
-    source.transfer.submit_layer(LayerPush(KEY, grant, (1,), (4,), (8,)), again)
+    source.transfer.submit_layers(LayerPush(KEY, grant, (1,), (4,), (8,)), range(again, again + 1))
     push_all(source, grant, [1, 5], [8, 8])
     assert verified(source, sink, grant, [1, 5], 8).bad_indices == ()
     assert source.transfer.counters["kv_digest_passes"] == 1
@@ -150,3 +152,21 @@ def test_runs_of_layers_move_just_these(heads: range, layers: range) -> None:
         ctypes.memmove(to, origin, nbytes)
     assert torch.equal(target, expected)
     assert (rows[:, source[0].numel() :] == -1).all()
+
+
+def test_which_way_blocks_go() -> None:
+    """Of 32 layers: all at once, those with more behind them, the last one; and runs too short for a copy engine."""
+    assert way_of(32, 0, 32, 32 << 10) == (Way.BLOCKS, 0)
+    assert [way_of(32, layers.start, len(layers), 32 << 10)[0] for layers in push_groups(32)] == [
+        *[Way.ROWS] * 8,
+        Way.KERNEL,
+    ]
+    assert way_of(32, 31, 1, 32 << 10)[1] > way_of(32, 4, 4, 512)[1]
+    assert way_of(32, 4, 4, 512)[0] is way_of(2, 0, 2, 4 << 10)[0] is Way.KERNEL
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5, 9, 32, 80])
+def test_each_layer_is_pushed_once_and_the_last_one_alone(num_layers: int) -> None:
+    groups = push_groups(num_layers)
+    assert [layer for layers in groups for layer in layers] == list(range(num_layers))
+    assert groups[-1] == range(num_layers - 1, num_layers)
