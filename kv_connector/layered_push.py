@@ -31,7 +31,7 @@ def push_by_layer(
         if is_over():
             return
         sums.add_layers(pool_NHLPBD, listed, layers)
-        pusher.push_layers(push, layers)
+        pusher.push(push, layers)
         flush()
         yield KVLayers(
             request_id=grant.request_id,
