@@ -57,17 +57,19 @@ class RealCluster:
     def wait_until_ready(self, num_nodes: int = 0, timeout_s: float = 60.0, without: str = "") -> None:
         """The router can use `num_nodes` nodes, and none of them is the one called `without`."""
         deadline = time.monotonic() + timeout_s
+        said = "nothing"
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"tandem serve ended: {self.log()}"
             try:
                 answer = self.client.get("/ready")
+                said = answer.text
                 nodes = [node["node_id"] for node in answer.json()["nodes"]] if answer.status_code == 200 else None
                 if nodes is not None and len(nodes) >= num_nodes and without not in nodes:
                     return
             except httpx.TransportError:
                 pass
             time.sleep(0.05)
-        raise AssertionError(f"not ready: {self.log()}")
+        raise AssertionError(f"not ready, {said}: {self.log()}")
 
     def num_nodes(self) -> int:
         """That the router can use now."""
