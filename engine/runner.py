@@ -115,8 +115,15 @@ class ModelRunner:
                 [copy.num_tokens for copy in copies],
             )
         step = LaunchedStep(output.step_id)
-        if not self._replay(output, step):
+        connector = self._connector
+        if connector is not None and output.connector_meta is not None:
+            connector.start_load_kv(output.connector_meta)
+            step.is_void = partial(connector.loads_failed, output.connector_meta)
+        is_replayed = self._replay(output, step)
+        if not is_replayed:
             self._compute(output, step)
+        if connector is not None and (output.connector_meta is not None or not is_replayed):
+            connector.wait_for_save()
         if self.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
@@ -150,11 +157,6 @@ class ModelRunner:
     def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Any mix of rows, layer by layer. Without the memory for all at once: in ever smaller pieces; what has run
         already is run again, to the same effect. If even the smallest do not fit, the step's requests fail."""
-        connector = self._connector
-        if connector is not None:
-            connector.start_load_kv(output.connector_meta)
-            if output.connector_meta is not None:
-                step.is_void = partial(connector.loads_failed, output.connector_meta)
         pieces = split_step(output, output.num_tokens)
         while True:
             try:
@@ -169,8 +171,6 @@ class ModelRunner:
             pieces = split_step(output, largest // 2)
         if self.model.group is not None:
             self.model.group.end_step(len(output.samples))
-        if connector is not None:
-            connector.wait_for_save()
 
     def _on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
         if self.model.group is not None:

@@ -108,10 +108,16 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
         )
 
     @property
+    def is_layered(self) -> bool:
+        """Whether KV moves beside its layers, so that they are launched one by one; metadata without `by_layer` means
+        that it does."""
+        return self.connector_meta is not None and getattr(self.connector_meta, "by_layer", True)
+
+    @property
     def is_only_rows(self) -> bool:
         """Whether nothing happens to the KV but that its rows are computed, and no row is sampled twice."""
         return (
-            self.connector_meta is None
+            not self.is_layered
             and not self.forks
             and not any(row.prompt_logprobs for row in self.rows)
             and len({sample.row for sample in self.samples}) == len(self.samples)

@@ -84,11 +84,14 @@ class WholePush:
 @dataclass(frozen=True, slots=True)
 class SourceStepMeta:
     """Pushes of one step. `whole` is queued before the step's first layer push. Without pushes: the step computes a
-    prompt whose grant may come while it runs, so it is noted when each layer is done."""
+    prompt whose grant may come while it runs, so it is noted when each layer, or all of it, is done.
+
+    `by_layer` False: nothing happens beside the layers; what `whole` has of this step goes out behind it."""
 
     step_id: int
     pushes: tuple[LayerPush, ...]
     whole: tuple[WholePush, ...]
+    by_layer: bool = True
 
 
 @dataclass(frozen=True, slots=True)

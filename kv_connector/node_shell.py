@@ -130,8 +130,9 @@ class NodeProcess:
         )
         self.logic = make_logic(self._context())
         if isinstance(self.logic, HandoffNode) and self.ranks is None:
-            replays = options.cuda_graphs and self.loaded.device.type == "cuda"
-            self.logic.asker.follow_layers(self.transfer.gates.load_of, REPLAYED_TOKENS if replays else 0)
+            replayed = REPLAYED_TOKENS if options.cuda_graphs and self.loaded.device.type == "cuda" else 0
+            self.logic.asker.follow_layers(self.transfer.gates.load_of, replayed)
+            self.logic.source.whole_up_to = replayed
         self.logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:
             order = self.logic.scheduler.prompt_order

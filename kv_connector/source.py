@@ -56,6 +56,9 @@ class SourceManager(SourcePeers):
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
         super().__init__(info, pool, options)
         self._grant_check = GrantCheck(keys, info.node_id)
+        # Rows of up to so many tokens are pushed whole behind their step, which may then be a graph's: launching it and
+        # its pushes layer by layer takes the host longer than these bytes take.
+        self.whole_up_to = 0
         self._max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -99,7 +102,7 @@ class SourceManager(SourcePeers):
             for record in self._records.values()
             if record.request is not None and record.request.slot >= 0 and record.block_ids
         }
-        pushes, whole, awaits_grant = [], [], False
+        pushes, whole, awaits_grant, by_layer = [], [], False, False
         for row in output.rows:
             record = by_slot.get(row.slot)
             if record is None:
@@ -110,13 +113,19 @@ class SourceManager(SourcePeers):
                 record.last_step = output.step_id
                 continue  # its prefix is still being pulled: nothing of it leaves before the step has been read
             before = record.take_whole_push(row.start, record.last_step) if pushing else None
-            record.step_built(output.step_id, row.start + row.num_tokens)
-            now = record.take_layer_push() if pushing else None
             whole += [before] if before is not None else []
-            pushes += [now] if now is not None else []
+            record.step_built(output.step_id, row.start + row.num_tokens)
+            is_small = row.num_tokens <= self.whole_up_to
+            by_layer |= not is_small
+            if pushing and is_small:
+                behind = record.take_whole_push(record.num_computed_tokens, output.step_id)
+                whole += [behind] if behind is not None else []
+            elif pushing:
+                now = record.take_layer_push()
+                pushes += [now] if now is not None else []
         if not pushes and not whole and not awaits_grant:
             return None
-        return SourceStepMeta(output.step_id, tuple(pushes), tuple(whole))
+        return SourceStepMeta(output.step_id, tuple(pushes), tuple(whole), by_layer)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         record = self._records.get(request.key)

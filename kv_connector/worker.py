@@ -112,7 +112,7 @@ class ConnectorWorker:
         if self._lags:
             layer_events = [*layer_events[1:], done]
         if meta is not None:
-            self._keep_step(meta.step_id, layer_events)
+            self._keep_step(meta, layer_events, done)
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
 
     def loads_failed(self, meta: object | None) -> bool:
@@ -130,6 +130,8 @@ class ConnectorWorker:
             self._transfer.submit(push, waits=not has_run)
         elif events[-1].query():
             self._transfer.submit(push, waits=False)
+        elif len(events) < len(self._layer_indices):
+            self._transfer.submit(push, events[-1])
         else:
             layered = LayerPush(
                 push.key,
@@ -142,10 +144,17 @@ class ConnectorWorker:
             for layers in self._groups:
                 self._transfer.submit_layers(layered, layers, events[layers.start : layers.stop])
 
-    def _keep_step(self, step_id: int, layer_events: Sequence[torch.cuda.Event | None]) -> None:
+    def _keep_step(
+        self, meta: SourceStepMeta, layer_events: Sequence[torch.cuda.Event | None], done: torch.cuda.Event | None
+    ) -> None:
+        """One event for each layer, or for a step that ran as a whole one for all."""
         written = [event for event in layer_events if event is not None]
-        if len(written) == len(self._layer_indices):
-            self._steps[step_id] = written
+        if not meta.by_layer and done is not None:
+            written = written or [done]
+        elif len(written) != len(self._layer_indices):
+            return
+        if written:
+            self._steps[meta.step_id] = written
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
 

@@ -88,4 +88,4 @@ def with_loads(step_id: int, meta: object | None, loads: tuple[object, ...]) -> 
     assert isinstance(meta, SourceStepMeta)
     before = meta.loads if isinstance(meta, LoadingStepMeta) else ()
     whole = tuple(replace(push, step_id=step_id) for push in meta.whole)
-    return LoadingStepMeta(step_id, meta.pushes, whole, (*before, *loads))
+    return LoadingStepMeta(step_id, meta.pushes, whole, loads=(*before, *loads))

@@ -29,6 +29,7 @@ class Prefill:
         self.epoch, self.info = epoch, NodeInfo(node_id="p", epoch=epoch, role="prefill")
         self.pool = BlockPool(num_blocks, enable_caching=True)
         self.manager = SourceManager(self.info, KEYS, self.pool, options)
+        self.manager.whole_up_to = BLOCK * (epoch % 4)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.jobs: deque[Any] = deque()

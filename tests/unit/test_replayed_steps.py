@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 import torch
-from handmade_steps import BLOCK, MAX_LEN, make_runner, new_slot
+from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_slot
 
 from tandem.engine.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kv_connector.meta import SourceStepMeta
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 SLOT_BLOCKS = {0: (7, 3, 11), 2: (5, 6, 2)}
@@ -82,6 +84,19 @@ def test_which_steps_are_replayed() -> None:
     assert not SchedulerOutput(0, (chunk,), (sample,), forks=(ForkSlot(1, 0, 8, (1,), 1),)).is_only_rows
     assert not SchedulerOutput(0, (chunk,), (), connector_meta=object()).is_only_rows  # type: ignore[arg-type]
     assert not SchedulerOutput(0, (ScheduledRow(0, 0, 8, prompt_logprobs=True),), (sample,)).is_only_rows
+
+
+def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> None:
+    diary = RecordingConnector()
+    runner = make_runner(tiny_model("llama"), connector=diary)
+    runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    (first, *_), behind = steps({0: random_prompt(33, seed=2), 2: random_prompt(5, seed=1)}, SamplingParams()), []
+    for by_layer in (False, True):
+        diary.calls.clear()
+        meta = SourceStepMeta(0, (), (), by_layer)
+        runner.execute(msgspec.structs.replace(first, connector_meta=meta))
+        behind.append((graphs.num_runs, diary.calls[0], diary.calls[-1], "save" in diary.calls))
+    assert behind == [(1, "start", "saved", False), (1, "start", "saved", True)]
 
 
 def test_dummy_steps_write_nothing() -> None:

@@ -109,6 +109,18 @@ def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, wo
     assert torch.equal(sink.pool[9], tail_before)
 
 
+def test_behind_a_step_that_ran_as_a_whole_blocks_go_out_whole(nodes, channel, worker):
+    source, sink = nodes
+    grant = sink.grant(source.info, [7, 8])
+    old, of_this_step = WholePush(KEY, grant, (2,), (7,), (8,), step_id=4), WholePush(KEY, grant, (3,), (8,), (5,), 5)
+    worker.start_load_kv(SourceStepMeta(5, (), (old, of_this_step), by_layer=False))
+    assert wait_until(lambda: channel.writes == [(((2, 7),), None)])
+    source.pool[3] = 42.0
+    worker.wait_for_save()
+    assert wait_until(lambda: channel.writes[1:] == [(((3, 8),), None)])
+    assert wait_until(lambda: bool((sink.pool[8][:, :, :, :5] == 42.0).all()))
+
+
 def test_with_other_ranks_a_layer_goes_out_when_the_next_one_has_begun(nodes, channel, worker, monkeypatch):
     monkeypatch.setattr(worker, "_lags", True)
     source, sink = nodes
