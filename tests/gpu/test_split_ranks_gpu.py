@@ -65,7 +65,7 @@ def run_all(prefill: NodeInfo, decode: NodeInfo, name: str) -> tuple[list[list[i
             client.submit(f"{name}-{n}", random_prompt(n, n, 2048), GREEDY, decode=decode, prefill=prefill)
             for n in LENGTHS
         ]
-        client.wait()
+        client.wait(timeout_s=20)
         client.statuses.clear()
         while not {decode.node_id, prefill.node_id} <= client.statuses.keys():
             client.poll(0.1)

@@ -1,0 +1,67 @@
+"""A pool in several memories is written as one pool is, each memory its heads; what can't hold a pool is not mapped."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from tandem.engine.errors import ConfigError
+from tandem.kv_connector.transports.cuda_ipc import CudaIpcHandle, fits
+from tandem.kv_connector.transports.node_transports import make_transports
+from tandem.kv_connector.transports.shm import ShmMapping
+from tandem.kv_connector.transports.split_mapping import SplitMapping
+from tests.fakes.kv_pools import KEYS, expected_after, make_layout, random_write
+
+LAYOUT = make_layout(heads=4)
+HANDLE = b"h" * 64
+BYTES = LAYOUT.payload_bytes
+
+
+def pool(heads: int) -> torch.Tensor:
+    return torch.randn(8, heads, 3, 2, 8, 4)
+
+
+@pytest.mark.parametrize("num_heads", [(2, 2), (1, 3)])
+def test_every_memory_gets_its_heads(num_heads: tuple[int, int]) -> None:
+    parts, source = [pool(count) for count in num_heads], pool(4)
+    runs = (range(num_heads[0]), range(num_heads[0], 4))
+    mapping = SplitMapping([(heads, ShmMapping(part)) for heads, part in zip(runs, parts, strict=True)])
+    rng = random.Random(7)
+    for _ in range(12):
+        pairs, layers, num_valid = random_write(rng, 8, LAYOUT, range(8))
+        expected = expected_after(torch.cat(parts, 1), source, pairs, layers, num_valid)
+        assert mapping.copy_in(1, source, pairs, layers, num_valid)
+        mapping.flush(1)
+        assert torch.equal(torch.cat(parts, 1), expected)
+    mapping.close()
+    before = torch.cat(parts, 1)
+    assert not mapping.copy_in(1, source, [(0, 1)], None, [8])
+    assert torch.equal(torch.cat(parts, 1), before)
+
+
+@pytest.mark.parametrize(
+    ("handles", "fit"),
+    [
+        ([CudaIpcHandle(HANDLE, 0, BYTES, 4)], True),
+        ([CudaIpcHandle(HANDLE, 0, BYTES + 8, 4)], False),
+        ([CudaIpcHandle(HANDLE, 0, BYTES // 2, 2)] * 2, True),
+        ([CudaIpcHandle(HANDLE, 64, BYTES // 4, 1)] * 4, True),
+        ([CudaIpcHandle(HANDLE, 0, BYTES // 2, 2)], False),
+        ([CudaIpcHandle(HANDLE, 0, BYTES // 2 - 8, 2)] * 2, False),
+        ([CudaIpcHandle(HANDLE[:9], 0, BYTES // 2, 2)] * 2, False),
+        ([CudaIpcHandle(HANDLE, -8, BYTES // 2, 2)] * 2, False),
+        ([CudaIpcHandle(HANDLE, 0, BYTES, 5), CudaIpcHandle(HANDLE, 0, BYTES, -1)], False),
+        ([], False),
+    ],
+)
+def test_what_is_exported_must_hold_every_head_once(handles: list[CudaIpcHandle], fit: bool) -> None:
+    assert fits(handles, LAYOUT) == fit
+
+
+def test_a_transport_that_reaches_one_gpu_is_not_offered_by_ranks() -> None:
+    cpu = torch.device("cpu")
+    assert [each.name for each in make_transports("auto", cpu, KEYS, "127.0.0.1", 5.0, has_ranks=True)] == ["tcp"]
+    with pytest.raises(ConfigError, match="transport shm can't be used: of the GPUs of several ranks it reaches one"):
+        make_transports("shm", cpu, KEYS, "127.0.0.1", 5.0, has_ranks=True)
