@@ -53,8 +53,10 @@ from tandem.kv_connector.pusher import Pusher
 from tandem.kv_connector.rank_pools import RankPools
 from tandem.kv_connector.transports.base import OnLost
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
+from tandem.kv_connector.waiting_layers import WaitingLayers
 
 logger = logging.getLogger(__name__)
+WRITTEN_POLL_S = 0.0003  # layers but the last, which is enqueued before it is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class TransferWorker:
         self._post_event, self._send_ready = post_event, send_ready
         self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
         self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._waiting: WaitingLayers[_Item] = WaitingLayers()
         self._book = GrantBook()
         self._stream: torch.cuda.Stream | None = None  # of pushes, each behind the step that computes it
         self._digest_stream: torch.cuda.Stream | None = None  # of what must not wait for other requests' steps
@@ -188,8 +191,27 @@ class TransferWorker:
             self._stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
             self._digest_stream = torch.cuda.Stream(self._pool_NHLPBD.device)
         with _on_stream(self._stream):
-            while (item := self._jobs.get()) is not None:
+            while (item := self._next_item()) is not None:
+                job, written = item
+                if isinstance(job, _LayerJob) and written is not None:
+                    is_last = job.layers.stop == self._pool_NHLPBD.shape[2]
+                    self._waiting.add(job.push.grant_id, item, written, goes_ahead=is_last)
+                    continue
+                for before in self._waiting.take_all_of(getattr(job, "grant_id", 0)):
+                    self._run_job(*before)
+                self._run_job(job, written)
+            for left in self._waiting.take_all_of(None):
+                self._run_job(*left)
+
+    def _next_item(self) -> _Item | None:
+        """Meanwhile layers are pushed as they are written."""
+        while True:
+            for item in self._waiting.take_written():
                 self._run_job(*item)
+            try:
+                return self._jobs.get(timeout=WRITTEN_POLL_S if self._waiting else None)
+            except queue.Empty:
+                continue
 
     def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
         self.counters["kv_jobs"] += 1

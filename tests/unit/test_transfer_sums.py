@@ -17,6 +17,7 @@ from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, Verified, V
 from tandem.kv_connector.transports.block_runs import block_runs
 from tandem.kv_connector.transports.cuda_ipc import Way, way_of
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
+from tandem.kv_connector.waiting_layers import WaitingLayers
 from tests.fakes.kv_pools import PoolNode
 from tests.fakes.transfer_side import Side
 
@@ -170,3 +171,34 @@ def test_each_layer_is_pushed_once_and_the_last_one_alone(num_layers: int) -> No
     groups = push_groups(num_layers)
     assert [layer for layers in groups for layer in layers] == list(range(num_layers))
     assert groups[-1] == range(num_layers - 1, num_layers)
+
+
+class Event:
+    def __init__(self) -> None:
+        self.has_fired = False
+
+    def query(self) -> bool:
+        return self.has_fired
+
+
+def test_layers_wait_until_they_are_written_and_keep_their_grants_order() -> None:
+    waiting: WaitingLayers[str] = WaitingLayers()
+    events = [Event() for _ in range(3)]
+    for grant_id, name in ((1, "a"), (2, "b")):
+        for index, event in enumerate(events):
+            waiting.add(grant_id, f"{name}{index}", event, goes_ahead=index == 2)
+    assert waiting.take_written() == []
+    events[1].has_fired = True
+    assert waiting.take_written() == [], "the ones before them have not gone"
+    events[0].has_fired = True
+    assert waiting.take_written() == ["a0", "a1", "a2", "b0", "b1", "b2"], "the last goes ahead of the device"
+    assert not waiting
+
+
+def test_whatever_else_there_is_of_a_grant_comes_behind_its_layers() -> None:
+    waiting: WaitingLayers[str] = WaitingLayers()
+    for grant_id in (1, 2, 1):
+        waiting.add(grant_id, f"{grant_id}", Event(), goes_ahead=False)
+    assert waiting.take_all_of(1) == ["1", "1"]
+    assert waiting.take_all_of(3) == []
+    assert waiting.take_all_of(None) == ["2"]

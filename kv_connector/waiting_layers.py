@@ -1,0 +1,67 @@
+"""Layers whose push waits until the device has written them. Belongs to the transfer thread.
+
+Their copies are enqueued only then: a driver whose queue is full of copies that wait keeps its lock, and nothing else
+is launched meanwhile. The last layer of a push, a launch or two, goes ahead of the device, since the hand-off's end
+waits for it: a stream waits then, no thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+Job = TypeVar("Job")
+
+
+class Written(Protocol):
+    """As torch.cuda.Event: whether the device has got there."""
+
+    def query(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Generic[Job]):
+    grant_id: int
+    job: Job
+    written: Written
+    goes_ahead: bool
+
+
+class WaitingLayers(Generic[Job]):
+    """Of one grant in the order in which they came; grants pass each other."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Waiting[Job]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, grant_id: int, job: Job, written: Written, goes_ahead: bool) -> None:
+        """`goes_ahead`: as soon as those of its grant before it have gone."""
+        self._waiting.append(Waiting(grant_id, job, written, goes_ahead))
+
+    def take_written(self) -> list[Job]:
+        held_up: set[int] = set()
+
+        def goes(each: Waiting[Job]) -> bool:
+            if each.grant_id not in held_up and (each.goes_ahead or each.written.query()):
+                return True
+            held_up.add(each.grant_id)
+            return False
+
+        return self._take(goes)
+
+    def take_all_of(self, grant_id: int | None) -> list[Job]:
+        """What is to go before anything else of this grant (None: of any), written or not."""
+        return self._take(lambda each: grant_id in (None, each.grant_id))
+
+    def _take(self, goes: Callable[[Waiting[Job]], bool]) -> list[Job]:
+        taken, left = [], []
+        for each in self._waiting:
+            if goes(each):
+                taken.append(each.job)
+            else:
+                left.append(each)
+        self._waiting = left
+        return taken
