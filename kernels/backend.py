@@ -191,10 +191,41 @@ class PagedImpl(AttentionImpl):
         v_scale: Scale = 1.0,
         attn_type: str = AttentionType.DECODER,
     ) -> torch.Tensor:
-        if attn_type != AttentionType.DECODER:
-            raise UnsupportedOptionError("attn_type", f"{attn_type!r} needs the native backend")
-        self.store(key, value, kv_cache, attn_metadata, k_scale, v_scale)
-        return self.attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+        if attn_type == AttentionType.DECODER:
+            self.store(key, value, kv_cache, attn_metadata, k_scale, v_scale)
+            return self.attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+        if attn_type == AttentionType.ENCODER_DECODER:
+            return self._forward_cross(query, key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata)
+        rows = attn_metadata.encoder_rows(attn_type == AttentionType.ENCODER)
+        if sum(rows.query_lens_cpu) != query.shape[0]:
+            lengths = rows.query_lens_cpu
+            raise ValueError(f"{query.shape[0]} encoder tokens, but encoder_seq_lens add up to {sum(lengths)}")
+        return self._attend_both_ways(query, key, value, rows)
+
+    def _forward_cross(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv: PagedKV,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Encoder KV is written on the step that brings it (`cross_slot_mapping`), and read from the cache always."""
+        if meta.encoder_seq_lens is None:
+            raise UnsupportedOptionError("attn_type", "cross attention needs encoder_seq_lens and cross_block_tables")
+        if meta.cross_slot_mapping is not None and key is not None and value is not None:
+            self.ops.write(key, value, kv, meta.cross_slot_mapping)
+        return self._attend_cross(query, kv, meta.cross_rows())
+
+    def _attend_both_ways(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch
+    ) -> torch.Tensor:
+        """query [T, H, D], key/value [T, K, D], each row over all its own tokens -> [T, H, D]."""
+        raise UnsupportedOptionError("attn_type", "encoders need the triton or the native backend")
+
+    def _attend_cross(self, query: torch.Tensor, kv: PagedKV, rows: RowBatch) -> torch.Tensor:
+        """query [T, H, D], each row over the `seq_lens` tokens in its blocks -> [T, H, D]; zeros over none."""
+        raise UnsupportedOptionError("attn_type", "cross attention needs the triton or the native backend")
 
     def store(
         self,

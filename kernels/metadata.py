@@ -91,6 +91,24 @@ class AttentionMetadata:
         """Every row as a prefill row (cached): for passes without a cache."""
         return self._rows("all", 0, self.num_rows)
 
+    def encoder_rows(self, by_encoder_lens: bool) -> RowBatch:
+        """Every row with its new tokens alone, whose number `encoder_seq_lens` says if there are any and if asked."""
+        lengths = self.encoder_seq_lens_cpu if by_encoder_lens and self.encoder_seq_lens_cpu else self.query_lens_cpu
+        if ("encoder", lengths) not in self.scratch:
+            device = self.query_start_loc.device
+            starts = np.concatenate(([0], np.cumsum(lengths)))
+            self.scratch["encoder", lengths] = RowBatch(
+                query_start_loc=_to_device(starts, torch.int32, device),
+                seq_lens=_to_device(lengths, torch.int32, device),
+                block_tables=self.block_tables,
+                query_lens_cpu=lengths,
+                seq_lens_cpu=lengths,
+                max_query_len=max(lengths, default=0),
+                max_seq_len=max(lengths, default=0),
+            )
+        rows: RowBatch = self.scratch["encoder", lengths]
+        return rows
+
     def cross_rows(self) -> RowBatch:
         """All rows, with the encoder's lengths and blocks in place of the decoder's (cached)."""
         assert self.encoder_seq_lens is not None

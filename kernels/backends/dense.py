@@ -68,7 +68,10 @@ def attend(
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if allowed is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
-    return (scores.softmax(-1) @ value.to(wide)).to(query.dtype)
+    weights = scores.softmax(-1)
+    if allowed is not None:
+        weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)  # who sees no key: zeros, as torch has it
+    return (weights @ value.to(wide)).to(query.dtype)
 
 
 def _sparse_pattern(spec: AttentionSpec, queries: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -7,20 +7,13 @@ anything, NaN included: they are masked out of the scores and zeroed in the valu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps
 from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal
 from tandem.kernels.backends.gather import DecodeGroup, decode_groups, gather_blocks, read_prefix, write_to_cache
-from tandem.kernels.errors import UnsupportedOptionError
-from tandem.kernels.metadata import AttentionMetadata, RowBatch
-from tandem.kernels.quantization import Scale
-from tandem.kernels.spec import AttentionSpec, AttentionType
-
-if TYPE_CHECKING:
-    from tandem.kernels.attention import Attention
+from tandem.kernels.metadata import RowBatch
+from tandem.kernels.spec import AttentionSpec
 
 QUERY_CHUNK = 512  # queries of a prefill row that share one mask
 
@@ -66,53 +59,18 @@ class NativeImpl(PagedImpl):
 
     ops = NativeOps
 
-    def forward(
-        self,
-        attn_layer: Attention,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
-        attn_type: str = AttentionType.DECODER,
+    def _attend_both_ways(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch
     ) -> torch.Tensor:
-        if attn_type == AttentionType.DECODER:
-            return super().forward(attn_layer, query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
-        if attn_type == AttentionType.ENCODER_DECODER:
-            return self._forward_cross(query, key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata)
-        use_encoder_lens = attn_type == AttentionType.ENCODER and attn_metadata.encoder_seq_lens is not None
-        lengths = attn_metadata.encoder_seq_lens_cpu if use_encoder_lens else attn_metadata.query_lens_cpu
-        return self._forward_encoder(query, key, value, lengths)
-
-    def _forward_encoder(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
-    ) -> torch.Tensor:
-        if sum(lengths) != query.shape[0]:
-            raise ValueError(f"{query.shape[0]} encoder tokens, but encoder_seq_lens add up to {sum(lengths)}")
         output = torch.empty_like(query)
         start = 0
-        for length in lengths:
+        for length in rows.query_lens_cpu:
             tokens = slice(start, start + length)
             output[tokens] = _attend_row(query[tokens], key[tokens], value[tokens], 0, self.spec, causal=False)
             start += length
         return output
 
-    def _forward_cross(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv: PagedKV,
-        meta: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Encoder KV is written on the step that brings it (`cross_slot_mapping`), and read from the cache always."""
-        if meta.encoder_seq_lens is None:
-            raise UnsupportedOptionError("attn_type", "cross attention needs encoder_seq_lens and cross_block_tables")
-        if meta.cross_slot_mapping is not None and key is not None and value is not None:
-            write_to_cache(key, value, kv, meta.cross_slot_mapping)
-        rows = meta.cross_rows()
+    def _attend_cross(self, query: torch.Tensor, kv: PagedKV, rows: RowBatch) -> torch.Tensor:
         output = torch.zeros_like(query)
         start = 0
         for row, (new, length) in enumerate(zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
@@ -10,7 +11,7 @@ import torch
 from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
 from tandem.kernels.metadata import RowBatch
 from tandem.kernels.quantization import overflow_counter, scale_tensor
-from tandem.kernels.spec import AttentionSpec, AttentionType
+from tandem.kernels.spec import AttentionSpec
 
 LARGEST_HEAD = 256
 
@@ -55,6 +56,40 @@ class TritonOps(PagedOps):
 class TritonImpl(PagedImpl):
     ops = TritonOps
 
+    def _attend_both_ways(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch
+    ) -> torch.Tensor:
+        from tandem.kernels.backends.triton_prefill import prefill
+
+        with torch.cuda.device_of(query):
+            return prefill(query, key, value, None, rows, self.spec, causal=False)
+
+    def _attend_cross(self, query: torch.Tensor, kv: PagedKV, rows: RowBatch) -> torch.Tensor:
+        from tandem.kernels.backends.triton_prefill import prefill
+
+        spec = self.spec
+        if rows.max_query_len == 1 and sum(rows.query_lens_cpu) == rows.num_rows and _has_no_positions(spec):
+            return self.ops.decode(query, kv, rows, spec)
+        if "after_encoder" not in rows.scratch:
+            rows.scratch["after_encoder"] = _after_encoder(rows)
+        no_keys = query[:, : spec.num_kv_heads]
+        with torch.cuda.device_of(query):
+            return prefill(query, no_keys, no_keys, kv, rows.scratch["after_encoder"], spec, causal=False)
+
+
+def _has_no_positions(spec: AttentionSpec) -> bool:
+    """Whether a key's weight doesn't depend on where it is."""
+    return spec.sliding_window is None and spec.alibi_slopes is None and spec.blocksparse is None
+
+
+def _after_encoder(rows: RowBatch) -> RowBatch:
+    """The same rows with their new tokens behind the encoder's, as prefixes have them."""
+    lengths = tuple(new + length for new, length in zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True))
+    return replace(
+        rows, seq_lens=rows.seq_lens + rows.query_start_loc.diff(), seq_lens_cpu=lengths,
+        max_seq_len=max(lengths, default=0), scratch={},
+    )  # fmt: skip
+
 
 class TritonBackend(AttentionBackend):
     shares_prefixes = True
@@ -92,7 +127,10 @@ class TritonBackend(AttentionBackend):
                 options.is_fp8 and capability < (8, 9),
                 f"kv_cache_dtype fp8 needs compute capability 8.9, not {capability}",
             ),
-            (options.attn_type != AttentionType.DECODER, f"attn_type {options.attn_type}"),
+            (
+                options.blocksparse is not None and options.blocksparse.block_size % 16,
+                "blocksparse_params: block_size is no multiple of 16",
+            ),
         )
 
 

@@ -32,12 +32,17 @@ def prefill(
     kv: PagedKV | None,
     rows: RowBatch,
     spec: AttentionSpec,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """query [T, H, D], key/value [T, K, D] of the new tokens, earlier ones in the cache -> [T, H, D]."""
-    if why_general(query, key, value, kv, spec) is None:
+    """query [T, H, D], key/value [T, K, D] of the new tokens, earlier ones in the cache -> [T, H, D].
+
+    Not `causal`: without a cache an encoder's attention, both ways among the new tokens; else cross attention over the
+    earlier tokens alone, by queries that count from the first of them.
+    """
+    if why_general(query, key, value, kv, spec) is None and (causal or _may_see_all(kv, rows, spec)):
         try:
             if kv is None or kv.key_cache.dtype != FP8_DTYPE:
-                return _hopper(query, key, value, kv, rows, spec)
+                return _hopper(query, key, value, kv, rows, spec, causal)
             output = _hopper_over_fp8(query, key, value, kv, rows, spec)
             if output is not None:
                 return output
@@ -46,7 +51,14 @@ def prefill(
                 raise
             _failures.append(f"the Hopper kernel failed to compile: {error}")
             logger.warning("%s; the general kernel serves from now on", _failures[-1])
-    return _general(query, key, value, kv, rows, spec)
+    return _general(query, key, value, kv, rows, spec, causal)
+
+
+def _may_see_all(kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec) -> bool:
+    """Whether the Hopper kernel serves attention that isn't causal: 16-bit caches, no window, keys for each row."""
+    lengths = zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)
+    has_keys = kv is None or all(total > new for new, total in lengths)
+    return has_keys and spec.sliding_window is None and (kv is None or kv.key_cache.dtype != FP8_DTYPE)
 
 
 def why_general(
@@ -75,6 +87,8 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
         return f"the Hopper kernel multiplies 16-bit elements, not {dtype}"
     if spec.head_size not in (64, 80, 96, 128, 256):
         return f"the Hopper kernel has heads of 64, 80, 96, 128 and 256, not {spec.head_size}"
+    if spec.blocksparse is not None:
+        return "the Hopper kernel has no block-sparse patterns"
     if spec.scale <= 0:
         return f"the Hopper kernel needs a positive scale, not {spec.scale}"
     return why_no_gluon()
@@ -86,10 +100,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _hopper(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: PagedKV | None,
+    rows: RowBatch,
+    spec: AttentionSpec,
+    causal: bool,
 ) -> torch.Tensor:
     keys, values = (None, None) if kv is None else (kv.key_cache, kv.value_cache)
-    return _launch_hopper(query, key, value, keys, values, rows.block_tables, rows, spec)
+    return _launch_hopper(query, key, value, keys, values, rows.block_tables, rows, spec, causal)
 
 
 def _hopper_over_fp8(
@@ -137,6 +157,7 @@ def _launch_hopper(
     block_tables: torch.Tensor,
     rows: RowBatch,
     spec: AttentionSpec,
+    causal: bool = True,
 ) -> torch.Tensor:
     from tandem.kernels.triton_kernels.prefill_launch import launch_prefill, list_work
 
@@ -147,11 +168,18 @@ def _launch_hopper(
     return launch_prefill(
         query, key, value, key_cache, value_cache, block_tables, work, spec.scale,
         alibi_slopes=spec.slopes_on(query.device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+        causal=causal,
     )  # fmt: skip
 
 
 def _general(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: PagedKV | None,
+    rows: RowBatch,
+    spec: AttentionSpec,
+    causal: bool = True,
 ) -> torch.Tensor:
     from tandem.kernels.triton_kernels.paged_prefill import paged_prefill
 
@@ -162,4 +190,5 @@ def _general(
         k_scale=scale_tensor(kv.k_scale if kv else 1.0, device),
         v_scale=scale_tensor(kv.v_scale if kv else 1.0, device),
         alibi_slopes=spec.slopes_on(device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+        sparse=spec.blocksparse, causal=causal,
     )  # fmt: skip

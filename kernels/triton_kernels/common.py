@@ -75,19 +75,35 @@ def masked_scores(
     scale,
     soft_cap,
     window,
+    sparse_local,
+    sparse_shift,
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    SPARSE_STRIDE: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
-    """Scores times log2(e), [M, N] fp32: scaled, capped, biased; -inf where the key is hidden."""
+    """Scores times log2(e), [M, N] fp32: scaled, capped, biased; -inf where the key is hidden. Not CAUSAL: the future
+    is seen, too, by a window as far as the past."""
     scores = dot(query, tl.trans(key)) * scale
     if HAS_SOFT_CAP:
         scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))  # soft_cap * tanh
     if HAS_ALIBI:
         scores += slopes[:, None] * (key_positions[None, :] - query_positions[:, None]).to(tl.float32)
-    allowed = key_mask[None, :] & (key_positions[None, :] <= query_positions[:, None])
+    allowed = key_mask[None, :]
+    if CAUSAL:
+        allowed = allowed & (key_positions[None, :] <= query_positions[:, None])
     if HAS_WINDOW:
         allowed = allowed & (key_positions[None, :] > query_positions[:, None] - window)
+        if not CAUSAL:
+            allowed = allowed & (key_positions[None, :] < query_positions[:, None] + window)
+    if SPARSE_STRIDE > 0:
+        blocks = key_positions // SPARSE_BLOCK
+        vertical = (blocks + sparse_shift) % SPARSE_STRIDE == 0
+        allowed = allowed & (
+            vertical[None, :] | (blocks[None, :] > query_positions[:, None] // SPARSE_BLOCK - sparse_local)
+        )
     return tl.where(allowed, scores * LOG2_E, float("-inf"))
 
 

@@ -1,4 +1,5 @@
-"""Paged prefill attention: ragged new tokens, causal among themselves, over a prefix read through the block table.
+"""Paged prefill attention: ragged new tokens, causal among themselves, over a prefix read through the block table;
+encoders' attention both ways; cross attention, which sees the prefix alone.
 
 N rows, T new tokens in all, H query heads over K KV heads, D head size, S slots a block. The prefix of a row is its
 first seq_len - query_len tokens; it may end inside a block.
@@ -11,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.spec import BlockSparse
 from tandem.kernels.triton_kernels.common import (
     check_cache,
     check_tokens,
@@ -20,6 +22,8 @@ from tandem.kernels.triton_kernels.common import (
     padded_head_size,
     tile_of,
 )
+from tandem.kernels.triton_kernels.decode_launch import first_sparse_head
+from tandem.kernels.triton_kernels.decode_segment import sparse_shift
 
 
 @triton.jit
@@ -39,6 +43,9 @@ def paged_prefill_kernel(
     scale,
     soft_cap,
     window,
+    sparse_local,
+    sparse_step,
+    sparse_first,
     query_token,
     query_head,
     key_token,
@@ -61,8 +68,12 @@ def paged_prefill_kernel(
     HAS_ALIBI: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    SPARSE_STRIDE: tl.constexpr,
+    SPARSE_BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr,
 ):
-    """Grid (ceil(max_query_len / QUERY_TILE), H, N): one tile of queries of one head of one row."""
+    """Grid (ceil(max_query_len / QUERY_TILE), H, N): one tile of queries of one head of one row. Not CAUSAL: queries
+    see their row's prefix (HAS_CACHE), and count from its beginning, or all new tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
     kv_head = head // GROUP
     first_token = tl.load(query_start_loc + row).to(tl.int64)
@@ -76,19 +87,30 @@ def paged_prefill_kernel(
     query_tile = load_rows(
         query + first_token * query_token + head * query_head, members, query_token, in_row, HEAD_SIZE, D_PAD
     )
-    query_positions = num_earlier + members
+    num_before = num_earlier if CAUSAL else 0
+    query_positions = num_before + members
     slopes = tl.zeros([QUERY_TILE], tl.float32)
     if HAS_ALIBI:
         slopes += tl.load(alibi_slopes + head)
+    shift = 0
+    if SPARSE_STRIDE > 0:
+        shift = sparse_shift(kv_head, head, sparse_first, sparse_step)
     lowest = 0
+    stop_cache = num_earlier
+    stop_new = tl.minimum(first_query + QUERY_TILE, query_len) if CAUSAL else query_len
     if HAS_WINDOW:
-        lowest = tl.maximum(num_earlier + first_query - window + 1, 0)
+        lowest = tl.maximum(num_before + first_query - window + 1, 0)
+        if not CAUSAL:
+            stop_cache = tl.minimum(stop_cache, first_query + QUERY_TILE - 1 + window)
+            stop_new = tl.minimum(stop_new, first_query + QUERY_TILE - 1 + window)
+    if HAS_CACHE and not CAUSAL:
+        stop_new = 0
     peak = tl.full([QUERY_TILE], float("-inf"), tl.float32)
     total = tl.zeros([QUERY_TILE], tl.float32)
     accumulator = tl.zeros([QUERY_TILE, D_PAD], tl.float32)
 
     if HAS_CACHE:
-        for start in range(lowest // CACHE_TILE * CACHE_TILE, num_earlier, CACHE_TILE):
+        for start in range(lowest // CACHE_TILE * CACHE_TILE, stop_cache, CACHE_TILE):
             block_id = tl.load(block_tables + row.to(tl.int64) * table_row + start // BLOCK_SIZE).to(tl.int64)
             base = block_id * cache_block + kv_head * cache_head
             slots = start % BLOCK_SIZE + tl.arange(0, CACHE_TILE)
@@ -101,22 +123,22 @@ def paged_prefill_kernel(
                 old_value = old_value.to(tl.float32) * tl.load(v_scale)
             old_key, old_value = old_key.to(query_tile.dtype), old_value.to(query_tile.dtype)
             scores = masked_scores(
-                query_tile, old_key, query_positions, positions, valid, slopes, scale, soft_cap, window,
-                HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+                query_tile, old_key, query_positions, positions, valid, slopes, scale, soft_cap, window, sparse_local,
+                shift, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK, CAUSAL,
             )  # fmt: skip
             peak, total, accumulator = online_softmax(scores, old_value, peak, total, accumulator)
 
     new_keys = key + first_token * key_token + kv_head * key_head
     new_values = value + first_token * value_token + kv_head * value_head
-    start_new = tl.maximum(lowest - num_earlier, 0) // KEY_TILE * KEY_TILE
-    for start in range(start_new, tl.minimum(first_query + QUERY_TILE, query_len), KEY_TILE):
+    start_new = tl.maximum(lowest - num_before, 0) // KEY_TILE * KEY_TILE
+    for start in range(start_new, stop_new, KEY_TILE):
         tokens = start + tl.arange(0, KEY_TILE)
         valid = tokens < query_len
         new_key = load_rows(new_keys, tokens, key_token, valid, HEAD_SIZE, D_PAD)
         new_value = load_rows(new_values, tokens, value_token, valid, HEAD_SIZE, D_PAD)
         scores = masked_scores(
-            query_tile, new_key, query_positions, num_earlier + tokens, valid, slopes, scale, soft_cap, window,
-            HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+            query_tile, new_key, query_positions, num_before + tokens, valid, slopes, scale, soft_cap, window,
+            sparse_local, shift, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK, CAUSAL,
         )  # fmt: skip
         peak, total, accumulator = online_softmax(scores, new_value, peak, total, accumulator)
 
@@ -144,11 +166,14 @@ def paged_prefill(
     alibi_slopes: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    sparse: BlockSparse | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """query [T, H, D], key/value [T, K, D] -> [T, H, D]. Without caches no row has a prefix.
 
-    The cache may already hold the new tokens; they are read from `key` and `value`. Raises ValueError for shapes or
-    strides that don't fit.
+    The cache may already hold the new tokens; they are read from `key` and `value`. Not `causal`: encoders' attention
+    without caches, else cross attention over the rows' first seq_len - query_len tokens alone; rows that see no key
+    give zeros. Raises ValueError for shapes or strides that don't fit.
     """
     num_heads, head_size = query.shape[1:]
     num_kv_heads, num_rows = key.shape[1], seq_lens.shape[0]
@@ -171,10 +196,13 @@ def paged_prefill(
     paged_prefill_kernel[grid](
         output, query, key, value, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
         query if alibi_slopes is None else alibi_slopes, k_scale, v_scale,
-        scale, soft_cap or 0.0, window or 0,
+        scale, soft_cap or 0.0, window or 0, sparse.local_blocks if sparse else 0,
+        sparse.head_sliding_step if sparse else 0, first_sparse_head(sparse, num_heads, num_kv_heads),
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cache_strides, block_tables.stride(0),
         **constants, HAS_CACHE=has_cache, IS_FP8=has_cache and key_cache.element_size() == 1,
         HAS_ALIBI=alibi_slopes is not None, HAS_WINDOW=window is not None, HAS_SOFT_CAP=soft_cap is not None,
+        SPARSE_STRIDE=sparse.vert_stride if sparse else 0, SPARSE_BLOCK=sparse.block_size if sparse else 0,
+        CAUSAL=causal,
     )  # fmt: skip
     return output
 

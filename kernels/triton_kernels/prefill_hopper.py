@@ -1,4 +1,4 @@
-"""Causal prefill attention on Hopper, in Gluon: one warp loads tiles, two warpgroups multiply and weigh them.
+"""Prefill attention on Hopper, in Gluon: one warp loads tiles, two warpgroups multiply and weigh them.
 
 The algorithm is FlashAttention-3's (Shah et al., 2024): scores of the next tile are computed while the weights of the
 one before meet its values. N rows, T new tokens, H query heads over K KV heads, D head size, S slots a block.
@@ -6,7 +6,8 @@ one before meet its values. N rows, T new tokens, H query heads over K KV heads,
 Programs stay: each does one item after the other, QUERY_TILE queries of one head of one row, longest items first and
 in turns forwards and backwards through the programs, which keeps their sums even. The loading warp runs ahead into the
 next item. An item sees its keys in tiles of KEY_TILE in this order: the new tokens on the diagonal, the last tile of
-the prefix if it isn't full, then everything that needs no mask, backwards.
+the prefix if it isn't full, then everything that needs no mask, backwards. Encoders (not CAUSAL) see all new tokens,
+cross attention the prefix alone, a tile that isn't full first.
 prefill_loads.py says how tiles arrive.
 """
 
@@ -42,8 +43,8 @@ def attend(
     q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, my_turn, other_turn, o_desc,
     o_chunks, work, num_items, alibi_slopes, scale, soft_cap, window,
     WHICH: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, PANELS: gl.constexpr,
-    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, HAS_ALIBI: gl.constexpr, HAS_WINDOW: gl.constexpr,
-    HAS_SOFT_CAP: gl.constexpr,
+    STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: HALF queries of each item against every tile. Results go out through their queries'
     memory; the loading warp gets it back once the copy engine has read them, seen while the next item runs."""
@@ -65,7 +66,7 @@ def attend(
     for turn in range(count_items(num_items)):
         following = read_item(work, turn + 1, num_items, HEADS)
         first_new, partial, prefix_tiles, steps, masked_steps = plan_item(
-            query_tile, num_earlier, window, KEY_TILE, HAS_WINDOW
+            query_tile, query_len, num_earlier, window, KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL
         )
         first_query = query_tile * QUERY_TILE + WHICH * HALF
         peak = gl.full([HALF], float("-inf"), gl.float32, row_layout)
@@ -85,11 +86,11 @@ def attend(
         scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
         scores = add_bias(
             scores, slope, first_query, num_earlier, 0, query_tile, first_new, partial, prefix_tiles,
-            KEY_TILE, HAS_ALIBI,
+            KEY_TILE, HAS_CACHE, HAS_ALIBI, CAUSAL,
         )  # fmt: skip
         scores = mask_scores(
-            scores, first_query, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles,
-            KEY_TILE, HAS_WINDOW,
+            scores, first_query, query_len, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles,
+            KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL,
         )  # fmt: skip
         weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
         p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -111,11 +112,11 @@ def attend(
             scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
             scores = add_bias(
                 scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
-                KEY_TILE, HAS_ALIBI,
+                KEY_TILE, HAS_CACHE, HAS_ALIBI, CAUSAL,
             )  # fmt: skip
             scores = mask_scores(
-                scores, first_query, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
-                KEY_TILE, HAS_WINDOW,
+                scores, first_query, query_len, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
+                KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL,
             )  # fmt: skip
             weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -139,7 +140,7 @@ def attend(
             scores = cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP)
             scores = add_bias(
                 scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
-                KEY_TILE, HAS_ALIBI,
+                KEY_TILE, HAS_CACHE, HAS_ALIBI, CAUSAL,
             )  # fmt: skip
             weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -208,6 +209,7 @@ def prefill_hopper_kernel(
     HAS_ALIBI: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     HAS_SOFT_CAP: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):
     """Grid (programs that stay), at most num_items."""
     PANELS: gl.constexpr = D // COLUMNS
@@ -247,18 +249,20 @@ def prefill_hopper_kernel(
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(0),
                 turns.index(1), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
-                window, 0, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+                window, 0, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_CACHE, HAS_ALIBI, HAS_WINDOW,
+                HAS_SOFT_CAP, CAUSAL,
             )),
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(1),
                 turns.index(0), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
-                window, 1, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+                window, 1, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_CACHE, HAS_ALIBI, HAS_WINDOW,
+                HAS_SOFT_CAP, CAUSAL,
             )),
             (load_all, (
                 q_desc, k_desc, v_desc, cache_desc, nothing_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready,
                 q_empty, k_ready, k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window,
                 block_units, head_units, value_units, HEADS, GROUP, BLOCK_SIZE, KEY_TILE, BOX, PANELS,
-                STAGES, Q_SLOTS, HAS_CACHE, HAS_WINDOW,
+                STAGES, Q_SLOTS, HAS_CACHE, HAS_WINDOW, CAUSAL,
             )),
         ],
         [4, 1],

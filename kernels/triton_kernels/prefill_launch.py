@@ -158,6 +158,7 @@ def hopper_constants(
     has_alibi: bool,
     has_window: bool,
     has_soft_cap: bool,
+    causal: bool = True,
 ) -> dict[str, Any]:
     """The kernel's compile-time constants, in its order."""
     columns = HEAD_SIZES[head_size]
@@ -165,7 +166,7 @@ def hopper_constants(
         "HEADS": num_heads, "GROUP": group, "D": columns, "BLOCK_SIZE": block_size,
         "KEY_TILE": 64 if columns == 256 else 128, "BOX": box_of(block_size), "STAGES": 4 if columns == 64 else 2,
         "Q_SLOTS": 1 if columns == 256 else 2, "HAS_CACHE": has_cache, "HAS_ALIBI": has_alibi, "HAS_WINDOW": has_window,
-        "HAS_SOFT_CAP": has_soft_cap,
+        "HAS_SOFT_CAP": has_soft_cap, "CAUSAL": causal,
     }  # fmt: skip
 
 
@@ -187,8 +188,10 @@ def launch_prefill(
     alibi_slopes: torch.Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """As paged_prefill; `work` is `list_work` of the rows, on the device. What doesn't fit must have been refused."""
+    """As paged_prefill; `work` is `list_work` of the rows, on the device. What doesn't fit must have been refused; not
+    `causal` also takes no window, and every row must have keys."""
     shape, dtype, device = query.shape, query.dtype, query.device
     num_heads, head_size = shape[1], shape[2]
     output = torch.empty(shape, dtype=dtype, device=device)
@@ -205,7 +208,7 @@ def launch_prefill(
         )  # fmt: skip
     constants = hopper_constants(
         num_heads, num_heads // key.shape[1], head_size, block_size, key_cache is not None,
-        alibi_slopes is not None, window is not None, soft_cap is not None,
+        alibi_slopes is not None, window is not None, soft_cap is not None, causal,
     )  # fmt: skip
     arguments = (
         _describe_queries(query.data_ptr(), dtype, shape, query.stride()), keys,

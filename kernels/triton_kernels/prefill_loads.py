@@ -43,34 +43,50 @@ def read_item(work, turn, num_items, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def plan_item(query_tile, num_earlier, window, KEY_TILE: gl.constexpr, HAS_WINDOW: gl.constexpr):
-    """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask)."""
-    DIAGONAL: gl.constexpr = QUERY_TILE // KEY_TILE
-    prefix_tiles = num_earlier // KEY_TILE
-    partial = (num_earlier % KEY_TILE != 0).to(gl.int32)
-    first_new = 0
-    num_old = prefix_tiles
-    if HAS_WINDOW:
-        lowest = gl.maximum(num_earlier + query_tile * QUERY_TILE - window + 1, 0)
-        first_new = gl.maximum(lowest - num_earlier, 0) // KEY_TILE
-        partial = gl.where(lowest < num_earlier, partial, 0)
-        num_old = gl.maximum(prefix_tiles - lowest // KEY_TILE, 0)
-    steps = DIAGONAL + partial + query_tile * DIAGONAL - first_new + num_old
-    masked_steps = steps if HAS_WINDOW else DIAGONAL + partial
-    return first_new, partial, prefix_tiles, steps, masked_steps
+def plan_item(
+    query_tile, query_len, num_earlier, window, KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask). Not
+    CAUSAL: the tiles are the prefix's, or if there is no cache the new tokens', all of them."""
+    if CAUSAL:
+        DIAGONAL: gl.constexpr = QUERY_TILE // KEY_TILE
+        prefix_tiles = num_earlier // KEY_TILE
+        partial = (num_earlier % KEY_TILE != 0).to(gl.int32)
+        first_new = 0
+        num_old = prefix_tiles
+        if HAS_WINDOW:
+            lowest = gl.maximum(num_earlier + query_tile * QUERY_TILE - window + 1, 0)
+            first_new = gl.maximum(lowest - num_earlier, 0) // KEY_TILE
+            partial = gl.where(lowest < num_earlier, partial, 0)
+            num_old = gl.maximum(prefix_tiles - lowest // KEY_TILE, 0)
+        steps = DIAGONAL + partial + query_tile * DIAGONAL - first_new + num_old
+        masked_steps = steps if HAS_WINDOW else DIAGONAL + partial
+        return first_new, partial, prefix_tiles, steps, masked_steps
+    else:
+        num_keys = num_earlier if HAS_CACHE else query_len
+        full = num_keys // KEY_TILE
+        rest = (num_keys % KEY_TILE != 0).to(gl.int32)
+        return 0, rest, full, full + rest, rest
 
 
 @gluon.jit
-def place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE: gl.constexpr):
+def place_of(
+    step, query_tile, first_new, partial, prefix_tiles, KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):  # fmt: skip
     """The step-th tile a program sees: (whether it lies in the prefix, its index there or among the new tokens)."""
-    DIAGONAL: gl.constexpr = QUERY_TILE // KEY_TILE
-    diagonal = query_tile * DIAGONAL
-    later = step - DIAGONAL - partial
-    num_new = diagonal - first_new
-    is_tail = (step == DIAGONAL) & (partial == 1)
-    in_prefix = is_tail | (later >= num_new)
-    index = gl.where(in_prefix, prefix_tiles - 1 - later + num_new, diagonal - 1 - later)
-    return in_prefix, gl.where(step < DIAGONAL, diagonal + step, gl.where(is_tail, prefix_tiles, index))
+    if CAUSAL:
+        DIAGONAL: gl.constexpr = QUERY_TILE // KEY_TILE
+        diagonal = query_tile * DIAGONAL
+        later = step - DIAGONAL - partial
+        num_new = diagonal - first_new
+        is_tail = (step == DIAGONAL) & (partial == 1)
+        in_prefix = is_tail | (later >= num_new)
+        index = gl.where(in_prefix, prefix_tiles - 1 - later + num_new, diagonal - 1 - later)
+        return in_prefix, gl.where(step < DIAGONAL, diagonal + step, gl.where(is_tail, prefix_tiles, index))
+    else:
+        return HAS_CACHE, prefix_tiles + partial - 1 - step
 
 
 @gluon.jit
@@ -142,7 +158,7 @@ def load_all(
     k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window, block_units, head_units, value_units,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEY_TILE: gl.constexpr, BOX: gl.constexpr,
     PANELS: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, HAS_CACHE: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
+    HAS_WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     TILE_BYTES: gl.constexpr = KEY_TILE * PANELS * COLUMNS * 2
@@ -151,7 +167,9 @@ def load_all(
     count = 0
     for turn in range(count_items(num_items)):
         following = read_item(work, turn + 1, num_items, HEADS)
-        first_new, partial, prefix_tiles, steps, _ = plan_item(query_tile, num_earlier, window, KEY_TILE, HAS_WINDOW)
+        first_new, partial, prefix_tiles, steps, _ = plan_item(
+            query_tile, query_len, num_earlier, window, KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL
+        )  # fmt: skip
         table = block_tables + row.to(gl.int64) * table_row
         kv_head = head // GROUP
         q_slot = turn % Q_SLOTS
@@ -166,7 +184,9 @@ def load_all(
         for step in range(steps):
             slot = count % STAGES
             phase = (count // STAGES - 1) & 1
-            in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE)
+            in_prefix, index = place_of(
+                step, query_tile, first_new, partial, prefix_tiles, KEY_TILE, HAS_CACHE, CAUSAL
+            )  # fmt: skip
             start = index * KEY_TILE
             left = num_earlier - start
             if HAS_CACHE:

@@ -13,20 +13,24 @@ LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def mask_scores(
-    scores, first_query, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
-    KEY_TILE: gl.constexpr, HAS_WINDOW: gl.constexpr,
+    scores, first_query, query_len, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
+    KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """-inf where a key is not in the prefix, later than the query, or before its window. Queries count from 0."""
+    """-inf where a key is not in the prefix, later than the query, or before its window; not CAUSAL: where there is
+    no key. Queries count from 0."""
     layout: gl.constexpr = scores.type.layout
-    in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE)
+    in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE, HAS_CACHE, CAUSAL)
     keys = index * KEY_TILE + gl.arange(0, KEY_TILE, layout=gl.SliceLayout(0, layout))
-    queries = first_query + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-    keys = gl.where(in_prefix & (keys >= num_earlier), 1 << 30, keys)
-    keys -= gl.where(in_prefix, num_earlier, 0)
-    allowed = keys[None, :] <= queries[:, None]
-    if HAS_WINDOW:
-        allowed = allowed & (keys[None, :] > queries[:, None] - window)
-    return gl.where(allowed, scores, float("-inf"))
+    if CAUSAL:
+        queries = first_query + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+        keys = gl.where(in_prefix & (keys >= num_earlier), 1 << 30, keys)
+        keys -= gl.where(in_prefix, num_earlier, 0)
+        allowed = keys[None, :] <= queries[:, None]
+        if HAS_WINDOW:
+            allowed = allowed & (keys[None, :] > queries[:, None] - window)
+        return gl.where(allowed, scores, float("-inf"))
+    else:
+        return gl.where((keys < (num_earlier if HAS_CACHE else query_len))[None, :], scores, float("-inf"))
 
 
 @gluon.jit
@@ -40,11 +44,11 @@ def cap_scores(scores, scale, soft_cap, HAS_SOFT_CAP: gl.constexpr):
 @gluon.jit
 def add_bias(
     scores, slope, first_query, num_earlier, step, query_tile, first_new, partial, prefix_tiles,
-    KEY_TILE: gl.constexpr, HAS_ALIBI: gl.constexpr,
+    KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_ALIBI: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Scores plus slope times the key's distance from the first query; another origin would change no weight."""
     if HAS_ALIBI:
-        in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE)
+        in_prefix, index = place_of(step, query_tile, first_new, partial, prefix_tiles, KEY_TILE, HAS_CACHE, CAUSAL)
         distance = index * KEY_TILE - gl.where(in_prefix, num_earlier, 0) - first_query
         # As floats by adding them to the bits of 1.5 * 2^23: what converts integers is busy with powers of two, and
         # floats made before the loop would take a register each.

@@ -35,6 +35,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                  "has_soft_cap": True}
     ),
     "small-heads": ("bf16", {"head_size": 64, "block_size": 64, "has_cache": False}),
+    "encoder": ("bf16", {"head_size": 64, "block_size": 64, "has_cache": False, "causal": False}),
+    "cross": ("fp16", {"head_size": 128, "block_size": 16, "has_cache": True, "has_soft_cap": True, "causal": False}),
 }  # fmt: skip
 
 

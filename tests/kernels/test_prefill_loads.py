@@ -129,12 +129,14 @@ def loading_code(engine: CopyEngine, program: int, num_programs: int) -> SimpleN
     return SimpleNamespace(**names)
 
 
-def run_program(batch: PagedBatch, program: int, num_programs: int, window: int | None, has_cache: bool) -> int:
+def run_program(
+    batch: PagedBatch, program: int, num_programs: int, window: int | None, has_cache: bool, causal: bool = True
+) -> int:
     """Runs the loading warp of one program and checks every tile it brings. Returns how many there were."""
     kv, meta = batch.kv(), batch.metadata
     heads, kv_heads, size = batch.query.shape[1], batch.key.shape[1], batch.query.shape[2]
     constants = prefill_launch.hopper_constants(
-        heads, heads // kv_heads, size, kv.block_size, has_cache, False, window is not None, False
+        heads, heads // kv_heads, size, kv.block_size, has_cache, False, window is not None, False, causal
     )  # fmt: skip
     panels, stages, tile_keys = constants["D"] // COLUMNS, constants["STAGES"], constants["KEY_TILE"]
     q_slots, dtype = constants["Q_SLOTS"], batch.query.dtype
@@ -176,11 +178,12 @@ def run_program(batch: PagedBatch, program: int, num_programs: int, window: int 
         unused, Pointer(work), len(work) * heads, Pointer(meta.block_tables), meta.block_tables.stride(0),
         window or 0, tiles.block_units, tiles.head_units, tiles.value_units,
         heads, heads // kv_heads, block_size, tile_keys, box, panels, stages, q_slots, has_cache, window is not None,
+        causal,
     )  # fmt: skip
     position = 0
     for turn in range(code.count_items(len(work) * heads)):
         item = code.read_item(Pointer(work), turn, len(work) * heads, heads)
-        position = check_item(batch, code, item, brought, turn, position, window, tile_keys)
+        position = check_item(batch, code, item, brought, turn, position, window, tile_keys, has_cache, causal)
     assert len(brought["k"]) == len(brought["v"]) == position
     return position
 
@@ -194,17 +197,23 @@ def check_item(
     position: int,
     window: int | None,
     tile_keys: int,
+    has_cache: bool,
+    causal: bool,
 ) -> int:
     head, row, query_tile, first_token, query_len, num_earlier = item
     group = batch.query.shape[1] // batch.key.shape[1]
     first = first_token + query_tile * QUERIES
     count = min(QUERIES, query_len - query_tile * QUERIES)
     assert torch.equal(brought["q"][turn][:count], batch.query[first : first + count, head])
-    plan = code.plan_item(query_tile, num_earlier, window or 0, tile_keys, window is not None)
+    plan = code.plan_item(
+        query_tile, query_len, num_earlier, window or 0, tile_keys, has_cache, window is not None, causal
+    )  # fmt: skip
     first_new, partial, prefix_tiles, steps, masked_steps = plan
     seen: set[int] = set()
     for step in range(steps):
-        in_prefix, index = code.place_of(step, query_tile, first_new, partial, prefix_tiles, tile_keys)
+        in_prefix, index = code.place_of(
+            step, query_tile, first_new, partial, prefix_tiles, tile_keys, has_cache, causal
+        )  # fmt: skip
         if in_prefix:
             keys, values = earlier_tile(batch, row, head // group, index, tile_keys)
         else:
@@ -214,10 +223,14 @@ def check_item(
             tile = brought[name][position + step]
             assert torch.equal(tile[: len(expected)], expected)
             assert not tile[len(expected) :].any()  # zeros, not what the memory after the row holds
-        partly_seen = index >= (prefix_tiles if in_prefix else query_tile * (QUERIES // tile_keys))
+        whole_tiles = query_tile * (QUERIES // tile_keys) if causal and not in_prefix else prefix_tiles
+        partly_seen = index >= whole_tiles
         assert step < masked_steps or not partly_seen
         offset, end = (0, num_earlier) if in_prefix else (num_earlier, query_len)
         seen.update(range(offset + index * tile_keys, offset + min((index + 1) * tile_keys, end)))
+    if not causal:
+        assert seen == set(range(num_earlier) if has_cache else range(query_len))
+        return position + steps
     last_query = num_earlier + query_tile * QUERIES + count - 1
     lowest = max(num_earlier + query_tile * QUERIES - window + 1, 0) if window else 0
     assert seen >= set(range(lowest, last_query + 1))
@@ -252,6 +265,16 @@ def test_tiles_of_rows_without_a_cache() -> None:
     )
     tiles = sum(run_program(batch, program, 2, None, False) for program in range(2))
     assert tiles == 4 * (1 + 1 + 1 + (1 + 2) + 1)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_tiles_of_encoders_and_of_cross_attention(size: int) -> None:
+    """All of a row's new tokens, or its prefix alone, whatever the query tile."""
+    new, total = (1, 63, 64, 129, 200), (17, 64, 128, 429, 840)
+    sizes: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_size": size, "block_size": 16}
+    for lengths, has_cache in (((new, new), False), ((new, total), True)):
+        batch = random_batch(*lengths, dtype=torch.bfloat16, **sizes)
+        assert sum(run_program(batch, program, 3, None, has_cache, False) for program in range(3)) >= 14
 
 
 def test_every_item_is_done_once() -> None:

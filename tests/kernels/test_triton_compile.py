@@ -17,7 +17,7 @@ import torch  # noqa: E402
 
 from tandem.kernels.triton_kernels.paged_prefill import prefill_constants  # noqa: E402
 
-SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10}  # a block's limit, from the CUDA programming guide
+SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, from the CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INT32 = {"block_tables", "seq_lens", "query_start_loc"}
 INT64 = {"slot_mapping", "overflow", "sources", "destinations", "counts"}
@@ -25,7 +25,10 @@ FP32 = {"k_scale", "v_scale", "alibi_slopes", "peaks", "totals", "partial"}
 TOKENS = {"output", "query", "key", "value"}
 CACHES = {"key_cache", "value_cache"}
 FLOATS = {"scale", "soft_cap"}
-PLAIN = {"HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "IS_FP8": False}
+PLAIN = {
+    "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "IS_FP8": False, "SPARSE_STRIDE": 0,
+    "SPARSE_BLOCK": 0, "CAUSAL": True,
+}  # fmt: skip
 EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
 
 
@@ -71,6 +74,10 @@ CASES = {
     "prefill-bf16": (90, prefill(torch.bfloat16, 4, 128)),
     "prefill-fp16-256-all": (80, prefill(torch.float16, 8, 256, **EVERY)),
     "prefill-fp32-128": (80, prefill(torch.float32, 1, 128)),
+    "prefill-sm100": (100, prefill(torch.bfloat16, 4, 128)),
+    "encoder": (80, prefill(torch.bfloat16, 1, 64, HAS_CACHE=False, CAUSAL=False)),
+    "cross-fp8-all-sm100": (100, prefill(torch.float16, 4, 128, IS_FP8=True, CAUSAL=False, **EVERY)),
+    "sparse-prefill": (90, prefill(torch.bfloat16, 4, 128, SPARSE_STRIDE=8, SPARSE_BLOCK=64)),
     "prefill-fp8": (90, prefill(torch.bfloat16, 4, 128, IS_FP8=True)),
     "write-bf16": (80, ("cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": False})),
     "write-fp8": (90, ("cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": True})),
