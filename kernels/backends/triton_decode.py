@@ -3,7 +3,7 @@
 A RowBatch's scratch keeps the plan of its lengths, so that a step plans once for all its layers: inside a captured
 graph the plan is part of the graph and follows the lengths of each replay.
 
-Rows that share prefixes take two launches: the prefixes, each read once, then the rows' own tokens.
+Rows that share prefixes take two launches that overlap: the prefixes, each read once, and the rows' own tokens.
 """
 
 from __future__ import annotations
@@ -51,13 +51,12 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
     slopes = spec.slopes_on(device)
 
     def run(version: str) -> torch.Tensor:
-        prefix = None
-        if version == "shared":
-            prefix = _attend_prefixes(query, kv, rows, spec, constants, scales[0])
+        shares = version == "shared"
+        plan = None if version == "V1" else _plan(rows, spec, constants, sparse, shares)
+        prefix = _attend_prefixes(query, kv, rows, spec, constants, scales[0]) if shares else None
         return paged_decode(
             query, kv.key_cache, kv.value_cache, rows.block_tables, rows.seq_lens, spec.scale, constants,
-            plan=None if version == "V1" else _plan(rows, spec, constants, sparse, prefix),
-            k_scale=scales[0], v_scale=scales[1], query_starts=rows.query_start_loc if num_new > 1 else None,
+            plan=plan, k_scale=scales[0], v_scale=scales[1], query_starts=rows.query_start_loc if num_new > 1 else None,
             alibi_slopes=slopes, window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
             sparse=None if sparse is None or spec.blocksparse is None else (spec.blocksparse, sparse), prefix=prefix,
         )  # fmt: skip
@@ -110,14 +109,14 @@ def _plan(
     spec: AttentionSpec,
     constants: dict[str, int],
     sparse: SparseTiles | None,
-    prefix: PrefixParts | None,
+    shares: bool,
 ) -> DecodePlan:
-    key = ("decode_plan", id(constants), spec.num_kv_heads, spec.sliding_window, spec.blocksparse, prefix is None)
+    key = ("decode_plan", id(constants), spec.num_kv_heads, spec.sliding_window, spec.blocksparse, shares)
     plan: DecodePlan | None = rows.scratch.get(key)
     if plan is None:
         plan = plan_decode(
             rows.seq_lens, spec.num_kv_heads, constants, window=spec.sliding_window, sparse=sparse,
-            prefix_lens=None if prefix is None else prefix.lens,
+            prefix_lens=rows.shared_prefixes.row_lens if shares and rows.shared_prefixes else None,
         )  # fmt: skip
         rows.scratch[key] = plan
     return plan

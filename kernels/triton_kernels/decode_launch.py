@@ -9,6 +9,7 @@ import torch
 import triton
 
 from tandem.kernels.errors import UnsupportedOptionError
+from tandem.kernels.shared_prefix import SharedPrefixes
 from tandem.kernels.spec import BlockSparse
 from tandem.kernels.triton_kernels.common import INTERPRET, check_cache, check_tokens, overlap, padded_head_size
 from tandem.kernels.triton_kernels.decode_plan import DecodePlan
@@ -33,16 +34,13 @@ class SparseTiles:
 
 @dataclass(frozen=True, eq=False)
 class PrefixParts:
-    """A part for each row and head over the row's leading tokens, made by another launch (shared_prefix.py).
+    """Parts over the rows' leading tokens, made by the launch before, perhaps at the same time (shared_prefix.py).
 
-    `lens` int32 [N]: how many tokens, whole blocks, less than the row's length; 0: nothing is given. fp32 `peaks` and
-    `totals` [N, H], `partial` [N, H, D].
+    `plan`: of that launch, with the memory of its parts; `prefixes`: who shares what.
     """
 
-    lens: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
-    partial: torch.Tensor
+    plan: DecodePlan
+    prefixes: SharedPrefixes
 
 
 @cache
@@ -162,21 +160,24 @@ def paged_decode(
     pattern, tiles = sparse or (None, None)
     assert prefix is None or (plan is not None and constants["NUM_NEW"] == 1)
     launch = overlap(query.device)
-    early = launch["PDL"] and plan is not None and not plan.is_new and sparse is None
+    early = launch["PDL"] and plan is not None and not plan.is_new and sparse is None and prefix is None
+    given, shared = (prefix.plan, prefix.prefixes) if prefix else (None, None)
     if plan is not None:
         plan.is_new = False
     paged_decode_kernel[(plan.programs if plan else num_rows * num_kv_heads,)](
         output, plan and plan.partial, plan and plan.peaks, plan and plan.totals, plan and plan.plan,
         query, key_cache, value_cache, block_tables, seq_lens, query_starts,
-        tiles and tiles.lists, tiles and tiles.counts, prefix and prefix.lens, prefix and prefix.peaks,
-        prefix and prefix.totals, prefix and prefix.partial, alibi_slopes, k_scale, v_scale, scale,
-        soft_cap or 0.0, window or 0, num_rows * num_kv_heads, query.stride(0), query.stride(1),
+        tiles and tiles.lists, tiles and tiles.counts, given and given.partial, given and given.peaks,
+        given and given.totals, given and given.plan, shared and shared.row_lens, shared and shared.row_places,
+        alibi_slopes, k_scale, v_scale, scale, soft_cap or 0.0, window or 0, num_rows * num_kv_heads,
+        given.programs if given else 0, query.stride(0), query.stride(1),
         *key_cache.stride()[:3], block_tables.stride(0),
         tiles.lists.stride(1) if tiles else 0, pattern.local_blocks if pattern else 0,
         pattern.head_sliding_step if pattern else 0, first_sparse_head(pattern, num_heads, num_kv_heads),
         NUM_KV_HEADS=num_kv_heads, SPLIT=plan is not None, IS_FP8=key_cache.element_size() == 1,
         HAS_ALIBI=alibi_slopes is not None, HAS_WINDOW=window is not None, HAS_SOFT_CAP=soft_cap is not None,
-        HAS_PREFIX=prefix is not None, SPARSE_STRIDE=pattern.vert_stride if pattern else 0,
+        HAS_PREFIX=prefix is not None,
+        PREFIX_MEMBERS=shared.members if shared else 0, SPARSE_STRIDE=pattern.vert_stride if pattern else 0,
         SPARSE_BLOCK=pattern.block_size if pattern else 0, EARLY=early, **constants, **launch,
     )  # fmt: skip
     return output

@@ -274,22 +274,6 @@ def store_part(
 
 
 @triton.jit
-def load_part(
-    slot, given, peaks, totals, partial,
-    SLOT_ROWS: tl.constexpr, M_PAD: tl.constexpr, HEAD_SIZE: tl.constexpr, D_PAD: tl.constexpr,
-):  # fmt: skip
-    """The part that lies in a slot of SLOT_ROWS rows; if not `given`, the part over no keys. Rows beyond: no keys."""
-    members = tl.arange(0, M_PAD)
-    columns = tl.arange(0, D_PAD)
-    entries = slot.to(tl.int64) * SLOT_ROWS + members
-    used = (members < SLOT_ROWS) & given
-    peak = tl.load(peaks + entries, mask=used, other=float("-inf"))
-    total = tl.load(totals + entries, mask=used, other=0.0)
-    mask = used[:, None] & (columns < HEAD_SIZE)[None, :]
-    return peak, total, tl.load(partial + entries[:, None] * HEAD_SIZE + columns[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def merge_two(peak, total, accumulator, other_peak, other_total, other_accumulator):
     """The part over the keys of both."""
     new_peak = tl.maximum(peak, other_peak)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.triton_kernels.common import begin_late
 from tandem.kernels.triton_kernels.decode_plan import HEADER, RECORD, load_segment, load_share, parts_of
@@ -20,20 +21,19 @@ from tandem.kernels.triton_kernels.decode_segment import attend_segment, store_o
 from tandem.kernels.triton_kernels.decode_tiles import (
     fetch_tiles,
     first_tile_of,
-    load_part,
     merge_parts,
     merge_two,
     store_part,
 )
 
 UNSPECIALIZED = [
-    "window", "table_row", "list_row", "num_segments", "sparse_local", "sparse_step", "sparse_first",
+    "window", "table_row", "list_row", "num_segments", "prefix_programs", "sparse_local", "sparse_step", "sparse_first",
 ]  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=UNSPECIALIZED,
-    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_starts", "prefix_lens"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "query_starts", "prefix_lens", "prefix_places"],
 )
 def paged_decode_kernel(
     output,  # [T, H, D] contiguous, of the query's dtype
@@ -49,10 +49,12 @@ def paged_decode_kernel(
     query_starts,  # int32 [N + 1], NUM_NEW > 1
     tile_lists,  # int32 [N, K, list_row], SPARSE_STRIDE: tiles that a KV head's group sees
     counts,  # int32 [N, K]: how many
-    prefix_lens,  # int32 [N], HAS_PREFIX: leading tokens of each row whose part is given, one new token a row
-    prefix_peaks,  # fp32 [N, H]
-    prefix_totals,  # fp32 [N, H]
-    prefix_partial,  # fp32 [N, H, D]
+    prefix_partial,  # HAS_PREFIX: what shared_prefix_kernel makes, one new token a row
+    prefix_peaks,
+    prefix_totals,
+    prefix_plan,  # its plan
+    prefix_lens,  # int32 [N]: leading tokens of each row that it reads
+    prefix_places,  # int32 [N]
     alibi_slopes,  # fp32 [H]
     k_scale,  # fp32 [1]
     v_scale,  # fp32 [1]
@@ -60,6 +62,7 @@ def paged_decode_kernel(
     soft_cap,
     window,
     num_segments,
+    prefix_programs,
     query_row,
     query_head,
     cache_block,
@@ -87,6 +90,7 @@ def paged_decode_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
+    PREFIX_MEMBERS: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
@@ -105,15 +109,17 @@ def paged_decode_kernel(
     if EARLY:
         at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
         first = at - segment_begin + first_tile_of(seq_len, NUM_NEW, window, HAS_WINDOW, TILE)
-        if HAS_PREFIX:
-            first += tl.load(prefix_lens + segment // NUM_KV_HEADS, cache_modifier=".cg") // TILE
         last = tl.minimum(first + tl.minimum(end, segment_end) - at, (seq_len + TILE - 1) // TILE)
         fetch_tiles(
             key_cache, value_cache, block_tables + (segment // NUM_KV_HEADS).to(tl.int64) * table_row,
             (segment % NUM_KV_HEADS).to(tl.int64) * cache_head, first, last, cache_block, cache_slot,
             HEAD_SIZE, BLOCK_SIZE, TILE, FETCHED,
         )  # fmt: skip
-    begin_late(PDL)
+    if HAS_PREFIX:  # beside the prefixes' launch, which began late: all before it is complete
+        if PDL:
+            gdc_launch_dependents()
+    else:
+        begin_late(PDL)
     if SPLIT:
         if not EARLY:
             at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
@@ -139,11 +145,6 @@ def paged_decode_kernel(
         else:
             first = before
             last = tl.load(counts + segment) if SPARSE_STRIDE > 0 else (seq_len + TILE - 1) // TILE
-        if HAS_PREFIX:  # loaded ahead of the tiles: nothing waits for it then
-            given = (at == segment_begin) & (before > 0)
-            given_peak, given_total, given_accumulator = load_part(
-                segment, given, prefix_peaks, prefix_totals, prefix_partial, GROUP, M_PAD, HEAD_SIZE, D_PAD
-            )
         peak, total, accumulator = attend_segment(
             row, kv_head, seq_len, first, last, query, key_cache, value_cache, block_tables, query_starts,
             tile_lists, alibi_slopes, k_scale, scale, soft_cap, window, query_row, query_head, cache_block,
@@ -151,58 +152,110 @@ def paged_decode_kernel(
             GROUP, NUM_NEW, M_PAD, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, IS_FP8, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
             SPARSE_STRIDE, SPARSE_BLOCK, KEYS_FIRST, NUM_KV_HEADS,
         )  # fmt: skip
-        if HAS_PREFIX:
-            peak, total, accumulator = merge_two(peak, total, accumulator, given_peak, given_total, given_accumulator)
         whole = True
         if SPLIT:
             first_program, num_parts = parts_of(plan, segment_begin, segment_end)
             whole = num_parts == 1
+        if HAS_PREFIX:
+            whole = False
         if whole:
             store_output(
                 total, accumulator, output, query_starts, v_scale, row, kv_head,
                 GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
             )  # fmt: skip
         elif SPLIT:
-            slot_rows: tl.constexpr = GROUP * NUM_NEW
-            used = tl.arange(0, M_PAD) < slot_rows
+            used = tl.arange(0, M_PAD) < GROUP * NUM_NEW
             store_part(
-                segment + program, used, peak, total, accumulator, peaks, totals, partial, slot_rows, HEAD_SIZE, D_PAD
-            )
-            tl.debug_barrier()  # every thread's part is stored before the program says so
-            arrivals = (
-                plan + HEADER + RECORD * programs + num_segments + 1
-            )  # of segments, after the S + 1 first tiles; then of sets
-            first_slot = segment + first_program
-            set_slot = first_slot + (program - first_program) // MERGE_SET * MERGE_SET
-            set_parts = tl.minimum(first_slot + num_parts - set_slot, MERGE_SET)
-            if tl.atomic_add(arrivals + num_segments + set_slot, 1, sem="acq_rel", scope="gpu") == set_parts - 1:
-                tl.store(arrivals + num_segments + set_slot, 0)  # ready for the next launch
-                peak_R, total_R, accumulator_R = merge_parts(
-                    set_slot, 1, set_parts, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD, ROWS,
-                    CHUNK,
+                segment + program, used, peak, total, accumulator, peaks, totals, partial, GROUP * NUM_NEW, HEAD_SIZE,
+                D_PAD,
+            )  # fmt: skip
+            if not HAS_PREFIX:
+                finish_segment(
+                    output, partial, peaks, totals, plan, query_starts, v_scale, None, None, None, None, None, None,
+                    segment, first_program, num_parts, num_segments, 0,
+                    GROUP, NUM_NEW, ROWS, CHUNK, MERGE_SET, HEAD_SIZE, D_PAD, NUM_KV_HEADS, IS_FP8, 0,
                 )  # fmt: skip
-                complete = num_parts <= MERGE_SET
-                if not complete:
-                    used_R = tl.arange(0, ROWS) < slot_rows
-                    store_part(
-                        set_slot, used_R, peak_R, total_R, accumulator_R, peaks, totals, partial, slot_rows, HEAD_SIZE,
-                        D_PAD,
-                    )  # fmt: skip
-                    tl.debug_barrier()
-                    sets = tl.cdiv(num_parts, MERGE_SET)
-                    if tl.atomic_add(arrivals + segment, 1, sem="acq_rel", scope="gpu") == sets - 1:
-                        tl.store(arrivals + segment, 0)
-                        peak_R, total_R, accumulator_R = merge_parts(
-                            first_slot, MERGE_SET, sets, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE,
-                            D_PAD, ROWS, CHUNK,
-                        )  # fmt: skip
-                        complete = True
-                if complete:
-                    store_output(
-                        total_R, accumulator_R, output, query_starts, v_scale, row, kv_head,
-                        GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
-                    )  # fmt: skip
         at = stop
         segment += 1
         if SPLIT:
             segment_begin, segment_end, seq_len = following_begin, following_end, following_len
+    if HAS_PREFIX:
+        if PDL:
+            gdc_wait()
+        at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
+        while at < end:
+            first_program, num_parts = parts_of(plan, segment_begin, segment_end)
+            finish_segment(
+                output, partial, peaks, totals, plan, query_starts, v_scale, prefix_partial, prefix_peaks,
+                prefix_totals, prefix_plan, prefix_lens, prefix_places, segment, first_program, num_parts,
+                num_segments, prefix_programs, GROUP, NUM_NEW, ROWS, CHUNK, MERGE_SET, HEAD_SIZE, D_PAD, NUM_KV_HEADS,
+                IS_FP8, PREFIX_MEMBERS,
+            )  # fmt: skip
+            at = tl.minimum(end, segment_end)
+            segment += 1
+            segment_begin, segment_end = load_segment(plan, programs, segment, at < end)
+
+
+@triton.jit
+def finish_segment(
+    output, partial, peaks, totals, plan, query_starts, v_scale, prefix_partial, prefix_peaks, prefix_totals,
+    prefix_plan, prefix_lens, prefix_places, segment, first_program, num_parts, num_segments, prefix_programs,
+    GROUP: tl.constexpr, NUM_NEW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, MERGE_SET: tl.constexpr,
+    HEAD_SIZE: tl.constexpr, D_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
+    PREFIX_MEMBERS: tl.constexpr,
+):  # fmt: skip
+    """This program's part of the segment is stored: whoever says so last in a set merges the set, and so on."""
+    program = tl.program_id(0)
+    slot_rows: tl.constexpr = GROUP * NUM_NEW
+    # arrivals of segments, after the S + 1 first tiles; then of sets
+    arrivals = plan + HEADER + RECORD * tl.num_programs(0) + num_segments + 1
+    first_slot = segment + first_program
+    set_slot = first_slot + (program - first_program) // MERGE_SET * MERGE_SET
+    set_parts = tl.minimum(first_slot + num_parts - set_slot, MERGE_SET)
+    tl.debug_barrier()  # every thread's part is stored before the program says so
+    if arrive(arrivals + num_segments + set_slot, set_parts):
+        peak, total, accumulator = merge_parts(
+            set_slot, 1, set_parts, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD, ROWS, CHUNK
+        )  # fmt: skip
+        complete = num_parts <= MERGE_SET
+        if not complete:
+            used = tl.arange(0, ROWS) < slot_rows
+            store_part(
+                set_slot, used, peak, total, accumulator, peaks, totals, partial, slot_rows, HEAD_SIZE, D_PAD
+            )  # fmt: skip
+            tl.debug_barrier()
+            sets = tl.cdiv(num_parts, MERGE_SET)
+            if arrive(arrivals + segment, sets):
+                peak, total, accumulator = merge_parts(
+                    first_slot, MERGE_SET, sets, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD,
+                    ROWS, CHUNK,
+                )  # fmt: skip
+                complete = True
+        if complete:
+            row, kv_head = segment // NUM_KV_HEADS, segment % NUM_KV_HEADS
+            if PREFIX_MEMBERS > 0:
+                given = tl.load(prefix_lens + row) > 0
+                place = tl.load(prefix_places + row, mask=given, other=0)
+                chunk = place // PREFIX_MEMBERS * NUM_KV_HEADS + kv_head
+                begin, end = load_segment(prefix_plan, prefix_programs, chunk, given)
+                first, parts = parts_of(prefix_plan, begin, end)
+                given_peak, given_total, given_accumulator = merge_parts(
+                    chunk + first, 1, tl.where(given, parts, 0), prefix_peaks, prefix_totals, prefix_partial,
+                    PREFIX_MEMBERS * GROUP, place % PREFIX_MEMBERS * GROUP, GROUP, HEAD_SIZE, D_PAD, ROWS, CHUNK,
+                )  # fmt: skip
+                peak, total, accumulator = merge_two(
+                    peak, total, accumulator, given_peak, given_total, given_accumulator
+                )
+            store_output(
+                total, accumulator, output, query_starts, v_scale, row, kv_head,
+                GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
+            )  # fmt: skip
+
+
+@triton.jit
+def arrive(arrivals, expected):
+    """Whether this program is the last of so many to arrive; leaves zero for the next launch then."""
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last

@@ -1,9 +1,9 @@
 """Attention of a decode batch's rows over the prefixes they share: each prefix is read once a chunk of rows.
 
-The work is spread by a plan (decode_plan.py) whose segments are the KV heads of the chunks. A second launch merges the
-parts (decode_tiles.py) of each row, many at once, so that paged_decode's kernel has one to add to what it computes over
-the row's own tokens. N rows, C chunks of M rows, G query heads a KV head: query row m is member m // G, head
-m % G. (Sharing the prefix's read among rows: Juravsky et al. 2024, "Hydragen"; here with static grids.)
+The work is spread by a plan (decode_plan.py) whose segments are the KV heads of the chunks. The rows' own tokens are
+the work of paged_decode's kernel, which runs beside this one and in the end adds what this one leaves. N rows, C chunks
+of M rows, G query heads a KV head: query row m is member m // G, head m % G. (Sharing the prefix's read among rows:
+Juravsky et al. 2024, "Hydragen"; here with static grids.)
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -17,12 +17,12 @@ import triton.language as tl
 
 from tandem.kernels.prefix_groups import LARGEST_TILE
 from tandem.kernels.shared_prefix import SharedPrefixes
-from tandem.kernels.triton_kernels.common import begin, load_rows, overlap
+from tandem.kernels.triton_kernels.common import begin_late, load_rows, overlap
 from tandem.kernels.triton_kernels.decode_launch import PrefixParts, num_programs
-from tandem.kernels.triton_kernels.decode_plan import DecodePlan, load_segment, load_share, parts_of
-from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, merge_parts, prepare_query, store_part
+from tandem.kernels.triton_kernels.decode_plan import DecodePlan, load_segment, load_share
+from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, fetch_tiles, prepare_query, store_part
 
-MERGED_ELEMENTS = 8192  # of parts loaded at once when they are merged
+FETCHED = 1  # tiles that a program asks for before its launch may begin
 
 
 @triton.jit(
@@ -62,13 +62,24 @@ def shared_prefix_kernel(
     IS_FP8: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    FETCHED: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (P,), each over its run of the plan."""
-    begin(PDL)
+    """Grid (P,), each over its run of the plan. EARLY: as for paged_decode_kernel."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    at, end, segment, segment_begin, segment_end, chunk_len = load_share(plan, program)
+    if EARLY:
+        at, end, segment, segment_begin, segment_end, chunk_len = load_share(plan, program)
+        leader = tl.load(chunk_rows + segment // NUM_KV_HEADS * MEMBERS, mask=at < end, other=0).to(tl.int64)
+        fetch_tiles(
+            key_cache, value_cache, block_tables + leader * table_row,
+            (segment % NUM_KV_HEADS).to(tl.int64) * cache_head, at - segment_begin,
+            tl.minimum(end, segment_end) - segment_begin, cache_block, cache_slot, HEAD_SIZE, BLOCK_SIZE, TILE, FETCHED,
+        )  # fmt: skip
+    begin_late(PDL)
+    if not EARLY:
+        at, end, segment, segment_begin, segment_end, chunk_len = load_share(plan, program)
     members = tl.arange(0, M_PAD)
     places = members // GROUP
     while at < end:
@@ -105,46 +116,6 @@ def shared_prefix_kernel(
         chunk_len = tl.load(chunk_lens + segment // NUM_KV_HEADS, mask=at < end, other=0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_lens", "row_places"])
-def merge_prefixes_kernel(
-    row_peaks,  # out fp32 [N, H]
-    row_totals,  # out fp32 [N, H]
-    row_partial,  # out fp32 [N, H, D]
-    partial,  # of shared_prefix_kernel
-    peaks,
-    totals,
-    plan,
-    row_lens,  # int32 [N]
-    row_places,  # int32 [N]
-    programs,
-    MEMBERS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    D_PAD: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (N, K). Rows that share nothing are left as they are."""
-    begin(PDL)
-    row, kv_head = tl.program_id(0), tl.program_id(1)
-    if tl.load(row_lens + row) == 0:
-        return
-    place = tl.load(row_places + row)
-    segment = place // MEMBERS * NUM_KV_HEADS + kv_head
-    segment_begin, segment_end = load_segment(plan, programs, segment, True)
-    first_program, num_parts = parts_of(plan, segment_begin, segment_end)
-    peak, total, accumulator = merge_parts(
-        segment + first_program, 1, num_parts, peaks, totals, partial,
-        MEMBERS * GROUP, place % MEMBERS * GROUP, GROUP, HEAD_SIZE, D_PAD, ROWS, CHUNK,
-    )  # fmt: skip
-    store_part(
-        row * NUM_KV_HEADS + kv_head, tl.arange(0, ROWS) < GROUP, peak, total, accumulator, row_peaks, row_totals,
-        row_partial, GROUP, HEAD_SIZE, D_PAD,
-    )  # fmt: skip
-
-
 def prefix_constants(constants: dict[str, int], members: int) -> dict[str, int]:
     """Tile sizes and launch options beside those of decode_constants for one new token a row."""
     kept = {name: constants[name] for name in ("GROUP", "HEAD_SIZE", "D_PAD", "BLOCK_SIZE")}
@@ -153,6 +124,7 @@ def prefix_constants(constants: dict[str, int], members: int) -> dict[str, int]:
         "MEMBERS": members,
         "M_PAD": max(16, triton.next_power_of_2(members * constants["GROUP"])),
         "TILE": 32 if wide else LARGEST_TILE,
+        "FETCHED": FETCHED,
         "num_warps": 8 if constants["D_PAD"] > 128 else 4,
         "num_stages": 1 if wide else 3,
     }
@@ -183,29 +155,21 @@ def attend_prefixes(
     alibi_slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> PrefixParts:
-    """query [N, H, D], one new token a row -> what paged_decode needs as `prefix`; two launches.
+    """query [N, H, D], one new token a row -> what paged_decode needs as `prefix`, right after this.
 
     `plan` from plan_prefixes, `constants` from prefix_constants; the rest as in paged_decode.
     """
+    launch = overlap(query.device)
+    early = launch["PDL"] and not plan.is_new
+    plan.is_new = False
     shared_prefix_kernel[(plan.programs,)](
         plan.partial, plan.peaks, plan.totals, plan.plan, query, key_cache, value_cache, block_tables, seq_lens,
         prefixes.chunk_lens, prefixes.chunk_rows, alibi_slopes, k_scale, scale, soft_cap or 0.0,
         query.stride(0), query.stride(1), *key_cache.stride()[:3], block_tables.stride(0),
         NUM_KV_HEADS=key_cache.shape[1], IS_FP8=key_cache.element_size() == 1, HAS_ALIBI=alibi_slopes is not None,
-        HAS_SOFT_CAP=soft_cap is not None, **constants, **overlap(query.device),
+        HAS_SOFT_CAP=soft_cap is not None, EARLY=early, **constants, **launch,
     )  # fmt: skip
-    num_rows, num_heads, head_size = query.shape
-    memory = torch.empty(num_rows * num_heads * (head_size + 2), dtype=torch.float32, device=query.device)
-    entries = num_rows * num_heads
-    row_peaks, row_totals, row_partial = memory.split((entries, entries, entries * head_size))
-    rows = triton.next_power_of_2(constants["GROUP"])
-    merge_prefixes_kernel[(num_rows, key_cache.shape[1])](
-        row_peaks, row_totals, row_partial, plan.partial, plan.peaks, plan.totals, plan.plan, prefixes.row_lens,
-        prefixes.row_places, plan.programs, MEMBERS=constants["MEMBERS"], GROUP=constants["GROUP"], ROWS=rows,
-        CHUNK=max(2, min(16, MERGED_ELEMENTS // (rows * constants["D_PAD"]))), HEAD_SIZE=constants["HEAD_SIZE"],
-        D_PAD=constants["D_PAD"], NUM_KV_HEADS=key_cache.shape[1], num_warps=4, **overlap(query.device),
-    )  # fmt: skip
-    return PrefixParts(prefixes.row_lens, row_peaks, row_totals, row_partial)
+    return PrefixParts(plan, prefixes)
 
 
 def could_share(constants: dict[str, Any], itemsize: int) -> bool:

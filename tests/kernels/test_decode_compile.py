@@ -19,7 +19,6 @@ from tandem.kernels.triton_kernels.decode_launch import decode_constants  # noqa
 from tandem.kernels.triton_kernels.decode_plan import plan_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel  # noqa: E402
 from tandem.kernels.triton_kernels.shared_prefix import (  # noqa: E402
-    merge_prefixes_kernel,
     prefix_constants,
     shared_prefix_kernel,
 )
@@ -27,14 +26,14 @@ from tandem.kernels.triton_kernels.shared_prefix import (  # noqa: E402
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP32 = {"k_scale", "v_scale", "alibi_slopes"} | {
-    f"{whose}{name}" for whose in ("", "prefix_", "row_") for name in ("peaks", "totals", "partial")
+    f"{whose}{name}" for whose in ("", "prefix_") for name in ("peaks", "totals", "partial")
 }
 INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts", "prefix_lens"} | {
-    "chunk_lens", "chunk_rows", "row_lens", "row_places",
+    "chunk_lens", "chunk_rows", "prefix_plan", "prefix_places",
 }  # fmt: skip
 PLAIN: dict[str, Any] = {
     "NUM_KV_HEADS": 8, "SPLIT": True, "IS_FP8": False, "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False,
-    "HAS_PREFIX": False, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0, "EARLY": False, "PDL": False,
+    "HAS_PREFIX": False, "PREFIX_MEMBERS": 0, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0, "EARLY": False, "PDL": False,
 }  # fmt: skip
 EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
 BF16, FP16, FP32_TYPE = torch.bfloat16, torch.float16, torch.float32
@@ -81,19 +80,16 @@ def decode(dtype: torch.dtype, group: int, head_size: int, num_new: int = 1, **o
 def shared(dtype: torch.dtype, group: int, head_size: int, **options: Any) -> Any:
     itemsize = 1 if options.get("IS_FP8") else dtype.itemsize
     constants = prefix_constants(decode_constants(dtype, itemsize, group, 1, head_size, 64, 0), 64 // group)
-    plain = {name: PLAIN[name] for name in ("NUM_KV_HEADS", "IS_FP8", "HAS_ALIBI", "HAS_SOFT_CAP", "PDL")}
+    plain = {name: PLAIN[name] for name in ("NUM_KV_HEADS", "IS_FP8", "HAS_ALIBI", "HAS_SOFT_CAP", "EARLY", "PDL")}
     return shared_prefix_kernel, dtype, constants | plain | options
 
 
 PLAN = {"TILE": 64, "MIN_TILES": 1, "CHUNK": 1024, "PROGRAMS_PAD": 512, "num_warps": 8, "PDL": True}
-MERGE = {
-    "MEMBERS": 16, "GROUP": 4, "ROWS": 4, "CHUNK": 16, "HEAD_SIZE": 128, "D_PAD": 128, "NUM_KV_HEADS": 8, "PDL": True,
-}  # fmt: skip
 LISTS = {"GROUP": 4, "GROUP_PAD": 4, "STRIDE": 4, "BLOCK": 64, "TILE": 64, "CHUNK": 256, "PDL": False}
 CASES = {
     "one-pass-bf16": (90, decode(BF16, 4, 128, SPLIT=False)),
     "split-bf16": (90, decode(BF16, 4, 128, PDL=True)),
-    "split-early": (90, decode(BF16, 4, 128, EARLY=True, HAS_PREFIX=True, PDL=True)),
+    "split-early": (90, decode(BF16, 4, 128, EARLY=True, PDL=True)),
     "split-bf16-sm80": (80, decode(BF16, 4, 128)),
     "split-bf16-sm100": (100, decode(BF16, 4, 128)),
     "split-fp8": (90, decode(BF16, 4, 128, IS_FP8=True)),
@@ -104,14 +100,14 @@ CASES = {
     "fp32-256-all": (80, decode(FP32_TYPE, 1, 256, SPLIT=False, **EVERY)),
     "fp32-80-all-split": (80, decode(FP32_TYPE, 4, 80, **EVERY)),
     "sparse": (90, decode(BF16, 4, 128, SPARSE_STRIDE=8, SPARSE_BLOCK=64)),
-    "prefix": (90, decode(BF16, 4, 128, HAS_PREFIX=True)),
-    "shared": (90, shared(BF16, 4, 128, PDL=True)),
+    "prefix": (90, decode(BF16, 4, 128, HAS_PREFIX=True, PREFIX_MEMBERS=16, PDL=True)),
+    "prefix-fp8-sm100": (100, decode(BF16, 4, 128, HAS_PREFIX=True, PREFIX_MEMBERS=16, IS_FP8=True, PDL=True)),
+    "shared": (90, shared(BF16, 4, 128, EARLY=True, PDL=True)),
     "shared-sm80": (80, shared(FP16, 8, 128, HAS_ALIBI=True, HAS_SOFT_CAP=True)),
     "shared-sm100": (100, shared(BF16, 4, 128)),
     "shared-fp8": (90, shared(BF16, 4, 128, IS_FP8=True)),
     "shared-256": (90, shared(BF16, 4, 256)),
     "shared-fp32": (80, shared(FP32_TYPE, 4, 128)),
-    "merge": (90, (merge_prefixes_kernel, BF16, MERGE)),
     "plan": (90, (plan_kernel, BF16, PLAN | {"HAS_WINDOW": True, "HAS_PREFIX": True, "HAS_COUNTS": False})),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }
