@@ -101,7 +101,10 @@ class TransferWorker:
         self._waiting: WaitingLayers[_Item] = WaitingLayers()
         self._book = GrantBook()
         self._stream: torch.cuda.Stream | None = None  # of pushes, each behind the step that computes it
-        self._digest_stream: torch.cuda.Stream | None = None  # of what must not wait for other requests' steps
+        # Neither waits for other requests' steps. Digests of what was sent, for which a peer waits, come before them;
+        # those of what arrived don't delay a decode step.
+        self._sent_stream: torch.cuda.Stream | None = None
+        self._digest_stream: torch.cuda.Stream | None = None
         self._newest_step_done: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.gates = LayerGates(pool.shape[2])
@@ -189,6 +192,7 @@ class TransferWorker:
             # Pushes come first wherever a multiprocessor has room: there are few of their programs, and behind the
             # next step's kernels, which always wait for more room than there is, they would not get on.
             self._stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
+            self._sent_stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
             self._digest_stream = torch.cuda.Stream(self._pool_NHLPBD.device)
         with _on_stream(self._stream):
             while (item := self._next_item()) is not None:
@@ -338,14 +342,14 @@ class TransferWorker:
     def _digests_as_sent(self, job: Finalize, sink: KVLayout, sums: GrantSums | None) -> np.ndarray:
         """As `_digests`, of the sink's blocks: those summed while they were pushed, else in a pass over the source's;
         what has to be reshaped is staged again for it, the same way."""
-        with _on_stream(self._digest_stream):
+        with _on_stream(self._sent_stream):
             summed = sums and sums.digests(job.digest_key, job.num_valid_last, sink.block_size, job.num_pushed_blocks)
             if isinstance(summed, np.ndarray):
                 return summed
         self.counters["kv_digest_passes"] += 1
         reshaper = self.pusher.reshaper_to(sink)
         if reshaper is None:
-            with _on_stream(self._digest_stream):
+            with _on_stream(self._sent_stream):
                 return self._digests(job.source_block_ids, job.digest_key, job.num_valid_last)
         num_valid = [reshaper.geometry.block_size] * (job.num_pushed_blocks - 1) + [job.num_valid_last]
         parts = reshaper.parts(job.source_block_ids, job.first_slots, num_valid)

@@ -87,7 +87,9 @@ class CudaMapping(Mapping):
         self._device, self._mapped = device, mapped
         self._address, self._stride_bytes = mapped + offset, stride_bytes
         self._listed: OrderedDict[object, torch.Tensor] = OrderedDict()  # what was pushed last, on the device
-        self._sums_stream = torch.cuda.Stream(device)  # beside copies; the computation is of no lower priority
+        # Beside copies, and before the computation as they are: a layer's sum takes 10 us, but behind the kernels of the
+        # next prompt, of which there are always more, it would wait for that step's end.
+        self._sums_stream = torch.cuda.Stream(device, priority=-1)
         self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed: others' wait for other steps
 
     def _copy(
@@ -127,7 +129,7 @@ class CudaMapping(Mapping):
         way: Way,
         sums: BlockSums | None,
     ) -> None:
-        """Whole blocks. Sums are taken beside the copies, on a stream that the computation may go before."""
+        """Whole blocks. Sums are taken beside the copies."""
         current = torch.cuda.current_stream(self._device)
         begun = current.record_event()
         heads, source = range(source_NHLPBD.shape[1]), BlockPlaces.of(source_NHLPBD)
