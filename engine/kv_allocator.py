@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,11 @@ class KVAllocator:
     def cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks that `request` may start from: they end below its last token. No side effect on blocks."""
         return self.pool.match_prefix(self.reusable_hashes(request))
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """As many as `cached_prefix` holds, by a few lookups: the pool never holds a block without those before it."""
+        hashes, find = self.reusable_hashes(request), self.pool.find
+        return self.block_size * bisect.bisect_left(hashes, True, key=lambda each: find(each) is None)
 
     def reusable_hashes(self, request: Request) -> list[bytes]:
         """Of the blocks that `request` may take from a cache, wherever that is."""

@@ -2,7 +2,9 @@
 
 A prefill node serves many prompts to one end each: their first tokens in time. `SlackOrder` is earliest deadline first
 as long as everyone can make it; where not, the largest remaining work gives way until the others can (Moore 1968: the
-fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation.
+fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation;
+among its like it goes as if it were to be done by the time that it takes alone, so that short rests don't wait for all
+that came before them.
 (Plain earliest deadline first collapses under overload, where each late prompt makes the next one late.)
 """
 
@@ -50,10 +52,13 @@ class PromptOrder(Protocol):
 
 
 class _Measuring:
-    """Seconds that a prompt token takes, from steps with many of them; 0: nothing measured yet."""
+    """Seconds that a prompt token takes, from steps with many of them; 0: nothing measured yet. `gathers`: where
+    prompts get what decodes leave of a step, small steps count too, several together."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], gathers: bool = False) -> None:
         self._clock = clock
+        self._gathers = gathers
+        self._gathered = (0, 0.0)  # prompt tokens of small steps, and what those took
         self.rate = Rate()
         self._steps: dict[int, tuple[float, int]] = {}  # launched at, prompt tokens
         self._last_completed = 0.0
@@ -81,15 +86,24 @@ class _Measuring:
         self._last_completed = now
         if num_tokens >= MIN_MEASURED_TOKENS:
             self.rate.measured(num_tokens, seconds)
+        elif num_tokens and self._gathers:
+            self._gather(num_tokens, seconds)
         return seconds
+
+    def _gather(self, num_tokens: int, seconds: float) -> None:
+        num_gathered, took = self._gathered[0] + num_tokens, self._gathered[1] + seconds
+        if num_gathered >= MIN_MEASURED_TOKENS:
+            self.rate.measured(num_gathered, took)
+            num_gathered, took = 0, 0.0
+        self._gathered = num_gathered, took
 
 
 class ArrivalOrder(_Measuring):
     """What has begun goes on; then by priority and arrival, as the queue is sorted. Without a clock it measures
     nothing."""
 
-    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
-        super().__init__(clock)
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0, gathers: bool = False) -> None:
+        super().__init__(clock, gathers)
 
     def arrived(self, request: Request) -> None: ...
 
@@ -110,6 +124,8 @@ class SlackOrder(_Measuring):
         self._arrivals: dict[Request, float] = {}
         self._late: Request | None = None  # the first of those behind their deadline
         self._credit = 0.0  # tokens that late prompts may have before others
+        # Tokens of a prompt that has not begun which it would find cached now; others with its prefix may have come.
+        self.num_cached_tokens: Callable[[Request], int] = lambda request: 0
 
     def arrived(self, request: Request) -> None:
         self._arrivals[request] = self._clock()
@@ -128,21 +144,23 @@ class SlackOrder(_Measuring):
     def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
         begun = set(started)
         due = {request: self.deadline(request) for request in (*started, *waiting)}
+        left = {request: request.num_uncomputed_tokens for request in started}
+        left.update({r: max(1, r.num_uncomputed_tokens - self.num_cached_tokens(r)) for r in waiting})
         free_at = self._clock()
         on_time: list[Request] = []
         late: list[Request] = []
         for request in sorted(due, key=lambda r: (r.priority, due[r], r.order)):
             on_time.append(request)
-            free_at += request.num_uncomputed_tokens * self.seconds_per_token
+            free_at += left[request] * self.seconds_per_token
             spare = 0.0 if request in begun else MARGIN * self._target_s
             if free_at > due[request] - spare:
-                largest = max(on_time, key=lambda r: (r.priority, r.num_uncomputed_tokens, due[r]))
+                largest = max(on_time, key=lambda r: (r.priority, left[r], due[r]))
                 on_time.remove(largest)
                 late.append(largest)
-                free_at -= largest.num_uncomputed_tokens * self.seconds_per_token
-        late.sort(key=lambda r: r.sort_key)
+                free_at -= left[largest] * self.seconds_per_token
+        late.sort(key=lambda r: (r.priority, self._arrivals[r] + left[r] * self.seconds_per_token, r.order))
         self._late = late[0] if late else None
-        if late and (not on_time or self._credit >= late[0].num_uncomputed_tokens or self._credit >= MAX_CREDIT):
+        if late and (not on_time or self._credit >= left[late[0]] or self._credit >= MAX_CREDIT):
             return [late[0], *on_time, *late[1:]]
         return on_time + late
 

@@ -57,7 +57,8 @@ class NodeContext:
     def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded
         identity_key = loaded.identity.key()
-        return Scheduler(
+        order = self._prompt_order()
+        scheduler = Scheduler(
             self.options.scheduler,
             self.pool,
             block_size=cache.block_size,
@@ -67,13 +68,16 @@ class NodeContext:
             hash_block_size=cache.hash_block_size,
             limits_prompt_work=self.options.role != "prefill",
             connector=connector,
-            prompt_order=self._prompt_order(),
+            prompt_order=order,
             tiers=tiers,
             pace=StepPace(time.monotonic),
         )
+        if isinstance(order, SlackOrder):
+            order.num_cached_tokens = scheduler.kv.num_cached_tokens
+        return scheduler
 
     def _prompt_order(self) -> PromptOrder:
         target_ms = self.options.scheduler.ttft_target_ms
         if self.options.role != "prefill" or not target_ms:
-            return ArrivalOrder(time.monotonic)
+            return ArrivalOrder(time.monotonic, gathers=self.options.role != "prefill")
         return SlackOrder(target_ms / 1e3, time.monotonic)

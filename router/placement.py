@@ -1,9 +1,9 @@
 """Which nodes serve a request: pure policy over a snapshot of the nodes (docs/placement.md).
 
-A decode node D and a prefill node P, or D alone when the tail that it has not cached is short and it gets to it as soon
-as P would, or P alone when the first token ends the request. Unified nodes do both halves. Which halves there are is
-decided here; which node does a half is decided by a `PlacementPolicy`, unless the request's session has a home that is
-not overloaded.
+A decode node D and a prefill node P, or D alone when the tail that it has not cached is short and it would be done with
+it before P and a hand-over, or P alone when the first token ends the request. Unified nodes do both halves. Which
+halves there are is decided here; which node does a half is decided by a `PlacementPolicy`, unless the request's session
+has a home that is not overloaded.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "fi
 
 # A session stays at its home until others are ahead by this much prompt work, or its home has no room.
 SESSION_PATIENCE_S = 1.0
-# A decode node with up to this much prompt work, some steps beside its decodes, takes a short tail at once.
-TAIL_PATIENCE_S = 0.05
+# What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
+HANDOVER_S = 0.01
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
@@ -130,18 +130,24 @@ class _Finder:
         alone = self._why_alone(decode)
         if alone:
             return self._alone(decode, alone)
-        tail = self.request.num_prompt_tokens - decode.num_cached_tokens
-        backlog_s = decode.node.backlog_s(self.now) if tail <= self.local_tail_tokens else math.inf
-        if backlog_s <= TAIL_PATIENCE_S:
+        alone_s = self._tail_s(decode)
+        if alone_s <= HANDOVER_S:
             return self._alone(decode, "short uncached tail")
         model = decode.node.model
         partners = [node for node in prefills if node.model == model]
         if not partners:
             return self._alone(decode, "no prefill node")
         prefill = self._choose("prompt", partners)
-        if backlog_s <= prefill.queue_s + prefill.compute_s:
+        if alone_s <= prefill.queue_s + prefill.compute_s + prefill.transfer_s + decode.transfer_s + HANDOVER_S:
             return self._alone(decode, "short uncached tail")
         return Placement(decode.node.ref, prefill.node.ref, "prefill and decode", (decode, prefill))
+
+    def _tail_s(self, decode: Choice) -> float:
+        """When the decode node would be done with the tail itself, beside its decodes: by the rate that it measured."""
+        tail = decode.num_new_tokens
+        if tail > self.local_tail_tokens:
+            return math.inf
+        return decode.node.backlog_s(self.now) + tail * decode.node.prefill_s_per_token
 
     def _alone(self, choice: Choice, reason: str) -> Placement:
         """The node computes the prompt too, whatever it was chosen for."""

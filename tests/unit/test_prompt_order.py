@@ -51,6 +51,15 @@ class TestSlackOrder:
         assert order.arrange([], [first, second, long]) == [first, second, long]
         assert order.deadline(long) > clock.now + TARGET_S, "alone it takes longer than the target"
 
+    def test_what_is_cached_by_now_is_no_work(self) -> None:
+        clock = Clock()
+        order = slack_order(clock)
+        requests = first, second, cached = arriving(order, clock, 8_000, 9_000, 9_000)
+        order.num_cached_tokens = lambda request: 8_900 if request is cached else 0
+        assert order.arrange([], requests) == [first, cached, second], "two whole ones would be too much"
+        clock.now += 10 * TARGET_S
+        assert order.arrange([], requests) == [cached, first, second], "a short rest waits for nobody, late as all are"
+
     def test_priority_goes_before_deadline(self) -> None:
         clock = Clock()
         order = slack_order(clock)
@@ -136,6 +145,20 @@ class TestSlackOrder:
         harness.run()
         assert not order._arrivals
         assert not order._steps
+
+
+def test_small_steps_count_together_where_prompts_get_what_decodes_leave() -> None:
+    clock, (request,) = Clock(), arriving(slack_order(Clock()), Clock(), 8_192)
+    gathering, plain = ArrivalOrder(clock, gathers=True), ArrivalOrder(clock)
+    for step in range(5):
+        for order in (gathering, plain):
+            order.launched(step, [(request, 64)])
+        clock.now += 0.010
+        for order in (gathering, plain):
+            order.completed(step)
+        assert (gathering.seconds_per_token == 0.0) == (step < 3)
+    assert gathering.seconds_per_token == pytest.approx(0.010 / 64)
+    assert plain.seconds_per_token == 0.0
 
 
 def simulate(order: PromptOrder, clock: Clock, chunk: int) -> dict[str, float]:
