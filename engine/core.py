@@ -62,12 +62,21 @@ class EngineCore:
         events, self._events = self._events, []
         self.newest_read = None
         if self._reads:
-            done, handle = self._unread.popleft()
-            self.newest_read = done
-            result = handle.result()
-            if result.failure is None:
-                self.scheduler.pool.step_completed(done.step_id)
-            else:
-                self.scheduler.pool.step_failed(done.step_id)
-            events += self.scheduler.update(done, result)
+            events += self._read_oldest()
         return events
+
+    def read_ended(self) -> list[EngineEvent]:
+        """For whoever launches a step layer by layer, from within: what the step before it made, if that has ended."""
+        if self._unread and self._pipelined and self._unread[0][1].done():
+            return self._read_oldest()
+        return []
+
+    def _read_oldest(self) -> list[EngineEvent]:
+        done, handle = self._unread.popleft()
+        self.newest_read = done
+        result = handle.result()
+        if result.failure is None:
+            self.scheduler.pool.step_completed(done.step_id)
+        else:
+            self.scheduler.pool.step_failed(done.step_id)
+        return self.scheduler.update(done, result)

@@ -138,6 +138,13 @@ class NodeLoop:
         self._write_outbox()  # claims of what starts
         self._times.charge("schedule")
 
+    def look_at_step(self) -> None:
+        """From within a launch that takes long: what the step before made doesn't wait for the rest of it."""
+        events = self._core.read_ended()
+        if events:
+            self._logic.on_engine_events(events, time.monotonic())
+            self._write_outbox()
+
     def _end_turn(self, launched: bool) -> None:
         if self._core.newest_read is not None:
             self._times.step_read(self._core.newest_read)

@@ -13,6 +13,7 @@ from tandem.engine.scheduler_state import SchedulerState
 
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
 MAX_PASSED_BY = 256
+LEAST_PROMPT_TOKENS = 32  # of a prompt beside decodes, however long a step with them takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,13 @@ class StepPlanner:
         return plan
 
     def _prompt_budget(self, plan: StepPlan) -> int:
-        """Prompt tokens beside the decodes of `plan`: what leaves the step within `itl_budget_ms`, and at least a
-        block, so that prompts get on; without measured step times a fixed number."""
+        """Prompt tokens beside the decodes of `plan`: what leaves the step within `itl_budget_ms`, and at least a few,
+        so that prompts get on; without measured step times a fixed number."""
         times = self._state.step_times
         if times is None:
             return self._options.decode_prompt_budget or plan.prompt_budget
         room = times.most_tokens(self._options.itl_budget_ms / 1e3) - len(plan.rows)
-        return max(room, self._state.block_size)
+        return max(room, min(LEAST_PROMPT_TOKENS, self._state.block_size))
 
     # --- requests in the batch ------------------------------------------------------------------------------
 
@@ -109,11 +110,11 @@ class StepPlanner:
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:
         """Tokens of the next chunk: within budget and chunk limit. It ends on a block boundary, unless it is the
-        last or the limit is too small for that."""
+        last or the limit is below a block."""
         todo = request.num_uncomputed_tokens
         limit = min(plan.num_prompt_tokens_left, self._options.max_prefill_chunk or todo)
-        if todo <= limit:
-            return todo
+        if todo <= limit or limit < self._state.block_size:
+            return min(todo, limit)
         end = (request.num_computed_tokens + limit) // self._state.block_size * self._state.block_size
         return end - request.num_computed_tokens if end > request.num_computed_tokens else limit
 

@@ -157,6 +157,7 @@ class NodeProcess:
             self.turn_times,
             self.logic.scheduler.pace.ends_at,
         )
+        self.worker.between_layers = self.loop.look_at_step
 
     def warm_up(self) -> None:
         """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""

@@ -60,6 +60,7 @@ class ConnectorWorker:
         self._transfer = transfer
         self._layer_indices = dict(layer_indices)
         self._drain_events = drain_events
+        self.between_layers: Callable[[], None] = lambda: None  # while a step with hand-offs is launched
         self._meta: SourceStepMeta | None = None
         self._lags = lags
         self._newest_layer: int | None = None
@@ -97,6 +98,7 @@ class ConnectorWorker:
         if self._lags:
             layer, self._newest_layer = self._newest_layer, layer
         self._push_layer(layer, written)
+        self.between_layers()
 
     def wait_for_save(self) -> None:
         done = self._record_event()

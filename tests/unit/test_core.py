@@ -97,3 +97,42 @@ def test_a_failing_device_ends_the_loop() -> None:
     harness.runner.run_until = fail  # type: ignore[method-assign,assignment]
     with pytest.raises(RuntimeError, match="device lost in step 0"):
         harness.step()
+
+
+def launch_slowly(harness: Harness, is_done: bool) -> list[list]:
+    """The launch of each step asks, half way, for what the step before made."""
+    execute, early = harness.runner.execute, []
+
+    def launch(output):  # type: ignore[no-untyped-def]
+        early.append(harness.core.read_ended())
+        handle = execute(output)
+        handle.done = lambda: is_done
+        return handle
+
+    harness.runner.execute = launch  # type: ignore[method-assign]
+    return early
+
+
+def test_what_an_ended_step_made_is_read_while_the_next_is_launched() -> None:
+    harness = Harness()
+    recorder = Recorder(harness)
+    early = launch_slowly(harness, is_done=True)
+    harness.add("a", [1, 2], max_tokens=3)
+    assert [len(harness.core.step()) for _ in range(4)] == [0, 0, 0, 1]
+    assert [len(events) for events in early] == [0, 1, 1]
+    assert recorder.log == [
+        *("launched 0", "execute 0"),
+        *("launched 1", "read 0", "completed 0", "execute 1"),
+        *("launched 2", "read 1", "completed 1", "execute 2"),
+        *("read 2", "completed 2"),
+    ]
+    harness.scheduler.assert_empty()
+
+
+def test_a_step_that_runs_is_not_waited_for_while_the_next_is_launched() -> None:
+    harness = Harness()
+    early = launch_slowly(harness, is_done=False)
+    harness.add("a", [1, 2], max_tokens=3)
+    harness.run()
+    assert early == [[], [], []]
+    harness.assert_output("a")

@@ -78,7 +78,7 @@ def chunks(harness: Harness, num_steps: int) -> list[list[int]]:
         ({"max_num_batched_tokens": 10}, [[8], [8], [6], [1]]),
         ({"max_num_batched_tokens": 64, "max_prefill_chunk": 9}, [[8], [8], [6], [1]]),
         ({"max_num_batched_tokens": 64, "max_prefill_chunk": 8}, [[8], [8], [6], [1]]),
-        ({"max_num_batched_tokens": 3}, [[3], [1], [3], [1], [3], [1], [3], [1], [3], [3], [1]]),
+        ({"max_num_batched_tokens": 3}, [*[[3]] * 7, [1], [1]]),
     ],
 )
 def test_chunks_end_on_block_boundaries_when_they_can(
@@ -239,4 +239,14 @@ def test_the_overshoot_token_is_never_cached() -> None:
     follow = harness.add("b", [*prompt, *tokens, 3, 3], max_tokens=3)
     harness.run()
     assert follow.num_cached_tokens in (BLOCK, 2 * BLOCK)
+    harness.assert_output("b")
+
+
+def test_chunks_below_a_block_take_the_whole_budget() -> None:
+    harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, decode_prompt_budget=3)
+    harness.add("a", range(9), max_tokens=20)
+    harness.step()
+    harness.add("b", range(10, 0, -1), max_tokens=2)
+    assert chunks(harness, 4) == [[1, 3], [1, 3], [1, 3], [1, 1]]
+    harness.run()
     harness.assert_output("b")
