@@ -73,7 +73,7 @@ OPTION_HELP: dict[str, str] = {
     "stream_queue": "undelivered events of one stream after which its client counts as stuck",
     "placement": "how nodes are chosen for requests (docs/placement.md)",
     "rebalance_kv": "move running sequences to a decode node whose KV pool is less full by this share of it (0: off)",
-    "local_tail_tokens": "uncached prompt tails up to this many tokens may be computed by the decode node, if it is done sooner",
+    "local_tail_tokens": "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner",
     "api_keys_file": "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication",
     # of the launcher alone
     "prefill": "number of prefill nodes; with --decode: a local cluster instead of a single node",
