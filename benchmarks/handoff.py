@@ -1,16 +1,17 @@
 """What splitting costs and gives: one prefill and one decode node beside our own single nodes on the same devices.
 
     python benchmarks/handoff.py MODEL [--load-format dummy] [--rates 8 16] [--requests 200] [--long 8192] [--chat 256]
-                                       [--picture handoff.svg]
+                                       [--picture handoff.svg] [--without-pushes]
 
 1. One request at a time: first and second token of a long and of a 2,048-token prompt; split minus single is what the
    hand-off adds. (A split server can hide a hand-off behind a first token made elsewhere, not behind a second.)
-2. Poisson arrivals of chats and long prompts, the same for both servers: gap from first to second token, gaps between
-   tokens, and the share of requests sent with TTFT <= 300 ms and TPOT <= 7 ms. Single nodes are two, taken in turn.
-3. What of it misses which target.
+2. Poisson arrivals of chats and long prompts, the same for both: gap from first to second token, gaps between tokens,
+   and the share of requests sent with TTFT <= 300 ms and TPOT <= 7 ms. Single nodes are two, behind one router.
+3. With two GPUs, bytes to the peer, and what pushing and digests cost a prefill: benchmarks/push.py.
+4. All that beside its targets.
 
-Each server is a real `tandem serve` in processes of its own. Prompts are random token ids, so no cache helps. With a
-picture, one hand-off of a long prompt is traced and drawn. Bytes and digests alone: benchmarks/push.py.
+Each server has processes of its own. Prompts are random token ids, so no cache helps. With a picture, one hand-off of a
+long prompt is traced and drawn: compute, push and commit of each layer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import os
+import json
 import random
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from statistics import median
 from typing import Any
 
 from handoff_timeline import draw, handoffs, read_folder, summary
-from servers import node_counters, stop, until_ready
+from servers import node_counters, stop, two_single_nodes, until_ready
 
 from tandem.deploy.bench import Sample, open_loop, percentile, request_once
 from tandem.deploy.cluster_plan import count_gpus
@@ -95,14 +96,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(model: str, arguments: Sequence[str], device: int | None = None) -> Iterator[tuple[str, int]]:
+def serving(model: str, arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
     """(URL, model's length) of a server that is ready; it is stopped at the end."""
     port = free_port()
-    environment = dict(os.environ)
-    if device is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = str(device)
     command = [sys.executable, "-m", "tandem.deploy.cli", "serve", model, "--port", str(port), *arguments]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
         yield url, asyncio.run(until_ready(process, url))
@@ -124,18 +122,18 @@ def measure_alone(server: Server, url: str, shapes: Sequence[Shape], count: int)
         server.alone[shape.num_prompt] = first, second
 
 
-def measure_mixed(server: Server, urls: Sequence[str], shapes: Sequence[Shape], rate: float, count: int) -> None:
+def measure_mixed(server: Server, url: str, shapes: Sequence[Shape], rate: float, count: int) -> None:
     """The same arrivals and shapes for each server."""
     rng = random.Random(int(rate))
-    plan = [(shapes[rng.random() < LONG_SHARE], urls[index % len(urls)], index) for index in range(count)]
+    plan = [(shapes[rng.random() < LONG_SHARE], index) for index in range(count)]
 
-    async def one(arrival: tuple[Shape, str, int]) -> Sample:
-        shape, url, seed = arrival
+    async def one(arrival: tuple[Shape, int]) -> Sample:
+        shape, seed = arrival
         return await request_once(url, shape.body(random.Random(seed)))
 
     samples = asyncio.run(open_loop(one, plan, rate, rng))
     for shape in shapes:
-        found = Mixed.of([s for s, (own, *_) in zip(samples, plan, strict=True) if own is shape])
+        found = Mixed.of([s for s, (own, _) in zip(samples, plan, strict=True) if own is shape])
         server.mixed[rate, shape.kind] = found
         numbers = (*found.ttft, *found.gap, *found.itl)
         columns = "{:7.1f} /{:7.1f} {:7.1f} /{:6.1f} {:6.1f} /{:6.1f} /{:6.1f}".format(*numbers)
@@ -163,7 +161,7 @@ def measure_split(options: argparse.Namespace, common: list[str]) -> Server:
         measure_alone(server, url, single_shapes(options, length), options.repeat)
         print_header()
         for rate in options.rates:
-            measure_mixed(server, [url], mixed_shapes(options, length), rate, options.requests)
+            measure_mixed(server, url, mixed_shapes(options, length), rate, options.requests)
         counted = node_counters(url)
         print("1+1:", ", ".join(f"{name} {counted.get(name, 0):.0f}" for name in TOLD), flush=True)
     return server
@@ -171,14 +169,25 @@ def measure_split(options: argparse.Namespace, common: list[str]) -> Server:
 
 def measure_single(options: argparse.Namespace, common: list[str]) -> Server:
     server = Server("2 single")
-    devices = [0, 1] if count_gpus() > 1 else [None, None]
-    with contextlib.ExitStack() as stack:
-        started = [stack.enter_context(serving(options.model, common, device)) for device in devices]
-        (url, length), urls = started[0], [url for url, _ in started]
+    with two_single_nodes(options.model, common, "prefix_aware") as (url, length):
         measure_alone(server, url, single_shapes(options, length), options.repeat)
         for rate in options.rates:
-            measure_mixed(server, urls, mixed_shapes(options, length), rate, options.requests)
+            measure_mixed(server, url, mixed_shapes(options, length), rate, options.requests)
     return server
+
+
+def measure_pushes(options: argparse.Namespace) -> list[tuple[str, str, str, str]]:
+    """Rows of the table, of a process of its own: it has both GPUs."""
+    with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
+        program = [sys.executable, str(Path(__file__).with_name("push.py")), options.model, "--json", file.name]
+        subprocess.run([*program, "--load-format", options.load_format, "--tokens", str(options.long)], check=True)
+        found = json.load(file)
+    beside = f"plain copy {found['plain_gb_s']:.0f}"
+    return [
+        ("1 GiB of blocks to the peer", f"{found['whole_gb_s']:.0f} GB/s", ">= 330", beside),
+        ("prefill slow-down while pushing", f"{100 * found['pushed']:+.2f} %", "<= 1 %", "-"),
+        ("and with digests, beyond that", f"{100 * (found['digested'] - found['pushed']):+.2f} %", "<= 0.5 %", "-"),
+    ]
 
 
 def draw_one(options: argparse.Namespace, common: list[str]) -> None:
@@ -192,9 +201,8 @@ def draw_one(options: argparse.Namespace, common: list[str]) -> None:
     print(f"{options.picture}: {summary(drawn)}", flush=True)
 
 
-def print_targets(split: Server, single: Server) -> None:
-    """Each figure that has a target, the target, and the same of two single nodes."""
-    rows: list[tuple[str, str, str, str]] = []
+def print_targets(split: Server, single: Server, rows: list[tuple[str, str, str, str]]) -> None:
+    """Each figure that has a target, the target, and the same of two single nodes; `rows` are the first ones."""
     for tokens, (first, second) in split.alone.items():
         one, two = single.alone[tokens]
         rows.append(
@@ -207,7 +215,8 @@ def print_targets(split: Server, single: Server) -> None:
         beside, name = single.mixed[rate, kind], f"{rate:.0f}/s {kind}"
         if kind == "long":
             share = 60 if rate > 8 else 80
-            rows.append((f"{name}: hand-off gap p50 / p99", "{:.1f} / {:.1f} ms".format(*found.gap), "<= 12 / 25", "-"))
+            gaps = ("{:.1f} / {:.1f} ms".format(*which.gap) for which in (found, beside))
+            rows.append((f"{name}: hand-off gap p50 / p99", next(gaps), "<= 12 / 25", next(gaps)))
         else:
             share = 97 if rate > 8 else 99
             both = ("{:.1f} / {:.1f} ms".format(*which.itl[1:]) for which in (found, beside))
@@ -229,12 +238,14 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=8192, help="tokens of a long prompt")
     parser.add_argument("--chat", type=int, default=256, help="tokens of a chat's prompt")
     parser.add_argument("--picture", default="", help="draw one hand-off into this file (SVG)")
+    parser.add_argument("--without-pushes", action="store_true", help="leave benchmarks/push.py to be run by itself")
     options = parser.parse_args()
     common = ["--load-format", options.load_format, "--max-model-len", str(options.max_model_len)]
     if options.picture:
         draw_one(options, common)
+    pushes = measure_pushes(options) if count_gpus() > 1 and not options.without_pushes else []
     split = measure_split(options, common)
-    print_targets(split, measure_single(options, common))
+    print_targets(split, measure_single(options, common), pushes)
 
 
 if __name__ == "__main__":

@@ -14,47 +14,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from urllib.request import urlopen
 
-from servers import node_counters, stop, until_ready
+from servers import node_counters, two_single_nodes
 
-from tandem.deploy.cluster_plan import PROGRAM, count_gpus
-from tandem.deploy.redis_server import RedisServer, free_port
 from tandem.deploy.sse_client import stream_events
 
 PUBLISHED_S = 0.6  # the directory hears of blocks in batches
-
-
-@contextlib.contextmanager
-def cluster(model: str, options: Sequence[str]) -> Iterator[str]:
-    """URL of a router over two single nodes."""
-    redis, port, num_gpus = RedisServer(), free_port(), count_gpus()
-    redis.start()
-    shared = ("--redis-url", redis.url)
-    commands = [["unified", model, *shared, "--device-index", str(i % num_gpus if num_gpus else 0), *options]
-                for i in range(2)]  # fmt: skip
-    commands.append(["router", model, *shared, "--placement", "round_robin", "--workers", "1", "--port", str(port)])
-    children = [subprocess.Popen([sys.executable, "-c", PROGRAM, *command], stderr=subprocess.DEVNULL)
-                for command in commands]  # fmt: skip
-    url = f"http://127.0.0.1:{port}"
-    try:
-        asyncio.run(until_ready(children[-1], url))
-        while len(json.loads(urlopen(f"{url}/ready").read())["nodes"]) < 2:
-            time.sleep(0.1)
-        yield url
-    finally:
-        stop(children)
-        redis.stop()
 
 
 async def ask(url: str, prompt: Sequence[int]) -> tuple[float, list[int]]:
@@ -118,7 +90,7 @@ def main() -> None:
     arguments = parser.parse_args(known[: known.index("--")] if "--" in known else known)
     rng = random.Random(1)
     cases = [(length, end) for length in arguments.lengths for end in arguments.ends if end < length]
-    with cluster(os.path.abspath(arguments.model), options) as url:
+    with two_single_nodes(arguments.model, options, "round_robin") as (url, _):
         for case in cases:  # both nodes measure their rates, kernels and channels are made
             asyncio.run(one_round(url, *case, rng, Times()))
         titles = f"{'prompt':>8}{'end':>7}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}"

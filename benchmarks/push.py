@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -79,7 +81,9 @@ def seconds(run: Callable[[], object], repeat: int) -> float:
     return median_event_seconds(run, repeat, warm=1)
 
 
-def measure_wire(ways: Sequence[Way], repeat: int) -> None:
+def measure_wire(ways: Sequence[Way], repeat: int) -> dict[str, float]:
+    """Of the first way."""
+    found: dict[str, float] = {}
     num_blocks = GIB // LLAMA_8B.payload_bytes
     pools = tuple(allocate_pool(LLAMA_8B, 2 * num_blocks, f"cuda:{index}") for index in range(2))
     source, sink = pools
@@ -108,6 +112,8 @@ def measure_wire(ways: Sequence[Way], repeat: int) -> None:
                 rates.append(GIB / took / 1e9)
                 assert torch.equal(sink[places[1]], source[places[0]].to(sink.device)), f"{way.name}: not what was sent"
         print(f"  {way.name:24}{''.join(f'{rate:10.0f}' for rate in rates)}", flush=True)
+        found = found or {"plain_gb_s": GIB / plain / 1e9, "whole_gb_s": rates[0]}
+    return found
 
 
 @dataclass
@@ -191,7 +197,8 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
     return Prefill(loaded, runner, pools[1], transfer, events, grant_of)
 
 
-def measure_prefill(prefill: Prefill, ways: Sequence[Way], tokens: int, repeat: int) -> None:
+def measure_prefill(prefill: Prefill, ways: Sequence[Way], tokens: int, repeat: int) -> dict[str, float]:
+    """What pushing, and pushing with digests, takes longer, as a share; of the first way."""
     kinds = [(f"{what}, {way.name}", way, what == "digested") for way in ways for what in ("pushed", "digested")]
     times: dict[str, list[float]] = {name: [] for name in ("nothing pushed", *(name for name, *_ in kinds))}
     for turn in range(repeat + 1):  # the first compiles
@@ -202,8 +209,10 @@ def measure_prefill(prefill: Prefill, ways: Sequence[Way], tokens: int, repeat: 
             times[name] += [took] if turn else []
     alone = statistics.median(times["nothing pushed"])
     print(f"prefill of {tokens} tokens, median of {repeat} (targets: pushed +1 %, digests +0.5 % of it):")
+    shares = []
     for name, own in times.items():
         share = statistics.median(each / other - 1 for each, other in zip(own, times["nothing pushed"], strict=True))
+        shares.append(share)
         print(f"  {name:36} {1e3 * statistics.median(own):7.2f} ms ({100 * share:+.2f} %)")
     size = prefill.loaded.layout.block_size
     with torch.cuda.device(1):
@@ -213,6 +222,7 @@ def measure_prefill(prefill: Prefill, ways: Sequence[Way], tokens: int, repeat: 
         flush=True,
     )
     assert prefill.transfer.stop(10.0)
+    return {"pushed": shares[1], "digested": shares[2]}
 
 
 def main() -> None:
@@ -222,15 +232,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--programs", type=int, nargs="*", default=[], help="of the kernel, where it alone pushes")
     parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--json", default="", help="write figures that have targets into this file")
     options = parser.parse_args()
     if torch.cuda.device_count() < 2:
         raise SystemExit("this needs two GPUs that reach each other's memory")
     torch.cuda.set_device(0)
     ways = ways_of(options.programs)
     with torch.cuda.stream(torch.cuda.Stream()):
-        measure_wire(ways, options.repeat)
+        found = measure_wire(ways, options.repeat)
     prefill = make_prefill(options.model, options.load_format, options.tokens)
-    measure_prefill(prefill, ways, options.tokens, options.repeat)
+    found |= measure_prefill(prefill, ways, options.tokens, options.repeat)
+    if options.json:
+        Path(options.json).write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from urllib.request import urlopen
 
+from tandem.deploy.cluster_plan import PROGRAM, count_gpus
+from tandem.deploy.redis_server import RedisServer, free_port
 from tandem.deploy.sse_client import HttpError, get_json
 
 READY_S, STOP_S = 240.0, 20.0
@@ -27,6 +32,28 @@ async def until_ready(process: subprocess.Popen[bytes], url: str) -> int:
             return int((await get_json(url, "/v1/models"))["data"][0]["max_model_len"])
         await asyncio.sleep(0.2)
     raise SystemExit(f"the server was not ready after {READY_S:.0f} s")
+
+
+@contextlib.contextmanager
+def two_single_nodes(model: str, options: Sequence[str], placement: str) -> Iterator[tuple[str, int]]:
+    """(URL of a router over two single nodes, the model's length); one node a GPU where there are two."""
+    redis, port, num_gpus = RedisServer(), free_port(), count_gpus()
+    redis.start()
+    shared, path = ("--redis-url", redis.url), os.path.abspath(model)
+    commands = [["unified", path, *shared, "--device-index", str(i % num_gpus if num_gpus else 0), *options]
+                for i in range(2)]  # fmt: skip
+    commands.append(["router", path, *shared, "--placement", placement, "--workers", "1", "--port", str(port)])
+    children = [subprocess.Popen([sys.executable, "-c", PROGRAM, *command], stderr=subprocess.DEVNULL)
+                for command in commands]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        length = asyncio.run(until_ready(children[-1], url))
+        while len(json.loads(urlopen(f"{url}/ready").read())["nodes"]) < 2:
+            time.sleep(0.1)
+        yield url, length
+    finally:
+        stop(children)
+        redis.stop()
 
 
 def node_counters(url: str) -> dict[str, float]:
