@@ -193,7 +193,8 @@ class TransferWorker:
             # next step's kernels, which always wait for more room than there is, they would not get on.
             self._stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
             self._sent_stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
-            self._digest_stream = torch.cuda.Stream(self._pool_NHLPBD.device)
+            # Somebody waits for each of them, and they are short.
+            self._digest_stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
         with _on_stream(self._stream):
             while (item := self._next_item()) is not None:
                 job, written = item
@@ -277,8 +278,6 @@ class TransferWorker:
         way = self._channels.of(grant)
         way.channel.flush(grant)
         self._book.unflushed.discard(grant.grant_id)
-        if self._trace is not None:
-            self._trace.end_of_pushes(job.key, self._stream is not None)
         digests, sums = b"", self._book.sums.pop(grant.grant_id, None)
         if job.with_digests:
             digests = self._digests_as_sent(job, way.layout, sums).tobytes()
@@ -299,6 +298,8 @@ class TransferWorker:
             return
         self._send_ready(grant.sink_id, ready)
         self._post_event(ReadySent(job.key, grant.grant_id, ready))
+        if self._trace is not None:
+            self._trace.end_of_pushes(job.key, self._stream is not None)
 
     def _retire(self, job: Retire) -> None:
         grant = job.grant
