@@ -2,7 +2,8 @@
 
 Two questions (docs/architecture.md): identities must be *equal*, layouts must be *convertible*. `check_hello` asks both
 for a peer that says Hello, `plan` answers the second: which tokens of which source block become which slots of which
-sink block (`BlockSizes`), which heads go to which rank (`HeadShare`), and what happens to each number (`Numbers`).
+sink block (`BlockSizes`), and what happens to each number (`Numbers`). Both blocks have all heads of the model: a node
+of several ranks is to others like one of one rank (node_pool.py).
 """
 
 from __future__ import annotations
@@ -17,17 +18,7 @@ from tandem.engine.errors import HandshakeError
 from tandem.engine.kv_layout import DTYPE_BYTES, KVGroup, KVLayout, ModelIdentity
 from tandem.engine.messages import WIRE_VERSION, Hello, NodeInfo
 
-_MAY_DIFFER = ("num_kv_heads", "num_all_kv_heads", "dtype", "k_scales", "v_scales")  # of two groups
-
-
-@dataclass(frozen=True, slots=True)
-class HeadShare:
-    """Heads `source_heads` of each source block land in heads `sink_heads` of the sink block, rank to rank."""
-
-    source_rank: int
-    sink_rank: int
-    source_heads: range
-    sink_heads: range
+_MAY_DIFFER = ("num_all_kv_heads", "dtype", "k_scales", "v_scales")  # of two groups
 
 
 class Part(NamedTuple):
@@ -92,42 +83,34 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class ReshapePlan:
-    """How one source rank's blocks become sink blocks. One write unit is (sink block × share), all layers."""
+    """How source blocks become sink blocks."""
 
     block_sizes: BlockSizes
     num_layers: int
-    shares: tuple[HeadShare, ...]
-    num_source_heads: int  # of a rank
-    num_sink_heads: int
     source_numbers: Numbers
     sink_numbers: Numbers
-
-    @property
-    def keeps_heads(self) -> bool:
-        """One rank of the sink keeps just the heads of this rank."""
-        every = range(self.num_source_heads)
-        return self.num_source_heads == self.num_sink_heads and [s.source_heads for s in self.shares] == [every]
 
     @property
     def keeps_blocks(self) -> bool:
         """A sink block is a source block, byte for byte, but for the stride of the pools."""
         sizes = self.block_sizes
-        return sizes.source == sizes.sink and self.source_numbers == self.sink_numbers and self.keeps_heads
+        return sizes.source == sizes.sink and self.source_numbers == self.sink_numbers
 
 
 def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
-    """What turns blocks of `source` (one rank's) into blocks of `sink` (any rank's: all its ranks get their shares).
+    """What turns blocks of `source` into blocks of `sink`.
 
     Raises HandshakeError (source is "ours") naming the first field that forbids it. The block stride may differ: it
     is padding of a pool, not of the bytes that move.
     """
+    if (source.tp_size, sink.tp_size) != (1, 1):  # ranks that hold copies of heads, which make no whole blocks
+        raise HandshakeError("layout.tp_size", source.tp_size, sink.tp_size)
     _require("layout.groups", len(source.groups), len(sink.groups))
     for index, (ours, theirs) in enumerate(zip(source.groups, sink.groups, strict=True)):
         name = f"layout.groups[{index}]"
         for field in msgspec.structs.fields(ours):
             if field.name not in _MAY_DIFFER:
                 _require(f"{name}.{field.name}", getattr(ours, field.name), getattr(theirs, field.name))
-        _require(f"{name}.num_kv_heads (of all ranks)", _all_heads(source, ours), _all_heads(sink, theirs))
         _check_numbers(name, ours, theirs)
     if min(source.block_size, sink.block_size) < 1:
         raise HandshakeError("layout.block_size", source.block_size, sink.block_size)
@@ -135,9 +118,6 @@ def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
     return ReshapePlan(
         BlockSizes(source.block_size, sink.block_size),
         ours.num_layers,
-        _share_heads(source, sink),
-        ours.num_kv_heads,
-        theirs.num_kv_heads,
         Numbers.of(ours),
         Numbers.of(theirs),
     )
@@ -152,31 +132,6 @@ def _check_numbers(name: str, ours: KVGroup, theirs: KVGroup) -> None:
             scales = getattr(group, field)
             if scales and (len(scales) != group.num_layers or not all(scale > 0 for scale in scales)):
                 raise HandshakeError(f"{name}.{field}", getattr(ours, field), getattr(theirs, field))
-
-
-def _all_heads(layout: KVLayout, group: KVGroup) -> int:
-    return group.num_all_kv_heads or group.num_kv_heads * layout.tp_size
-
-
-def _first_head(layout: KVLayout, rank: int) -> int:
-    """As engine/parallel/sharding.py: equal runs, or copies of a head on neighbours where there are too few."""
-    return rank * _all_heads(layout, layout.group) // layout.tp_size
-
-
-def _share_heads(source: KVLayout, sink: KVLayout) -> tuple[HeadShare, ...]:
-    """What this source rank sends, in sink rank order: of its heads those that each sink rank keeps. Of source ranks
-    that hold copies of one head, each serves its share of the sink's ranks."""
-    ours, theirs = source.group.num_kv_heads, sink.group.num_kv_heads
-    num_copies = max(1, source.tp_size * ours // _all_heads(source, source.group))
-    first = _first_head(source, source.tp_rank)
-    shares = []
-    for sink_rank in range(sink.tp_size):
-        sink_first = _first_head(sink, sink_rank)
-        low, high = max(first, sink_first), min(first + ours, sink_first + theirs)
-        if low < high and sink_rank % num_copies == source.tp_rank % num_copies:
-            source_heads, sink_heads = range(low - first, high - first), range(low - sink_first, high - sink_first)
-            shares.append(HeadShare(source.tp_rank, sink_rank, source_heads, sink_heads))
-    return tuple(shares)
 
 
 def check_identity(ours: ModelIdentity, theirs: ModelIdentity) -> None:
@@ -208,9 +163,6 @@ def check_hello(info_ours: NodeInfo, hello: Hello) -> None:
 
 def _check_layout(ours: KVLayout, theirs: KVLayout) -> None:
     """The one who says Hello is the source; its `plan` names the fields from the other side."""
-    for layout in (ours, theirs):
-        if layout.tp_size != 1:  # ranks that hold copies of heads: all others' blocks are those of one rank
-            raise HandshakeError("layout.tp_size", ours.tp_size, theirs.tp_size)
     try:
         plan(theirs, ours)
     except HandshakeError as error:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tandem.engine.errors import HandshakeError
 from tandem.engine.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.messages import WIRE_VERSION, Hello, NodeInfo
-from tandem.kv_connector.plan import BlockSizes, HeadShare, Numbers, check_hello, check_identity, plan
+from tandem.kv_connector.plan import BlockSizes, Numbers, check_hello, check_identity, plan
 
 GROUP = KVGroup(num_layers=4, num_kv_heads=8, head_dim=16, dtype="bfloat16")
 LAYOUT = KVLayout((GROUP,), block_size=64)
@@ -29,18 +29,12 @@ def hello(**changes) -> Hello:
 def test_equal_layouts_convert_whole_blocks():
     made = plan(LAYOUT, LAYOUT)
     assert (made.block_sizes, made.num_layers) == (BlockSizes(64, 64), 4)
-    assert made.shares == (HeadShare(0, 0, range(8), range(8)),)
     assert made.keeps_blocks
 
 
 def test_padding_of_a_pool_is_no_obstacle():
     padded = replace(LAYOUT, block_stride_bytes=LAYOUT.payload_bytes + 4096)
     assert plan(LAYOUT, padded) == plan(LAYOUT, LAYOUT)
-
-
-def test_each_rank_sends_its_own_heads_to_the_same_rank():
-    rank_1 = replace(LAYOUT, groups=(replace(GROUP, num_kv_heads=4),), tp_size=2, tp_rank=1)
-    assert plan(rank_1, rank_1).shares == (HeadShare(1, 1, range(4), range(4)),)
 
 
 @pytest.mark.parametrize(
@@ -71,95 +65,63 @@ def test_what_differs_and_can_be_converted_is_in_the_plan():
     assert plan(LAYOUT, larger).block_sizes == BlockSizes(64, 128)
     fp8 = replace(LAYOUT, groups=(replace(GROUP, dtype="float8_e4m3fn", k_scales=(0.5,) * 4),))
     assert plan(LAYOUT, fp8).sink_numbers == Numbers("float8_e4m3fn", (0.5,) * 4)
-    assert not any(plan(LAYOUT, other).keeps_blocks for other in (larger, fp8, ranks(LAYOUT, 2)[0]))
+    assert not any(plan(LAYOUT, other).keeps_blocks for other in (larger, fp8))
     with pytest.raises(HandshakeError, match="groups"):
         plan(LAYOUT, replace(LAYOUT, groups=(GROUP, GROUP)))
     with pytest.raises(HandshakeError, match="block_size"):
         plan(LAYOUT, replace(LAYOUT, block_size=0))
 
 
-def ranks(layout: KVLayout, size: int) -> list[KVLayout]:
-    """The layouts of a node of `size` ranks that serves the model of `layout`, a node of one."""
-    every = layout.group.num_kv_heads
-    own = replace(layout.group, num_kv_heads=max(1, every // size), num_all_kv_heads=every)
-    return [replace(layout, groups=(own,), tp_size=size, tp_rank=rank) for rank in range(size)]
-
-
-def heads_of(layout: KVLayout) -> list[int]:
-    """Of the model, written out from what docs/tensor_parallelism.md says."""
-    every, own = layout.group.num_all_kv_heads, layout.group.num_kv_heads
-    if every >= layout.tp_size:
-        return list(range(layout.tp_rank * own, (layout.tp_rank + 1) * own))
-    return [layout.tp_rank // (layout.tp_size // every)]
-
-
 SIZES = st.integers(1, 7).map(lambda n: 4 * n)
-RANKS = st.sampled_from((1, 2, 4, 8))
 
 
-def content(num_tokens: int, heads: list[int], layers: int) -> np.ndarray:
-    """[tokens, heads, layers] of numbers that are nowhere the same."""
-    token, head, layer = np.ogrid[1 : num_tokens + 1, : max(heads) + 1, :layers]
-    return (token * 1000 + head * 10 + layer)[:, heads]
+def content(num_tokens: int, layers: int) -> np.ndarray:
+    """[tokens, layers] of numbers that are nowhere the same."""
+    token, layer = np.ogrid[1 : num_tokens + 1, :layers]
+    return token * 100 + layer
 
 
 def in_blocks(values: np.ndarray, block_size: int) -> np.ndarray:
-    """[tokens, heads, layers] -> [blocks, heads, layers, block_size]; 0 where no token is."""
+    """[tokens, layers] -> [blocks, layers, block_size]; 0 where no token is."""
     num_blocks = -(-len(values) // block_size)
     padded = np.zeros((num_blocks * block_size, *values.shape[1:]), values.dtype)
     padded[: len(values)] = values
-    return padded.reshape(num_blocks, block_size, *values.shape[1:]).transpose(0, 2, 3, 1)
+    return padded.reshape(num_blocks, block_size, *values.shape[1:]).transpose(0, 2, 1)
 
 
-def reshape(sources: list[KVLayout], sinks: list[KVLayout], kept: list[np.ndarray], num_tokens: int):
-    """(what the sinks hold, how often each of their places was written), from `kept` of each source rank."""
-    sizes = BlockSizes(sources[0].block_size, sinks[0].block_size)
-    shape = (sizes.num_sink_blocks(num_tokens), sinks[0].group.num_kv_heads, GROUP.num_layers, sizes.sink)
-    held, writes = [np.zeros(shape, int) for _ in sinks], [np.zeros(shape, int) for _ in sinks]
-    for source, blocks in zip(sources, kept, strict=True):
-        for share in plan(source, sinks[0]).shares:
-            ours, theirs = as_slice(share.source_heads), as_slice(share.sink_heads)
-            for index in range(shape[0]):
-                valid = sizes.num_valid(index, num_tokens)
-                origin, first_slot = sizes.origin(index, valid)
-                (parts,) = sizes.parts(origin, [first_slot], [valid])
-                for part in parts:
-                    there = index, theirs, slice(None), slice(part.sink_slot, part.sink_slot + part.num_slots)
-                    slots = slice(part.source_slot, part.source_slot + part.num_slots)
-                    held[share.sink_rank][there] = blocks[part.source_block][ours, :, slots]
-                    writes[share.sink_rank][there] += 1
+def reshape(sizes: BlockSizes, kept: np.ndarray, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """(what the sink holds, how often each of its places was written)."""
+    shape = (sizes.num_sink_blocks(num_tokens), kept.shape[1], sizes.sink)
+    held, writes = np.zeros(shape, int), np.zeros(shape, int)
+    for index in range(shape[0]):
+        valid = sizes.num_valid(index, num_tokens)
+        origin, first_slot = sizes.origin(index, valid)
+        (parts,) = sizes.parts(origin, [first_slot], [valid])
+        for part in parts:
+            there = index, slice(None), slice(part.sink_slot, part.sink_slot + part.num_slots)
+            held[there] = kept[part.source_block][:, part.source_slot : part.source_slot + part.num_slots]
+            writes[there] += 1
     return held, writes
 
 
-def as_slice(heads: range) -> slice:
-    return slice(heads.start, heads.stop)
-
-
-@given(st.integers(1, 100), SIZES, SIZES, RANKS, RANKS, st.sampled_from((2, 8)))
+@given(st.integers(1, 100), SIZES, SIZES)
 @settings(deadline=None, derandomize=True, max_examples=60)
-def test_each_number_lands_exactly_once_and_the_way_back_restores_it(tokens, ours, theirs, sources, sinks, heads):
-    model = replace(LAYOUT, groups=(replace(GROUP, num_kv_heads=heads),))
-    source_ranks = ranks(replace(model, block_size=ours), sources)
-    sink_ranks = ranks(replace(model, block_size=theirs), sinks)
-    kept = [in_blocks(content(tokens, heads_of(rank), GROUP.num_layers), ours) for rank in source_ranks]
-    held, writes = reshape(source_ranks, sink_ranks, kept, tokens)
-    for rank, blocks, counts in zip(sink_ranks, held, writes, strict=True):
-        expected = in_blocks(content(tokens, heads_of(rank), GROUP.num_layers), theirs)
-        assert np.array_equal(blocks, expected)
-        assert np.array_equal(counts, (expected > 0).astype(int)), "written twice, or where no token is"
-    back, _ = reshape(sink_ranks, source_ranks, held, tokens)
-    assert all(np.array_equal(again, first) for again, first in zip(back, kept, strict=True))
+def test_each_number_lands_exactly_once_and_the_way_back_restores_it(tokens: int, ours: int, theirs: int) -> None:
+    values = content(tokens, GROUP.num_layers)
+    kept, expected = in_blocks(values, ours), in_blocks(values, theirs)
+    held, writes = reshape(BlockSizes(ours, theirs), kept, tokens)
+    assert np.array_equal(held, expected)
+    assert np.array_equal(writes, (expected > 0).astype(int)), "written twice, or where no token is"
+    back, _ = reshape(BlockSizes(theirs, ours), held, tokens)
+    assert np.array_equal(back, kept)
 
 
-def test_ranks_with_copies_of_a_head_share_the_work():
-    two_heads = replace(LAYOUT, groups=(replace(GROUP, num_kv_heads=2),))
-    sources, sinks = ranks(two_heads, 4), ranks(two_heads, 8)
-    assert [[share.sink_rank for share in plan(source, sinks[0]).shares] for source in sources] == [
-        [0, 2],
-        [1, 3],
-        [4, 6],
-        [5, 7],
-    ]
+def test_ranks_that_hold_copies_of_heads_hand_nothing_over_even_to_their_like() -> None:
+    ranks = replace(LAYOUT, tp_size=2)
+    for source, sink in ((ranks, ranks), (ranks, LAYOUT), (LAYOUT, ranks)):
+        with pytest.raises(HandshakeError) as caught:
+            plan(source, sink)
+        assert caught.value.field == "layout.tp_size"
 
 
 @pytest.mark.parametrize("field", [field.name for field in msgspec.structs.fields(ModelIdentity)])
