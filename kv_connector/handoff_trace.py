@@ -26,6 +26,7 @@ from tandem.engine.messages import Message, PeerRef, Status, Submit, Tokens
 from tandem.kv_connector.meta import HandoffKey
 
 _KEPT_KEYS = 1 << 16
+_FLUSH_S = 0.1  # what a killed node has not written down
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,7 @@ class HandoffTrace:
         self._file = (Path(folder) / f"{node_id}.jsonl").open("a", encoding="utf-8")
         self._node_id = node_id
         self._lock = threading.Lock()
+        self._flushed_at = 0.0
         self._pushes: dict[HandoffKey, list[_Push]] = defaultdict(list)
         self._answered: dict[HandoffKey, None] = {}
 
@@ -75,7 +77,9 @@ class HandoffTrace:
         line = {"t": time.monotonic() if t is None else t, "node": self._node_id, "request": key[0], "attempt": key[1]}
         with self._lock:
             self._file.write(json.dumps({**line, "stage": stage, **values}) + "\n")
-            self._file.flush()
+            if (now := time.monotonic()) - self._flushed_at > _FLUSH_S:
+                self._flushed_at = now
+                self._file.flush()
 
     def message(self, way: str, message: Message) -> None:
         """`way`: "sent" or "received". Of the tokens of a request only the first ones are noted."""
