@@ -87,8 +87,8 @@ class CudaMapping(Mapping):
         self._device, self._mapped = device, mapped
         self._address, self._stride_bytes = mapped + offset, stride_bytes
         self._listed: OrderedDict[object, torch.Tensor] = OrderedDict()  # what was pushed last, on the device
-        # Beside copies, and before the computation as they are: a layer's sum takes 10 us, but behind the kernels of the
-        # next prompt, of which there are always more, it would wait for that step's end.
+        # Beside copies, and before the computation as they are: a sum takes 10 us a layer, but behind the kernels of
+        # the next prompt, of which there are always more, it would wait for the end of that step.
         self._sums_stream = torch.cuda.Stream(device, priority=-1)
         self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed: others' wait for other steps
 
