@@ -33,6 +33,8 @@ ROUTER_MAY = (
     "kv_connector.directory",
 )
 SANS_IO = (
+    "kv_connector/layer_groups.py",
+    "kv_connector/waiting_layers.py",
     "kv_connector/tiers/write_back.py",
     "kv_connector/tiers/rates.py",
     "kv_connector/tiers/promotions.py",
