@@ -54,7 +54,7 @@ def router_main(port: int, node_address: str) -> None:
 
 
 class BareStream:
-    """Writes `event` to every client each step, with nothing but the framework in between."""
+    """Writes `event` to every client at once and each step, with nothing but the framework in between."""
 
     def __init__(self, event: bytes, steps_per_s: float) -> None:
         self._event, self._step_s = event, 1 / steps_per_s
@@ -78,7 +78,8 @@ class BareStream:
                     stream.set_result(None)
 
     async def _events(self, max_tokens: int) -> AsyncIterator[bytes]:
-        for _ in range(max_tokens):
+        yield self._event
+        for _ in range(max_tokens - 1):
             next_step = asyncio.get_running_loop().create_future()
             self._waiting.append(next_step)
             await next_step

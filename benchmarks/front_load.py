@@ -8,8 +8,9 @@ For each number of router processes:
 
 - most: every connection asks again as soon as its answer has ended. The figure is the routers' when they are what is
   busy: the table shows CPU shares of the routers (least and most of a process), the busiest node, the busiest client.
-- few, and half of the most: time to the first token. The node sends it when it gets the request, so all
-  of that time is what router and clients add.
+- few, and half of the most: time to the first token. The node sends it when it gets the request, so all of that time
+  is what router and clients take. Beside it, with few: bare Starlette under uvicorn that answers with the same bytes;
+  what is beyond that is what the router adds.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from front import SHORT, SPAWN, cpu_s, end, start, wait_for
+from front import SHORT, SPAWN, bare_main, cpu_s, end, one_event, start, wait_for
 from front_clients import Counts, clients_main
 from front_node import MODEL, node_main
 
@@ -70,6 +71,14 @@ class Bed:
         end(self.routers, *self.nodes)
 
 
+def bare_bed(event: bytes, steps_per_s: float) -> Bed:
+    """A server without a router behind it."""
+    port = free_port()
+    server = start(bare_main, port, event, steps_per_s)
+    wait_for(port, "/")
+    return Bed(port, server, [])
+
+
 @dataclass(frozen=True)
 class Load:
     """`rate` 0: as much as goes."""
@@ -115,18 +124,18 @@ def measure(bed: Bed, load: Load) -> Measured:
         sorted(seconds for each in counts for seconds in each.ttft_s),
         sum(each.num_late for each in counts),
         [seconds / load.seconds for seconds in used[: len(routers)]],
-        max(used[len(routers) :]) / load.seconds,
+        max(used[len(routers) :], default=0.0) / load.seconds,
         max(each.cpu_s for each in counts) / load.seconds,
     )
 
 
-def report(num_routers: int, name: str, measured: Measured) -> None:
+def report(name: str, measured: Measured) -> None:
     shares = f"{min(measured.router_shares):.0%}-{max(measured.router_shares):.0%}"
     late = f", {measured.num_late} late" if measured.num_late else ""
     first = f"first token {measured.ttft_ms(50):6.2f} ms p50 {measured.ttft_ms(99):6.2f} p99"
     others = f"node {measured.node_share:.0%}, client {measured.client_share:.0%}"
     rate = f"{measured.requests_per_s:8.0f} req/s"
-    print(f"{num_routers:>7} {name:14}{rate}   {first}   CPU: routers {shares}, {others}{late}", flush=True)
+    print(f"{name:26}{rate}   {first}   CPU: routers {shares}, {others}{late}", flush=True)
 
 
 def main() -> None:
@@ -141,16 +150,20 @@ def main() -> None:
         f"routers {'':14}{SHORT['max_tokens']} tokens a request, {args.streams} connections a router process",
         flush=True,
     )
+    few = Load(2 * CLIENTS_PER_ROUTER * FEW_PER_S, CLIENTS_PER_ROUTER, FEW_PER_S, args.seconds, args.warm_up_s)
     for num_routers in args.routers:
         bed = Bed.started(num_routers, args.steps_per_s)
+        event = one_event(bed.port)
         clients = CLIENTS_PER_ROUTER * num_routers
         most = measure(bed, Load(args.streams * num_routers, clients, 0.0, args.seconds, args.warm_up_s))
-        report(num_routers, "most", most)
+        report(f"{num_routers} routers, most", most)
         half = Load(args.streams * num_routers, clients, most.requests_per_s / 2, args.seconds, args.warm_up_s)
-        report(num_routers, "half of it", measure(bed, half))
-        few = Load(2 * CLIENTS_PER_ROUTER * FEW_PER_S, CLIENTS_PER_ROUTER, FEW_PER_S, args.seconds, args.warm_up_s)
-        report(num_routers, f"{FEW_PER_S} a second", measure(bed, few))
+        report(f"{num_routers} routers, half of it", measure(bed, half))
+        report(f"{num_routers} routers, {FEW_PER_S} a second", measure(bed, few))
         bed.stop()
+    bare = bare_bed(event, args.steps_per_s)
+    report(f"Starlette, {FEW_PER_S} a second", measure(bare, few))
+    bare.stop()
 
 
 if __name__ == "__main__":
