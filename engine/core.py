@@ -45,6 +45,7 @@ class EngineCore:
             if before_execution is not None:
                 before_execution()
             self._unread.append((output, self._runner.execute(output)))
+            self.scheduler.pace.executed()
         self._events += self.scheduler.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
 

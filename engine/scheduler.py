@@ -70,6 +70,7 @@ class Scheduler(SchedulerState):
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None when nothing can be launched now. A step that is returned must be executed."""
+        self.pace.decided()
         plan = self._planner.plan(nothing_in_flight=not self._launched)
         if not plan.rows:
             return None

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.step_pace import LEAD_S, MOST_TOKENS, StepPace
+from tandem.engine.step_pace import MOST_TOKENS, SPARE_S, StepPace
+
+HOST_S = 0.001  # planning and launching a step
+LEAD_S = HOST_S + SPARE_S
 
 
 class Device:
@@ -14,9 +17,14 @@ class Device:
         self.now = 10.0
         self.pace = StepPace(lambda: self.now)
         self.num_launched = 0
+        self.host_s = HOST_S
 
     def launch(self, num_tokens: int) -> None:
+        self.now -= self.host_s  # beside the step that runs
+        self.pace.decided()
+        self.now += self.host_s
         self.pace.launched(self.num_launched, num_tokens)
+        self.pace.executed()
         self.num_launched += 1
 
     def run(self, seconds: float, step_id: int | None = None) -> None:
@@ -84,3 +92,12 @@ def test_the_end_of_any_step_is_expected_by_what_its_like_took() -> None:
     device.learn(8192, 0.2)
     device.launch(8192)
     assert device.pace.ends_at() == pytest.approx(device.now + 0.2)
+
+
+def test_steps_that_take_the_host_longer_are_decided_sooner() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    device.host_s = 0.0025
+    device.learn(81, 0.0062)
+    device.launch(81)
+    assert device.pace.next_decision_at() == pytest.approx(device.now + 0.0062 - 0.0025 - SPARE_S)
