@@ -41,6 +41,7 @@ def make_tiers(
     if options.tensor_parallel_size > 1:
         if wants_disk or options.cache.host_tier_bytes > 0:
             raise ConfigError("--host-tier-bytes and --disk-tier-bytes need --tensor-parallel-size 1: leave them out")
+        logger.info("no host tier: a node over several GPUs keeps blocks in its pool alone")
         return None
     if not pool.enable_caching:
         return None
