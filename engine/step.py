@@ -110,8 +110,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_layered(self) -> bool:
         """Whether KV moves beside its layers, so that they are launched one by one; metadata without `by_layer` means
-        that it does."""
-        return self.connector_meta is not None and getattr(self.connector_meta, "by_layer", True)
+        that it does. Ranks other than the first have this answer for metadata."""
+        meta = self.connector_meta
+        return meta if isinstance(meta, bool) else meta is not None and getattr(meta, "by_layer", True)
 
     @property
     def is_only_rows(self) -> bool:

@@ -51,8 +51,8 @@ def _from_bytes(kind: type, data: Any) -> Any:
 
 
 def as_announced(step: SchedulerOutput) -> SchedulerOutput:
-    """Rank 0 alone moves KV. That it does decides whether a step is a graph's, which all ranks must find alike."""
-    return step if step.connector_meta is None else msgspec.structs.replace(step, connector_meta=True)
+    """Rank 0 alone moves KV. How it does decides whether a step is a graph's, which all ranks must find alike."""
+    return step if step.connector_meta is None else msgspec.structs.replace(step, connector_meta=step.is_layered)
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)

@@ -24,6 +24,7 @@ from tandem.engine.parallel.channel import Command, as_announced, receive_comman
 from tandem.engine.parallel.ranks import Ranks, start_ranks
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import BlockAppend, BlockCopy, ForkSlot, NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kv_connector.meta import SourceStepMeta
 from tiny_models import tiny_model
 
 # Starts ranks, says which processes they are, and waits to be killed.
@@ -123,11 +124,13 @@ def test_a_step_arrives_as_it_was_sent() -> None:
         assert got.step.connector_meta is None
         for field in ("step_id", "rows", "samples", "forks", "block_appends", "copies"):
             assert getattr(got.step, field) == getattr(step, field)
-        moves_kv = as_announced(msgspec.structs.replace(step, forks=(), new_slots=(), connector_meta=object()))
-        send([ours], Command("step", moves_kv))
-        got = receive_command(theirs)
-        assert got is not None
-        assert got.step is not None
-        assert not got.step.is_only_rows, "this rank would replay a graph and wait for rank 0, which does not"
+        for meta in (object(), SourceStepMeta(7, (), (), by_layer=True), SourceStepMeta(7, (), (), by_layer=False)):
+            moves_kv = msgspec.structs.replace(step, forks=(), new_slots=(), connector_meta=meta)
+            send([ours], Command("step", as_announced(moves_kv)))
+            got = receive_command(theirs)
+            assert got is not None
+            assert got.step is not None
+            kind = (moves_kv.is_decode, moves_kv.is_only_rows)
+            assert (got.step.is_decode, got.step.is_only_rows) == kind, "one rank would replay a graph, the other not"
         ours.close()
         assert receive_command(theirs) is None
