@@ -17,7 +17,7 @@ import hashlib
 import random
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,17 +54,25 @@ class Bed:
             for owner, role in zip(self.owners, roles, strict=True)
         ]
         self.prompts = [self._tokens() for _ in range(self.arguments.requests)]
-        self.mirror = self._measured_mirror()
+        self.mirror = Mirror(max_entries=2 * self.arguments.entries)
 
     def _tokens(self) -> np.ndarray:
         seed = self.rng.getrandbits(32)
         return np.random.default_rng(seed).integers(0, 128_000, self.arguments.tokens, dtype=np.int32)
 
-    def _measured_mirror(self) -> Mirror:
+    def held(self) -> Iterator[tuple[tuple[str, int], bytes]]:
+        """(owner, hashes) of what somebody holds: of every other prompt a part."""
+        for tokens in self.prompts[::2]:
+            hashes = hash_blocks(tokens, BLOCK, ROOT)
+            prefix = b"".join(hashes[: self.rng.randrange(1, len(hashes) + 1)])
+            for owner in self.rng.sample(self.owners, min(len(self.owners), self.rng.choice((1, 1, 2, 8)))):
+                yield owner, prefix
+
+    def fill_mirror(self) -> None:
         gc.collect()
         tracemalloc.start()
         before = tracemalloc.get_traced_memory()[0]
-        mirror = Mirror(max_entries=2 * self.arguments.entries)
+        mirror = self.mirror
         sequence = dict.fromkeys(self.owners, 0)
 
         def store(owner: tuple[str, int], hashes: bytes) -> None:
@@ -78,18 +86,14 @@ class Bed:
 
         for owner in self.owners:
             mirror.adopt(owner)
-        for tokens in self.prompts[::2]:
-            hashes = hash_blocks(tokens, BLOCK, ROOT)
-            prefix = b"".join(hashes[: self.rng.randrange(1, len(hashes) + 1)])
-            for owner in self.rng.sample(self.owners, min(len(self.owners), self.rng.choice((1, 1, 2, 8)))):
-                store(owner, prefix)
+        for owner, prefix in self.held():
+            store(owner, prefix)
         while mirror.num_entries < self.arguments.entries:
             size = min(BATCH_HASHES, self.arguments.entries - mirror.num_entries)
             store(self.rng.choice(self.owners), self.rng.randbytes(16 * size))
         gc.collect()
         self.bytes_per_entry = (tracemalloc.get_traced_memory()[0] - before) / mirror.num_entries
         tracemalloc.stop()
-        return mirror
 
 
 def main() -> None:
@@ -98,6 +102,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     bed = Bed(arguments)
+    bed.fill_mirror()
     gc.collect()
     gc.freeze()
     plain_s = timed(lambda tokens: hashlib.sha256(tokens.tobytes()).digest(), bed.prompts)[0]
