@@ -19,7 +19,8 @@ from tandem.kernels.move_blocks import BlockPlaces, move_blocks, why_not_words
 from tandem.kernels.push_blocks import list_pairs
 from tandem.kernels.quantization import as_bytes
 
-PROGRAMS = 16  # each takes a place on a multiprocessor from the computation
+# Each takes a place on a multiprocessor from the computation. Digests are what the end of a hand-off waits for.
+PROGRAMS, DIGEST_PROGRAMS = 16, 64
 GATHERED_BYTES = 64 << 20  # at a time, for digests
 
 
@@ -57,13 +58,15 @@ class RankPools:
         shape = (num_blocks, *self._block_shape)
         return torch.empty(shape, dtype=self._own_NHLPBD.dtype, device=self._own_NHLPBD.device)
 
-    def gather(self, block_ids: Sequence[int], layers: range | None, out_nHLPBD: torch.Tensor) -> None:
+    def gather(
+        self, block_ids: Sequence[int], layers: range | None, out_nHLPBD: torch.Tensor, num_programs: int = PROGRAMS
+    ) -> None:
         """Copies `layers` (None: all) of these blocks to the leading ones of `out_nHLPBD`."""
         size = self.layout.block_size
         listed = self._listed([(block, index) for index, block in enumerate(block_ids)], [size] * len(block_ids))
         for part in self.parts:
             target = out_nHLPBD[:, part.heads.start : part.heads.stop]
-            move_blocks(target, self._places(part), BlockPlaces.of(target), listed, layers, PROGRAMS)
+            move_blocks(target, self._places(part), BlockPlaces.of(target), listed, layers, num_programs)
 
     def scatter(
         self, blocks_nHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range | None, num_valid: Sequence[int]
@@ -81,7 +84,7 @@ class RankPools:
         for first in range(0, len(block_ids), at_once):
             ids = block_ids[first : first + at_once]
             blocks = self.new_blocks(len(ids))
-            self.gather(ids, None, blocks)
+            self.gather(ids, None, blocks, DIGEST_PROGRAMS)
             valid = num_valid_last if first + len(ids) == len(block_ids) else size
             places = range(first, first + len(ids))
             made.append(block_digests(blocks, range(len(ids)), key, valid, size, positions=places))

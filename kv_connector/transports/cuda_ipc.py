@@ -225,7 +225,27 @@ class CudaIpcTransport(MappedTransport):
             for _, part in parts:
                 part.close()
             raise
-        return parts[0][1] if len(parts) == 1 else SplitMapping(parts)
+        return parts[0][1] if len(parts) == 1 else SplitMapping(parts, sum_blocks)
+
+
+def sum_blocks(
+    source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int], sums: PairSums
+) -> None:
+    """Of blocks that go into several memories. Of partly filled ones the kernel that sums what it moves moves them onto
+    themselves."""
+    chosen = range(source_NHLPBD.shape[2]) if layers is None else layers
+    for whole in (True, False):
+        indices = [index for index, valid in enumerate(num_valid) if (valid == source_NHLPBD.shape[4]) == whole]
+        if not indices:
+            continue
+        own = [(pairs[index][0], pairs[index][0]) for index in indices]
+        valid, places = [num_valid[index] for index in indices], [sums.indices[index] for index in indices]
+        listed = list_pairs(own, valid, places, source_NHLPBD.device)
+        if whole:
+            sums.sums.add_layers(source_NHLPBD, listed, chosen)
+        else:
+            here = source_NHLPBD.data_ptr(), pool_stride_bytes(source_NHLPBD)
+            push_listed(source_NHLPBD, *here, listed, chosen, PROGRAMS, sums.sums)
 
 
 def fits(handles: Sequence[CudaIpcHandle], layout: KVLayout) -> bool:

@@ -15,6 +15,8 @@ from tandem.kernels import digest
 from tandem.kv_connector.plan import BlockSizes
 from tandem.kv_connector.rank_pools import RankPools
 from tandem.kv_connector.reshape import Reshaper
+from tandem.kv_connector.transports.base import PairSums
+from tandem.kv_connector.transports.cuda_ipc import sum_blocks
 
 LAYOUT = KVLayout((KVGroup(num_layers=3, num_kv_heads=4, head_dim=4, dtype="float32"),), block_size=4)
 
@@ -52,7 +54,7 @@ def test_digests_are_those_of_whole_blocks(at_once: int, monkeypatch: pytest.Mon
     assert torch.equal(ranks.digests([2, 5, 1], 77, 3), digest.block_digests(whole, [2, 5, 1], 77, 3, 4))
 
 
-@pytest.mark.parametrize(("block_size", "dtype"), [(4, "float32"), (6, "float32"), (4, "bfloat16"), (6, "bfloat16")])
+@pytest.mark.parametrize(("block_size", "dtype"), [(4, "float32"), (6, "float32"), (6, "bfloat16")])
 def test_what_is_staged_is_what_one_pool_gives(block_size: int, dtype: str) -> None:
     whole = pool_of(8)
     parts, ranks = split(whole, 2)
@@ -74,3 +76,12 @@ def test_what_is_staged_is_what_one_pool_gives(block_size: int, dtype: str) -> N
         digests = reshaper.digests(reshaper.parts(ids, slots, valid), 5, valid[-1])
         assert len(digests) == len(wanted)
     assert torch.equal(*staged)
+
+
+def test_partly_filled_blocks_are_summed_where_they_are() -> None:
+    source = pool_of(6)
+    before, sums = source.clone(), digest.BlockSums.of_none(source, 3, 99)
+    for layers in (range(1), range(1, 3)):
+        sum_blocks(source, [(4, 0), (2, 1), (5, 2)], layers, [4, 4, 3], PairSums(sums, [1, 0, 2]))
+    assert torch.equal(source, before)
+    assert torch.equal(sums.digests(3, 4), digest.block_digests(source, [2, 4, 5], 99, 3, 4))

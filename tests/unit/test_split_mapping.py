@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from tandem.engine.errors import ConfigError
-from tandem.kv_connector.transports.cuda_ipc import CudaIpcHandle, fits
+from tandem.kernels.digest import BlockSums, block_digests
+from tandem.kv_connector.transports.base import PairSums
+from tandem.kv_connector.transports.cuda_ipc import CudaIpcHandle, fits, sum_blocks
 from tandem.kv_connector.transports.node_transports import make_transports
 from tandem.kv_connector.transports.shm import ShmMapping
 from tandem.kv_connector.transports.split_mapping import SplitMapping
@@ -39,6 +41,19 @@ def test_every_memory_gets_its_heads(num_heads: tuple[int, int]) -> None:
     before = torch.cat(parts, 1)
     assert not mapping.copy_in(1, source, [(0, 1)], None, [8])
     assert torch.equal(torch.cat(parts, 1), before)
+
+
+def test_digests_are_of_blocks_with_all_heads() -> None:
+    """Here of whole blocks alone: what sums others is a kernel."""
+    parts, source = [pool(2), pool(2)], pool(4)
+    runs = (range(2), range(2, 4))
+    mapping = SplitMapping([(heads, ShmMapping(part)) for heads, part in zip(runs, parts, strict=True)], sum_blocks)
+    assert mapping.sums_blocks
+    pairs, sums = [(5, 0), (2, 7), (1, 3)], BlockSums.of_none(source, 3, 99)
+    for layers in (range(2), range(2, 3)):
+        assert mapping.copy_in(1, source, pairs, layers, [8] * 3, PairSums(sums, [2, 0, 1]))
+    arrived = block_digests(torch.cat(parts, 1), [7, 3, 0], 99, 8, 8)
+    assert torch.equal(sums.digests(8, 8), arrived)
 
 
 @pytest.mark.parametrize(
