@@ -60,7 +60,7 @@ class KVConnectorWorker(Protocol):
         """Once, before the first step: the pool, `[num_blocks, heads, layers, 2, block_size, head_dim]`."""
 
     def start_load_kv(self, meta: object | None) -> None:
-        """Before the forward pass of each step: bind the step's metadata and start asynchronous loads."""
+        """Before a step that has metadata: bind it and start asynchronous loads."""
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
         """From inside the attention op, before the layer reads its KV. Enqueues a wait; never blocks the host."""

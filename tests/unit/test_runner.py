@@ -87,7 +87,7 @@ def test_hooks_run_around_each_layer_only_when_the_connector_has_metadata() -> N
     prompt = {0: random_prompt(5, seed=1)}
     assert connector.calls == ["register"]
     runner.execute(prompt_step(prompt, {0: (1,)}))
-    assert connector.calls == ["register", "start", "saved"]
+    assert connector.calls == ["register", "saved"]
     connector.calls.clear()
     output = decode_step(1, {0: 5}, connector_meta=object())  # type: ignore[arg-type]
     runner.execute(output)
