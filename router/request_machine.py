@@ -109,7 +109,8 @@ class RequestMachine(RequestMoves):
             self._successor_failed(node, message.request_id, message.attempt, now)
             return []
         error = failure_of(message.code, message.message, self.spec.request_id)
-        attempt.was_turned_away = message.code in TAKES_NOTHING
+        # Once it makes tokens, what turns it away is an answer to a Submit that was sent twice: an end like any other.
+        attempt.was_turned_away = message.code in TAKES_NOTHING and attempt.state is not RequestState.STREAMING
         culprits = {node} if message.code != PEER_LOST else set(attempt.nodes) - {node}
         return self._node_gave_up(attempt, node, culprits, error, message.retryable, now)
 
