@@ -2,9 +2,7 @@
 
 A prefill node serves many prompts to one end each: their first tokens in time. `SlackOrder` is earliest deadline first
 as long as everyone can make it; where not, the largest remaining work gives way until the others can (Moore 1968: the
-fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation;
-among its like it goes as if it were to be done by the time that it takes alone, so that short rests don't wait for all
-that came before them.
+fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation.
 (Plain earliest deadline first collapses under overload, where each late prompt makes the next one late.)
 """
 
@@ -158,7 +156,7 @@ class SlackOrder(_Measuring):
                 on_time.remove(largest)
                 late.append(largest)
                 free_at -= left[largest] * self.seconds_per_token
-        late.sort(key=lambda r: (r.priority, self._arrivals[r] + left[r] * self.seconds_per_token, r.order))
+        late.sort(key=lambda r: r.sort_key)
         self._late = late[0] if late else None
         if late and (not on_time or self._credit >= left[late[0]] or self._credit >= MAX_CREDIT):
             return [late[0], *on_time, *late[1:]]
