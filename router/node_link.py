@@ -2,7 +2,8 @@
 
 A ZMQ DEALER read by the event loop through its file descriptor, without a task. That descriptor is edge-triggered, so
 everything is read until the socket is empty, and after each send the socket is looked at again.
-The link lives as long as the router wants the address: a node that was lost is greeted until it answers again.
+The link lives as long as the router wants the address: a node that was lost is greeted until it answers again, over a
+new connection every `peer_lost_s`.
 """
 
 from __future__ import annotations
@@ -130,6 +131,9 @@ class NodeLink:
         self._last_seen += own_pause_s
         if self.view is not None and now - self._last_seen > self._timeouts.peer_lost_s:
             self._lost(f"silent for {now - self._last_seen:.1f} s")
+        elif self.view is None and now - self._last_seen > self._timeouts.peer_lost_s and self._socket is not None:
+            self.close()  # whatever answers no greeting: another connection may reach it
+            self.open()
         if self.view is not None:
             self.view.silent = now - self._last_seen > SILENT_HEARTBEATS * self._timeouts.heartbeat_s
         for payload in self.outbox.due(now):

@@ -70,10 +70,10 @@ def output(num_tokens: int, prompt: list[int] = PROMPT, sample: int = 0) -> list
 
 
 class Wire:
-    """Carries TCP to an address until `cut`, then again for new connections."""
+    """Carries TCP to an address until `cut`, then again for new connections; nothing of the first `num_mute`."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
+    def __init__(self, port: int, num_mute: int = 0) -> None:
+        self._port, self._num_mute = port, num_mute
         self._pairs: list[tuple[socket.socket, socket.socket]] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -87,6 +87,8 @@ class Wire:
                 return
             far = socket.create_connection(("127.0.0.1", self._port))
             self._pairs.append((near, far))
+            if len(self._pairs) <= self._num_mute:
+                continue
             for source, sink in ((near, far), (far, near)):
                 threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
 

@@ -124,6 +124,14 @@ def test_a_broken_connection_to_a_living_node(folder: Path, nodes: Nodes) -> Non
     wire.close()
 
 
+def test_a_connection_on_which_nobody_answers_is_made_again(folder: Path, nodes: Nodes) -> None:
+    wire = Wire(nodes.start().port, num_mute=2)
+    with RouterInThread(folder, (wire.address,)) as router:
+        router.wait_ready()
+        assert stream_events(router.client, max_tokens=5) == (output(5), None)
+    wire.close()
+
+
 def test_repeated_and_late_deltas_are_dropped(folder: Path, nodes: Nodes) -> None:
     node = nodes.start(repeat_deltas=True, step_s=0.001)
     with RouterInThread(folder, addresses(node)) as router:
