@@ -26,6 +26,9 @@ __all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "fi
 SESSION_PATIENCE_S = 1.0
 # What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
 HANDOVER_S = 0.01
+# So much sooner a prefill node must be done with a short tail that a decode node could take: a long prompt that comes
+# meanwhile, which is what prefill nodes are there for, would wait for it.
+DISTURBANCE_S = 0.03
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
@@ -131,14 +134,15 @@ class _Finder:
         if alone:
             return self._alone(decode, alone)
         alone_s = self._tail_s(decode)
-        if alone_s <= HANDOVER_S:
+        detour_s = HANDOVER_S + DISTURBANCE_S
+        if alone_s <= detour_s:
             return self._alone(decode, "short uncached tail")
         model = decode.node.model
         partners = [node for node in prefills if node.model == model]
         if not partners:
             return self._alone(decode, "no prefill node")
         prefill = self._choose("prompt", partners)
-        if alone_s <= prefill.queue_s + prefill.compute_s + prefill.transfer_s + decode.transfer_s + HANDOVER_S:
+        if alone_s <= prefill.queue_s + prefill.compute_s + prefill.transfer_s + decode.transfer_s + detour_s:
             return self._alone(decode, "short uncached tail")
         return Placement(decode.node.ref, prefill.node.ref, "prefill and decode", (decode, prefill))
 
