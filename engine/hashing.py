@@ -116,14 +116,19 @@ class PromptHashes(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        wanted = range(self._length)[index]
-        last = wanted if isinstance(wanted, int) else max(wanted, default=-1)
-        if last >= len(self.made):
-            self._make(last + 1)
-        return self.made[index] if isinstance(wanted, int) else [self.made[i] for i in wanted]
+        if isinstance(index, int):
+            at = range(self._length)[index]
+            self._make(at + 1)
+            return self.made[at]
+        start, stop, step = index.indices(self._length)
+        assert step > 0, "made from the first on"
+        self._make(stop)
+        return self.made[start:stop:step]
 
     def _make(self, num_hashes: int) -> None:
         size, made = self._block_size, self.made
+        if num_hashes <= len(made):
+            return
         start, parent = len(made) * size, made[-1] if made else None
         tokens = self._token_ids[start : num_hashes * size]
         made += hash_prompt(tokens, size, self._root_for_salt, self._secrecy, start, parent)
