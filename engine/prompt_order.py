@@ -15,11 +15,11 @@ from tandem.engine.rate import Rate
 from tandem.engine.request import Request
 
 LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait
-MIN_MEASURED_TOKENS = 256  # smaller steps tell more about launches than about tokens
+MEASURED_TOKENS = 1024  # small steps, which tell as much about launches, count together: as much as one of so many
 MAX_CREDIT = 2048.0  # tokens: one chunk
 LAUNCH_S = 0.010  # from a decision to the step's first kernels
 STEP_ERROR = 0.08  # by how much of itself a step may be shorter than expected
-MARGIN = 0.1  # of the target: to spare for prompts that have not begun, since a step that runs can't be stopped
+MARGIN = 0.02  # of the target: to spare for prompts that have not begun, since times are estimated
 
 
 class PromptOrder(Protocol):
@@ -50,12 +50,11 @@ class PromptOrder(Protocol):
 
 
 class _Measuring:
-    """Seconds that a prompt token takes, from steps with many of them; 0: nothing measured yet. `gathers`: where
-    prompts get what decodes leave of a step, small steps count too, several together."""
+    """Seconds that a prompt token takes, measured over at least `measured_tokens`; 0: nothing measured yet."""
 
-    def __init__(self, clock: Callable[[], float], gathers: bool = False) -> None:
+    def __init__(self, clock: Callable[[], float], measured_tokens: int = MEASURED_TOKENS) -> None:
         self._clock = clock
-        self._gathers = gathers
+        self._measured_tokens = measured_tokens
         self._gathered = (0, 0.0)  # prompt tokens of small steps, and what those took
         self.rate = Rate()
         self._steps: dict[int, tuple[float, int]] = {}  # launched at, prompt tokens
@@ -77,20 +76,29 @@ class _Measuring:
         expected = num_tokens * self.seconds_per_token
         return max(began, self._last_completed) + expected * (1 - STEP_ERROR) - LAUNCH_S
 
+    def _idle_at(self) -> float:
+        """When the device will have done what it was given: a step that runs can't be stopped."""
+        now = self._clock()
+        if not self._steps:
+            return now
+        began, _ = next(iter(self._steps.values()))
+        num_tokens = sum(num_tokens for _, num_tokens in self._steps.values())
+        return max(now, max(began, self._last_completed) + num_tokens * self.seconds_per_token)
+
     def completed(self, step_id: int) -> float:
         began, num_tokens = self._steps.pop(step_id)
         now = self._clock()
         seconds = now - max(began, self._last_completed)
         self._last_completed = now
-        if num_tokens >= MIN_MEASURED_TOKENS:
+        if num_tokens >= self._measured_tokens:
             self.rate.measured(num_tokens, seconds)
-        elif num_tokens and self._gathers:
+        elif num_tokens:
             self._gather(num_tokens, seconds)
         return seconds
 
     def _gather(self, num_tokens: int, seconds: float) -> None:
         num_gathered, took = self._gathered[0] + num_tokens, self._gathered[1] + seconds
-        if num_gathered >= MIN_MEASURED_TOKENS:
+        if num_gathered >= self._measured_tokens:
             self.rate.measured(num_gathered, took)
             num_gathered, took = 0, 0.0
         self._gathered = num_gathered, took
@@ -100,8 +108,8 @@ class ArrivalOrder(_Measuring):
     """What has begun goes on; then by priority and arrival, as the queue is sorted. Without a clock it measures
     nothing."""
 
-    def __init__(self, clock: Callable[[], float] = lambda: 0.0, gathers: bool = False) -> None:
-        super().__init__(clock, gathers)
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0, measured_tokens: int = MEASURED_TOKENS) -> None:
+        super().__init__(clock, measured_tokens)
 
     def arrived(self, request: Request) -> None: ...
 
@@ -144,7 +152,7 @@ class SlackOrder(_Measuring):
         due = {request: self.deadline(request) for request in (*started, *waiting)}
         left = {request: request.num_uncomputed_tokens for request in started}
         left.update({r: max(1, r.num_uncomputed_tokens - self.num_cached_tokens(r)) for r in waiting})
-        free_at = self._clock()
+        free_at = self._idle_at()
         on_time: list[Request] = []
         late: list[Request] = []
         for request in sorted(due, key=lambda r: (r.priority, due[r], r.order)):

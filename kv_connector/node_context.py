@@ -12,7 +12,7 @@ from tandem.engine.hashing import root_hash
 from tandem.engine.interfaces import KVConnectorScheduler, LowerTiers
 from tandem.engine.messages import NodeInfo
 from tandem.engine.node_setup import LoadedModel
-from tandem.engine.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
+from tandem.engine.prompt_order import MEASURED_TOKENS, ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.request_book import RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys
@@ -79,5 +79,6 @@ class NodeContext:
     def _prompt_order(self) -> PromptOrder:
         target_ms = self.options.scheduler.ttft_target_ms
         if self.options.role != "prefill" or not target_ms:
-            return ArrivalOrder(time.monotonic, gathers=self.options.role != "prefill")
+            # Beside decodes prompts get a few tokens a step: what those take changes with the decodes.
+            return ArrivalOrder(time.monotonic, MEASURED_TOKENS if self.options.role == "prefill" else 256)
         return SlackOrder(target_ms / 1e3, time.monotonic)

@@ -76,9 +76,20 @@ class TestSlackOrder:
         order = slack_order(clock)
         came = clock.now
         long, chat = arriving(order, clock, 8192, 256, apart_s=0.04)
-        clock.now = came + TARGET_S - 8192 * PER_TOKEN_S - 0.01
+        clock.now = came + TARGET_S - 8192 * PER_TOKEN_S - 0.004
         assert order.arrange([long], [chat]) == [long, chat]
         assert order.arrange([], [long, chat]) == [chat, long]
+
+    def test_the_rest_of_the_running_step_counts(self) -> None:
+        """50 ms of it and 60 of its own are more than the 100 that are left."""
+        clock = Clock()
+        order = slack_order(clock)
+        running, medium, chat = arriving(order, clock, 10_000, 2_400, 256)
+        order.launched(0, [(running, 10_000)])
+        clock.now += 0.2
+        assert order.arrange([], [medium, chat]) == [chat, medium]
+        order.completed(0)
+        assert order.arrange([], [medium, chat]) == [medium, chat]
 
     def test_the_largest_gives_way_so_that_the_fewest_are_late(self) -> None:
         clock = Clock()
@@ -145,18 +156,15 @@ class TestSlackOrder:
         assert not order._steps
 
 
-def test_small_steps_count_together_where_prompts_get_what_decodes_leave() -> None:
+def test_small_steps_count_together() -> None:
     clock, (request,) = Clock(), arriving(slack_order(Clock()), Clock(), 8_192)
-    gathering, plain = ArrivalOrder(clock, gathers=True), ArrivalOrder(clock)
+    order = ArrivalOrder(clock, 256)
     for step in range(5):
-        for order in (gathering, plain):
-            order.launched(step, [(request, 64)])
+        order.launched(step, [(request, 64)])
         clock.now += 0.010
-        for order in (gathering, plain):
-            order.completed(step)
-        assert (gathering.seconds_per_token == 0.0) == (step < 3)
-    assert gathering.seconds_per_token == pytest.approx(0.010 / 64)
-    assert plain.seconds_per_token == 0.0
+        order.completed(step)
+        assert (order.seconds_per_token == 0.0) == (step < 3)
+    assert order.seconds_per_token == pytest.approx(0.010 / 64)
 
 
 def simulate(order: PromptOrder, clock: Clock, chunk: int) -> dict[str, float]:
