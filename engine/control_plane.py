@@ -40,6 +40,7 @@ class ControlPlane:
     deliver: Callable[[ControlEvent], None]
     check_peer: Callable[[NodeInfo], None]  # raises HandshakeError when a node peer must be refused
     launcher_address: str = ""
+    is_stuck: Callable[[], bool] = lambda: False  # the step loop: from then on this node counts as silent
     info: NodeInfo | None = None
     status: Status | None = None  # replaced as a whole by the step loop
     counters: ControlCounters = field(default_factory=ControlCounters)
@@ -142,6 +143,8 @@ class ControlPlane:
         else:
             link.last_seen = now
             if isinstance(message, Ping):
+                if self.is_stuck():
+                    return
                 assert self.status is not None
                 self._reply(identity, msgspec.structs.replace(self.status, sequence=message.sequence))
             else:
@@ -249,6 +252,8 @@ class ControlPlane:
         if now < self._next_heartbeat:
             return
         self._next_heartbeat = now + self.timeouts.heartbeat_s
+        if self.is_stuck():
+            return
         assert self.info is not None
         self._sequence += 1
         for link in self._links.all():

@@ -23,6 +23,7 @@ STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each st
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
 HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen
 STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
+STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late
 EARLY_S = 0.0005  # before its expected end it is looked for: each look takes the interpreter from other threads
 
 
@@ -93,6 +94,12 @@ class NodeLoop:
         self._drain_deadline: float | None = None
         self._stopping = False
         self._next_status = 0.0
+        self._turned_at = math.inf
+
+    def is_stuck(self) -> bool:
+        """Asked from any thread: whether a turn takes longer than any step, such as when the device or a rank that was
+        stopped never answers. Nothing here can end that; the node must be given up."""
+        return time.monotonic() - self._turned_at > STUCK_S
 
     def post(self, event: object) -> None:
         self._inbox.put(event)
@@ -105,6 +112,7 @@ class NodeLoop:
         """Returns when drained. An exception from the engine ends the node's epoch: it is raised to the caller."""
         launched = True
         while not self._stopping:
+            self._turned_at = time.monotonic()
             self._read_inbox(self._idle_wait(launched))
             self._times.charge("events")
             if self._launch_at is not None:

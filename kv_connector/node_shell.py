@@ -100,6 +100,7 @@ class NodeProcess:
             deliver=self._deliver,
             check_peer=self._check_peer,
             launcher_address=options.launcher_address,
+            is_stuck=lambda: self.loop.is_stuck(),
         )
         address = self.control.bind(options.host, options.port)
         self.info = self._describe(node_id, epoch, address)

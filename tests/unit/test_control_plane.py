@@ -297,3 +297,13 @@ def test_hand_offs_go_either_way_on_one_connection(make: Callable[..., Plane]) -
     first, second = connected(make)
     assert second.of(PeerUp)
     both_ways(first, second)
+
+
+def test_a_node_whose_step_loop_is_stuck_counts_as_silent(make: Callable[..., Plane]) -> None:
+    """Its own thread for messages lives on, and would answer for ever."""
+    d, p = connected(make)
+    for stuck, other in ((d, p), (p, d)):
+        stuck.control.is_stuck = lambda: True
+        until(lambda other=other: other.of(PeerLost))
+        assert "silent" in other.of(PeerLost)[0].reason
+        stuck.control.is_stuck = lambda: False

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
+
 from tandem.engine.node_loop import NodeLoop
 
 
@@ -159,3 +161,22 @@ def test_a_step_is_left_alone_until_it_should_end_and_urgent_events_are_served_a
     assert log[:4] == ["scheduled", "sent claim", "launched", "urgent 1"]
     assert core.looked_at[2] < ends - 0.1, "when the event was there"
     assert core.looked_at[3] >= ends - 0.01
+
+
+def test_a_turn_that_does_not_end_is_noticed_by_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.engine.node_loop.STUCK_S", 0.1)
+    log: list[str] = []
+    logic = Logic(log)
+    loop = NodeLoop(logic, OneStep(log, num_polls=3), Sender(log), drain_s=0.0)
+    seen = [loop.is_stuck()]
+
+    def hangs(now: float) -> None:
+        for _ in range(2):
+            seen.append(loop.is_stuck())
+            time.sleep(0.15)
+        seen.append(loop.is_stuck())
+        loop.begin_drain()
+
+    logic.on_tick = hangs  # type: ignore[method-assign]
+    loop.run()
+    assert seen[:4] == [False, False, True, True]
