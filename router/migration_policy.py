@@ -54,7 +54,7 @@ class MigrationPolicy:
     def target(self, source: NodeView, nodes: Sequence[NodeView], num_tokens: int) -> NodeView | None:
         """Where a sequence of `num_tokens` tokens goes, or None: nowhere. To a node of the same role, if one has room.
         Rebalancing must not turn the difference around."""
-        usable = [n for n in nodes if n.role in DECODING and n.usable and n.key != source.key]
+        usable = [n for n in nodes if n.role in DECODING and n.usable and not n.silent and n.key != source.key]
         fitting = [node for node in usable if node.model == source.model and _has_room(node, num_tokens)]
         if not source.draining:
             size = num_tokens / max(1, source.status.block_size)

@@ -40,6 +40,13 @@ def test_a_draining_unified_node_gives_to_unified_nodes_before_decode_nodes() ->
     assert policy.target(source, full, 64) is full[1]
 
 
+def test_nothing_goes_to_a_node_that_may_be_lost_soon() -> None:
+    source, silent, other = node("a", 50, draining=True), node("b"), node("c", 60)
+    silent.silent = True
+    assert MigrationPolicy().target(source, [source, silent, other], 64) is other
+    assert MigrationPolicy().target(source, [source, silent], 64) is None
+
+
 def test_without_the_option_a_full_node_keeps_what_it_has() -> None:
     assert names(MigrationPolicy(), [node("a", 99), node("b")]) == []
 
