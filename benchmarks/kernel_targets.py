@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import decode_attention
-import matmul
 import prefill_attention
+import product_steps
 import torch
 
 from tandem.kernels.cache_cases import digest_case
@@ -66,7 +66,7 @@ HEADING = f"{'':44} {'here':>9} {'target':>9} {'peer':>9} {'limit':>9}"
 
 def all_targets() -> Iterator[Target]:
     """Measures one after the other; each part frees its memory."""
-    bandwidth, flops = matmul.measure_limits()
+    bandwidth, flops = product_steps.measure_limits()
     for part in (prefill_targets, decode_targets, cache_targets, product_targets):
         yield from part(bandwidth, flops)
         torch.cuda.empty_cache()
@@ -124,15 +124,19 @@ def cache_targets(bandwidth: float, _: float) -> Iterator[Target]:
 
 def product_targets(bandwidth: float, flops: float) -> Iterator[Target]:
     weights = {
-        name: [matmul.random_matrix(out, k) for _ in range(times)] for name, (out, k, times) in matmul.PRODUCTS.items()
+        name: [product_steps.random_matrix(out, k) for _ in range(times)]
+        for name, (out, k, times) in product_steps.PRODUCTS.items()
     }
     num_bytes = sum(weight.numel() * 2 for layers in weights.values() for weight in layers)
     for rows, (peer, target) in PRODUCTS.items():
         floor = max(num_bytes / bandwidth, num_bytes * rows / flops) * 1e3
-        here = matmul.step_ms(rows, weights, matmul.our_product)
+        both = product_steps.our_product, product_steps.torch_product
+        here, cublas = product_steps.steps_ms(rows, weights, both)
         yield Target(f"products of a step, {rows} rows", "ms", here, target, floor, peer, most=True)
-        cublas = matmul.step_ms(rows, weights, matmul.torch_product)
         yield Target("  the same by cuBLAS, here", "ms", cublas, target, floor, peer, most=True)
+        here, cublas = product_steps.steps_ms(rows, weights, both, product_steps.PAUSE)
+        yield Target("  below the power limit", "ms", here, target, floor, peer, most=True)
+        yield Target("  the same by cuBLAS", "ms", cublas, target, floor, peer, most=True)
 
 
 def bars(targets: list[Target]) -> list[tuple[str, float, float]]:

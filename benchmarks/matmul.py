@@ -15,6 +15,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+from product_steps import (
+    PAUSE,
+    PRODUCTS,
+    measure_limits,
+    our_product,
+    random_matrix,
+    replay_ms,
+    steps_ms,
+    torch_product,
+)
 from torch.nn import functional
 
 from tandem.kernels import matmul
@@ -28,51 +38,12 @@ from tandem.kernels.matmul_plans import (
     StreamPlan,
     choose_plan,
 )
-from tandem.kernels.measure import median_event_seconds
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 127, 128, 255, 256)
-# Name -> outputs, inputs, times a step.
-PRODUCTS = {
-    "qkv": (6144, 4096, 32),
-    "o": (4096, 4096, 32),
-    "gate_up": (28672, 4096, 32),
-    "down": (4096, 14336, 32),
-    "lm_head": (128256, 4096, 1),
-}
 GATED = ("gate_up",)  # measured with its SiLU times up
 MULTIPROCESSORS = 132
 WORTH = 0.98  # a plan is taken when it needs less than this share of torch's time
 REUSE = 1.015  # a plan whose kernel is compiled for other sizes anyway may be this much slower than the best
-
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
-
-
-def torch_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, weight.t(), out=out)
-
-
-def our_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    if choose_plan(matmul.table_of(x.device), len(x), *weight.shape) is None:
-        torch_product(x, weight, out)
-    else:
-        matmul.linear(x, weight, None, out)
-
-
-def random_matrix(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16) * 0.05
-
-
-def replay_ms(run: Callable[[], object], repeats: int = 10) -> float:
-    """Median time of a graph of `run`, in ms."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return 1e3 * median_event_seconds(graph.replay, repeats, warm=1)
 
 
 def relative_error(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
@@ -256,38 +227,13 @@ def write_table(path: str, measured: dict[tuple[int, int, int], dict[Plan | None
         file.write(f'{{\n  "device": "{torch.cuda.get_device_name()}",\n  "products": {{\n{lines}\n  }}\n}}\n')
 
 
-def measure_limits() -> tuple[float, float]:
-    """(bytes a second that a large copying kernel reads and writes; FLOP a second of a large product)."""
-    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    copy_ms = replay_ms(functools.partial(torch.neg, source, out=target))
-    left, right = random_matrix(8192, 8192), random_matrix(8192, 8192)
-    out = torch.empty_like(left)
-    return 2 * (2 << 30) / copy_ms * 1e3, 2 * 8192**3 / replay_ms(lambda: torch_product(left, right, out)) * 1e3
-
-
-def step_ms(rows: int, weights: dict[str, list[torch.Tensor]], product: Product) -> float:
-    """One decode step's products in the order of the layers, every layer with its own weights, as one graph."""
-    inputs = {name: random_matrix(rows, sizes[1]) for name, sizes in PRODUCTS.items()}
-    outputs = {
-        name: torch.empty(rows, sizes[0], device="cuda", dtype=torch.bfloat16) for name, sizes in PRODUCTS.items()
-    }
-
-    def run() -> None:
-        for layer in range(32):
-            for name in ("qkv", "o", "gate_up", "down"):
-                product(inputs[name], weights[name][layer], outputs[name])
-        product(inputs["lm_head"], weights["lm_head"][0], outputs["lm_head"])
-
-    return replay_ms(run, 20)
-
-
 def report(ladder: tuple[int, ...]) -> None:
     bandwidth, rate = measure_limits()
     print(f"copy {bandwidth / 1e12:.2f} TB/s, product {rate / 1e12:.0f} TFLOP/s")
     weights = {name: [random_matrix(out, k) for _ in range(times)] for name, (out, k, times) in PRODUCTS.items()}
     num_bytes = sum(weight.numel() * 2 for layers in weights.values() for weight in layers)
-    print(f"{'rows':>5} {'floor':>7} {'cuBLAS':>7} {'ours':>7}  ms a step; torch serves; largest error")
+    print(f"{'rows':>5} {'floor':>7} {'cuBLAS':>7} {'ours':>7} {'rested: cuBLAS':>15} {'ours':>7}  ms a step; ", end="")
+    print("torch serves; largest error")
     for rows in ladder:
         worst, by_torch = 0.0, []
         for name, layers in weights.items():
@@ -299,9 +245,9 @@ def report(ladder: tuple[int, ...]) -> None:
                 by_torch.append(name)
         assert worst < 1e-2, f"wrong product at {rows} rows: relative error {worst}"
         floor = max(num_bytes / bandwidth, num_bytes * rows / rate) * 1e3
-        figures = (
-            f"{floor:7.2f} {step_ms(rows, weights, torch_product):7.2f} {step_ms(rows, weights, our_product):7.2f}"
-        )
+        both = torch_product, our_product
+        busy, rested = steps_ms(rows, weights, both), steps_ms(rows, weights, both, PAUSE)
+        figures = f"{floor:7.2f} {busy[0]:7.2f} {busy[1]:7.2f} {rested[0]:15.2f} {rested[1]:7.2f}"
         print(f"{rows:5} {figures}  {','.join(by_torch) or '-'}; {worst:.1e}", flush=True)
 
 
