@@ -107,15 +107,15 @@ def map_memory(device_index: int, handle: bytes) -> int:
 def copy_runs(
     device_index: int, targets_N: np.ndarray, sources_N: np.ndarray, sizes_N: np.ndarray, stream: int
 ) -> None:
-    """Enqueues copies (addresses and bytes, uint64 [N]) on `stream`, a handle of torch's, not its default stream;
-    between devices the copy engines do them, in any order. Neighbours become one. One call of the driver, where it has
-    one for many copies (CUDA 13): calls of their own cost 10 us each."""
+    """Enqueues copies (addresses and bytes, uint64 [N]) on `stream`, a handle of torch's; between devices the copy
+    engines do them, in any order. Neighbours become one. One call of the driver, where it has one for many copies
+    (CUDA 13) and takes the stream (not the default one)."""
     if not len(sizes_N):
         return
     library = _library()
     targets, sources, sizes = merged_runs(targets_N, sources_N, sizes_N)
     with _primary_context(device_index):
-        if not hasattr(library, "cuMemcpyBatchAsync_v2"):
+        if not stream or not hasattr(library, "cuMemcpyBatchAsync_v2"):
             for target, source, nbytes in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 _check("cuMemcpyAsync", library.cuMemcpyAsync(target, source, nbytes, stream), library)
             return

@@ -97,7 +97,7 @@ class Pusher:
         layers: range | None,
     ) -> PairSums | None:
         """What digests the blocks of the next write on their way, where the channel can."""
-        if not (self.with_digests and channel.sums_blocks):
+        if not (self.with_digests and channel.sums_blocks and (layers is None or channel.sums_layers)):
             return None
         if push.grant_id not in self._book.sums:
             self._book.sums[push.grant_id] = GrantSums(push.grant, pool_NHLPBD)

@@ -276,10 +276,12 @@ class TransferWorker:
     def _finalize(self, job: Finalize) -> None:
         grant = job.grant
         way = self._channels.of(grant)
+        digests, sums = b"", self._book.sums.pop(grant.grant_id, None)
+        if job.with_digests and sums is None:  # while the last bytes are still on their way
+            digests = self._digests_as_sent(job, way.layout, None).tobytes()
         way.channel.flush(grant)
         self._book.unflushed.discard(grant.grant_id)
-        digests, sums = b"", self._book.sums.pop(grant.grant_id, None)
-        if job.with_digests:
+        if job.with_digests and sums is not None:
             digests = self._digests_as_sent(job, way.layout, sums).tobytes()
         ready = KVReady(
             request_id=grant.request_id,

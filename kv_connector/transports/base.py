@@ -54,6 +54,7 @@ class Channel(Protocol):
     peer_epoch: int
     max_write_bytes: int  # a longer push is split: between two writes it is noticed that its grant was retired
     sums_blocks: bool  # whether writes take up `sums` while they read the blocks
+    sums_layers: bool  # also those of some layers, beside a computation that it does not slow down
 
     def write(
         self,
@@ -67,7 +68,7 @@ class Channel(Protocol):
         laid out like it.
 
         Of pair i only slots 0 .. num_valid[i]-1 move. On CUDA, copies are ordered after the current stream's work.
-        `sums` only where `sums_blocks`.
+        `sums` only where `sums_blocks`, and `sums_layers` or all layers.
         Raises GrantError (nothing moved) for a destination outside the grant or a grant of another sink epoch;
         TransportError, PeerLostError when the bytes can't be moved: the destination is then undefined.
         """

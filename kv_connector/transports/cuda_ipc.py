@@ -1,8 +1,8 @@
 """Transport between GPU pools of one host: the source maps the sink's pool and its kernels store into it.
 
 Stores run on the transfer thread's stream beside the computation; `flush` waits for them. Whole blocks and their layers
-go by copy engines, which take no multiprocessor, beside a kernel that sums them for the digests; what is partly filled,
-and the last layer, by a kernel that sums what it moves.
+go by copy engines, which take no multiprocessor; what is partly filled, and the last layer, by a kernel. Blocks that go
+whole are summed for the digests meanwhile.
 The mapping of an epoch is closed the moment the epoch is superseded or its process is gone: until then the driver keeps
 a dead node's memory.
 """
@@ -80,7 +80,9 @@ class CudaMapping(Mapping):
     """`address` is where our kernels see the other pool's first block."""
 
     max_write_bytes = 64 << 20  # each copy is a kernel launch: one takes a whole layer of a long chunk
-    sums_blocks = True
+    # Of layers one pass over the blocks takes less when all are computed (0.4 ms a GiB): sums beside the computation
+    # made a prefill 1.3 % longer; at its own priority they don't get on, at a higher one it waits for them.
+    sums_blocks, sums_layers = True, False
 
     def __init__(self, device: torch.device, mapped: int, offset: int, stride_bytes: int) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class FaultInjector:
         self._num_writes = 0
         self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
         self.max_write_bytes = channel.max_write_bytes
-        self.sums_blocks = channel.sums_blocks
+        self.sums_blocks, self.sums_layers = channel.sums_blocks, channel.sums_layers
 
     def write(
         self,

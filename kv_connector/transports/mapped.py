@@ -43,7 +43,7 @@ class Mapping(ABC):
     """Another process's pool in our address space. `close` waits for the copy that is running."""
 
     max_write_bytes = MAX_WRITE_BYTES  # of one copy
-    sums_blocks = False
+    sums_blocks = sums_layers = False  # as Channel has them
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -216,7 +216,7 @@ class MappedChannel(PoolChannel):
         super().__init__(source, peer.node_id, peer.epoch, on_lost)
         self._mapping = mapping
         self.max_write_bytes = mapping.max_write_bytes
-        self.sums_blocks = mapping.sums_blocks
+        self.sums_blocks, self.sums_layers = mapping.sums_blocks, mapping.sums_layers
         self._watch: Watch | None = None
 
     def watch_peer(self, process: ProcessRef) -> None:

@@ -23,7 +23,7 @@ from tandem.kv_connector.transports.base import (
 class PoolChannel(ABC):
     """Checks each write against its grant, reports the loss of the peer once."""
 
-    sums_blocks = False
+    sums_blocks = sums_layers = False
 
     def __init__(self, source: RegisteredPool, peer_id: str, peer_epoch: int, on_lost: OnLost) -> None:
         self.source = source

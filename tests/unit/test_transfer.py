@@ -168,6 +168,7 @@ class GatedChannel:
     def __init__(self, channel) -> None:
         self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
         self.max_write_bytes, self.sums_blocks = channel.max_write_bytes, channel.sums_blocks
+        self.sums_layers = channel.sums_layers
         self.begun, self.go = threading.Event(), threading.Event()
         self.log: list[tuple] = []
 

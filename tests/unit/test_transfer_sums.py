@@ -27,7 +27,7 @@ KEY = ("r", 0)
 class SummingChannel:
     """A real channel, and sums as the kernel adds them up: words that are not moved count as zeros."""
 
-    sums_blocks = True
+    sums_blocks = sums_layers = True
 
     def __init__(self, channel) -> None:
         self.channel, self.source, self.num_summed = channel, channel.source, 0

@@ -23,6 +23,7 @@ class RecordingChannel:
     def __init__(self, channel) -> None:
         self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
         self.max_write_bytes, self.sums_blocks = channel.max_write_bytes, channel.sums_blocks
+        self.sums_layers = channel.sums_layers
         self.writes: list[tuple[tuple, range | None]] = []
 
     def write(self, grant, pairs, layers, num_valid, sums=None) -> None:
