@@ -213,7 +213,7 @@ def measure_prefill(prefill: Prefill, ways: Sequence[Way], tokens: int, repeat: 
     alone = statistics.median(times["nothing pushed"])
     pushed, digested = (statistics.median(ends[name]) for name, *_ in kinds[:2])
     print(
-        f"prefill of {tokens} tokens (targets: pushed +1 %, digests +0.5 % of it), and until KVReady; median of {repeat}:"
+        f"prefill of {tokens} tokens, and until KVReady, median of {repeat}; targets: pushed +1 %, digests +0.5 % of it"
     )
     shares = []
     for name, own in times.items():
