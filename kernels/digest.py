@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_SPREADING = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SEGMENT_WORDS = 1 << 13  # words that share one table of multipliers; each segment mixes in its own key
 
 _multipliers: dict[torch.device, torch.Tensor] = {}
@@ -143,8 +145,8 @@ def _sums_on_gpu(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tenso
 def _segment_keys(key: int, num_words: int, device: torch.device) -> torch.Tensor:
     """int64 [segments, 2]: what the multipliers of each segment of a block are XORed with."""
     num_segments = -(-num_words // SEGMENT_WORDS)
-    keys = _mixed(key, torch.arange(2 * num_segments, dtype=torch.int64))
-    return keys.view(num_segments, 2).to(device, non_blocking=True)
+    keys = _mixed(key, np.arange(2 * num_segments)).reshape(num_segments, 2)
+    return torch.from_numpy(keys).to(device, non_blocking=True)
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:
@@ -162,30 +164,36 @@ def _multipliers_of(device: torch.device, key: int, segment: int, width: int) ->
 
 
 def _finish(sums: torch.Tensor, places: list[int], key: int, num_whole: int, num_valid_last: int) -> torch.Tensor:
-    """Mixes in key, place and number of valid slots, then spreads every bit over the word (xor-shift-multiply)."""
-    valid = torch.full((len(places),), num_valid_last, dtype=torch.int64)
+    """Mixes in key, place and number of valid slots, then spreads every bit over the word (xor-shift-multiply). Sums on
+    the host by numpy: each operation of torch lets go of the interpreter and waits for it again."""
+    valid = np.full(len(places), num_valid_last)
     valid[:num_whole] = 0
-    salts = _mixed(key, (torch.tensor(places, dtype=torch.int64) + 1) * 0x10001 + valid)
-    mixed = sums ^ salts.to(sums.device, non_blocking=True)
-    for multiplier in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
-        mixed = (mixed ^ ((mixed >> 29) & ((1 << 35) - 1))) * _signed(multiplier)
-    return mixed ^ ((mixed >> 32) & ((1 << 32) - 1))
+    salts = _mixed(key, (np.array(places) + 1) * 0x10001 + valid)
+    if sums.device.type == "cpu":
+        mixed = sums.numpy().view(np.uint64) ^ salts.view(np.uint64)
+        for multiplier in _SPREADING:
+            mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(multiplier)
+        return torch.from_numpy((mixed ^ (mixed >> np.uint64(32))).view(np.int64))
+    spread = sums ^ torch.from_numpy(salts).to(sums.device, non_blocking=True)
+    for multiplier in _SPREADING:
+        spread = (spread ^ ((spread >> 29) & ((1 << 35) - 1))) * _signed(multiplier)
+    return spread ^ ((spread >> 32) & ((1 << 32) - 1))
 
 
 def _multiplier_table(device: torch.device) -> torch.Tensor:
     """int64 [2, SEGMENT_WORDS] of splitmix64 outputs, the same in every process."""
     if device not in _multipliers:
-        counter = _mixed(0, torch.arange(2 * SEGMENT_WORDS, dtype=torch.int64))
+        counter = torch.from_numpy(_mixed(0, np.arange(2 * SEGMENT_WORDS)))
         _multipliers[device] = counter.view(2, SEGMENT_WORDS).to(device)
     return _multipliers[device]
 
 
-def _mixed(key: int, index: torch.Tensor) -> torch.Tensor:
-    """`_mix` of each index of an int64 tensor, as int64."""
-    z = (index + 1) * _signed(_GOLDEN) + _signed(key & _MASK)
-    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB)
-    return z ^ ((z >> 31) & ((1 << 33) - 1))
+def _mixed(key: int, index: np.ndarray) -> np.ndarray:
+    """`_mix` of each index of an integer array, as int64."""
+    z = (index.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key & _MASK)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))).view(np.int64)
 
 
 def _mix(key: int, index: int) -> int:
