@@ -6,7 +6,8 @@ import bisect
 from collections.abc import Mapping
 
 SMOOTHING = 1 / 16
-MOST_SLOWNESS = 3.0  # beyond it something else than the step took the time
+MOST_SLOWNESS = 3.0
+MOST_CHANGE = 0.25  # that one step is believed: beyond it something else than the step took the time
 
 
 class StepTimes:
@@ -24,7 +25,7 @@ class StepTimes:
     def observed(self, tokens: int, seconds: float) -> None:
         """How long a step with prompt work took in fact."""
         ratio = min(MOST_SLOWNESS, max(1.0, seconds / self._seconds_of(tokens)))
-        self._slowness += SMOOTHING * (ratio - self._slowness)
+        self._slowness += SMOOTHING * min(MOST_CHANGE, ratio - self._slowness)
 
     def _seconds_of(self, tokens: int) -> float:
         index = bisect.bisect_right(self._tokens, tokens)

@@ -27,8 +27,9 @@ SESSION_PATIENCE_S = 1.0
 # What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
 HANDOVER_S = 0.01
 # So much sooner a prefill node must be done with a short tail that a decode node could take: a long prompt that comes
-# meanwhile, which is what prefill nodes are there for, would wait for it.
-DISTURBANCE_S = 0.03
+# meanwhile, which is what prefill nodes are there for, would wait for it, and it for one that another router process
+# placed there and this one has not heard of.
+DISTURBANCE_S = 0.09
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):

@@ -64,17 +64,17 @@ def test_a_short_uncached_tail_stays_on_the_decode_node(
 
 def test_a_decode_node_that_is_slow_beside_its_decodes_leaves_short_tails_to_prefill_nodes() -> None:
     prefill, request = node("prefill", "p", prefill_s_per_token=1 / 40_000), PlacementRequest(256, 8)
-    fast, slow = (node("decode", "d", prefill_s_per_token=rate) for rate in (1 / 7_500, 1 / 3_000))
+    fast, slow = (node("decode", "d", prefill_s_per_token=rate) for rate in (1 / 7_500, 1 / 1_500))
     assert names(choose(request, prefill, fast)) == ("d", None)
     assert names(choose(request, prefill, slow)) == ("d", "p")
     assert names(choose(PlacementRequest(128, 8), prefill, slow)) == ("d", None), "the hand-over alone takes longer"
 
 
 @pytest.mark.parametrize(("waiting", "waiting_at_prefill", "expected"), [
-    (800, 0, ("d", None)),  # 40 ms and 13 ms for the tail, against 13, 3 for its bytes, 10 for the hand-over, and 30
-    (900, 0, ("d", "p")),
-    (2600, 1700, ("d", "p")),  # 143 ms against 141 ms
-    (2600, 1800, ("d", None)),
+    (2000, 0, ("d", None)),  # 100 ms and 13 ms for the tail, against 13, 3 for its bytes, 10 for the hand-over, and 90
+    (2100, 0, ("d", "p")),
+    (3800, 1700, ("d", "p")),  # 203 ms against 201 ms
+    (3800, 1800, ("d", None)),
 ])  # fmt: skip
 def test_a_short_tail_goes_where_it_is_computed_sooner(
     waiting: int, waiting_at_prefill: int, expected: tuple[str, str | None]
