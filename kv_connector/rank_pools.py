@@ -20,7 +20,7 @@ from tandem.kernels.push_blocks import list_pairs
 from tandem.kernels.quantization import as_bytes
 
 # Each takes a place on a multiprocessor from the computation. Digests are what the end of a hand-off waits for.
-PROGRAMS, DIGEST_PROGRAMS = 16, 64
+PROGRAMS, DIGEST_PROGRAMS = 16, 128
 GATHERED_BYTES = 64 << 20  # at a time, for digests
 
 

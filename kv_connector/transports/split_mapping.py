@@ -19,7 +19,7 @@ class SplitMapping(Mapping):
     def __init__(self, parts: Sequence[tuple[range, Mapping]], sum_blocks: SumBlocks | None = None) -> None:
         super().__init__()
         self._parts, self._sum_blocks = parts, sum_blocks
-        self.sums_blocks = self.sums_layers = sum_blocks is not None
+        self.sums_blocks = sum_blocks is not None
         self.max_write_bytes = min(mapping.max_write_bytes for _, mapping in parts)
 
     def _copy(

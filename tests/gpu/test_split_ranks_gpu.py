@@ -96,3 +96,30 @@ def test_blocks_and_numbers_may_differ_too(nodes: dict[str, NodeInfo], way: str)
     for ranks in (1, 2):
         many, _ = run_all(nodes[f"prefill-{ranks}{way}"], nodes["decode-2-fp8"], f"fp8-{ranks}-2{way}")
         assert sum(ours == theirs for ours, theirs in zip(one, many, strict=True)) >= len(LENGTHS) - 1
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1)])
+def test_sequences_and_prefixes_move_to_another_number_of_ranks(
+    nodes: dict[str, NodeInfo], here: int, there: int
+) -> None:
+    """While its source replays graphs; then a third of its tokens is pulled back as the prefix of another prompt."""
+    source, target = nodes[f"decode-{here}"], nodes[f"decode-{there}"]
+    prompt, long = random_prompt(100, seed=60 + here, vocab_size=2048), 300
+    sampling = SamplingParams(max_tokens=long, temperature=0.0, ignore_eos=True)
+    client = Client(source, target)
+    try:
+        result = client.submit(f"moves-{here}", prompt, sampling, decode=source)
+        client.until(lambda: len(result.tokens.get(0, ())) >= 20, 20.0)
+        moved = client.migrate(result, 0, prompt, sampling, source, target)
+        client.wait(moved, timeout_s=20)
+        assert [message.reason for message in result.migrated] == [""]
+        tokens = {**result.tokens[0], **moved.tokens[0]}
+        output = [tokens[i] for i in range(long)]
+        known = [*prompt, *output[:200]]
+        pulled = client.submit(f"pulled-{here}", known, GREEDY, decode=source, holder=target)
+        client.wait(pulled, timeout_s=20)
+    finally:
+        client.close()
+    check_against_reference(DEMO, prompt, output, torch.float32)
+    check_against_reference(DEMO, known, pulled.output(), torch.float32)
+    assert pulled.num_reused_tokens >= 256, "neither kept nor pulled"
