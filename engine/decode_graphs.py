@@ -1,8 +1,9 @@
 """Small steps as CUDA graphs: one replay runs the whole forward pass, from slots to logits.
 
 A decode step brings one token a sequence. A short chunk of a prompt can come as well, each of its tokens as a row of
-its own: the rows store their keys before any of them reads, and each reads as far as its own position. Launched kernel
-by kernel, such a step would take the host several times as long as it takes the device.
+its own: the rows store their keys before any of them reads, and each reads as far as its own position (not so in the
+smallest graphs, see `size_for`). Launched kernel by kernel, such a step would take the host several times as long as it
+takes the device.
 
 Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
 read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
@@ -26,6 +27,7 @@ from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.step import ScheduledRow
 from tandem.kernels.attention import Attention
 from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
+from tandem.kernels.few_rows_attention import MOST_ROWS
 from tandem.kernels.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.fused_ops import argmax_tokens
 from tandem.kernels.metadata import AttentionMetadata
@@ -166,7 +168,18 @@ class DecodeGraphs:
     def takes(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows, each token as one of its own, are a graph's work rather than a prefill kernel's."""
         num_tokens = sum(row.num_tokens for row in rows)
-        return num_tokens <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
+        least = MOST_ROWS + 1 if num_tokens > len(rows) else 0
+        return max(num_tokens, least) <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
+
+    def size_for(self, rows: Sequence[ScheduledRow], shared: bool = False) -> int:
+        """Of the graph that runs rows of one token each. Graphs of few rows (and no shared prefixes) may take the whole
+        of attention in one launch, in which no row sees what another stores: tokens of one prompt need a larger one."""
+        least = len(rows)
+        if least <= MOST_ROWS and not shared:
+            slots = [row.slot for row in rows if row.slot >= 0]
+            least = least if len(set(slots)) == len(slots) else MOST_ROWS + 1
+        sizes = self.shared_sizes if shared else self.sizes
+        return sizes[bisect.bisect_left(sizes, least)]
 
     def _reads(self, row: ScheduledRow) -> int:
         """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""
@@ -182,8 +195,7 @@ class DecodeGraphs:
         """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
         assert self._logits_GV is not None, "capture comes first"
         prefixes = None if self._sharing is None else self._sharing.of_rows(rows)
-        sizes = self.sizes if prefixes is None else self.shared_sizes
-        size = sizes[bisect.bisect_left(sizes, len(rows))]
+        size = self.size_for(rows, prefixes is not None)
         self.batch.fill(rows, size)
         self._graphs[size, prefixes is not None].replay()
         return self._logits_GV[: len(rows)]

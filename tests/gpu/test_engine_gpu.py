@@ -23,7 +23,7 @@ from tiny_models import random_prompt
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
-LENGTHS = (1, 17, 64, 333, 700)
+LENGTHS = (1, 2, 5, 8, 17, 64, 333, 700)
 NUM_TOKENS = 64
 
 

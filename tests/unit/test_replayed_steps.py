@@ -12,6 +12,7 @@ from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_
 from tandem.engine.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.few_rows_attention import MOST_ROWS
 from tandem.kv_connector.meta import SourceStepMeta
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
@@ -25,7 +26,7 @@ class RunsDirectly(DecodeGraphs):
 
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         self.num_runs += 1
-        size = next(size for size in self.sizes if size >= len(rows))
+        size = self.size_for(rows)
         self.batch.fill(rows, size)
         return self.batch.forward(size)[: len(rows)]
 
@@ -84,6 +85,22 @@ def test_which_steps_are_replayed() -> None:
     assert not SchedulerOutput(0, (chunk,), (sample,), forks=(ForkSlot(1, 0, 8, (1,), 1),)).is_only_rows
     assert not SchedulerOutput(0, (chunk,), (), connector_meta=object()).is_only_rows  # type: ignore[arg-type]
     assert not SchedulerOutput(0, (ScheduledRow(0, 0, 8, prompt_logprobs=True),), (sample,)).is_only_rows
+
+
+def test_tokens_of_one_prompt_never_run_in_one_launch() -> None:
+    """In the attention of few rows none sees what another stores."""
+    runner = make_runner(tiny_model("llama"))
+    graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    for num_tokens in range(2, MOST_ROWS + 1):
+        chunk = [ScheduledRow(0, position, 1) for position in range(num_tokens)]
+        decodes = [ScheduledRow(slot, 40, 1) for slot in range(num_tokens)]
+        padding = [ScheduledRow(-1, 0, 1)] * num_tokens
+        assert graphs.size_for(chunk) > MOST_ROWS
+        assert graphs.size_for([*chunk[:2], *decodes[1:]]) > MOST_ROWS
+        assert graphs.size_for(decodes) == graphs.size_for(padding) == next(n for n in graphs.sizes if n >= num_tokens)
+    small = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN)
+    assert small.takes([ScheduledRow(slot, 40, 1) for slot in range(MOST_ROWS)])
+    assert not small.takes([ScheduledRow(0, 0, 2)])
 
 
 def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> None:
