@@ -18,10 +18,10 @@ PREFIX_ROWS = 64  # query rows of a chunk
 LARGEST_TILE = 64  # tokens; prefixes end where tiles of every size do
 MAX_CHUNKS = 64
 # Tuned on an H200 with 32 query and 8 KV heads of 128 (benchmarks/decode_attention.py): what must be saved, in bytes of
-# a layer's keys and values, for two more launches a layer and for a row whose part is merged. Rows that read a prefix
+# a layer's keys and values, for one more launch a layer and for a row whose part is merged. Rows that read a prefix
 # each for itself find much of it in L2, so that short prefixes of many rows pay last.
-BYTES_FOR_LAUNCHES = 110_000_000
-BYTES_FOR_ROW = 2_500_000
+BYTES_FOR_LAUNCHES = 40_000_000
+BYTES_FOR_ROW = 1_500_000
 
 
 @dataclass(frozen=True, eq=False)

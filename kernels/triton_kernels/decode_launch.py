@@ -18,7 +18,6 @@ from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel
 MAX_NEW_TOKENS = 8  # of a row
 WARPS_PER_MULTIPROCESSOR = 8
 TILE_BYTES = 4096  # of keys, where a program is one warp
-FETCHED = 2  # tiles that a program asks for before its launch may begin
 MAX_PRODUCT_ROWS = 128  # query rows that one program multiplies with a tile of keys
 MERGED_ELEMENTS = 4096  # of parts loaded at once when they are merged
 MERGE_SET = 2 if INTERPRET else 16  # parts merged by one program
@@ -80,7 +79,6 @@ def decode_constants(
         "BLOCK_SIZE": block_size,
         "MERGE_SET": MERGE_SET,
         "TILE": tile,
-        "FETCHED": FETCHED,
         "KEYS_FIRST": alone,
         "num_warps": 1 if alone else 4,
         "num_stages": 1 if wide else 3 if alone else 4,

@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import load_rows
-from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, prepare_query
+from tandem.kernels.triton_kernels.decode_tiles import attend_tiles
 
 
 @triton.jit
 def attend_segment(
     row,
     kv_head,
+    late,
     seq_len,
     first,  # tiles [first, last)
     last,
@@ -56,6 +56,7 @@ def attend_segment(
     SPARSE_BLOCK: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """A part of one KV head of one row: query row m is new token m // GROUP, head m % GROUP."""
     members = tl.arange(0, M_PAD)
@@ -68,25 +69,24 @@ def attend_segment(
     used = members < num_new * GROUP
     tokens = begin + members // GROUP
     offsets = tokens * query_row + heads * query_head
-    query_tile = load_rows(query, offsets, 1, used, HEAD_SIZE, D_PAD)
+    columns = tl.arange(0, D_PAD)
+    query_pointers = query + offsets[:, None] + columns[None, :]
+    query_mask = used[:, None] & (columns < HEAD_SIZE)[None, :]
     positions = tl.where(used, seq_len - num_new + members // GROUP, -1)
     slopes = tl.zeros([M_PAD], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads, mask=used, other=0.0)
-    if IS_FP8:
-        scale *= tl.load(k_scale)
-    query_tile, row_scale = prepare_query(query_tile, scale, IS_FP8)
     shifts = tl.zeros([M_PAD], tl.int32)
     tiles = block_tables
     if SPARSE_STRIDE > 0:
         shifts = sparse_shift(kv_head, heads, sparse_first, sparse_step)
         tiles = tile_lists + (row * NUM_KV_HEADS + kv_head).to(tl.int64) * list_row
     return attend_tiles(
-        query_tile, row_scale, positions, slopes, shifts, key_cache + kv_head.to(tl.int64) * cache_head,
-        value_cache + kv_head.to(tl.int64) * cache_head, block_tables + row.to(tl.int64) * table_row, tiles,
-        first, last, seq_len, soft_cap, window, cache_block, cache_slot, sparse_local,
-        HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK,
-        KEYS_FIRST,
+        query_pointers, query_mask, late, k_scale, scale, positions, slopes, shifts,
+        key_cache + kv_head.to(tl.int64) * cache_head, value_cache + kv_head.to(tl.int64) * cache_head,
+        block_tables + row.to(tl.int64) * table_row, tiles, first, last, seq_len, soft_cap, window, cache_block,
+        cache_slot, sparse_local, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+        SPARSE_STRIDE, SPARSE_BLOCK, KEYS_FIRST, IS_FP8, LATE,
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""What the decode kernels share: attention of a few query rows over tiles of one sequence, and merging of parts.
+"""What the decode kernels share: attention of a few query rows over tiles of one sequence.
 
-M query rows that read the same keys (heads of a group, times new tokens or sequences), D head size, TILE tokens.
-A part is (peak [M]: largest score in log2 units, total [M]: sum of exp2(score - peak), accumulator [M, D]: sum of
-exp2(score - peak) * value), as in flash decoding; parts over disjoint keys merge exactly.
+M query rows that read the same keys (heads of a group, times new tokens or sequences), D head size, TILE tokens. The
+result is a part (decode_parts.py).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, dot
+from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, begin_late, dot
 
 
 @triton.jit
@@ -24,11 +23,19 @@ def first_tile_of(seq_len, num_new, window, HAS_WINDOW: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
+def load_query(pointers, mask, k_scale, scale, IS_FP8: tl.constexpr):
+    """-> as `prepare_query`, of the query at `pointers` [M, D_PAD]."""
+    if IS_FP8:
+        scale *= tl.load(k_scale)
+    return prepare_query(tl.load(pointers, mask=mask, other=0.0), scale, IS_FP8)
+
+
+@triton.jit
 def fetch_tiles(
     key_cache, value_cache, table, head, first, last, cache_block, cache_slot,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, FETCHED: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first FETCHED of tiles [first, last) to be brought into L2; returns at once."""
+    """Asks for the first FETCHED of tiles [first, last) to be brought into L2; returns at once. Needs sm_90."""
     LINE: tl.constexpr = 128 * 8 // key_cache.dtype.element_ty.primitive_bitwidth  # elements
     LINES: tl.constexpr = triton.cdiv(HEAD_SIZE, LINE)
     if BLOCK_SIZE % TILE == 0:
@@ -40,14 +47,17 @@ def fetch_tiles(
                 start = (first + tile) * TILE
                 block = tl.load(table + start // BLOCK_SIZE, cache_modifier=".cg").to(tl.int64)
                 inside = head + block * cache_block + (start % BLOCK_SIZE + slot) * cache_slot + column
-                fetch_lines(key_cache + inside)
-                fetch_lines(value_cache + inside)
+                fetch_lines(key_cache + inside, HEAD_SIZE % LINE == 0)
+                fetch_lines(value_cache + inside, HEAD_SIZE % LINE == 0)
 
 
 @triton.jit
-def fetch_lines(pointers):
+def fetch_lines(pointers, WHOLE: tl.constexpr):
+    """Lines of 128 bytes; not WHOLE: of each the sector that is pointed into."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.b32 $0, 0;"
+        if WHOLE
+        else "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
         "=r,l",
         [pointers.to(tl.int64)],
         dtype=tl.int32,
@@ -132,8 +142,11 @@ def add_values(sums, decay, weights, values, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    query,  # [M, D_PAD]
-    row_scale,  # fp32 [M]
+    query_pointers,  # [M, D_PAD]
+    query_mask,  # bool [M, D_PAD]
+    late,  # LATE: whether the first tile waits for the launch before; tiles that follow are on their way by then
+    k_scale,
+    scale,
     query_positions,  # int32 [M]; -1: padding
     slopes,  # fp32 [M]
     sparse_shifts,  # int32 [M], SPARSE_STRIDE only
@@ -159,9 +172,17 @@ def attend_tiles(
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
+    IS_FP8: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """-> (peak, total, accumulator). Keys past `seq_len` are never loaded. KEYS_FIRST: products have keys, then values'
     columns, as rows and the queries as columns, of which 8 are enough; else queries are rows, of which 16 are."""
+    M: tl.constexpr = query_pointers.shape[0]
+    if LATE:
+        query = tl.zeros(query_pointers.shape, tl.float16 if IS_FP8 else query_pointers.dtype.element_ty)
+        row_scale = tl.zeros([M], tl.float32)
+    else:
+        query, row_scale = load_query(query_pointers, query_mask, k_scale, scale, IS_FP8)
     KEYS: tl.constexpr = 0 if KEYS_FIRST else 1  # the axis of the scores that is keys
     ROWS: tl.constexpr = 1 - KEYS
     PAIRS: tl.constexpr = key_cache.dtype.element_ty == tl.float8e4nv and not INTERPRETED
@@ -172,20 +193,23 @@ def attend_tiles(
     words = tl.arange(0, D_PAD // PER_WORD)
     values_inside = tl.expand_dims(slots * (cache_slot // PER_WORD), KEYS) + tl.expand_dims(words, ROWS)
     inside = slots[:, None] * cache_slot + columns[None, :]
-    peak = tl.full([query.shape[0]], float("-inf"), tl.float32)
-    total = tl.zeros([query.shape[0]], tl.float32)
+    peak = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
     HALF: tl.constexpr = D_PAD // 2
-    accumulator = start_sums(query.shape[0], D_PAD, KEYS_FIRST)
-    even = start_sums(query.shape[0], HALF, KEYS_FIRST)
-    odd = start_sums(query.shape[0], HALF, KEYS_FIRST)
+    accumulator = start_sums(M, D_PAD, KEYS_FIRST)
+    even = start_sums(M, HALF, KEYS_FIRST)
+    odd = start_sums(M, HALF, KEYS_FIRST)
     query_positions = tl.expand_dims(query_positions, KEYS)
     DIRECT: tl.constexpr = not HAS_SOFT_CAP and not HAS_ALIBI  # scores are scaled once, to base 2
-    if DIRECT:
-        row_scale *= LOG2_E
     # One tile ahead by hand: a load of addresses inside the loop would be pipelined itself, at the cost of the keys.
     next_tile = load_tile(tiles, first, last, SPARSE_STRIDE > 0)
     next_block = load_block(table, next_tile, seq_len, BLOCK_SIZE, TILE)
     for index in range(first, last):
+        if LATE:  # noqa: SIM102, known when the kernel is compiled
+            if index == first:
+                if late:
+                    begin_late(True)
+                query, row_scale = load_query(query_pointers, query_mask, k_scale, scale, IS_FP8)
         start = next_tile * TILE
         block = next_block
         next_tile = load_tile(tiles, index + 1, last, SPARSE_STRIDE > 0)
@@ -211,7 +235,7 @@ def attend_tiles(
         key = tl.load(key_pointers, mask=mask, other=0.0).to(query.dtype)
         value = tl.load(value_pointers, mask=value_mask, other=0 if PAIRS else 0.0)
         scores = dot(key, tl.trans(query)) if KEYS_FIRST else dot(query, tl.trans(key))
-        scores *= tl.expand_dims(row_scale, KEYS)
+        scores *= tl.expand_dims(row_scale * LOG2_E if DIRECT else row_scale, KEYS)
         if HAS_SOFT_CAP:
             scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / soft_cap)) + 1.0))  # soft_cap * tanh
         key_positions = tl.expand_dims(positions, ROWS)
@@ -244,82 +268,7 @@ def attend_tiles(
     if PAIRS:
         if KEYS_FIRST:
             even, odd = tl.trans(even), tl.trans(odd)
-        accumulator = tl.reshape(tl.join(even, odd), [query.shape[0], D_PAD])
+        accumulator = tl.reshape(tl.join(even, odd), [M, D_PAD])
     elif KEYS_FIRST:
         accumulator = tl.trans(accumulator)
-    return peak, total, accumulator
-
-
-@triton.jit
-def store_part(
-    slot,
-    used,  # bool [M]: rows to store
-    peak,
-    total,
-    accumulator,
-    peaks,  # fp32 [slots, slot_rows]
-    totals,  # fp32 [slots, slot_rows]
-    partial,  # fp32 [slots, slot_rows, HEAD_SIZE]
-    slot_rows,
-    HEAD_SIZE: tl.constexpr,
-    D_PAD: tl.constexpr,
-):
-    members = tl.arange(0, peak.shape[0])
-    columns = tl.arange(0, D_PAD)
-    entries = slot.to(tl.int64) * slot_rows + members
-    tl.store(peaks + entries, peak, mask=used)
-    tl.store(totals + entries, total, mask=used)
-    mask = used[:, None] & (columns < HEAD_SIZE)[None, :]
-    tl.store(partial + entries[:, None] * HEAD_SIZE + columns[None, :], accumulator, mask=mask)
-
-
-@triton.jit
-def merge_two(peak, total, accumulator, other_peak, other_total, other_accumulator):
-    """The part over the keys of both."""
-    new_peak = tl.maximum(peak, other_peak)
-    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    decay = tl.exp2(peak - base)
-    other_decay = tl.exp2(other_peak - base)
-    accumulator = accumulator * decay[:, None] + other_accumulator * other_decay[:, None]
-    return new_peak, total * decay + other_total * other_decay, accumulator
-
-
-@triton.jit
-def merge_parts(
-    first_slot,
-    stride,  # between the parts' slots
-    num_parts,
-    peaks,
-    totals,
-    partial,
-    slot_rows,  # rows of a slot
-    first_row,  # of these rows in each slot
-    num_rows,
-    HEAD_SIZE: tl.constexpr,
-    D_PAD: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The part [ROWS] over the keys of all these parts. Reads past L1: other programs have just written them."""
-    peak = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    accumulator = tl.zeros([ROWS, D_PAD], tl.float32)
-    members = tl.arange(0, ROWS)
-    columns = tl.arange(0, D_PAD)
-    for first in range(0, num_parts, CHUNK):
-        parts = first + tl.arange(0, CHUNK)
-        entries = (first_slot + parts * stride).to(tl.int64)[:, None] * slot_rows + first_row + members[None, :]
-        used = (parts < num_parts)[:, None] & (members < num_rows)[None, :]
-        some_peaks = tl.load(peaks + entries, mask=used, other=float("-inf"), cache_modifier=".cg")
-        some_totals = tl.load(totals + entries, mask=used, other=0.0, cache_modifier=".cg")
-        mask = used[:, :, None] & (columns < HEAD_SIZE)[None, None, :]
-        pointers = partial + entries[:, :, None] * HEAD_SIZE + columns[None, None, :]
-        some = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
-        new_peak = tl.maximum(peak, tl.max(some_peaks, 0))
-        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(some_peaks - base[None, :])
-        decay = tl.exp2(peak - base)
-        total = total * decay + tl.sum(weights * some_totals, 0)
-        accumulator = accumulator * decay[:, None] + tl.sum(weights[:, :, None] * some, 0)
-        peak = new_peak
     return peak, total, accumulator

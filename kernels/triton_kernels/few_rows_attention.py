@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.triton_kernels.common import LOG2_E, dot
-from tandem.kernels.triton_kernels.decode_tiles import merge_parts
+from tandem.kernels.triton_kernels.decode_parts import merge_parts
 
 
 @triton.jit

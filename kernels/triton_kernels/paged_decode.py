@@ -16,15 +16,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.kernels.triton_kernels.common import begin_late
-from tandem.kernels.triton_kernels.decode_plan import HEADER, RECORD, load_segment, load_share, parts_of
+from tandem.kernels.triton_kernels.decode_parts import finish_segment, store_part
+from tandem.kernels.triton_kernels.decode_plan import load_segment, load_share, parts_of
 from tandem.kernels.triton_kernels.decode_segment import attend_segment, store_output
-from tandem.kernels.triton_kernels.decode_tiles import (
-    fetch_tiles,
-    first_tile_of,
-    merge_parts,
-    merge_two,
-    store_part,
-)
+from tandem.kernels.triton_kernels.decode_tiles import first_tile_of
+
+AHEAD: tl.constexpr = tl.constexpr(4)  # tiles that are loaded before a program knows its query, at most
 
 UNSPECIALIZED = [
     "window", "table_row", "list_row", "num_segments", "prefix_programs", "sparse_local", "sparse_step", "sparse_first",
@@ -94,31 +91,27 @@ def paged_decode_kernel(
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     KEYS_FIRST: tl.constexpr,
-    FETCHED: tl.constexpr,
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: SPLIT (P,), each over its run of the plan; else (N * K,), each over one segment. EARLY: an earlier launch
-    had the same plan, so it and what it was made from are complete (`begin_late`), and programs fetch their first
-    tiles, but for the newest tokens all of earlier steps, into L2 while the launch before this one ends."""
+    had the same plan, so it and what it was made from are complete (`begin_late`), and while the launch before this one
+    ends programs load their first tiles, unless there are new tokens among them; then only the query is missing."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     at = program * 0
     end = at + 1
     segment, segment_begin, segment_end = program, at, end
+    late = program < 0
     if EARLY:
         at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
         first = at - segment_begin + first_tile_of(seq_len, NUM_NEW, window, HAS_WINDOW, TILE)
-        last = tl.minimum(first + tl.minimum(end, segment_end) - at, (seq_len + TILE - 1) // TILE)
-        fetch_tiles(
-            key_cache, value_cache, block_tables + (segment // NUM_KV_HEADS).to(tl.int64) * table_row,
-            (segment % NUM_KV_HEADS).to(tl.int64) * cache_head, first, last, cache_block, cache_slot,
-            HEAD_SIZE, BLOCK_SIZE, TILE, FETCHED,
-        )  # fmt: skip
+        last = first + tl.minimum(end, segment_end) - at
+        late = (at < end) & (tl.minimum(first + AHEAD, last) <= (seq_len - NUM_NEW) // TILE)
     if HAS_PREFIX:  # beside the prefixes' launch, which began late: all before it is complete
         if PDL:
             gdc_launch_dependents()
-    else:
+    elif not late:
         begin_late(PDL)
     if SPLIT:
         if not EARLY:
@@ -146,11 +139,11 @@ def paged_decode_kernel(
             first = before
             last = tl.load(counts + segment) if SPARSE_STRIDE > 0 else (seq_len + TILE - 1) // TILE
         peak, total, accumulator = attend_segment(
-            row, kv_head, seq_len, first, last, query, key_cache, value_cache, block_tables, query_starts,
+            row, kv_head, late, seq_len, first, last, query, key_cache, value_cache, block_tables, query_starts,
             tile_lists, alibi_slopes, k_scale, scale, soft_cap, window, query_row, query_head, cache_block,
             cache_head, cache_slot, table_row, list_row, sparse_local, sparse_step, sparse_first,
             GROUP, NUM_NEW, M_PAD, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, IS_FP8, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
-            SPARSE_STRIDE, SPARSE_BLOCK, KEYS_FIRST, NUM_KV_HEADS,
+            SPARSE_STRIDE, SPARSE_BLOCK, KEYS_FIRST, NUM_KV_HEADS, EARLY,
         )  # fmt: skip
         whole = True
         if SPLIT:
@@ -176,6 +169,7 @@ def paged_decode_kernel(
                     GROUP, NUM_NEW, ROWS, CHUNK, MERGE_SET, HEAD_SIZE, D_PAD, NUM_KV_HEADS, IS_FP8, 0,
                 )  # fmt: skip
         at = stop
+        late = program < 0
         segment += 1
         if SPLIT:
             segment_begin, segment_end, seq_len = following_begin, following_end, following_len
@@ -194,68 +188,3 @@ def paged_decode_kernel(
             at = tl.minimum(end, segment_end)
             segment += 1
             segment_begin, segment_end = load_segment(plan, programs, segment, at < end)
-
-
-@triton.jit
-def finish_segment(
-    output, partial, peaks, totals, plan, query_starts, v_scale, prefix_partial, prefix_peaks, prefix_totals,
-    prefix_plan, prefix_lens, prefix_places, segment, first_program, num_parts, num_segments, prefix_programs,
-    GROUP: tl.constexpr, NUM_NEW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, MERGE_SET: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, D_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
-    PREFIX_MEMBERS: tl.constexpr,
-):  # fmt: skip
-    """This program's part of the segment is stored: whoever says so last in a set merges the set, and so on."""
-    program = tl.program_id(0)
-    slot_rows: tl.constexpr = GROUP * NUM_NEW
-    # arrivals of segments, after the S + 1 first tiles; then of sets
-    arrivals = plan + HEADER + RECORD * tl.num_programs(0) + num_segments + 1
-    first_slot = segment + first_program
-    set_slot = first_slot + (program - first_program) // MERGE_SET * MERGE_SET
-    set_parts = tl.minimum(first_slot + num_parts - set_slot, MERGE_SET)
-    tl.debug_barrier()  # every thread's part is stored before the program says so
-    if arrive(arrivals + num_segments + set_slot, set_parts):
-        peak, total, accumulator = merge_parts(
-            set_slot, 1, set_parts, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD, ROWS, CHUNK
-        )  # fmt: skip
-        complete = num_parts <= MERGE_SET
-        if not complete:
-            used = tl.arange(0, ROWS) < slot_rows
-            store_part(
-                set_slot, used, peak, total, accumulator, peaks, totals, partial, slot_rows, HEAD_SIZE, D_PAD
-            )  # fmt: skip
-            tl.debug_barrier()
-            sets = tl.cdiv(num_parts, MERGE_SET)
-            if arrive(arrivals + segment, sets):
-                peak, total, accumulator = merge_parts(
-                    first_slot, MERGE_SET, sets, peaks, totals, partial, slot_rows, 0, slot_rows, HEAD_SIZE, D_PAD,
-                    ROWS, CHUNK,
-                )  # fmt: skip
-                complete = True
-        if complete:
-            row, kv_head = segment // NUM_KV_HEADS, segment % NUM_KV_HEADS
-            if PREFIX_MEMBERS > 0:
-                given = tl.load(prefix_lens + row) > 0
-                place = tl.load(prefix_places + row, mask=given, other=0)
-                chunk = place // PREFIX_MEMBERS * NUM_KV_HEADS + kv_head
-                begin, end = load_segment(prefix_plan, prefix_programs, chunk, given)
-                first, parts = parts_of(prefix_plan, begin, end)
-                given_peak, given_total, given_accumulator = merge_parts(
-                    chunk + first, 1, tl.where(given, parts, 0), prefix_peaks, prefix_totals, prefix_partial,
-                    PREFIX_MEMBERS * GROUP, place % PREFIX_MEMBERS * GROUP, GROUP, HEAD_SIZE, D_PAD, ROWS, CHUNK,
-                )  # fmt: skip
-                peak, total, accumulator = merge_two(
-                    peak, total, accumulator, given_peak, given_total, given_accumulator
-                )
-            store_output(
-                total, accumulator, output, query_starts, v_scale, row, kv_head,
-                GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
-            )  # fmt: skip
-
-
-@triton.jit
-def arrive(arrivals, expected):
-    """Whether this program is the last of so many to arrive; leaves zero for the next launch then."""
-    last = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu") == expected - 1
-    if last:
-        tl.store(arrivals, 0)
-    return last

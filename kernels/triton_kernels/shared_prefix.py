@@ -17,12 +17,13 @@ import triton.language as tl
 
 from tandem.kernels.prefix_groups import LARGEST_TILE
 from tandem.kernels.shared_prefix import SharedPrefixes
-from tandem.kernels.triton_kernels.common import begin_late, load_rows, overlap
+from tandem.kernels.triton_kernels.common import begin_late, overlap
 from tandem.kernels.triton_kernels.decode_launch import PrefixParts, num_programs
+from tandem.kernels.triton_kernels.decode_parts import store_part
 from tandem.kernels.triton_kernels.decode_plan import DecodePlan, load_segment, load_share
-from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, fetch_tiles, prepare_query, store_part
+from tandem.kernels.triton_kernels.decode_tiles import attend_tiles, fetch_tiles
 
-FETCHED = 1  # tiles that a program asks for before its launch may begin
+FETCHED = 2  # tiles that a program asks for before its launch may begin
 
 
 @triton.jit(
@@ -66,7 +67,8 @@ def shared_prefix_kernel(
     EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (P,), each over its run of the plan. EARLY: as for paged_decode_kernel."""
+    """Grid (P,), each over its run of the plan. EARLY: an earlier launch had the same plan, so it and what it was made
+    from are complete, and programs fetch their first tiles into L2 while the launch before this one ends."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     if EARLY:
@@ -82,6 +84,7 @@ def shared_prefix_kernel(
         at, end, segment, segment_begin, segment_end, chunk_len = load_share(plan, program)
     members = tl.arange(0, M_PAD)
     places = members // GROUP
+    columns = tl.arange(0, D_PAD)
     while at < end:
         chunk = segment // NUM_KV_HEADS
         kv_head = segment % NUM_KV_HEADS
@@ -90,22 +93,19 @@ def shared_prefix_kernel(
         used = rows >= 0
         rows = tl.maximum(rows, 0).to(tl.int64)
         heads = kv_head * GROUP + members % GROUP
-        queries = load_rows(query, rows * query_row + heads * query_head, 1, used, HEAD_SIZE, D_PAD)
+        queries = query + (rows * query_row + heads * query_head)[:, None] + columns[None, :]
+        mask = used[:, None] & (columns < HEAD_SIZE)[None, :]
         positions = tl.where(used, tl.load(seq_lens + rows) - 1, -1)
         slopes = tl.zeros([M_PAD], tl.float32)
         if HAS_ALIBI:
             slopes = tl.load(alibi_slopes + heads, mask=used, other=0.0)
-        score_scale = scale
-        if IS_FP8:
-            score_scale *= tl.load(k_scale)
-        queries, row_scale = prepare_query(queries, score_scale, IS_FP8)
         leader = tl.load(chunk_rows + chunk * MEMBERS).to(tl.int64)
         head = kv_head.to(tl.int64) * cache_head
         peak, total, accumulator = attend_tiles(
-            queries, row_scale, positions, slopes, positions, key_cache + head, value_cache + head,
+            queries, mask, False, k_scale, scale, positions, slopes, positions, key_cache + head, value_cache + head,
             block_tables + leader * table_row, block_tables, at - segment_begin, stop - segment_begin,
             chunk_len, soft_cap, 0, cache_block, cache_slot, 0, HEAD_SIZE, D_PAD, BLOCK_SIZE,
-            TILE, HAS_ALIBI, False, HAS_SOFT_CAP, 0, 0, False,
+            TILE, HAS_ALIBI, False, HAS_SOFT_CAP, 0, 0, False, IS_FP8, False,
         )  # fmt: skip
         store_part(
             segment + program, used, peak, total, accumulator, peaks, totals, partial, MEMBERS * GROUP, HEAD_SIZE, D_PAD
@@ -160,7 +160,7 @@ def attend_prefixes(
     `plan` from plan_prefixes, `constants` from prefix_constants; the rest as in paged_decode.
     """
     launch = overlap(query.device)
-    early = launch["PDL"] and not plan.is_new
+    early = launch["PDL"] and not plan.is_new and _has_whole_lines(key_cache)
     plan.is_new = False
     shared_prefix_kernel[(plan.programs,)](
         plan.partial, plan.peaks, plan.totals, plan.plan, query, key_cache, value_cache, block_tables, seq_lens,
@@ -170,6 +170,12 @@ def attend_prefixes(
         HAS_SOFT_CAP=soft_cap is not None, EARLY=early, **constants, **launch,
     )  # fmt: skip
     return PrefixParts(plan, prefixes)
+
+
+def _has_whole_lines(cache: torch.Tensor) -> bool:
+    """Whether rows start at multiples of 16 bytes, as fetching them ahead wants it."""
+    size = cache.element_size()
+    return cache.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 for stride in cache.stride()[:3])
 
 
 def could_share(constants: dict[str, Any], itemsize: int) -> bool:

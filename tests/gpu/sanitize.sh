@@ -32,7 +32,7 @@ if [ $# -gt 0 ]; then
 fi
 failed=0
 small="not graph and not beyond and not compiled and not 131072 and not engine"
-for file in kernels sampling cache; do
+for file in kernels sampling cache encoders; do
     sanitize "tests/gpu/test_${file}_gpu.py" -k "$small" || failed=$?
 done
 sanitize tests/gpu/test_decode_gpu.py -k "$small and not lengths3" || failed=$?
