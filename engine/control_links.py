@@ -48,7 +48,8 @@ class ControlLinks:
             self._inbound[link.identity] = link
 
     def note_inbound(self, link: Link, identity: bytes) -> None:
-        """A peer that this node connects to has connected as well."""
+        """A peer that this node connects to has connected as well, or one that had connected does so anew."""
+        self._inbound.pop(link.identity, None)
         link.identity = identity
         self._inbound[identity] = link
 

@@ -171,8 +171,11 @@ class ControlPlane:
             self._links.add(link)
             self._links.watch_process(link, self.info.host_id)
             self.deliver(PeerUp(peer_id, hello.info))
-        elif link.socket is not None and not link.identity:
-            self._links.note_inbound(link, identity)
+        else:
+            # A connection that another of the same peer has replaced loses its name: the last Hello over it comes under
+            # one that ZMQ made up, before or after that of the new connection.
+            if link.identity != peer_id.encode():
+                self._links.note_inbound(link, identity)
             self._note_up(link, hello.info)
         link.last_seen = now
         self._reply(identity, Welcome(info=self.info))

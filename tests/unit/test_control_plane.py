@@ -87,9 +87,11 @@ def dial() -> Iterator[Callable[[Plane], zmq.Socket]]:
     context = zmq.Context()
     sockets: list[zmq.Socket] = []
 
-    def connect(plane: Plane) -> zmq.Socket:
+    def connect(plane: Plane, identity: bytes = b"") -> zmq.Socket:
         socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
+        if identity:
+            socket.setsockopt(zmq.IDENTITY, identity)
         socket.connect(plane.info.control_address)
         sockets.append(socket)
         return socket
@@ -297,6 +299,19 @@ def test_hand_offs_go_either_way_on_one_connection(make: Callable[..., Plane]) -
     first, second = connected(make)
     assert second.of(PeerUp)
     both_ways(first, second)
+
+
+def test_a_greeting_over_a_connection_that_was_replaced_does_not_shut_out_its_successor(make, dial) -> None:
+    """When a peer connects anew, ZMQ takes its name from the older connection, and delivers what came over that under a
+    name of its own."""
+    node = make("d")
+    older, newer = dial(node), dial(node, peer_id_of("router", 1).encode())
+    for first, second in ((older, newer), (newer, older), (newer, newer)):
+        assert isinstance(ask(first, hello()), Welcome)
+        assert isinstance(ask(second, hello()), Welcome)
+        assert isinstance(ask(newer, Ping(sequence=1)), Status)
+    assert not node.of(PeerLost)
+    assert len(node.of(PeerUp)) == 1
 
 
 def test_a_node_whose_step_loop_is_stuck_counts_as_silent(make: Callable[..., Plane]) -> None:
