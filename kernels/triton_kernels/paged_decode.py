@@ -107,7 +107,10 @@ def paged_decode_kernel(
         at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
         first = at - segment_begin + first_tile_of(seq_len, NUM_NEW, window, HAS_WINDOW, TILE)
         last = first + tl.minimum(end, segment_end) - at
-        late = (at < end) & (tl.minimum(first + AHEAD, last) <= (seq_len - NUM_NEW) // TILE)
+        # Rows may be tokens of one sequence, each of which sees what the others store: of a row's tokens as many may be
+        # new as the launch has.
+        num_stored = seq_len - num_segments // NUM_KV_HEADS * NUM_NEW
+        late = (at < end) & (tl.minimum(first + AHEAD, last) * TILE <= num_stored)
     if HAS_PREFIX:  # beside the prefixes' launch, which began late: all before it is complete
         if PDL:
             gdc_launch_dependents()
