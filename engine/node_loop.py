@@ -20,6 +20,9 @@ from tandem.engine.turn_times import TurnTimes
 
 IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
 STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each step would cost more than scheduling does
+# A launch layer by layer hardly lets other threads run. When it is so many layers ahead of the device it stops for a
+# moment, so that they can end the hand-offs of what was just computed.
+LAYERS_AHEAD, GIVE_WAY_S = 2, 0.001
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
 HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen
 STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
@@ -146,12 +149,15 @@ class NodeLoop:
         self._write_outbox()  # claims of what starts
         self._times.charge("schedule")
 
-    def look_at_step(self) -> None:
-        """From within a launch that takes long: what the step before made doesn't wait for the rest of it."""
+    def look_at_step(self, num_layers: int) -> None:
+        """From within a launch that takes long, `num_layers` of it done: what the step before made doesn't wait for the
+        rest."""
         events = self._core.read_ended()
         if events:
             self._logic.on_engine_events(events, time.monotonic())
             self._write_outbox()
+            if num_layers >= LAYERS_AHEAD:
+                time.sleep(GIVE_WAY_S)
 
     def _end_turn(self, launched: bool) -> None:
         if self._core.newest_read is not None:

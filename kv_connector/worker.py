@@ -60,7 +60,8 @@ class ConnectorWorker:
         self._transfer = transfer
         self._layer_indices = dict(layer_indices)
         self._drain_events = drain_events
-        self.between_layers: Callable[[], None] = lambda: None  # while a step with hand-offs is launched
+        # While a step with hand-offs is launched, after each layer; it is told how many there were.
+        self.between_layers: Callable[[int], None] = lambda num_layers: None
         self._meta: SourceStepMeta | None = None
         self._lags = lags
         self._newest_layer: int | None = None
@@ -98,7 +99,7 @@ class ConnectorWorker:
         if self._lags:
             layer, self._newest_layer = self._newest_layer, layer
         self._push_layer(layer, written)
-        self.between_layers()
+        self.between_layers(len(self._layer_events))
 
     def wait_for_save(self) -> None:
         done = self._record_event()

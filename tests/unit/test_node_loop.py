@@ -180,3 +180,33 @@ def test_a_turn_that_does_not_end_is_noticed_by_other_threads(monkeypatch: pytes
     logic.on_tick = hangs  # type: ignore[method-assign]
     loop.run()
     assert seen[:4] == [False, False, True, True]
+
+
+class SlowLaunch(OneStep):
+    """Launches layer by layer; the step before ends meanwhile."""
+
+    loop: NodeLoop
+
+    def launch(self, before_execution) -> None:
+        before_execution()
+        for num_layers in range(1, 4):
+            self.log.append(f"layer {num_layers}")
+            self.loop.look_at_step(num_layers)
+        self.polls_left = 0
+
+    def read_ended(self) -> list:
+        return ["token"] if self.log[-1] == "layer 2" else []
+
+
+class Answering(Logic):
+    def on_engine_events(self, events, now) -> None:
+        self.outbox += events
+
+
+def test_what_the_step_before_made_is_sent_while_the_next_is_launched() -> None:
+    log: list[str] = []
+    core = SlowLaunch(log, num_polls=3)
+    core.loop = NodeLoop(Answering(log), core, Sender(log), drain_s=0.0)  # type: ignore[arg-type]
+    core.loop.begin_drain()
+    core.loop.run()
+    assert log[:5] == ["sent claim", "layer 1", "layer 2", "sent token", "layer 3"]
