@@ -29,7 +29,6 @@ from tandem.engine.cuda_driver import (
 )
 from tandem.engine.errors import TransportError
 from tandem.engine.kv_layout import KVLayout
-from tandem.kernels.digest import BlockSums
 from tandem.kernels.move_blocks import BlockPlaces
 from tandem.kernels.push_blocks import can_push, list_pairs, push_listed
 from tandem.kv_connector.transports.base import BlockPairs, PairSums
@@ -79,7 +78,7 @@ class CudaIpcHandle(msgspec.Struct, frozen=True):
 class CudaMapping(Mapping):
     """`address` is where our kernels see the other pool's first block."""
 
-    max_write_bytes = 64 << 20  # each copy is a kernel launch: one takes a whole layer of a long chunk
+    max_write_bytes = 256 << 20  # one takes some layers of a long chunk
     # Of layers one pass over the blocks takes less when all are computed (0.4 ms a GiB): sums beside the computation
     # made a prefill 1.3 % longer; at its own priority they don't get on, at a higher one it waits for them.
     sums_blocks, sums_layers = True, False
@@ -112,13 +111,13 @@ class CudaMapping(Mapping):
         by_kernel = sorted(set(range(len(num_valid))) - set(by_engine))
         for indices in [each for each in (by_engine, by_kernel) if each]:
             own, valid = [pairs[index] for index in indices], [num_valid[index] for index in indices]
-            listed = self._list_once(own, valid, () if sums is None else [sums.indices[index] for index in indices])
-            summed = None if sums is None else sums.sums
+            summed = None
+            if sums is not None:
+                summed = PairSums(sums.sums, [sums.indices[index] for index in indices])
             if indices is by_engine:
-                self._by_engine(source_NHLPBD, own, listed, chosen, way, summed)
+                self._by_engine(source_NHLPBD, own, chosen, way, summed)
             else:
-                target = self._address, self._stride_bytes
-                push_listed(source_NHLPBD, *target, listed, chosen, num_programs or PROGRAMS, summed)
+                self._by_kernel(source_NHLPBD, own, chosen, valid, num_programs or PROGRAMS, summed)
         copied = self._last_copies[grant_id] = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._device))
 
@@ -126,14 +125,17 @@ class CudaMapping(Mapping):
         self,
         source_NHLPBD: torch.Tensor,
         pairs: BlockPairs,
-        listed_4N: torch.Tensor,
         layers: range,
         way: Way,
-        sums: BlockSums | None,
+        sums: PairSums | None,
     ) -> None:
-        """Whole blocks. Sums are taken beside the copies."""
+        """Whole blocks. Sums are taken beside the copies. With few calls of torch: beside a busy step loop each of them
+        waits for the interpreter."""
         current = torch.cuda.current_stream(self._device)
-        begun = current.record_event()
+        listed = None
+        if sums is not None:
+            listed = self._list_once(pairs, [source_NHLPBD.shape[4]] * len(pairs), sums.indices)
+            self._sums_stream.wait_stream(current)
         heads, source = range(source_NHLPBD.shape[1]), BlockPlaces.of(source_NHLPBD)
         target = replace(source, address=self._address, block_bytes=self._stride_bytes)
         assert self._device.index is not None, "the pool is on one certain device"
@@ -143,11 +145,23 @@ class CudaMapping(Mapping):
             to, origin, nbytes = block_runs(source, target, pairs, heads[:1], layers)
             rows = Rows(int(nbytes[0]), len(heads), target.head_bytes, source.head_bytes)
             copy_rows(self._device.index, to, origin, rows, current.cuda_stream)
-        if sums is not None:
-            self._sums_stream.wait_event(begun)
+        if sums is not None and listed is not None:
             with torch.cuda.stream(self._sums_stream):
-                sums.add_layers(source_NHLPBD, listed_4N, layers)
+                sums.sums.add_layers(source_NHLPBD, listed, layers)
             current.wait_event(self._sums_stream.record_event())
+
+    def _by_kernel(
+        self,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range,
+        num_valid: Sequence[int],
+        num_programs: int,
+        sums: PairSums | None,
+    ) -> None:
+        listed = self._list_once(pairs, num_valid, () if sums is None else sums.indices)
+        summed, target = None if sums is None else sums.sums, (self._address, self._stride_bytes)
+        push_listed(source_NHLPBD, *target, listed, layers, num_programs, summed)
 
     def _list_once(
         self, pairs: Sequence[tuple[int, int]], num_valid: Sequence[int], sum_indices: Sequence[int]

@@ -251,7 +251,7 @@ def test_every_channel_names_its_limit(transport):
     limit = (8 if transport == "nixl" else 4) << 20
     assert channel.max_write_bytes == limit
     assert FaultInjector(channel, parse_faults("drop:1")).max_write_bytes == limit
-    assert CudaMapping.max_write_bytes == 64 << 20
+    assert CudaMapping.max_write_bytes == 256 << 20
 
 
 def test_stop_runs_what_is_queued(gated):
