@@ -231,6 +231,41 @@ def test_a_graph_of_layers_sees_tokens_stored_just_before(case: str, new: int) -
             check(output, expected, TOLERANCE[torch.bfloat16])
 
 
+def test_tokens_of_one_prompt_as_rows_see_each_other() -> None:
+    """As short prompts run in decode graphs: what a launch stores for one row, the next reads for those after it."""
+    new, total = 40, 3000
+    batch = random_batch((new,), (total,), **{**SIZES, "dtype": torch.bfloat16})
+    starts = torch.arange(new + 1, dtype=torch.int32, device="cuda")
+    lengths = tuple(range(total - new + 1, total + 1))
+    tables = batch.metadata.block_tables.expand(new, -1).contiguous()
+    rows = RowBatch(starts, torch.tensor(lengths, dtype=torch.int32).cuda(), tables, (1,) * new, lengths, 1, total)
+    source, qkv = (torch.randn(6, new, 48, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    positions = torch.zeros(new, dtype=torch.int64, device="cuda")
+    unturned = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), dim=1).cuda()
+    layers = [replace(batch, pool=batch.pool.clone()).kv() for _ in range(6)]
+
+    def run() -> list[torch.Tensor]:
+        step = replace(rows, scratch={})
+        outputs = []
+        qkv.copy_(source)
+        for layer, kv in zip(qkv, layers, strict=True):
+            slots = CacheSlots(kv.key_cache, kv.value_cache, batch.metadata.slot_mapping)
+            rope_and_store(layer.flatten(1), positions, unturned, 32, 8, None, slots)
+            outputs.append(TritonOps.decode(layer[:, :32], kv, step, SPEC))
+        return outputs
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    for _ in range(3):
+        source.normal_()
+        graph.replay()
+        for layer, kv, output in zip(source.double(), layers, outputs, strict=True):
+            expected = NativeOps.prefill(*layer.split((32, 8, 8), 1), kv, batch.metadata.all_rows(), SPEC)
+            check(output, expected, TOLERANCE[torch.bfloat16])
+
+
 def test_an_engine_step_shares_what_its_slots_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
     """The captured step over shared prefixes gives the logits of the plain one, while slots come and go."""
     monkeypatch.setattr(prefix_groups, "BYTES_FOR_ROW", 0)
