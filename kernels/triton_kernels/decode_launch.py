@@ -158,7 +158,9 @@ def paged_decode(
     pattern, tiles = sparse or (None, None)
     assert prefix is None or (plan is not None and constants["NUM_NEW"] == 1)
     launch = overlap(query.device)
-    early = launch["PDL"] and plan is not None and not plan.is_new and sparse is None and prefix is None
+    # Queries of many rows would be brought to shared memory again for each tile.
+    early = launch["PDL"] and bool(constants["KEYS_FIRST"]) and plan is not None and not plan.is_new
+    early = early and sparse is None and prefix is None
     given, shared = (prefix.plan, prefix.prefixes) if prefix else (None, None)
     if plan is not None:
         plan.is_new = False
