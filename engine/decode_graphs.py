@@ -132,7 +132,6 @@ class DecodeGraphs:
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
         self._sharing = sharing
         self._members = 1 if sharing is None else sharing.members
-        self._takes_chunks = sharing is not None or not _loads_early(state.device)
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._logits_GV: torch.Tensor | None = None
 
@@ -169,8 +168,6 @@ class DecodeGraphs:
     def takes(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows, each token as one of its own, are a graph's work rather than a prefill kernel's."""
         num_tokens = sum(row.num_tokens for row in rows)
-        if num_tokens > len(rows) and not self._takes_chunks:
-            return False
         least = MOST_ROWS + 1 if num_tokens > len(rows) else 0
         return max(num_tokens, least) <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
@@ -178,8 +175,9 @@ class DecodeGraphs:
         """Of the graph that runs rows of one token each. Graphs of few rows (and no shared prefixes) may take the whole
         of attention in one launch, in which no row sees what another stores: tokens of one prompt need a larger one."""
         least = len(rows)
-        if least <= MOST_ROWS and not shared and _are_of_chunks(rows):
-            least = MOST_ROWS + 1
+        if least <= MOST_ROWS and not shared:
+            slots = [row.slot for row in rows if row.slot >= 0]
+            least = least if len(set(slots)) == len(slots) else MOST_ROWS + 1
         sizes = self.shared_sizes if shared else self.sizes
         return sizes[bisect.bisect_left(sizes, least)]
 
@@ -196,26 +194,8 @@ class DecodeGraphs:
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
         assert self._logits_GV is not None, "capture comes first"
-        prefixes = None
-        if self._sharing is not None:
-            prefixes = self._sharing.of_rows(rows)
-            if prefixes is None and _are_of_chunks(
-                rows
-            ):  # without prefixes attention loads keys before they are stored
-                prefixes = self._sharing.nothing(len(rows))
+        prefixes = None if self._sharing is None else self._sharing.of_rows(rows)
         size = self.size_for(rows, prefixes is not None)
         self.batch.fill(rows, size)
         self._graphs[size, prefixes is not None].replay()
         return self._logits_GV[: len(rows)]
-
-
-def _are_of_chunks(rows: Sequence[ScheduledRow]) -> bool:
-    """Whether some row reads what another one of the step stores: tokens of one prompt."""
-    slots = [row.slot for row in rows if row.slot >= 0]
-    return len(set(slots)) < len(slots)
-
-
-def _loads_early(device: torch.device) -> bool:
-    """Whether attention without shared prefixes loads keys while the launch before it, which stores the newest, still
-    runs: where launches overlap (`kernels/triton_kernels/common.py`). Only a row's own token may be new then."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

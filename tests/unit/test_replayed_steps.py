@@ -10,11 +10,9 @@ import torch
 from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_slot
 
 from tandem.engine.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
-from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.few_rows_attention import MOST_ROWS
-from tandem.kernels.prefix_groups import SharingCosts
 from tandem.kv_connector.meta import SourceStepMeta
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
@@ -103,31 +101,6 @@ def test_tokens_of_one_prompt_never_run_in_one_launch() -> None:
     small = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN)
     assert small.takes([ScheduledRow(slot, 40, 1) for slot in range(MOST_ROWS)])
     assert not small.takes([ScheduledRow(0, 0, 2)])
-
-
-class Replays:
-    """In place of a graph: which ones were replayed."""
-
-    def __init__(self, log: list[bool], is_shared: bool) -> None:
-        self.replay = lambda: log.append(is_shared)
-
-
-def test_tokens_of_one_prompt_run_where_attention_waits_for_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner, replayed = make_runner(tiny_model("llama")), []
-    sharing = PrefixSharing(runner.state, 16, SharingCosts(members=4, token_bytes=1))
-    graphs = DecodeGraphs(runner.model, runner.state, 16, MAX_LEN, sharing)
-    graphs._logits_GV = torch.zeros(16, 1)
-    for sizes, is_shared in ((graphs.sizes, False), (graphs.shared_sizes, True)):
-        graphs._graphs.update({(size, is_shared): Replays(replayed, is_shared) for size in sizes})  # type: ignore[misc]
-    graphs.run([ScheduledRow(0, 5, 1), ScheduledRow(1, 7, 1)])
-    graphs.run([ScheduledRow(0, 5, 1), ScheduledRow(0, 6, 1)])
-    graphs.run_dummy(4)
-    assert replayed == [False, True, False]
-    monkeypatch.setattr("tandem.engine.decode_graphs._loads_early", lambda device: True)
-    assert graphs.takes([ScheduledRow(0, 0, 8)])
-    alone = DecodeGraphs(runner.model, runner.state, 16, MAX_LEN)
-    assert not alone.takes([ScheduledRow(0, 0, 8)]), "without graphs for shared prefixes"
-    assert alone.takes([ScheduledRow(0, 5, 1), ScheduledRow(1, 7, 1)])
 
 
 def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> None:
