@@ -29,17 +29,18 @@ def check_against_reference(folder: Path, prompt: list[int], tokens: list[int], 
     return agree
 
 
-def widest_gap(folder: Path, prompt: list[int], tokens: list[int], dtype: torch.dtype) -> tuple[float, float]:
+def widest_gap(folder: Path, prompt: list[int], tokens: list[int], dtype: torch.dtype) -> tuple[float, float, int]:
     """(by how much a token's exact logit, given the tokens before it, stays below the best one's, at most; the largest
-    logit error of the model rounded to `dtype` along the way). Greedy tokens have a gap within some of these errors,
-    however early they have left another greedy run of the same prompt."""
+    logit error of the model rounded to `dtype` along the way; which token has that gap). Greedy tokens have a gap
+    within some of these errors, however early they have left another greedy run of the same prompt."""
     sequence = torch.tensor([prompt + tokens[:-1]])
     first = len(prompt) - 1
     with torch.inference_mode():
         exact = reference_model(folder)(sequence).logits[0, first:].float()
         rounded = _rounded(folder, dtype)(sequence.to(DEVICE)).logits[0, first:].float().cpu()
     chosen = exact.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-    return float((exact.max(1).values - chosen).max()), float((exact - rounded).abs().max())
+    gap, index = (exact.max(1).values - chosen).max(0)
+    return float(gap), float((exact - rounded).abs().max()), int(index)
 
 
 @cache
