@@ -13,7 +13,11 @@ TOKENS_ALIKE = 16  # steps are captured for so many rows more each
 MOST_TOKENS = 512  # of a step after which the next is decided late: beyond, the host takes as long as the device
 FASTER, SLOWER = 0.5, 1 / 16  # shares of a difference that are learned: a late decision leaves the device idle
 LEAD_SMOOTHING = 1 / 8
-MOST_SLOWNESS = 1.25  # what took longer than that was held up by something else
+LEAST, MOST = 0.8, 1.25  # of what is known: what took less or more was read late, it or the step before
+LATE_S = 0.0003  # later than so long after its expected end a step ended unseen
+# A host that is held up itself needs the time that an early decision leaves it: where more than this share of steps,
+# lately, ended so much later than expected, none is decided late.
+HELD_UP_S, MOST_HELD_UP, MEMORY = 0.0015, 0.06, 1 / 64
 SPARE_S = 0.0005  # beside what the last decision and launch took
 
 
@@ -22,7 +26,8 @@ class StepPace:
         self._clock = clock
         self._seconds: dict[int, float] = {}  # of a step, by size
         self._steps: dict[int, tuple[float, int]] = {}  # launched and not read: launched at, size
-        self._last_completed = 0.0
+        self._last_completed = self._free_at = 0.0
+        self._share_held_up = 0.0
         self._decided_at = 0.0
         self._newest_size = 0
         self._leads: dict[int, float] = {}  # from a decision to the device, by size
@@ -44,11 +49,12 @@ class StepPace:
     def completed(self, step_id: int) -> None:
         """Its results have been read, in the order of steps."""
         began, size = self._steps.pop(step_id)
-        now = self._clock()
+        now, expected = self._clock(), max(began, self._free_at)
         seconds = now - max(began, self._last_completed)
-        self._last_completed = now
         known = self._seconds.setdefault(size, seconds)
-        change = min(seconds, known * MOST_SLOWNESS) - known
+        self._last_completed, self._free_at = now, min(now, expected + known + LATE_S)
+        self._share_held_up += MEMORY * ((now > expected + known + HELD_UP_S) - self._share_held_up)
+        change = min(max(seconds, known * LEAST), known * MOST) - known
         self._seconds[size] = known + change * (SLOWER if change > 0 else FASTER)
 
     def next_decision_at(self) -> float:
@@ -56,7 +62,8 @@ class StepPace:
         if not self._steps:
             return 0.0
         _, size = next(iter(self._steps.values()))
-        if size * TOKENS_ALIKE > MOST_TOKENS or self._newest_size not in self._leads:
+        is_unsure = self._share_held_up > MOST_HELD_UP or self._newest_size not in self._leads
+        if is_unsure or size * TOKENS_ALIKE > MOST_TOKENS:
             return 0.0
         return self.ends_at() - self._leads[self._newest_size] - SPARE_S  # what comes next is mostly like the newest
 
@@ -65,4 +72,4 @@ class StepPace:
         if not self._steps:
             return 0.0
         began, size = next(iter(self._steps.values()))
-        return max(began, self._last_completed) + self._seconds.get(size, 0.0)
+        return max(began, self._free_at) + self._seconds.get(size, 0.0)

@@ -101,3 +101,29 @@ def test_steps_that_take_the_host_longer_are_decided_sooner() -> None:
     device.learn(81, 0.0062)
     device.launch(81)
     assert device.pace.next_decision_at() == pytest.approx(device.now + 0.0062 - 0.0025 - SPARE_S)
+
+
+def test_a_step_whose_end_was_seen_late_lets_the_next_one_end_no_later() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    device.launch(17)
+    device.launch(17)
+    began = device.now
+    device.run(0.0046 + 0.003, step_id=device.num_launched - 2)
+    assert device.pace.ends_at() < began + 2 * 0.0046 + 0.0005
+    device.run(0.0016)
+    device.launch(17)
+    assert device.pace.ends_at() > device.now + 0.0040, "nor was that one so much faster"
+
+
+def test_a_host_that_is_held_up_often_decides_at_once() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    for _ in range(8):
+        device.learn(17, 0.0086, times=1)
+    device.launch(17)
+    assert device.pace.next_decision_at() < device.now
+    device.run(0.0046)
+    device.learn(17, 0.0046)
+    device.launch(17)
+    assert device.pace.next_decision_at() > device.now, "when that is over, late again"
