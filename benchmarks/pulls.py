@@ -52,6 +52,7 @@ class Times:
     hit: list[float] = field(default_factory=list)
     bytes_per_s: list[float] = field(default_factory=list)
     num_joined: int = 0
+    num_differing: int = 0  # rounds; the end of a prompt is computed in other pieces when more of it is at home
 
 
 async def one_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
@@ -68,8 +69,7 @@ async def one_round(url: str, length: int, end: int, rng: random.Random, times: 
         times.bytes_per_s.append(gained["kv_pushed_bytes"] / gained["pull_seconds"])
         times.num_joined += int(gained["pull_joined"])
     own = await ask(url, second)
-    if own[1] != tokens:
-        raise SystemExit(f"with its own KV a node says {own[1]}, with pulled KV {tokens}")
+    times.num_differing += int(own[1] != tokens)
     times.hit.append(own[0])
 
 
@@ -94,17 +94,14 @@ def main() -> None:
         for case in cases:  # both nodes measure their rates, kernels and channels are made
             asyncio.run(one_round(url, *case, rng, Times()))
         titles = f"{'prompt':>8}{'end':>7}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}"
-        print(f"{titles}  pulls, under a step")
+        print(f"{titles}  pulls, under a step, with other tokens than a hit's")
         for length, end in cases:
             times = Times()
             for _ in range(arguments.rounds):
                 asyncio.run(one_round(url, length, end, rng, times))
             columns = "".join(shown(each, 1e3) for each in (times.computed, times.pulled, times.hit))
-            rate, joined = (
-                shown(times.bytes_per_s, 1e-9),
-                f"{len(times.pulled)} of {arguments.rounds}, {times.num_joined}",
-            )
-            print(f"{length:8}{end:7}{columns}{'':19}{rate}  {joined}", flush=True)
+            counts = f"{len(times.pulled)} of {arguments.rounds}, {times.num_joined}, {times.num_differing}"
+            print(f"{length:8}{end:7}{columns}{'':19}{shown(times.bytes_per_s, 1e-9)}  {counts}", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from tandem.kernels.push_blocks import list_rows
 from tandem.kv_connector.meta import digest_key
 
 LONGEST_WAIT_S = 0.5  # of a step, from its begin: nothing else is computed meanwhile
+DEVICES = ("cpu",)  # on CUDA tokens of steps that wait for layers have not been compared yet: pulls come before steps
 
 
 class Arrivals:

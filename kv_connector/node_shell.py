@@ -38,6 +38,7 @@ from tandem.engine.step_measure import measure_step_times
 from tandem.engine.turn_times import TurnTimes
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
+from tandem.kv_connector import layer_gates
 from tandem.kv_connector.effects import Effects, is_urgent
 from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.handoff_node import HandoffNode
@@ -132,7 +133,8 @@ class NodeProcess:
         self.logic = make_logic(self._context())
         if isinstance(self.logic, HandoffNode) and self.ranks is None:
             replayed = REPLAYED_TOKENS if options.cuda_graphs and self.loaded.device.type == "cuda" else 0
-            self.logic.asker.follow_layers(self.transfer.gates.load_of, replayed)
+            if self.loaded.device.type in layer_gates.DEVICES:
+                self.logic.asker.follow_layers(self.transfer.gates.load_of, replayed)
             self.logic.source.whole_up_to = replayed
         self.logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:

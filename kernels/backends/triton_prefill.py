@@ -55,10 +55,11 @@ def prefill(
 
 
 def _may_see_all(kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec) -> bool:
-    """Whether the Hopper kernel serves attention that isn't causal: 16-bit caches, no window, keys for each row."""
-    lengths = zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)
-    has_keys = kv is None or all(total > new for new, total in lengths)
-    return has_keys and spec.sliding_window is None and (kv is None or kv.key_cache.dtype != FP8_DTYPE)
+    """Whether the Hopper kernel serves attention that isn't causal: cross attention over 16-bit caches, no window, keys
+    for each row. Encoders, without a cache, have not been verified on a GPU with it: theirs is the general kernel."""
+    if kv is None or kv.key_cache.dtype == FP8_DTYPE or spec.sliding_window is not None:
+        return False
+    return all(total > new for new, total in zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True))
 
 
 def why_general(
