@@ -53,9 +53,10 @@ def move_blocks_kernel(
     SEGMENT: tl.constexpr,
 ):
     """Grid (programs,): each takes groups of PAIRS pairs, one plane (a head of K or V of a layer) of all of them at a
-    time. Planes of a group lie at the same place of their blocks, so they share the sums' multipliers."""
-    here = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), ALIGNMENT)
-    there = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), ALIGNMENT)
+    time. Planes of a group lie at the same place of their blocks, so they share the sums' multipliers. (Triton takes an
+    address that fits for an integer of 32 bits.)"""
+    here = tl.multiple_of(source.to(tl.int64).to(tl.pointer_type(tl.int64)), ALIGNMENT)
+    there = tl.multiple_of(target.to(tl.int64).to(tl.pointer_type(tl.int64)), ALIGNMENT)
     num_groups = tl.cdiv(num_pairs, PAIRS)
     for item in range(tl.program_id(0), num_groups * num_heads * num_layers * PLANES, tl.num_programs(0)):
         plane = (item // num_groups) % PLANES

@@ -10,6 +10,7 @@ begin with `sentinel_` are for the connections to sentinels (`sentinel_username=
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -41,6 +42,7 @@ SCHEMES: dict[str, Kind] = {
 }
 DEFAULT_PORTS: dict[Kind, int] = {"single": 6379, "cluster": 6379, "sentinel": 26379}
 SENTINEL_OPTION = "sentinel_"
+BEGINNING = re.compile(r"(?P<scheme>[a-z+]+)://(?P<netloc>[^/?#]*)")
 
 
 @dataclass(frozen=True)
@@ -60,15 +62,13 @@ class RedisAddress:
 
 def parse_redis_url(url: str) -> RedisAddress:
     """Raises ConfigError that says what is wrong; passwords are not repeated."""
-    try:
-        parts = urlsplit(url)
-        kind = SCHEMES[parts.scheme]
-    except (ValueError, KeyError):
+    beginning = BEGINNING.match(url)  # urllib refuses several hosts of which one is an IPv6 address
+    if beginning is None or beginning["scheme"] not in SCHEMES:
         raise ConfigError(
             f"--redis-url must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)}: see docs/directory.md"
-        ) from None
+        )
     try:
-        return _parse(kind, url, parts.netloc)
+        return _parse(SCHEMES[beginning["scheme"]], url, beginning["netloc"])
     except ValueError as error:
         raise ConfigError(f"--redis-url can't be read: {error}; see docs/directory.md") from None
 
