@@ -46,7 +46,7 @@ from tandem.kv_connector.handoff_trace import HandoffTrace, TracedSender
 from tandem.kv_connector.meta import VerifyLayers
 from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_directory import make_publisher
-from tandem.kv_connector.node_pool import allocate_node_pool, transports_of
+from tandem.kv_connector.node_pool import NodePool, allocate_node_pool, transports_of
 from tandem.kv_connector.node_report import announce, node_counters
 from tandem.kv_connector.peer_effects import PeerFailed
 from tandem.kv_connector.plan import check_hello
@@ -105,61 +105,15 @@ class NodeProcess:
         )
         address = self.control.bind(options.host, options.port)
         self.info = self._describe(node_id, epoch, address)
-        self.transfer = TransferWorker(
-            tensor,
-            self.layout,
-            (node_id, epoch),
-            connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
-            post_event=lambda event: self.loop.post(event),
-            send_ready=self._send_ready,
-            on_peer_lost=lambda peer, peer_epoch, reason: self.loop.post(PeerFailed(peer, peer_epoch, reason)),
-            fault_injection=options.fault_injection,
-            with_digests=options.digests,
-            trace=self.trace,
-            ranks=memory.ranks,
-        )
+        self.transfer = self._make_transfer(memory)
         layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
         self.worker = ConnectorWorker(self.transfer, layers, lags=self.ranks is not None)
-        self.runner = ModelRunner(
-            self.loaded.model,
-            memory.own,
-            options.scheduler,
-            options.cache.block_size,
-            self.loaded.max_model_len,
-            self.loaded.config.eos_token_ids,
-            self.worker,
-            self.ranks,
-        )
-        self.logic = make_logic(self._context())
-        if isinstance(self.logic, HandoffNode) and self.ranks is None:
-            replayed = REPLAYED_TOKENS if options.cuda_graphs and self.loaded.device.type == "cuda" else 0
-            if self.loaded.device.type in layer_gates.DEVICES:
-                self.logic.asker.follow_layers(self.transfer.gates.load_of, replayed)
-            self.logic.source.whole_up_to = replayed
-        self.logic.extra_counters = lambda: node_counters(self, self._compilations)
-        if self.tiers is not None:
-            order = self.logic.scheduler.prompt_order
-            self.tiers.manager.compute_seconds_per_token = lambda: order.seconds_per_token
+        self.runner = self._make_runner(memory)
+        self.logic = self._configure(make_logic(self._context()))
         self.publisher = make_publisher(options, self.info, num_blocks, lambda: self.control.status)
         self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
-        core = EngineCore(self.logic.scheduler, self.runner)
-        handlers: dict[type, Callable[[Any], None]] = {}
-        if self.tiers is not None:
-            handlers[JobDone] = self.tiers.manager.on_done
-        sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
         self.turn_times = self._make_turn_times()
-        self.loop = NodeLoop(
-            self.logic,
-            core,
-            sender,
-            options.timeouts.drain_s,
-            self._after_turn,
-            handlers,
-            is_urgent,
-            self.logic.launch_at,
-            self.turn_times,
-            self.logic.scheduler.pace.ends_at,
-        )
+        self.loop = self._make_loop()
         self.worker.between_layers = self.loop.look_at_step
 
     def warm_up(self) -> None:
@@ -209,6 +163,63 @@ class NodeProcess:
         return 0
 
     # --- making ---------------------------------------------------------------------------------------------
+
+    def _make_transfer(self, memory: NodePool) -> TransferWorker:
+        return TransferWorker(
+            memory.tensor,
+            self.layout,
+            (self.info.node_id, self.info.epoch),
+            connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
+            post_event=lambda event: self.loop.post(event),
+            send_ready=self._send_ready,
+            on_peer_lost=lambda peer, peer_epoch, reason: self.loop.post(PeerFailed(peer, peer_epoch, reason)),
+            fault_injection=self.options.fault_injection,
+            with_digests=self.options.digests,
+            trace=self.trace,
+            ranks=memory.ranks,
+        )
+
+    def _make_runner(self, memory: NodePool) -> ModelRunner:
+        return ModelRunner(
+            self.loaded.model,
+            memory.own,
+            self.options.scheduler,
+            self.options.cache.block_size,
+            self.loaded.max_model_len,
+            self.loaded.config.eos_token_ids,
+            self.worker,
+            self.ranks,
+        )
+
+    def _configure(self, logic: ServingNode) -> ServingNode:
+        """What a logic is told of this node's device and parts."""
+        if isinstance(logic, HandoffNode) and self.ranks is None:
+            replayed = REPLAYED_TOKENS if self.options.cuda_graphs and self.loaded.device.type == "cuda" else 0
+            if self.loaded.device.type in layer_gates.DEVICES:
+                logic.asker.follow_layers(self.transfer.gates.load_of, replayed)
+            logic.source.whole_up_to = replayed
+        logic.extra_counters = lambda: node_counters(self, self._compilations)
+        if self.tiers is not None:
+            order = logic.scheduler.prompt_order
+            self.tiers.manager.compute_seconds_per_token = lambda: order.seconds_per_token
+        return logic
+
+    def _make_loop(self) -> NodeLoop:
+        handlers: dict[type, Callable[[Any], None]] = {}
+        if self.tiers is not None:
+            handlers[JobDone] = self.tiers.manager.on_done
+        return NodeLoop(
+            self.logic,
+            EngineCore(self.logic.scheduler, self.runner),
+            self.control if self.trace is None else TracedSender(self.control, self.trace),
+            self.options.timeouts.drain_s,
+            self._after_turn,
+            handlers,
+            is_urgent,
+            self.logic.launch_at,
+            self.turn_times,
+            self.logic.scheduler.pace.ends_at,
+        )
 
     def _describe(self, node_id: str, epoch: int, address: str) -> NodeInfo:
         loaded: LoadedModel = self.loaded

@@ -51,6 +51,7 @@ from tandem.kv_connector.meta import (
 from tandem.kv_connector.peer_channels import Connect, PeerChannels
 from tandem.kv_connector.pusher import Pusher
 from tandem.kv_connector.rank_pools import RankPools
+from tandem.kv_connector.transfer_digests import TransferDigests
 from tandem.kv_connector.transports.base import OnLost
 from tandem.kv_connector.transports.geometry import pool_stride_bytes
 from tandem.kv_connector.waiting_layers import WaitingLayers
@@ -101,8 +102,7 @@ class TransferWorker:
         self._waiting: WaitingLayers[_Item] = WaitingLayers()
         self._book = GrantBook()
         self._stream: torch.cuda.Stream | None = None  # of pushes, each behind the step that computes it
-        # Neither waits for other requests' steps. Digests of what was sent, for which a peer waits, come before them;
-        # those of what arrived don't delay a decode step.
+        # Of digests of what was sent and of what arrived: neither waits for other requests' steps.
         self._sent_stream: torch.cuda.Stream | None = None
         self._digest_stream: torch.cuda.Stream | None = None
         self._newest_step_done: torch.cuda.Event | None = None
@@ -118,6 +118,7 @@ class TransferWorker:
             0.0,
         )  # fmt: skip
         self.pusher = Pusher(pool, layout, self._channels, self._book, self.counters, with_digests, trace, ranks)
+        self._digests = TransferDigests(pool, layout, ranks, self.counters)
 
     @property
     def pool(self) -> torch.Tensor:
@@ -318,16 +319,7 @@ class TransferWorker:
         self._post_event(Retired(job.key, grant.grant_id))
 
     def _verify(self, job: Verify) -> None:
-        expected = np.frombuffer(job.digests, dtype="<i8")
-        try:
-            actual = self._digests(job.block_ids, job.digest_key, job.num_valid_last)
-            matches = expected == actual if len(expected) == len(actual) else np.zeros(len(actual), dtype=bool)
-        except Exception:  # blocks that can't be checked count as wrong; the sink asks again or recomputes
-            logger.exception("can't verify the blocks of %s", job.key)
-            matches = np.zeros(len(job.block_ids), dtype=bool)
-        bad = tuple(int(index) for index in np.flatnonzero(~matches))
-        self.counters["kv_blocks_verified"] += len(job.block_ids)
-        self.counters["kv_blocks_bad"] += len(bad)
+        bad = self._digests.bad_blocks(job)
         if self._trace is not None:
             self._trace.note(job.key, "verified", num_bad=len(bad))
         self._post_event(Verified(job.key, job.grant_id, job.round, bad))
@@ -343,28 +335,16 @@ class TransferWorker:
             arrivals.fail()
 
     def _digests_as_sent(self, job: Finalize, sink: KVLayout, sums: GrantSums | None) -> np.ndarray:
-        """As `_digests`, of the sink's blocks: those summed while they were pushed, else in a pass over the source's;
-        what has to be reshaped is staged again for it, the same way."""
+        """Of the sink's blocks, little-endian int64: those summed while they were pushed, else in a pass of its own."""
         with _on_stream(self._sent_stream):
             summed = sums and sums.digests(job.digest_key, job.num_valid_last, sink.block_size, job.num_pushed_blocks)
             if isinstance(summed, np.ndarray):
                 return summed
-        self.counters["kv_digest_passes"] += 1
-        reshaper = self.pusher.reshaper_to(sink)
-        if reshaper is None:
-            with _on_stream(self._sent_stream):
-                return self._digests(job.source_block_ids, job.digest_key, job.num_valid_last)
-        num_valid = [reshaper.geometry.block_size] * (job.num_pushed_blocks - 1) + [job.num_valid_last]
-        parts = reshaper.parts(job.source_block_ids, job.first_slots, num_valid)
-        return reshaper.digests(parts, job.digest_key, job.num_valid_last).cpu().numpy().astype("<i8")
-
-    def _digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> np.ndarray:
-        """Little-endian int64 [n]."""
-        if self._ranks is not None:
-            return self._ranks.digests(block_ids, key, num_valid_last).cpu().numpy().astype("<i8")
-        size = self._layout.block_size
-        digests = block_digests(self._pool_NHLPBD, block_ids, key, num_valid_last, size, on_host=True)
-        return digests.numpy().astype("<i8")
+            self.counters["kv_digest_passes"] += 1
+            reshaper = self.pusher.reshaper_to(sink)
+            if reshaper is None:
+                return self._digests.of_source(job)
+        return self._digests.of_staged(job, reshaper)
 
 
 def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
