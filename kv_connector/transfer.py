@@ -102,9 +102,7 @@ class TransferWorker:
         self._waiting: WaitingLayers[_Item] = WaitingLayers()
         self._book = GrantBook()
         self._stream: torch.cuda.Stream | None = None  # of pushes, each behind the step that computes it
-        # Of digests of what was sent and of what arrived: neither waits for other requests' steps.
-        self._sent_stream: torch.cuda.Stream | None = None
-        self._digest_stream: torch.cuda.Stream | None = None
+        self._digest_stream: torch.cuda.Stream | None = None  # of what must not wait for other requests' steps
         self._newest_step_done: torch.cuda.Event | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.gates = LayerGates(pool.shape[2])
@@ -193,7 +191,6 @@ class TransferWorker:
             # Pushes come first wherever a multiprocessor has room: there are few of their programs, and behind the
             # next step's kernels, which always wait for more room than there is, they would not get on.
             self._stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
-            self._sent_stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
             # Somebody waits for each of them, and they are short.
             self._digest_stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
         with _on_stream(self._stream):
@@ -336,7 +333,7 @@ class TransferWorker:
 
     def _digests_as_sent(self, job: Finalize, sink: KVLayout, sums: GrantSums | None) -> np.ndarray:
         """Of the sink's blocks, little-endian int64: those summed while they were pushed, else in a pass of its own."""
-        with _on_stream(self._sent_stream):
+        with _on_stream(self._digest_stream):
             summed = sums and sums.digests(job.digest_key, job.num_valid_last, sink.block_size, job.num_pushed_blocks)
             if isinstance(summed, np.ndarray):
                 return summed
