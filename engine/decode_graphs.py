@@ -116,6 +116,12 @@ class DecodeBatch:
         store_tokens(self._words[0, :num_rows], self._words[1, :num_rows], token_R, self._state.token_ids_SC)
 
 
+def _least_size(num_rows: int, has_chunks: bool) -> int:
+    """Graphs of few rows (and no shared prefixes) may take the whole of attention in one launch, in which no row sees
+    what another stores: tokens of one prompt need a larger one."""
+    return max(num_rows, MOST_ROWS + 1) if has_chunks else num_rows
+
+
 class DecodeGraphs:
     """`run` replays the graph that fits; `capture` must come first, once the KV pool is bound."""
 
@@ -168,18 +174,15 @@ class DecodeGraphs:
     def takes(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether these rows, each token as one of its own, are a graph's work rather than a prefill kernel's."""
         num_tokens = sum(row.num_tokens for row in rows)
-        least = MOST_ROWS + 1 if num_tokens > len(rows) else 0
-        return max(num_tokens, least) <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
+        least = _least_size(num_tokens, num_tokens > len(rows))
+        return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
     def size_for(self, rows: Sequence[ScheduledRow], shared: bool = False) -> int:
-        """Of the graph that runs rows of one token each. Graphs of few rows (and no shared prefixes) may take the whole
-        of attention in one launch, in which no row sees what another stores: tokens of one prompt need a larger one."""
-        least = len(rows)
-        if least <= MOST_ROWS and not shared:
-            slots = [row.slot for row in rows if row.slot >= 0]
-            least = least if len(set(slots)) == len(slots) else MOST_ROWS + 1
-        sizes = self.shared_sizes if shared else self.sizes
-        return sizes[bisect.bisect_left(sizes, least)]
+        """Of the graph that runs rows of one token each."""
+        if shared:
+            return self.shared_sizes[bisect.bisect_left(self.shared_sizes, len(rows))]
+        slots = [row.slot for row in rows[: MOST_ROWS + 1] if row.slot >= 0]
+        return self.sizes[bisect.bisect_left(self.sizes, _least_size(len(rows), len(set(slots)) < len(slots)))]
 
     def _reads(self, row: ScheduledRow) -> int:
         """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""

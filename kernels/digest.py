@@ -191,16 +191,16 @@ def _multiplier_table(device: torch.device) -> torch.Tensor:
 def _mixed(key: int, index: np.ndarray) -> np.ndarray:
     """`_mix` of each index of an integer array, as int64."""
     z = (index.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN) + np.uint64(key & _MASK)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_SPREADING[0])
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SPREADING[1])
     return (z ^ (z >> np.uint64(31))).view(np.int64)
 
 
 def _mix(key: int, index: int) -> int:
     """splitmix64 of (key, index), on the host."""
     z = (key + (index + 1) * _GOLDEN) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    z = ((z ^ (z >> 30)) * _SPREADING[0]) & _MASK
+    z = ((z ^ (z >> 27)) * _SPREADING[1]) & _MASK
     return z ^ (z >> 31)
 
 

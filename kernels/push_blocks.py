@@ -53,9 +53,8 @@ def list_pairs(
 
 def list_rows(block_ids: Sequence[int], block_size: int, device: torch.device) -> torch.Tensor:
     """int64 [4, N] for `BlockSums.add_layers`: whole blocks, each summed in its own place."""
-    places = range(len(block_ids))
-    rows = torch.tensor([list(block_ids), list(places), [block_size] * len(places), list(places)], dtype=torch.int64)
-    return rows if device.type == "cpu" else rows.pin_memory().to(device, non_blocking=True)
+    pairs = [(block_id, place) for place, block_id in enumerate(block_ids)]
+    return list_pairs(pairs, [block_size] * len(pairs), (), device)
 
 
 def push_listed(

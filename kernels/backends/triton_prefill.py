@@ -42,7 +42,8 @@ def prefill(
     if why_general(query, key, value, kv, spec) is None and (causal or _may_see_all(kv, rows, spec)):
         try:
             if kv is None or kv.key_cache.dtype != FP8_DTYPE:
-                return _hopper(query, key, value, kv, rows, spec, causal)
+                keys, values = (None, None) if kv is None else (kv.key_cache, kv.value_cache)
+                return _launch_hopper(query, key, value, keys, values, rows.block_tables, rows, spec, causal)
             output = _hopper_over_fp8(query, key, value, kv, rows, spec)
             if output is not None:
                 return output
@@ -98,19 +99,6 @@ def why_general_layer(device: torch.device, dtype: torch.dtype, spec: AttentionS
 @cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
-
-
-def _hopper(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: PagedKV | None,
-    rows: RowBatch,
-    spec: AttentionSpec,
-    causal: bool,
-) -> torch.Tensor:
-    keys, values = (None, None) if kv is None else (kv.key_cache, kv.value_cache)
-    return _launch_hopper(query, key, value, keys, values, rows.block_tables, rows, spec, causal)
 
 
 def _hopper_over_fp8(

@@ -15,8 +15,6 @@ from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChang
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond
-
-
 # Blocks that are looked up before it is asked whether anyone holds on: at first, and by how much more each time.
 FIRST_LOOKUP, LOOKUP_GROWTH = 16, 4
 
