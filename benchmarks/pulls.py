@@ -4,10 +4,10 @@
                                      --load-format dummy]
 
 A round sends a prompt that nobody has seen to one node (computed), then one with the same prefix and an end of its own
-to the other node (pulled), then that one to the first node as well (hit): its tokens must be the same. Printed for each
-length of prompts and of their ends: medians of the time to first token, the bytes a second of the pulls alone, from
-question to commit, and how many pulls came under the forward pass, which short ends do not wait for. One node a GPU
-where there are two.
+to the other node (pulled), then that one to the first node as well (hit). Printed for each length of prompts and of
+their ends: medians of the time to first token, the bytes a second of the pulls alone, from question to commit, how many
+pulls came under the forward pass, which short ends do not wait for, and how many rounds had other tokens than the hit.
+One node a GPU where there are two.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels import prefix_groups, reference
+from tandem.kernels.backend import PagedKV
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
 from tandem.kernels.fused_ops import CacheSlots, rope_and_store
@@ -179,6 +180,34 @@ def test_a_graph_follows_groups_and_lengths() -> None:
     check(output, NativeOps.decode(batch.query.double(), batch.kv(), fewer, SPEC), TOLERANCE[torch.bfloat16])
 
 
+def graph_of_layers(
+    source_LTCD: torch.Tensor,
+    qkv_LTCD: torch.Tensor,
+    layers: Sequence[PagedKV],
+    rows: Callable[[], RowBatch],
+    slots_of: Callable[[PagedKV], CacheSlots],
+    spec: AttentionSpec,
+) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """A step's attention, without rotation: each layer stores what `source_LTCD` has of it, then attends to its cache.
+    -> the graph, and each layer's output of a replay."""
+    positions = torch.zeros(qkv_LTCD.shape[1], dtype=torch.int64, device="cuda")
+    unturned = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), dim=1).cuda()
+
+    def run() -> list[torch.Tensor]:
+        step, outputs = rows(), []
+        qkv_LTCD.copy_(source_LTCD)
+        for layer, kv in zip(qkv_LTCD, layers, strict=True):
+            rope_and_store(layer.flatten(1), positions, unturned, 32, 8, None, slots_of(kv))
+            outputs.append(TritonOps.decode(layer[:, :32], kv, step, spec))
+        return outputs
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = run()
+    return graph, outputs
+
+
 @pytest.mark.parametrize("new", [1, 4])
 @pytest.mark.parametrize("case", ["auto", "fp8", "window", "shared"])
 def test_a_graph_of_layers_sees_tokens_stored_just_before(case: str, new: int) -> None:
@@ -201,27 +230,14 @@ def test_a_graph_of_layers_sees_tokens_stored_just_before(case: str, new: int) -
     prefixes = buffers.prefixes if case == "shared" else None
     tokens = len(lengths) * new
     source, qkv = (torch.zeros(6, tokens, 48, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    positions = torch.zeros(tokens, dtype=torch.int64, device="cuda")
-    unturned = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), dim=1).cuda()
     layers = [replace(batch, pool=batch.pool.clone()).kv(*scales) for _ in range(6)]
     numbers = (torch.tensor([0.5], device="cuda"),) * 2 + (torch.zeros(1, dtype=torch.int64, device="cuda"),)
 
-    def run() -> list[torch.Tensor]:
-        rows = rows_of(batch, prefixes)
-        outputs = []
-        qkv.copy_(source)
-        for layer, kv in zip(qkv, layers, strict=True):
-            slots = CacheSlots(
-                kv.key_cache, kv.value_cache, batch.metadata.slot_mapping, numbers if case == "fp8" else None
-            )
-            rope_and_store(layer.flatten(1), positions, unturned, 32, 8, None, slots)
-            outputs.append(TritonOps.decode(layer[:, :32], kv, rows, spec))
-        return outputs
+    def slots_of(kv: PagedKV) -> CacheSlots:
+        own = numbers if case == "fp8" else None
+        return CacheSlots(kv.key_cache, kv.value_cache, batch.metadata.slot_mapping, own)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
+    graph, outputs = graph_of_layers(source, qkv, layers, lambda: rows_of(batch, prefixes), slots_of, spec)
     for _ in range(3):
         source.normal_()
         source.copy_(dequantize(quantize(source, 0.5), 0.5, source.dtype))  # what the fp8 cache can hold
@@ -240,24 +256,12 @@ def test_tokens_of_one_prompt_as_rows_see_each_other() -> None:
     tables = batch.metadata.block_tables.expand(new, -1).contiguous()
     rows = RowBatch(starts, torch.tensor(lengths, dtype=torch.int32).cuda(), tables, (1,) * new, lengths, 1, total)
     source, qkv = (torch.randn(6, new, 48, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    positions = torch.zeros(new, dtype=torch.int64, device="cuda")
-    unturned = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), dim=1).cuda()
     layers = [replace(batch, pool=batch.pool.clone()).kv() for _ in range(6)]
 
-    def run() -> list[torch.Tensor]:
-        step = replace(rows, scratch={})
-        outputs = []
-        qkv.copy_(source)
-        for layer, kv in zip(qkv, layers, strict=True):
-            slots = CacheSlots(kv.key_cache, kv.value_cache, batch.metadata.slot_mapping)
-            rope_and_store(layer.flatten(1), positions, unturned, 32, 8, None, slots)
-            outputs.append(TritonOps.decode(layer[:, :32], kv, step, SPEC))
-        return outputs
+    def slots_of(kv: PagedKV) -> CacheSlots:
+        return CacheSlots(kv.key_cache, kv.value_cache, batch.metadata.slot_mapping)
 
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = run()
+    graph, outputs = graph_of_layers(source, qkv, layers, lambda: replace(rows, scratch={}), slots_of, SPEC)
     for _ in range(3):
         source.normal_()
         graph.replay()
