@@ -31,6 +31,8 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
     ).add_argument
     add("--trace", default="", metavar="FILE", help="replay this trace instead of random prompts")
     add("--speed", type=_factor, default=1.0, metavar="X", help="so many times faster (default: %(default)s)")
+    add("--compare", action="append", default=[], metavar="URL",
+        help="then replay it through this router too, say one with another --placement; may be repeated")  # fmt: skip
     add("--limit", type=int, default=0, metavar="N", help="only the first N requests")
     add("--trace-scale", type=_factor, default=1.0, metavar="X", help="lengths times this, for small models")
     add("--simulate", type=_positive, default=0, metavar="N", help="N simulated nodes, in virtual time, no server")

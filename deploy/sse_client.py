@@ -1,4 +1,4 @@
-"""The little HTTP that a load generator needs: JSON by GET, server-sent events by POST. One connection a request.
+"""The little HTTP that a load generator needs: text and JSON by GET, events by POST. One connection a request.
 
 Own code on asyncio streams, because a general client costs several times more per event than the server spends.
 """
@@ -21,11 +21,15 @@ class HttpError(Exception):
 
 async def get_json(url: str, path: str, api_key: str = "") -> Any:
     """Raises HttpError for a status other than 200, OSError, ValueError for a body that is not JSON."""
+    return json.loads(await get_text(url, path, api_key))
+
+
+async def get_text(url: str, path: str, api_key: str = "") -> str:
+    """Raises HttpError for a status other than 200, OSError, ValueError for a body that is not UTF-8."""
     reader, writer = await _connect(url)
     try:
         writer.write(_head("GET", url, path, api_key, 0))
-        chunks = [chunk async for chunk in _body(reader)]
-        return json.loads(b"".join(chunks))
+        return b"".join([chunk async for chunk in _body(reader)]).decode()
     finally:
         writer.close()
 

@@ -98,6 +98,8 @@ class NodeLoop:
         self._stopping = False
         self._next_status = 0.0
         self._turned_at = math.inf
+        self.busy_s = 0.0  # with a step launched and not read
+        self._was_inflight, self._counted_at = False, 0.0
 
     def is_stuck(self) -> bool:
         """Asked from any thread: whether a turn takes longer than any step, such as when the device or a rank that was
@@ -126,6 +128,7 @@ class NodeLoop:
             self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
             self._times.charge("upkeep")
             launched = self._step(now)
+            self._count_busy(now, launched)
             self._write_outbox()
             self._end_turn(launched)
             if self._drain_deadline is not None and (self._logic.is_empty or now > self._drain_deadline):
@@ -144,6 +147,12 @@ class NodeLoop:
         if events:
             self._logic.on_engine_events(events, now)
         return self._core.inflight
+
+    def _count_busy(self, turn_began: float, inflight: bool) -> None:
+        now = time.monotonic()
+        if inflight or self._was_inflight:
+            self.busy_s += now - (self._counted_at if self._was_inflight else turn_began)
+        self._was_inflight, self._counted_at = inflight, now
 
     def _before_execution(self) -> None:
         self._write_outbox()  # claims of what starts

@@ -61,6 +61,7 @@ class SchedulerState:
         self.running: list[Request] = []
         self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of prompts that started here; found in any cache
         self.events: list[EngineEvent] = []
         self._requests: dict[Key, list[Request]] = {}
         self._num_adopted = 0

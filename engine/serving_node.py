@@ -163,6 +163,8 @@ class ServingNode:
             "requests_ended": float(self.book.num_ended),
             "blocks_cached": float(self.pool.num_cached),
             "preemptions": float(self.scheduler.num_preemptions),
+            "prompt_tokens": float(self.scheduler.num_prompt_tokens),
+            "cached_tokens": float(self.scheduler.num_cached_tokens),
             **self.handoff_counters(),
             **self.extra_counters(),
         }

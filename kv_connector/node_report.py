@@ -27,6 +27,7 @@ def node_counters(process: NodeProcess, compilations: CompilationCounter) -> dic
         **(process.publisher.counters() if process.publisher is not None else {}),
         **(process.tiers.counters() if process.tiers is not None else {}),
         **(process.turn_times.counters if process.turn_times is not None else {}),
+        "busy_s": process.loop.busy_s,
         "attention_fallbacks": float(sum(fallback_counts().values())),
         "kernels_compiled_late": float(compilations.num_late),
         # Here, or on the way from here into a sink's fp8 pool. Where no fp8 was ever made, no device is waited for.

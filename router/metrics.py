@@ -13,7 +13,9 @@ from tandem.router.placement import NodeView
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1, 2, 5, 10, 30, 60, 120, 300)
 TOKEN_BUCKETS_S = (0.001, 0.002, 0.004, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
-STATUS_FIELDS = ("num_running", "num_waiting", "num_waiting_tokens", "num_free_blocks", "num_blocks", "draining")
+STATUS_FIELDS = (
+    "num_running", "num_waiting", "num_waiting_tokens", "num_free_blocks", "num_blocks", "block_size", "draining",
+)  # fmt: skip
 
 
 class RouterMetrics:

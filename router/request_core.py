@@ -92,8 +92,10 @@ class RequestCore:
             return None
         return attempt
 
-    def _note_cached(self, num_cached_tokens: int) -> None:
-        if self.num_attempts == 1:  # later attempts find the first one's blocks, which is no saving for the client
+    def _note_cached(self, attempt: Attempt, node: NodeKey, num_cached_tokens: int) -> None:
+        """What need not be computed is up to the node that computes the prompt: what the other one holds is not sent to
+        it. Later attempts find the first one's blocks, which is no saving for the client."""
+        if self.num_attempts == 1 and node == (attempt.prefill or attempt.primary):
             self.num_cached_tokens = max(
                 self.num_cached_tokens, min(num_cached_tokens, len(self.spec.prompt_token_ids))
             )

@@ -53,7 +53,7 @@ class RequestMachine(RequestMoves):
         if attempt is None:
             return []
         attempt.awaiting.discard(node)
-        self._note_cached(message.num_cached_tokens)
+        self._note_cached(attempt, node, message.num_cached_tokens)
         if not attempt.awaiting and attempt.state is RequestState.PLACED:
             attempt.enter(RequestState.PREFILLING, now)
         return []
@@ -77,7 +77,7 @@ class RequestMachine(RequestMoves):
         attempt.awaiting.discard(node)
         attempt.handed_off |= node == attempt.primary
         if delta.num_cached_tokens:
-            self._note_cached(delta.num_cached_tokens)
+            self._note_cached(attempt, node, delta.num_cached_tokens)
         if sample.finish_reason is None and contradicts(sample, delta):
             error = NodeFailedError("two nodes made different tokens", request_id=self.spec.request_id)
             return moved + self._attempt_failed(attempt, {node}, set(), error, True, now)

@@ -75,6 +75,7 @@ class TierManager(Promoter):
         """See LowerTiers."""
         assert self._host.is_ready(hashes[0])
         self.counters.host_hits += len(hashes)
+        self._count_hits(request, hashes, frozenset())
         self._host.pin(hashes)
         self._step_loads.append(self._make_load(hashes, block_ids))
 
@@ -93,6 +94,9 @@ class TierManager(Promoter):
         self._host.use(hashes)
         if self._disk is not None:
             self._disk.use(hashes)
+        promotion = self._promotions.get(request)
+        if promotion is not None and promotion.stage is Stage.LOADED:
+            self._count_hits(request, promotion.hashes, promotion.from_disk)
         self.ended(request)
 
     def ended(self, request: Request) -> None:
@@ -106,6 +110,14 @@ class TierManager(Promoter):
         for request, promotion in self._promotions.items():
             if request is not besides:
                 self._let_go(promotion)
+
+    def _count_hits(self, request: Request, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
+        """Each prompt once, where it starts. Who asks for a peer has no prompt."""
+        if request.was_started or not request.num_prompt_tokens:
+            return
+        num_from_disk = sum(block_hash in from_disk for block_hash in hashes)
+        self.counters.disk_hit_tokens += num_from_disk * self._block_size
+        self.counters.host_hit_tokens += (len(hashes) - num_from_disk) * self._block_size
 
     # --- what there is ----------------------------------------------------------------------------------------
 
@@ -159,9 +171,10 @@ class TierManager(Promoter):
         return any(promotion.stage in IN_FLIGHT for promotion in self._by_number.values())
 
     def counts(self) -> dict[str, float]:
-        disk = 0 if self._disk is None else len(self._disk)
-        counted = {**vars(self.counters), **vars(self._write_back.counters)}
-        counts = {"host_blocks": len(self._host), "disk_blocks": disk, **counted}
+        disk, disk_capacity = (0, 0) if self._disk is None else (len(self._disk), self._disk.capacity)
+        sizes = {"host_blocks": len(self._host), "host_capacity": self._host.capacity}
+        sizes |= {"disk_blocks": disk, "disk_capacity": disk_capacity}
+        counts = {**sizes, **vars(self.counters), **vars(self._write_back.counters)}
         return {f"tier_{name}": float(value) for name, value in counts.items()}
 
     # --- integrity ------------------------------------------------------------------------------------------

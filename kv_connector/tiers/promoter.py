@@ -20,6 +20,8 @@ from tandem.kv_connector.tiers.write_back import WriteBack
 class TierCounters:
     host_hits: int = 0  # blocks
     disk_hits: int = 0
+    host_hit_tokens: int = 0  # of prompts that started here; of what was loaded for peers nothing
+    disk_hit_tokens: int = 0
     loads_declined: int = 0  # requests for which computing was faster
     loads_failed: int = 0
     disk_dropped: int = 0  # blocks that were not what was written, or could not be read
@@ -69,7 +71,7 @@ class Promoter:
         self._pool.touch(hits)
         if fetched:
             assert self._disk is not None
-            promotion.stage = Stage.FETCHING
+            promotion.stage, promotion.from_disk = Stage.FETCHING, frozenset(fetched)
             self._disk.pin(fetched)
             disk_slots = tuple(self._disk.slot(block_hash) for block_hash in fetched)
             self._jobs.append(Fetch(promotion.number, tuple(fetched), disk_slots, tuple(slots)))

@@ -26,6 +26,7 @@ class Promotion:
     parent: bytes | None  # hash of the last of `hits`
     hashes: list[bytes]
     stage: Stage
+    from_disk: frozenset[bytes] = frozenset()
     block_ids: list[int] = field(default_factory=list)
     is_wanted: bool = True  # False: let go of everything as soon as no copy is under way
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from router_in_thread import wait_until
 
 from real_cluster import RealCluster
+from tandem.deploy.node_figures import hits_by_tier, read_when_still
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 BLOCK = 16
@@ -46,4 +48,8 @@ def test_the_second_prefill_node_pulls_what_the_first_computed() -> None:
         wait_until(lambda: cluster.counter("pull_completed") == 1, "the nodes to report")
         assert cluster.counter("pull_tokens") == len(PREFIX)
         assert cluster.counter("pull_served_blocks") == len(PREFIX) // BLOCK
+        figures = asyncio.run(read_when_still(cluster.url))
+        assert hits_by_tier({}, figures) == {"gpu": 0, "cpu": 0, "disk": 0, "peer": len(PREFIX)}
+        assert all(0 < node.counters["busy_s"] < 60 for node in figures.values())
+        assert all(node.capacity_tokens > 256 * BLOCK for node in figures.values()), "pool and host tier"
         cluster.wait_until_whole()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,6 +68,19 @@ def failed(retryable: bool, code: str = "node_failed", attempt: int = 1) -> Requ
 
 def sends(actions: list[Action], kind: type[Submit] | type[Cancel]) -> list[Send]:
     return [a for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+
+
+def test_cached_is_what_the_node_that_computes_the_prompt_found() -> None:
+    m = make()
+    m.placed("r", SPLIT, b"", 0.0)
+    m.accepted(DK, Accepted(request_id="r", attempt=1, num_cached_tokens=8), 0.0)
+    m.tokens(PK, msgspec.structs.replace(delta(0), num_cached_tokens=3), 0.0)
+    m.tokens(DK, msgspec.structs.replace(delta(1), num_cached_tokens=8), 0.0)
+    assert m.num_cached_tokens == 3
+    alone = make()
+    alone.placed("r", ALONE, b"", 0.0)
+    alone.accepted(XK, Accepted(request_id="r", attempt=1, num_cached_tokens=8), 0.0)
+    assert alone.num_cached_tokens == 8
 
 
 # --- the table ------------------------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ def test_a_prompt_alone_starts_at_once_and_its_blocks_come_under_its_first_step(
     assert again(harness) == 2
     assert harness.requests["again"].num_cached_tokens == 20
     assert harness.tiers.manager.counters.host_hits == 5
+    assert harness.tiers.manager.counters.host_hit_tokens == harness.scheduler.num_cached_tokens == 20
+    assert harness.scheduler.num_prompt_tokens == 21 + 22 + 22 + 21
     harness.settle()
     harness.assert_empty()
 
@@ -91,7 +93,10 @@ def test_from_disk_by_way_of_the_host_pool() -> None:
     harness = small(3, 32, 1, 0)
     evicted(harness)
     assert again(harness) < 21 - 2 * BLOCK
-    assert harness.tiers.manager.counters.disk_hits >= 2
+    counters = harness.tiers.manager.counters
+    assert counters.disk_hits >= 2
+    assert counters.disk_hit_tokens == counters.disk_hits * BLOCK
+    assert counters.host_hit_tokens + counters.disk_hit_tokens == harness.requests["again"].num_cached_tokens
     harness.settle()
     harness.assert_empty()
 

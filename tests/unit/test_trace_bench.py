@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +13,14 @@ from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
 
 from redis_process import running_redis
 from stand_in_node import StandInNode
+from tandem.deploy.bench import Sample
 from tandem.deploy.cli import main
+from tandem.deploy.node_figures import NodeFigures, hits_by_tier, imbalance_by_role
 from tandem.deploy.redis_channel import RedisChannel
 from tandem.deploy.simulated_node import CostModel, Job, SimulatedNode, TieredCache
 from tandem.deploy.simulation import ClusterShape, Simulation
 from tandem.deploy.trace import TRACE_BLOCK, TraceRequest, pooled_hit_rate, read_trace
+from tandem.deploy.trace_replay import goodput
 from tandem.deploy.trace_report import Targets, summarize_jobs
 from tandem.engine.errors import ConfigError
 
@@ -238,12 +242,35 @@ def test_a_trace_is_replayed_against_a_server(
     router: RouterInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "trace", conversations(4, 2, gap_s=1.0))
-    flags = ["--trace", path, "--url", router.url, "--speed", "4", "--vocab-size", "300", "--trace-scale", "0.1"]
-    assert main(["bench", *flags]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert (report["num_requests"], report["num_failed"]) == (8, 0)
-    assert report["num_output_tokens"] == 8 * 2
-    assert sorted(report["computed_tokens_by_node"]) == ["n0", "n1"]
-    assert report["load_imbalance"] < 1.5
-    assert 0 < report["hit_rate_bound"] < 1
-    assert report["duration_s"] > 0.3
+    flags = ["--trace", path, "--url", router.url, "--speed", "8", "--vocab-size", "300", "--trace-scale", "0.1"]
+    assert main(["bench", *flags, "--compare", router.url, "--tpot-target", "9"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    (second,) = first.pop("compared_with")
+    for report in (first, second):
+        assert (report["num_requests"], report["num_failed"]) == (8, 0)
+        assert report["placement"] == "round_robin"
+        assert report["num_output_tokens"] == 8 * 2
+        assert sorted(report["busy_s_by_node"]) == sorted(report["computed_tokens_by_node"]) == ["n0", "n1"]
+        assert 1 <= report["load_imbalance"]["unified"] < 1.5
+        assert 0 < report["hit_rate_bound"] < 1
+        assert report["duration_s"] > 0.15
+        assert report["good_share"] == 1
+        assert report["goodput_per_s"] == pytest.approx(report["requests_per_s"])
+
+
+def test_goodput_is_what_meets_both_targets() -> None:
+    fast, slow_start = Sample(0.0, [0.1, 0.3], 0.3, num_tokens=3), Sample(0.0, [0.5], 0.5, num_tokens=1)
+    slow, failed = Sample(0.0, [0.1, 1.1], 1.1, num_tokens=2), Sample(0.0, error="gone")
+    targets = Targets(ttft_s=0.2, tpot_s=0.2)
+    assert goodput([fast, slow_start, slow, failed], 2.0, targets) == {"goodput_per_s": 0.5, "good_share": 0.25}
+
+
+def test_hits_by_tier_are_what_nodes_counted_meanwhile() -> None:
+    def node(role: str, cached: int, host: int, disk: int, pulled: int) -> NodeFigures:
+        counters = {"cached_tokens": cached, "tier_host_hit_tokens": host, "tier_disk_hit_tokens": disk}
+        return NodeFigures(role, counters=defaultdict(float, counters, pull_tokens=pulled))
+
+    before = {"p": node("prefill", 100, 10, 0, 5)}
+    after = {"p": node("prefill", 400, 60, 20, 45), "new": node("prefill", 30, 0, 0, 30)}
+    assert hits_by_tier(before, after) == {"gpu": 190, "cpu": 50, "disk": 20, "peer": 70}
+    assert imbalance_by_role({"p": 3.0, "new": 1.0}, after) == {"prefill": 1.5}
