@@ -91,7 +91,7 @@ class NodeLoop:
         self._is_urgent = is_urgent
         self._launch_at = launch_at
         self._ends_at = ends_at
-        self._times = times or TurnTimes(math.inf, time.monotonic, time.thread_time)
+        self._times = times
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
@@ -119,14 +119,14 @@ class NodeLoop:
         while not self._stopping:
             self._turned_at = time.monotonic()
             self._read_inbox(self._idle_wait(launched))
-            self._times.charge("events")
+            self._charge("events")
             if self._launch_at is not None:
                 self._hold_launch(self._launch_at)
-                self._times.charge("device")
+                self._charge("device")
             now = time.monotonic()
             self._logic.on_tick(now)
             self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
-            self._times.charge("upkeep")
+            self._charge("upkeep")
             launched = self._step(now)
             self._count_busy(now, launched)
             self._write_outbox()
@@ -139,11 +139,11 @@ class NodeLoop:
         if not self._core.has_work():
             return False
         self._core.launch(self._before_execution)
-        self._times.charge("launch")
+        self._charge("launch")
         if self._is_urgent is not None:
             self._serve_urgent(self._is_urgent)
         events = self._core.read()
-        self._times.charge("device")
+        self._charge("device")
         if events:
             self._logic.on_engine_events(events, now)
         return self._core.inflight
@@ -156,7 +156,7 @@ class NodeLoop:
 
     def _before_execution(self) -> None:
         self._write_outbox()  # claims of what starts
-        self._times.charge("schedule")
+        self._charge("schedule")
 
     def look_at_step(self, num_layers: int) -> None:
         """From within a launch that takes long, `num_layers` of it done: what the step before made doesn't wait for the
@@ -168,7 +168,13 @@ class NodeLoop:
             if num_layers >= LAYERS_AHEAD:
                 time.sleep(GIVE_WAY_S)
 
+    def _charge(self, part: str) -> None:
+        if self._times is not None:
+            self._times.charge(part)
+
     def _end_turn(self, launched: bool) -> None:
+        if self._times is None:
+            return
         if self._core.newest_read is not None:
             self._times.step_read(self._core.newest_read)
         if not launched:
@@ -184,10 +190,10 @@ class NodeLoop:
             except queue.Empty:
                 continue
             if is_urgent(event):
-                self._times.charge("device")
+                self._charge("device")
                 self._dispatch(event, time.monotonic())
                 self._write_outbox()
-                self._times.charge("urgent")
+                self._charge("urgent")
             else:
                 self._held_up.append(event)
 
