@@ -17,8 +17,9 @@ import torch
 from tandem.engine.device_upload import upload
 from tandem.engine.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch
 from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import BlockAppend, ForkSlot, NewSlot, SampleRow
+from tandem.engine.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow
 
+PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
 MIN_TEMPERATURE = 1e-5  # keeps logits / temperature finite in float32; below it sampling is greedy but for exact ties
 
 SETTINGS = np.dtype(
@@ -166,6 +167,22 @@ class BatchState:
     def are_plain(self, samples: Sequence[SampleRow]) -> bool:
         """Whether every sample is the most likely token and nothing else."""
         return bool(self.settings["plain"][[sample.slot for sample in samples]].all())
+
+    def prompt_logprob_runs(self, row: ScheduledRow) -> list[tuple[int, int]]:
+        """(first, count) of the row's tokens whose next ones' log-probabilities somebody asks for, a bounded run at a
+        time."""
+        if not row.prompt_logprobs or self.settings["num_prompt_logprobs"][row.slot] < 0:
+            return []
+        num_entries = min(row.num_tokens, int(self.settings["num_prompt_tokens"][row.slot]) - 1 - row.start)
+        firsts = range(0, num_entries, PROMPT_LOGPROB_ROWS)
+        return [(first, min(PROMPT_LOGPROB_ROWS, num_entries - first)) for first in firsts]
+
+    def are_greedy(self, samples: Sequence[SampleRow]) -> bool:
+        """What `SamplingBatch.is_greedy` will be, without anything on the device."""
+        slots, output_indices = np.array([(s.slot, s.output_index) for s in samples], np.int64).T
+        rows = self.settings[slots]
+        asks = (rows["temperature"] > 0) | rows["penalised"] | (rows["num_logprobs"] >= 0)
+        return not asks.any() and not self._edits(slots, rows, output_indices)[0].size
 
     def sampling_batch(self, samples: Sequence[SampleRow]) -> tuple[SamplingBatch, torch.Tensor, torch.Tensor]:
         """(settings of the rows, slot_N, position_N), sent in one copy."""

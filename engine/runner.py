@@ -9,7 +9,7 @@ Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocab
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, Protocol
 
@@ -20,13 +20,15 @@ from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
 from tandem.engine.decode_graphs import REPLAYED_TOKENS, DecodeGraphs, DecoderLike
 from tandem.engine.interfaces import KVConnectorWorker
+from tandem.engine.parallel.collectives import Collective
 from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.parallel.short_of_memory import collectives_of, collectives_of_sampling, go_along
 from tandem.engine.prefix_sharing import PrefixSharing
 from tandem.engine.sampler import Logprobs, SamplingBatch, logprobs_of, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.step_pieces import StepPiece, split_step
-from tandem.engine.step_result import HostLogprobs, LaunchedStep, to_host
+from tandem.engine.step_result import NO_MEMORY, HostLogprobs, LaunchedStep, to_host
 from tandem.engine.warm_up import every_way_to_sample, extreme_steps
 from tandem.kernels import matmul
 from tandem.kernels.cache_ops import copy_blocks
@@ -35,7 +37,6 @@ from tandem.kernels.rotary_attention import WantedTokens
 
 logger = logging.getLogger(__name__)
 SMALLEST_PIECE = 16  # tokens; a device without memory for so few has none to go on with
-PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
 
 
 class Model(DecoderLike, Protocol):
@@ -59,6 +60,8 @@ class Followers(Protocol):
         self, verb: Literal["step", "dummy", "warm_up", "capture"], step: SchedulerOutput | None = None
     ) -> None: ...
 
+    def failed(self, step_id: int) -> bool: ...
+
 
 class ModelRunner:
     """Implements `interfaces.Runner` on the pool's device, on the stream that is current when it is called."""
@@ -73,9 +76,11 @@ class ModelRunner:
         eos_token_ids: Sequence[int],
         worker_connector: KVConnectorWorker | None = None,
         followers: Followers | None = None,
+        report_failed: Callable[[int], None] | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
-        `followers` are told of everything that is run here, before it is."""
+        `followers` are told of everything that is run here, before it is; a rank that is one tells by `report_failed`
+        which step it can't compute."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -83,6 +88,7 @@ class ModelRunner:
         self.device = pool.device
         self._connector = worker_connector
         self._followers = followers
+        self._report_failed = report_failed
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -115,6 +121,8 @@ class ModelRunner:
                 [copy.num_tokens for copy in copies],
             )
         step = LaunchedStep(output.step_id)
+        if self._followers is not None:
+            step.failed_elsewhere = partial(self._failed_elsewhere, output.step_id)
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta)
@@ -147,38 +155,59 @@ class ModelRunner:
             graphs.batch.store(token_N)
             step.token_ids = to_host(token_N)
             return True
+        group = self.model.group
+        before = 0 if group is None else group.num_collectives
         try:
             self._sample(output.samples, logits_NV, step)
+            return True
         except torch.OutOfMemoryError as error:
             self._on_out_of_memory(output.num_tokens, error)
+        if group is None:
             return False
+        self._go_along(output, step, collectives_of_sampling(output, self.state)[group.num_collectives - before :])
         return True
 
     def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Any mix of rows, layer by layer. Without the memory for all at once: in ever smaller pieces; what has run
-        already is run again, to the same effect. If even the smallest do not fit, the step's requests fail."""
+        already is run again, to the same effect. If even the smallest do not fit, or other ranks compute the step as
+        one, its requests fail."""
         pieces = split_step(output, output.num_tokens)
+        group = self.model.group
         while True:
+            before = 0 if group is None else group.num_collectives
             try:
                 self._compute_pieces(pieces, output, step)
                 break
             except torch.OutOfMemoryError as error:
                 largest = max(piece.num_tokens for piece in pieces)
                 self._on_out_of_memory(largest, error)
+            if group is not None:
+                owed = collectives_of(output, len(self.model.attention_layers), self.state)
+                self._go_along(output, step, owed[group.num_collectives - before :])
+                break
             if largest <= SMALLEST_PIECE:
-                step.fail("the device has no memory left for a step; give the node less with --gpu-memory-utilization")
+                step.fail(NO_MEMORY)
                 break
             pieces = split_step(output, largest // 2)
-        if self.model.group is not None:
-            self.model.group.end_step(len(output.samples))
+        if group is not None:
+            group.end_step(len(output.samples))
 
     def _on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
-        if self.model.group is not None:
-            raise error  # the other ranks are in the middle of this step and can't be called back
         logger.warning("%d tokens at once ran out of memory: %s", num_tokens, error)
         self.counters["steps_out_of_memory"] += 1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _go_along(self, output: SchedulerOutput, step: LaunchedStep, rest: Sequence[Collective]) -> None:
+        assert self.model.group is not None
+        step.fail(NO_MEMORY)
+        go_along(self.model.group, self.state, output, rest, self._report_failed)
+
+    def _failed_elsewhere(self, step_id: int) -> bool:
+        assert self._followers is not None
+        has_failed = self._followers.failed(step_id)
+        self.counters["steps_out_of_memory"] += has_failed
+        return has_failed
 
     def _compute_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
         """The hooks see the step as a whole: beside its layers when it is one piece, else before and after them."""
@@ -232,14 +261,17 @@ class ModelRunner:
             step.logprobs = HostLogprobs.fetch(logprobs, targets, num_logprobs[targets])
 
     def _choose(self, logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
-        """`sample`, of logits as the model projects them. In a group every rank gets rank 0's tokens: on the device,
-        so that the next step can be launched before the host has seen them."""
+        """`sample`, of logits as the model projects them. In a group rank 0 draws, and every rank gets its tokens:
+        on the device, so that the next step can be launched before the host has seen them."""
         group = self.model.group
         if group is None:
             return sample(logits_NV, batch)
         if batch.is_greedy:
             return group.argmax(logits_NV), None
-        token_N, logprobs = sample(group.gather_logits(logits_NV), batch)
+        all_logits_NV = group.gather_logits(logits_NV)
+        if group.shard.rank:
+            return group.from_rank_0(torch.empty(len(logits_NV), dtype=torch.int64, device=self.device)), None
+        token_N, logprobs = sample(all_logits_NV, batch)
         return group.from_rank_0(token_N), logprobs
 
     def _prompt_logprobs(self, piece: StepPiece, inputs: ForwardInputs, hidden_TH: torch.Tensor) -> list[HostLogprobs]:
@@ -247,12 +279,7 @@ class ModelRunner:
         parts = []
         for index, row in enumerate(piece.rows):
             wanted = int(self.state.settings["num_prompt_logprobs"][row.slot])
-            if not row.prompt_logprobs or wanted < 0:
-                continue
-            num_prompt = int(self.state.settings["num_prompt_tokens"][row.slot])
-            num_entries = min(row.num_tokens, num_prompt - 1 - row.start)
-            for first in range(0, num_entries, PROMPT_LOGPROB_ROWS):
-                count = min(PROMPT_LOGPROB_ROWS, num_entries - first)
+            for first, count in self.state.prompt_logprob_runs(row):
                 begin = int(inputs.first_token_R[index]) + first
                 after = row.start + first + 1
                 target_L = self.state.token_ids_SC[row.slot, after : after + count].to(torch.int64)

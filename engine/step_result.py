@@ -12,6 +12,8 @@ from tandem.engine.messages import TokenLogprobs
 from tandem.engine.sampler import Logprobs
 from tandem.engine.step import RunnerOutput
 
+NO_MEMORY = "the device has no memory left for a step; give the node less with --gpu-memory-utilization"
+
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host: on CUDA into pinned memory, complete when the stream gets there; on CPU the tensor itself."""
@@ -57,6 +59,7 @@ class LaunchedStep:
     event: torch.cuda.Event | None = None
     failure: str | None = None
     is_void: Callable[[], bool] | None = None  # asked when it has run
+    failed_elsewhere: Callable[[], bool] | None = None  # asked when it has run: whether another rank couldn't
 
     def fail(self, reason: str) -> None:
         """Nothing was computed; the requests of the step end with this reason."""
@@ -69,6 +72,8 @@ class LaunchedStep:
         """Blocks until the tokens are on the host. Raises what the device raises."""
         if self.event is not None:
             self.event.synchronize()
+        if self.failed_elsewhere is not None and self.failed_elsewhere():
+            self.fail(NO_MEMORY)
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
         is_void = self.is_void is not None and self.is_void()
         output = RunnerOutput(self.step_id, tokens, failure=self.failure, is_void=is_void)

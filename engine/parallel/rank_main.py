@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from dataclasses import replace
+from functools import partial
 
 _PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ def _run(commands: socket.socket) -> None:
     """The same steps as rank 0 (kv_connector/node_shell.py): load, size the pool, then whatever is announced."""
     from tandem.engine.kv_pool import allocate_pool
     from tandem.engine.node_setup import load, size_pool, with_device_defaults
-    from tandem.engine.parallel.channel import receive_command, receive_pool_file, receive_setup
+    from tandem.engine.parallel.channel import receive_command, receive_pool_file, receive_setup, send_failed
     from tandem.engine.parallel.group import Membership
     from tandem.engine.parallel.sharding import Shard
     from tandem.engine.parallel.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
@@ -63,7 +64,8 @@ def _run(commands: socket.socket) -> None:
             loaded.model.group.share_memory(pool)
     eos = loaded.config.eos_token_ids
     runner = ModelRunner(
-        loaded.model, pool, options.scheduler, options.cache.block_size, loaded.max_model_len, eos
+        loaded.model, pool, options.scheduler, options.cache.block_size, loaded.max_model_len, eos,
+        report_failed=partial(send_failed, commands),
     )  # fmt: skip
     gc.collect()
     gc.freeze()

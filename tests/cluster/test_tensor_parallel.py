@@ -44,6 +44,32 @@ def test_two_ranks_make_the_tokens_of_one(kind: str) -> None:
         assert two["tokens"][f"1-g{length}-0"] == expected
 
 
+def test_a_rank_without_memory_ends_its_step_and_not_the_node() -> None:
+    """Wherever it runs out, on whichever rank: the others get on, the request fails, nothing of it is found later."""
+    drawn = {"temperature": 1.0, "seed": 5, "num_logprobs": 1}
+    faults: list[dict[str, Any]] = [
+        {"rank": 1, "num_tokens": 33, "at": 0},
+        {"rank": 1, "num_tokens": 35, "at": 1},
+        {"rank": 0, "num_tokens": 37, "at": 1},
+        {"rank": 1, "num_tokens": 39, "at": 1, "num_prompt_logprobs": 1, "num_logprobs": 1},
+        {"rank": 1, "num_tokens": 41, "at": "gather", **drawn},
+        {"rank": 0, "num_tokens": 43, "at": "sample", **drawn},
+    ]
+    asked = [{key: fault[key] for key in fault.keys() - {"rank", "num_tokens", "at"}} for fault in faults]
+    lengths = [fault["num_tokens"] for fault in faults]
+    wanted = [
+        {"name": str(n), "prompt": random_prompt(n, n), "max_tokens": 4, **more}
+        for n, more in zip(lengths, asked, strict=True)
+    ]
+    spec = {"model": tiny_model("llama"), "num_blocks": 32, "requests": wanted, "rounds": 2}
+    one, two = run_in_child({**spec, "sizes": [1, 2], "faults": faults}, timeout_s=60)
+    assert two["failed"] == {f"0-{length}": "out_of_memory" for length in lengths}
+    assert two["steps_out_of_memory"] == len(faults)
+    assert one["num_cached"] > two["num_cached"] == 0
+    for length in lengths:
+        assert two["tokens"][f"1-{length}-0"] == one["tokens"][f"1-{length}-0"]
+
+
 def test_a_rank_that_dies_takes_its_node_along_within_a_second() -> None:
     model = tiny_model("llama")
     with RealCluster(model, "--tensor-parallel-size", "2") as cluster:

@@ -43,6 +43,7 @@ SANS_IO = (
     "kv_connector/tiers/jobs.py",
     "kv_connector/tiers/index.py",
     "engine/tenants.py",
+    "engine/parallel/collectives.py",
     "engine/parallel/sharding.py",
     "kv_connector/transports/landing_wire.py",
     "kernels/prefix_groups.py",

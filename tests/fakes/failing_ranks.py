@@ -1,0 +1,67 @@
+"""Ranks whose device has no memory left in the middle of chosen steps, each once.
+
+A fault: {"rank", "num_tokens" of the step, "at": the layer whose attention fails, "gather" or "sample"}.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Fault = dict[str, Any]
+
+
+def program(faults: list[Fault]) -> str:
+    """Of a rank other than the first, in place of `ranks.PROGRAM`."""
+    lines = (
+        "import sys",
+        "sys.path.remove('')",
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
+        "from failing_ranks import lose_memory",
+        f"lose_memory({json.dumps(faults)})",
+        "from tandem.engine.parallel.rank_main import main",
+        "main(*sys.argv[1:])",
+    )
+    return "; ".join(lines)
+
+
+def lose_memory(faults: list[Fault]) -> None:
+    """In this process, whichever rank it is."""
+    from tandem.engine import runner
+    from tandem.engine.model import decoder
+    from tandem.engine.parallel.group import TensorParallel
+
+    places = {(fault["rank"], fault["num_tokens"]): fault["at"] for fault in faults}
+    place: list[object] = [None]  # of the step that runs
+
+    def begin(model: decoder.DecoderModel, input_ids: torch.Tensor, *_: object) -> None:
+        if model.group is not None:
+            place[0] = places.pop((model.group.shard.rank, len(input_ids)), None)
+
+    def attend(layer: decoder.SelfAttention, *_: object) -> None:
+        _fail_if(place, int(layer.layer_name.split(".")[2]))
+
+    _before(decoder.DecoderModel, "forward", begin)
+    for name in ("forward", "forward_wanted"):
+        _before(decoder.SelfAttention, name, attend)
+    _before(TensorParallel, "gather_logits", lambda *_: _fail_if(place, "gather"))
+    _before(runner, "sample", lambda *_: _fail_if(place, "sample"))
+
+
+def _fail_if(place: list[object], here: object) -> None:
+    if place[0] == here:
+        place[0] = None
+        raise torch.OutOfMemoryError("tried to allocate more than there is")
+
+
+def _before(owner: Any, name: str, check: Any) -> None:
+    inner = getattr(owner, name)
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args)
+        return inner(*args, **kwargs)
+
+    setattr(owner, name, checked)
