@@ -31,20 +31,22 @@ def program(faults: list[Fault]) -> str:
 def lose_memory(faults: list[Fault]) -> None:
     """In this process, whichever rank it is."""
     from tandem.engine import runner
+    from tandem.engine.decode_graphs import DecodeGraphs
     from tandem.engine.model import decoder
     from tandem.engine.parallel.group import TensorParallel
 
     places = {(fault["rank"], fault["num_tokens"]): fault["at"] for fault in faults}
     place: list[object] = [None]  # of the step that runs
 
-    def begin(model: decoder.DecoderModel, input_ids: torch.Tensor, *_: object) -> None:
+    def begin(model: Any, tokens: Any, *_: object) -> None:
         if model.group is not None:
-            place[0] = places.pop((model.group.shard.rank, len(input_ids)), None)
+            place[0] = places.pop((model.group.shard.rank, len(tokens)), None)
 
     def attend(layer: decoder.SelfAttention, *_: object) -> None:
         _fail_if(place, int(layer.layer_name.split(".")[2]))
 
     _before(decoder.DecoderModel, "forward", begin)
+    _before(DecodeGraphs, "run", lambda graphs, rows: begin(graphs.batch._model, rows))
     for name in ("forward", "forward_wanted"):
         _before(decoder.SelfAttention, name, attend)
     _before(TensorParallel, "gather_logits", lambda *_: _fail_if(place, "gather"))

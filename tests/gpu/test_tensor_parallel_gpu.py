@@ -67,6 +67,34 @@ def test_greedy_against_fp32(dtype: str) -> None:
     assert result["num_cached"] > 0
 
 
+def test_a_rank_without_memory_ends_its_step_and_not_the_node() -> None:
+    """The other GPUs wait in their sums for rows that it can't compute. Prompts that tell log-probabilities run layer by
+    layer, others as graphs."""
+    last, asks, drawn = SIZES[-1] - 1, {"num_prompt_logprobs": 1}, {"temperature": 1.0, "seed": 5}
+    faults = [
+        {"rank": last, "num_tokens": 33, "at": 0, **asks},
+        {"rank": last, "num_tokens": 35, "at": 4, **asks},
+        {"rank": 0, "num_tokens": 37, "at": 2, **asks},
+        {"rank": last, "num_tokens": 39, "at": "gather", **drawn},
+        {"rank": 0, "num_tokens": 41, "at": "sample", **drawn},
+    ]
+    lengths = [fault["num_tokens"] for fault in faults]
+    settings = [{key: fault[key] for key in fault.keys() - {"rank", "num_tokens", "at"}} for fault in faults]
+    prompts = [random_prompt(n, seed=n, vocab_size=2048) for n in lengths]
+    requests = [
+        {"name": str(n), "prompt": prompt, "max_tokens": 8, **more}
+        for n, prompt, more in zip(lengths, prompts, settings, strict=True)
+    ]
+    spec = {"model": DEMO, "dtype": "float32", "device": "cuda", "num_blocks": 256, "rounds": 2, "requests": requests}
+    (result,) = run_in_child({**spec, "sizes": [SIZES[-1]], "faults": faults})
+    assert result["failed"] == {f"0-{length}": "out_of_memory" for length in lengths}
+    assert result["steps_out_of_memory"] == len(faults)
+    assert result["num_cached"] == 0
+    for length, prompt in list(zip(lengths, prompts, strict=True))[:3]:
+        check_against_reference(DEMO, prompt, result["tokens"][f"1-{length}-0"], torch.float32)
+    assert [len(result["tokens"][f"1-{length}-0"]) for length in lengths] == [8] * len(lengths)
+
+
 def test_a_rank_that_dies_takes_its_node_along_within_a_second() -> None:
     """In the middle of a request, when the other GPU soon waits for a row that never comes."""
     with RealCluster(DEMO, "--tensor-parallel-size", "2", "--device", "cuda") as cluster:
