@@ -68,8 +68,8 @@ def test_greedy_against_fp32(dtype: str) -> None:
 
 
 def test_a_rank_without_memory_ends_its_step_and_not_the_node() -> None:
-    """The other GPUs wait in their sums for rows that it can't compute. Prompts that tell log-probabilities run layer by
-    layer, others as graphs."""
+    """The other GPUs wait in their sums for rows that it can't compute. Prompts that tell log-probabilities run layer
+    by layer, others as graphs."""
     last, asks, drawn = SIZES[-1] - 1, {"num_prompt_logprobs": 1}, {"temperature": 1.0, "seed": 5}
     faults = [
         {"rank": last, "num_tokens": 33, "at": 0, **asks},
