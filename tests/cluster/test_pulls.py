@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tiny_models import random_prompt
 
 PROMPT = random_prompt(9 * BLOCK + 3, seed=5)
 NUM_BLOCKS = 9  # of it, whole ones
+BLOCK_BYTES = 12288
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -166,26 +168,24 @@ def test_requests_with_one_prefix_pull_it_once_and_cancels_leave_nothing() -> No
 
 
 @pytest.mark.parametrize(("way", "seed"), [("shm", 1), ("tcp", 2), ("local", 3)])
-@pytest.mark.parametrize("num_rounds", [8, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rounds", [12, pytest.param(80, marks=pytest.mark.slow)])
 def test_tiny_pools_that_evict_all_the_time(way: str, seed: int, num_rounds: int, tmp_path: Path) -> None:
-    """Prompts that share prefixes go to random nodes, pulling from random others, faults on every way; one node has
-    host memory below its pool, one a disk as well."""
+    """Prompts that share prefixes go to random nodes, pulling from others, faults on every way. A pool has room for one
+    of them, host memory for two, the disk for a few more, and what can be had is never computed."""
     rng = random.Random(seed)
-    stems = [random_prompt(length, seed=length) for length in (5 * BLOCK, 8 * BLOCK + 2)]
-    faults = {index: {"fault_injection": f"corrupt:{3 + index},drop:{5 + index},duplicate:*"} for index in range(3)}
-    disk = {"disk_tier_bytes": 1 << 20, "disk_tier_dir": str(tmp_path)}
-    tiers: list[dict[str, object]] = [{"host_tier_bytes": 0}, {"host_tier_bytes": 1 << 18}]
-    tiers.append({"host_tier_bytes": 1 << 17, **disk})
-    changes = {index: {**faults[index], **tiers[index]} for index in range(3)}
-    roles = ("decode", "prefill", "unified")
-    with make_nodes(*roles, transport=way, changes=changes, num_blocks=24, chunk=48) as nodes:
-        last = [0, 0]  # who computed a stem in the round before
+    stems = [random_prompt(8 * BLOCK, seed=100 + number) for number in range(3)]
+    ends = [random_prompt(BLOCK // 2 + number, seed=number) for number in range(2)]
+    tiers = {"host_tier_bytes": 16 * BLOCK_BYTES, "disk_tier_bytes": 40 * (BLOCK_BYTES + 100)}
+    changes = {index: {"fault_injection": f"corrupt:{3 + index},drop:{5 + index},duplicate:*"} for index in range(3)}
+    common = {"transport": way, "num_blocks": 14, "chunk": 48, "disk_tier_dir": str(tmp_path), **tiers}
+    with make_nodes("decode", "prefill", "unified", changes=changes, **common) as nodes:
+        managers = [always_loading(node).process.tiers.manager for node in nodes.nodes]  # type: ignore[union-attr]
+        last = [0] * len(stems)  # who computed a stem in the round before
         for _ in range(num_rounds):
             wanted, latest = [], list(last)
             for _ in range(3):
-                stem = rng.randrange(2)
-                end = random_prompt(rng.randrange(1, 2 * BLOCK), seed=rng.randrange(4))
-                prompt = stems[stem][: rng.randrange(2 * BLOCK, 8 * BLOCK)] + end
+                stem = rng.randrange(len(stems))
+                prompt = stems[stem][: rng.choice((4, 6, 8)) * BLOCK] + rng.choice(ends)
                 on, prefill = rng.choice([(0, 1), (0, None), (2, None)])
                 computes = on if prefill is None else prefill
                 others = [index for index in range(3) if index != computes]
@@ -196,7 +196,12 @@ def test_tiny_pools_that_evict_all_the_time(way: str, seed: int, num_rounds: int
             last = latest
             for prompt, result in wanted:
                 nodes.check(result, prompt)
-        assert sum(nodes.count(index, "pull_completed") for index in range(3)) >= 1
+        found = Counter[str]()
+        for index, manager in enumerate(managers):
+            found.update({name: count for name, count in manager.counts().items() if count})
+            found["pulls"] += int(nodes.count(index, "pull_completed"))
+        for name in ("tier_host_hit_tokens", "tier_disk_hit_tokens", "tier_host_evictions", "pulls"):
+            assert found[name] >= 1, f"no {name}: {found}"
 
 
 def _fields(info: object) -> dict[str, object]:
