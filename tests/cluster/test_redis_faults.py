@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 
@@ -17,6 +18,7 @@ from tiny_models import random_prompt, tiny_model
 
 NUM_TOKENS = 6
 WHOLE_WITHIN_S = 5.0
+_fresh = count(10**6)
 PROMPTS = [random_prompt(40 + 16 * number, seed=number) for number in range(6)]
 
 
@@ -88,6 +90,19 @@ def check_whole_soon(cluster: RealCluster, server: RedisProcess) -> None:
         time.sleep(0.05)
 
 
+def check_router_hears(cluster: RealCluster) -> None:
+    """What a node computes now is in the router's copy of the directory soon."""
+    prompt = random_prompt(50, seed=next(_fresh))
+    cluster.tokens(prompt, 2)
+    deadline = time.monotonic() + WHOLE_WITHIN_S
+    while True:
+        answer = cluster.client.post("/explain", json={"model": cluster.model, "prompt": prompt}).json()
+        if max(node["num_cached_tokens"] for node in answer["prompts"][0]["nodes"]) == 48:
+            return
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.05)
+
+
 def check_serves_on(answers: Callable[[], int], seconds: float) -> None:
     before, end = answers(), time.monotonic() + seconds
     while time.monotonic() < end:
@@ -100,10 +115,12 @@ def test_redis_is_emptied_killed_and_started_again(cluster: RealCluster, redis_s
         check_whole_soon(cluster, redis_server)
         redis_server.client().flushall()
         check_whole_soon(cluster, redis_server)
+        check_router_hears(cluster)
         redis_server.stop()
         check_serves_on(answers, 3.0)
         redis_server.start()
         check_whole_soon(cluster, redis_server)
+        check_router_hears(cluster)
 
 
 @pytest.mark.parametrize("pause_s", [2.0, pytest.param(30.0, marks=pytest.mark.slow)])  # within the leases, and beyond
@@ -116,4 +133,5 @@ def test_redis_answers_nobody_for_a_while(cluster: RealCluster, redis_server: Re
         finally:
             redis_server.resume()
         check_whole_soon(cluster, redis_server)
+        check_router_hears(cluster)
         check_serves_on(answers, 2.0)
