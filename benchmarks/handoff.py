@@ -1,7 +1,7 @@
 """What splitting costs and gives: one prefill and one decode node beside our own single nodes on the same devices.
 
     python benchmarks/handoff.py MODEL [--load-format dummy] [--rates 8 16] [--requests 200] [--long 8192] [--chat 256]
-                                       [--picture handoff.svg] [--without-pushes]
+                                       [--picture handoff.svg] [--without-pushes] [--kv-bytes 25769803776]
 
 1. One request at a time: first and second token of a long and of a 2,048-token prompt; split minus single is what the
    hand-off adds. (A split server can hide a hand-off behind a first token made elsewhere, not behind a second.)
@@ -10,8 +10,10 @@
 3. With two GPUs, bytes to the peer, and what pushing and digests cost a prefill: benchmarks/push.py.
 4. All that beside its targets.
 
-Each server has processes of its own. Prompts are random token ids, so no cache helps. With a picture, one hand-off of a
-long prompt is traced and drawn: compute, push and commit of each layer.
+Each server has processes of its own. With `--kv-bytes` all of them start at once and wait for their turn beside each
+other, each node with so much memory for KV; else a server starts when the one before has ended, and has all memory.
+Prompts are random token ids, so no cache helps. With a picture, one hand-off of a long prompt is traced and drawn:
+compute, push and commit of each layer. `--logs` says where servers write.
 """
 
 from __future__ import annotations
@@ -31,11 +33,10 @@ from statistics import median
 from typing import Any
 
 from handoff_timeline import draw, handoffs, read_folder, summary
-from servers import node_counters, stop, two_single_nodes, until_ready
+from servers import Ready, node_counters, started_server, started_single_nodes
 
 from tandem.deploy.bench import Sample, open_loop, percentile, request_once
 from tandem.deploy.cluster_plan import count_gpus
-from tandem.deploy.redis_server import free_port
 
 TTFT_S, TPOT_S = 0.3, 0.007
 LONG_SHARE = 0.2
@@ -95,19 +96,6 @@ class Server:
     mixed: dict[tuple[float, str], Mixed] = field(default_factory=dict)  # (rate, kind of shape)
 
 
-@contextlib.contextmanager
-def serving(model: str, arguments: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """(URL, model's length) of a server that is ready; it is stopped at the end."""
-    port = free_port()
-    command = [sys.executable, "-m", "tandem.deploy.cli", "serve", model, "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        yield url, asyncio.run(until_ready(process, url))
-    finally:
-        stop([process])
-
-
 def measure_alone(server: Server, url: str, shapes: Sequence[Shape], count: int) -> None:
     async def one_at_a_time(shape: Shape) -> list[Sample]:
         rng = random.Random(shape.num_prompt)
@@ -155,9 +143,58 @@ def mixed_shapes(options: argparse.Namespace, length: int) -> list[Shape]:
     return [Shape("chat", options.chat, min(256, length - options.chat)), Shape("long", long, 32)]
 
 
-def measure_split(options: argparse.Namespace, common: list[str]) -> Server:
+class Servers:
+    """All that are measured, by name. With `--kv-bytes` they are up from the beginning; each ends when it was used."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options, self._logs = options, Path(options.logs or folder)
+        self._common = ["--load-format", options.load_format, "--max-model-len", str(options.max_model_len)]
+        self._common += ["--kv-cache-memory-bytes", str(options.kv_bytes)] if options.kv_bytes else []
+        self.traces = folder / "traces"
+        self._early: dict[str, tuple[contextlib.ExitStack, Ready]] = {}
+
+    def __enter__(self) -> Servers:
+        if self._options.kv_bytes:
+            for name in ("1+1", "2 single", *(["traced"] if self._options.picture else [])):
+                up = contextlib.ExitStack()
+                self._early[name] = up, up.enter_context(self._started(name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for up, _ready in self._early.values():
+            up.close()
+
+    @contextlib.contextmanager
+    def serving(self, name: str) -> Iterator[tuple[str, int]]:
+        """(URL, model's length) when it is ready. When what is done with it fails, the end of its log is told."""
+        up = contextlib.ExitStack()
+        up, ready = self._early.pop(name, None) or (up, up.enter_context(self._started(name)))
+        with up:
+            try:
+                yield ready()
+            except SystemExit:
+                print(*self._log(name).read_text().splitlines()[-40:], sep="\n", file=sys.stderr)
+                raise
+
+    @contextlib.contextmanager
+    def _started(self, name: str) -> Iterator[Ready]:
+        model, common, split = self._options.model, self._common, ("--prefill", "1", "--decode", "1")
+        with self._log(name).open("wb") as log:
+            if name == "2 single":
+                server = started_single_nodes(model, common, "prefix_aware", log)
+            else:
+                trace = ["--handoff-trace", str(self.traces)] if name == "traced" else []
+                server = started_server(model, [*common, *split, *trace], log)
+            with server as ready:
+                yield ready
+
+    def _log(self, name: str) -> Path:
+        return self._logs / f"{name.replace(' ', '_')}.log"
+
+
+def measure_split(options: argparse.Namespace, servers: Servers) -> Server:
     server = Server("1+1")
-    with serving(options.model, [*common, "--prefill", "1", "--decode", "1"]) as (url, length):
+    with servers.serving("1+1") as (url, length):
         measure_alone(server, url, single_shapes(options, length), options.repeat)
         print_header()
         for rate in options.rates:
@@ -167,9 +204,9 @@ def measure_split(options: argparse.Namespace, common: list[str]) -> Server:
     return server
 
 
-def measure_single(options: argparse.Namespace, common: list[str]) -> Server:
+def measure_single(options: argparse.Namespace, servers: Servers) -> Server:
     server = Server("2 single")
-    with two_single_nodes(options.model, common, "prefix_aware") as (url, length):
+    with servers.serving("2 single") as (url, length):
         measure_alone(server, url, single_shapes(options, length), options.repeat)
         for rate in options.rates:
             measure_mixed(server, url, mixed_shapes(options, length), rate, options.requests)
@@ -190,13 +227,11 @@ def measure_pushes(options: argparse.Namespace) -> list[tuple[str, str, str, str
     ]
 
 
-def draw_one(options: argparse.Namespace, common: list[str]) -> None:
+def draw_one(options: argparse.Namespace, servers: Servers) -> None:
     """The third of three long prompts, alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = [*common, "--prefill", "1", "--decode", "1", "--handoff-trace", folder]
-        with serving(options.model, arguments) as (url, length):
-            measure_alone(Server("traced"), url, single_shapes(options, length)[:1], 2)
-        drawn = handoffs(read_folder(Path(folder)))[-1]
+    with servers.serving("traced") as (url, length):
+        measure_alone(Server("traced"), url, single_shapes(options, length)[:1], 2)
+    drawn = handoffs(read_folder(servers.traces))[-1]
     Path(options.picture).write_text(draw(drawn))
     print(f"{options.picture}: {summary(drawn)}", flush=True)
 
@@ -239,13 +274,15 @@ def main() -> None:
     parser.add_argument("--chat", type=int, default=256, help="tokens of a chat's prompt")
     parser.add_argument("--picture", default="", help="draw one hand-off into this file (SVG)")
     parser.add_argument("--without-pushes", action="store_true", help="leave benchmarks/push.py to be run by itself")
+    parser.add_argument("--kv-bytes", type=int, default=0, help="each node's; servers then start all at once")
+    parser.add_argument("--logs", default="", help="folder for the servers' logs")
     options = parser.parse_args()
-    common = ["--load-format", options.load_format, "--max-model-len", str(options.max_model_len)]
-    if options.picture:
-        draw_one(options, common)
     pushes = measure_pushes(options) if count_gpus() > 1 and not options.without_pushes else []
-    split = measure_split(options, common)
-    print_targets(split, measure_single(options, common), pushes)
+    with tempfile.TemporaryDirectory() as folder, Servers(options, Path(folder)) as servers:
+        split = measure_split(options, servers)
+        print_targets(split, measure_single(options, servers), pushes)
+        if options.picture:
+            draw_one(options, servers)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@
 A round sends a prompt that nobody has seen to one node (computed), then one with the same prefix and an end of its own
 to the other node (pulled), then that one to the first node as well (hit). Printed for each length of prompts and of
 their ends: medians of the time to first token, the bytes a second of the pulls alone, from question to commit, how many
-pulls came under the forward pass, which short ends do not wait for, and how many rounds had other tokens than the hit.
-One node a GPU where there are two.
+pulls came under the forward pass, which short ends do not wait for.
+
+Then rounds in which both nodes get the second prompt at once, so that one pulls what the other has and both compute the
+same end behind it: how many of these had other tokens, and by how much the first token's log-probabilities differ at
+most. One node a GPU where there are two.
 """
 
 from __future__ import annotations
@@ -27,20 +30,31 @@ from servers import node_counters, two_single_nodes
 from tandem.deploy.sse_client import stream_events
 
 PUBLISHED_S = 0.6  # the directory hears of blocks in batches
+APART_S = 0.002  # two requests "at once" whose order is certain
 
 
-async def ask(url: str, prompt: Sequence[int]) -> tuple[float, list[int]]:
-    """(seconds to the first token, tokens)"""
-    body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True,
-            "return_token_ids": True}  # fmt: skip
+async def ask(url: str, prompt: Sequence[int]) -> float:
+    """Seconds to the first token."""
+    body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
     began, took = time.perf_counter(), 0.0
-    tokens: list[int] = []
-    async for data in stream_events(url, "/v1/completions", body):
+    async for _ in stream_events(url, "/v1/completions", body):
         took = took or time.perf_counter() - began
-        if data != b"[DONE]":
-            tokens += [token for choice in json.loads(data)["choices"] for token in choice["token_ids"]]
     await asyncio.sleep(PUBLISHED_S)
-    return took, tokens
+    return took
+
+
+async def tokens_of(url: str, prompt: Sequence[int], after_s: float) -> tuple[list[int], float]:
+    """(tokens, log-probability of the first)"""
+    await asyncio.sleep(after_s)
+    body = {"prompt": list(prompt), "max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True,
+            "return_token_ids": True, "logprobs": 1}  # fmt: skip
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    async for data in stream_events(url, "/v1/completions", body):
+        for choice in json.loads(data)["choices"] if data != b"[DONE]" else ():
+            tokens += choice["token_ids"]
+            logprobs += choice["logprobs"]["token_logprobs"]
+    return tokens, logprobs[0]
 
 
 @dataclass
@@ -52,15 +66,21 @@ class Times:
     hit: list[float] = field(default_factory=list)
     bytes_per_s: list[float] = field(default_factory=list)
     num_joined: int = 0
-    num_differing: int = 0  # rounds; the end of a prompt is computed in other pieces when more of it is at home
+    num_differing: int = 0  # compared rounds
+    widest: float = 0.0  # difference of log-probabilities
 
 
-async def one_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
+def two_prompts(length: int, end: int, rng: random.Random) -> tuple[list[int], list[int]]:
     prefix = [rng.randrange(100, 400) for _ in range(length - end)]
     first, second = ([*prefix, *(rng.randrange(100, 400) for _ in range(end))] for _ in range(2))
-    times.computed.append((await ask(url, first))[0])
+    return first, second
+
+
+async def timed_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
+    first, second = two_prompts(length, end, rng)
+    times.computed.append(await ask(url, first))
     before = node_counters(url)
-    took, tokens = await ask(url, second)
+    took = await ask(url, second)
     after = node_counters(url)
     names = ("pull_completed", "pull_joined", "pull_seconds", "kv_pushed_bytes")
     gained = {name: after[name] - before[name] for name in names}
@@ -68,9 +88,16 @@ async def one_round(url: str, length: int, end: int, rng: random.Random, times: 
         times.pulled.append(took)
         times.bytes_per_s.append(gained["kv_pushed_bytes"] / gained["pull_seconds"])
         times.num_joined += int(gained["pull_joined"])
-    own = await ask(url, second)
-    times.num_differing += int(own[1] != tokens)
-    times.hit.append(own[0])
+    times.hit.append(await ask(url, second))
+
+
+async def compared_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
+    first, second = two_prompts(length, end, rng)
+    await ask(url, first)
+    pulled, own = await asyncio.gather(*(tokens_of(url, second, after_s) for after_s in (0.0, APART_S)))
+    await asyncio.sleep(PUBLISHED_S)
+    times.num_differing += pulled[0] != own[0]
+    times.widest = max(times.widest, abs(pulled[1] - own[1]))
 
 
 def shown(values: Sequence[float], scale: float) -> str:
@@ -92,15 +119,18 @@ def main() -> None:
     cases = [(length, end) for length in arguments.lengths for end in arguments.ends if end < length]
     with two_single_nodes(arguments.model, options, "round_robin") as (url, _):
         for case in cases:  # both nodes measure their rates, kernels and channels are made
-            asyncio.run(one_round(url, *case, rng, Times()))
+            asyncio.run(timed_round(url, *case, rng, Times()))
         titles = f"{'prompt':>8}{'end':>7}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}"
-        print(f"{titles}  pulls, under a step, with other tokens than a hit's")
+        print(f"{titles}  pulls, under a step; other tokens, log-probabilities")
         for length, end in cases:
             times = Times()
             for _ in range(arguments.rounds):
-                asyncio.run(one_round(url, length, end, rng, times))
+                asyncio.run(timed_round(url, length, end, rng, times))
+            for _ in range(arguments.rounds):
+                asyncio.run(compared_round(url, length, end, rng, times))
             columns = "".join(shown(each, 1e3) for each in (times.computed, times.pulled, times.hit))
-            counts = f"{len(times.pulled)} of {arguments.rounds}, {times.num_joined}, {times.num_differing}"
+            pulls = f"{len(times.pulled)} of {arguments.rounds}, {times.num_joined}"
+            counts = f"{pulls}; {times.num_differing}, {times.widest:.2g}"
             print(f"{length:8}{end:7}{columns}{'':19}{shown(times.bytes_per_s, 1e-9)}  {counts}", flush=True)
 
 

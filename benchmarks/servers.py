@@ -11,7 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO
 from urllib.request import urlopen
 
 from tandem.deploy.cluster_plan import PROGRAM, count_gpus
@@ -19,6 +20,8 @@ from tandem.deploy.redis_server import RedisServer, free_port
 from tandem.deploy.sse_client import HttpError, get_json
 
 READY_S, STOP_S = 240.0, 20.0
+Ready = Callable[[], tuple[str, int]]  # waits until a server that was started is ready: its URL, the model's length
+Log = int | IO[bytes]
 
 
 async def until_ready(process: subprocess.Popen[bytes], url: str) -> int:
@@ -35,25 +38,50 @@ async def until_ready(process: subprocess.Popen[bytes], url: str) -> int:
 
 
 @contextlib.contextmanager
-def two_single_nodes(model: str, options: Sequence[str], placement: str) -> Iterator[tuple[str, int]]:
-    """(URL of a router over two single nodes, the model's length); one node a GPU where there are two."""
+def started_server(model: str, arguments: Sequence[str], log: Log = subprocess.DEVNULL) -> Iterator[Ready]:
+    """`tandem serve`; stopped at the end."""
+    port = free_port()
+    command = [sys.executable, "-m", "tandem.deploy.cli", "serve", model, "--port", str(port), *arguments]
+    process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        yield lambda: (url, asyncio.run(until_ready(process, url)))
+    finally:
+        stop([process])
+
+
+@contextlib.contextmanager
+def started_single_nodes(
+    model: str, options: Sequence[str], placement: str, log: Log = subprocess.DEVNULL
+) -> Iterator[Ready]:
+    """Two single nodes and a router over them; one node a GPU where there are two."""
     redis, port, num_gpus = RedisServer(), free_port(), count_gpus()
     redis.start()
     shared, path = ("--redis-url", redis.url), os.path.abspath(model)
     commands = [["unified", path, *shared, "--device-index", str(i % num_gpus if num_gpus else 0), *options]
                 for i in range(2)]  # fmt: skip
     commands.append(["router", path, *shared, "--placement", placement, "--workers", "1", "--port", str(port)])
-    children = [subprocess.Popen([sys.executable, "-c", PROGRAM, *command], stderr=subprocess.DEVNULL)
-                for command in commands]  # fmt: skip
+    children = [subprocess.Popen([sys.executable, "-c", PROGRAM, *command], stderr=log) for command in commands]
     url = f"http://127.0.0.1:{port}"
-    try:
+
+    def ready() -> tuple[str, int]:
         length = asyncio.run(until_ready(children[-1], url))
         while len(json.loads(urlopen(f"{url}/ready").read())["nodes"]) < 2:
             time.sleep(0.1)
-        yield url, length
+        return url, length
+
+    try:
+        yield ready
     finally:
         stop(children)
         redis.stop()
+
+
+@contextlib.contextmanager
+def two_single_nodes(model: str, options: Sequence[str], placement: str) -> Iterator[tuple[str, int]]:
+    """(URL of a router over two single nodes, the model's length), when they are ready."""
+    with started_single_nodes(model, options, placement) as ready:
+        yield ready()
 
 
 def node_counters(url: str) -> dict[str, float]:

@@ -69,7 +69,7 @@ class Explained:
     def _explain(self, ask: Ask, tokens: list[int]) -> None:
         gap, error, index = widest_gap(DEMO, list(ask.prompt), tokens, self._dtype)
         where = f"token {index} of {len(tokens)} after {len(ask.prompt)}"
-        assert gap < NUM_ERRORS * error, f"{where}: a gap of {gap:.5f} is more than {NUM_ERRORS} errors of {error:.5f}"
+        assert gap <= NUM_ERRORS * error, f"{where}: a gap of {gap:.5f} is more than {NUM_ERRORS} errors of {error:.5f}"
         self.widest = max(self.widest, gap / error if error else 0.0)
         self._known.add((ask, tuple(tokens)))
 
