@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tier_nodes import NUM_BLOCKS, NUM_HITS, Asker, References, always_loading, make_references
 
-from in_process_cluster import Node, node_options
+from in_process_cluster import BLOCK, Node, node_options
 from tandem.engine.errors import ConfigError
-from tiny_models import tiny_model
+from tandem.engine.sampling_params import SamplingParams
+from tiny_models import random_prompt, tiny_model
 
 BLOCK_BYTES = 12288
 MEGABYTE = 1 << 20
@@ -44,6 +45,15 @@ def until_on_disk(asker: Asker) -> None:
     while not (pool.cached_hashes() and all(manager.is_on_disk(each) for each in pool.cached_hashes())):
         assert time.monotonic() < deadline, "an idle node does not write to disk"
         time.sleep(0.01)
+
+
+def until_idle(node: Node) -> None:
+    """Until nothing has gone down for a while."""
+    write_back, quiet, deadline = node.process.tiers.manager._write_back, 0, time.monotonic() + 10
+    while quiet < 10:
+        assert time.monotonic() < deadline, "blocks go down for ever"
+        time.sleep(0.02)
+        quiet = 0 if write_back._saving or write_back._spilling else quiet + 1
 
 
 def fill(folder: Path, wanted: References, model: str = "llama") -> None:
@@ -123,6 +133,26 @@ def test_two_nodes_share_a_folder_not_a_file(tmp_path: Path, references: dict[st
             asker.ask(references["llama"][0])
             until_on_disk(asker)
         assert len(list(tmp_path.glob("*.kv"))) == 2
+
+
+def test_a_tenant_fills_no_more_than_its_share_of_each_tier(tmp_path: Path) -> None:
+    """Six of 24 blocks of the pool, ten of 40 in host memory, twelve of 48 on disk, whatever it asks."""
+    sizes = {"host_tier_bytes": 40 * BLOCK_BYTES, "disk_tier_bytes": 48 * (BLOCK_BYTES + 100)}
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    with node_on(tmp_path, **sizes) as asker:
+        (node,) = asker.nodes
+
+        def blocks_of(tenant: str, share: float) -> tuple[int, float, float]:
+            for seed in range(4):
+                prompt, salt = random_prompt(17 * BLOCK, seed=seed), tenant.encode() * 16
+                asker.client.submit(f"{tenant}{seed}", prompt, sampling, decode=node.info, salt=salt, cache_share=share)
+                asker.client.wait()
+                until_idle(node)
+            counts = asker.counts(node)
+            return node.process.pool.num_cached, counts["tier_host_blocks"], counts["tier_disk_blocks"]
+
+        assert blocks_of("s", 0.25) == (6, 10, 12)
+        assert blocks_of("l", 1.0) == (24, 40, 48)
 
 
 def test_options_that_contradict_each_other(tmp_path: Path) -> None:

@@ -162,6 +162,7 @@ class Client:
         deadline_s: float = 60.0,
         holder: NodeInfo | None = None,
         salt: bytes = b"",
+        cache_share: float = 1.0,
     ) -> Result:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from."""
         result = self.results[request_id, attempt] = Result(num_samples=len(samples))
@@ -180,6 +181,7 @@ class Client:
                 peer=None if peer is None else _ref(peer),
                 prefix=None if holder is None else PrefixHint(_ref(holder), len(prompt)),
                 salt=salt,
+                cache_share=cache_share,
             )
 
         if prefill is None:
