@@ -9,6 +9,7 @@ that epoch is delivered.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -27,8 +28,11 @@ from tandem.engine.control_sockets import ControlSockets
 from tandem.engine.errors import HandshakeError
 from tandem.engine.messages import Hello, Message, NodeInfo, PeerRef, Ping, Refused, Status, Welcome, peer_id_of
 from tandem.engine.security import ClusterKeys
+from tandem.engine.standstill import TurnClock
 
 READ_BURST = 512  # messages read from one socket before the others get their turn
+STANDSTILL_S = 1.0  # a turn that takes longer is told in the log: peers may take this node for lost
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -89,10 +93,12 @@ class ControlPlane:
     def _run(self) -> None:
         if self.launcher_address:
             self._sockets.open_launcher(self.launcher_address)
-        last_turn = time.monotonic()
+        last_turn, clock = time.monotonic(), TurnClock(STANDSTILL_S + self.timeouts.heartbeat_s / 2)
         while not self._stopping:
             ready = self._sockets.poll(self.timeouts.heartbeat_s / 2)
             now = time.monotonic()
+            if standstill := clock.turned(now):
+                logger.warning("no message was read or answered: %s", standstill)
             self._forgive_own_pause(now - last_turn)
             last_turn = now
             while self._commands:

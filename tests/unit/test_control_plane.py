@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -322,3 +324,18 @@ def test_a_node_whose_step_loop_is_stuck_counts_as_silent(make: Callable[..., Pl
         until(lambda other=other: other.of(PeerLost))
         assert "silent" in other.of(PeerLost)[0].reason
         stuck.control.is_stuck = lambda: False
+
+
+def test_a_thread_for_messages_that_stood_still_says_what_the_others_did(
+    make: Callable[..., Plane], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tandem.engine.control_plane.STANDSTILL_S", 0.2)
+    make("d1")
+    time.sleep(0.05)
+    ctypes.PyDLL(None).usleep(500_000)  # with the interpreter, as some calls of drivers are made
+    until(lambda: caplog.messages)
+    message = caplog.messages[-1]
+    assert re.search(r"tandem-io stood still for 0\.\d s \(\d\.\d s of CPU", message)
+    main = message.split("MainThread in ")[1]
+    assert main.startswith("test_control_plane.py")
+    assert "test_a_thread_for_messages_that_stood_still" in main
