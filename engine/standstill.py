@@ -1,6 +1,6 @@
 """What a process did while one of its threads stood still, for the log.
 
-A thread that holds Python's interpreter inside of a long call gives it up right behind that: others have been asking for
+A thread that holds the interpreter inside of a long call gives it up right behind that: others have been asking for
 it. Where they see it then is where it was.
 """
 
