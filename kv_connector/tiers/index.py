@@ -2,8 +2,10 @@
 
 Eviction is LFU-DA (least frequently used with dynamic aging: Arlitt, Cherkasova, Dilley, Friedrich, Jin 2000): an
 entry's rank is the number of its uses, capped, plus the rank of what was evicted last when it was used; equals go by
-recency. Only leaves are evicted, entries that are no other entry's parent: a block without its parent is never found.
-An entry that is being written (`reserve` … `commit`) is not found, one that is pinned is not evicted.
+recency. Copies of what the tier above holds go before all that: first those used last, which it will keep longest. So
+two tiers hold together nearly what they have room for. Only leaves are evicted, entries that are no other entry's
+parent: a block without its parent is never found. An entry that is being written (`reserve` … `commit`) is not found,
+one that is pinned is not evicted.
 """
 
 from __future__ import annotations
@@ -13,9 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import takewhile
 
 MAX_USES = 8  # that count: a block stays about so many turnovers of the tier after its last use
-Rank = tuple[int, int]  # (age + uses, time of last use)
+Rank = tuple[int, int]  # (age + uses, time of last use); of a copy (COPY, -time of last use)
+COPY = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,14 @@ class Entry:
     parent: bytes | None
     tenant: bytes
     uses: int = 1
-    rank: Rank = (0, 0)
+    worth: Rank = (0, 0)  # its rank while it is no copy
     num_pins: int = 0
     is_ready: bool = False
+    is_copy: bool = False  # the tier above has it, too
+
+    @property
+    def rank(self) -> Rank:
+        return (COPY, -self.worth[1]) if self.is_copy else self.worth
 
 
 class TierIndex:
@@ -69,6 +78,10 @@ class TierIndex:
         entry = self._entries.get(block_hash)
         return entry is not None and entry.is_ready
 
+    def is_copy(self, block_hash: bytes) -> bool:
+        """As `note_copy` was told last."""
+        return self._entries[block_hash].is_copy
+
     def slot(self, block_hash: bytes) -> int:
         return self._entries[block_hash].slot
 
@@ -85,14 +98,19 @@ class TierIndex:
     # --- coming ---------------------------------------------------------------------------------------------
 
     def reserve(
-        self, block_hash: bytes, parent: bytes | None, tenant: bytes = b"", kept: Container[bytes] = ()
+        self,
+        block_hash: bytes,
+        parent: bytes | None,
+        tenant: bytes = b"",
+        kept: Container[bytes] = (),
+        evicts_copies_only: bool = False,
     ) -> tuple[int, bytes | None] | None:
         """A slot to write the block into, and what was evicted for it; None: there is no room. `parent` and `kept` are
         not evicted."""
         quota, victim = self._quota_of(tenant), None
         is_over = quota is not None and self._num_of_tenant[tenant] >= quota
         if is_over or not self._free:
-            victim = self._pop_victim(parent, kept, tenant if is_over else None)
+            victim = self._pop_victim(parent, kept, tenant if is_over else None, evicts_copies_only)
             if victim is None:
                 return None
         slot = self._free.pop()
@@ -133,6 +151,13 @@ class TierIndex:
                 entry.uses = min(MAX_USES, entry.uses + 1)
                 self._rank(block_hash, entry)
 
+    def note_copy(self, block_hash: bytes, is_copy: bool) -> None:
+        """Whether the tier above holds the block; it may be in neither."""
+        entry = self._entries.get(block_hash)
+        if entry is not None and entry.is_copy != is_copy:
+            entry.is_copy = is_copy
+            self._offer(block_hash, entry)
+
     def pin(self, block_hashes: Iterable[bytes]) -> None:
         for block_hash in block_hashes:
             assert self._entries[block_hash].is_ready, "only what is complete is copied from"
@@ -147,7 +172,7 @@ class TierIndex:
 
     def _rank(self, block_hash: bytes, entry: Entry) -> None:
         self._time += 1
-        entry.rank = (self._age + entry.uses, self._time)
+        entry.worth = (self._age + entry.uses, self._time)
         self._offer(block_hash, entry)
 
     def _offer(self, block_hash: bytes, entry: Entry) -> None:
@@ -187,12 +212,15 @@ class TierIndex:
                 if parent in self._entries:
                     self._offer(parent, self._entries[parent])
 
-    def _pop_victim(self, parent: bytes | None, kept: Container[bytes], tenant: bytes | None) -> bytes | None:
+    def _pop_victim(
+        self, parent: bytes | None, kept: Container[bytes], tenant: bytes | None, copies_only: bool
+    ) -> bytes | None:
         """Evicts the lowest leaf (of `tenant`)."""
         with closing(self._lowest(tenant)) as lowest:
-            victim = next((each for each in lowest if each != parent and each not in kept), None)
+            able = takewhile(self.is_copy, lowest) if copies_only else lowest
+            victim = next((each for each in able if each != parent and each not in kept), None)
         if victim is not None:
-            self._age = max(self._age, self._entries[victim].rank[0])
+            self._age = max(self._age, self._entries[victim].rank[0])  # COPY is younger than any age
             self.remove(victim)
         return victim
 
@@ -214,18 +242,21 @@ class TierIndex:
                 heapq.heappush(leaves, (rank, block_hash))
 
     def next_to_go(self, limit: int) -> list[bytes]:
-        """The entries that the next `limit` evictions would take, in order: children first, then parents."""
+        """What the next `limit` evictions would take, but for copies, in order: children first, then parents."""
         order: list[bytes] = []
         gone: Counter[bytes] = Counter()
         ancestors: list[tuple[Rank, bytes]] = []
         with closing(self._lowest(None)) as leaves:
             leaf = next(leaves, None)
-            while len(order) < limit and (leaf is not None or ancestors):
+            for _ in range(limit):
+                if leaf is None and not ancestors:
+                    break
                 if leaf is not None and (not ancestors or self._entries[leaf].rank <= ancestors[0][0]):
                     block_hash, leaf = leaf, next(leaves, None)
                 else:
                     _, block_hash = heapq.heappop(ancestors)
-                order.append(block_hash)
+                if not self.is_copy(block_hash):
+                    order.append(block_hash)
                 parent = self._entries[block_hash].parent
                 entry = None if parent is None else self._entries.get(parent)
                 if parent is not None and entry is not None:
