@@ -172,6 +172,36 @@ def test_flush_forgets_the_tiers_too(lag: int) -> None:
     assert harness.tiers.manager.counters.host_hits == 0
 
 
+def test_pool_and_host_hold_together_what_they_have_room_for() -> None:
+    """Each in its turn, the oldest way to lose everything: what comes back is what has just been displaced."""
+    harness = Harness(num_blocks=24, tiers=(32, 0, 1, 0))
+    prompts = [[number, *PROMPT[1:]] for number in range(8)]  # 40 blocks and tails
+    for turn in range(4):
+        for number, prompt in enumerate(prompts):
+            request = harness.add(f"{turn} {number}", prompt, max_tokens=1)
+            harness.run()
+            harness.settle()
+            assert request.num_cached_tokens == (20 if turn else 0)
+    assert harness.tiers.manager.counters.host_hits > 60
+    harness.assert_empty()
+
+
+def test_a_long_prompt_takes_its_blocks_at_once_and_what_it_displaces_was_saved() -> None:
+    harness = Harness(num_blocks=48, tiers=(32, 0, 1, 0))
+    prompts = [[number, *PROMPT[1:]] for number in range(9)]
+    for number in (*range(9), *range(6)):  # the host's copies are of those that will be displaced last
+        harness.add(f"{number} {len(harness.requests)}", prompts[number], max_tokens=1)
+        harness.run()
+        harness.settle()
+    harness.add("long", [12, *PROMPT, *OTHER, *PROMPT[1:17]], max_tokens=1)
+    harness.run()
+    harness.settle()
+    for number in (6, 7):
+        request = harness.add(f"again {number}", prompts[number], max_tokens=1)
+        harness.run()
+        assert request.num_cached_tokens == 20
+
+
 def test_without_the_cache_nothing_is_loaded() -> None:
     harness = small(32, 0, 0, 0)
     evicted(harness)
