@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.kernels import fused_ops, matmul, reference
+from tandem.kernels import fused_ops, matmul, reference_sampling
 from tandem.kernels.backend import PagedKV
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.kernel_cases import TOLERANCE, Case, Shape, relative_error
@@ -122,7 +122,7 @@ def sampling_case(shape: Shape, num_rows: int, vocabulary: int, filters: str = "
 
     def error() -> float:
         few = [setting[:CHECKED_ROWS].cpu() for setting in settings]
-        expected = reference.sample_tokens(logits[:CHECKED_ROWS].cpu(), *few)
+        expected = reference_sampling.sample_tokens(logits[:CHECKED_ROWS].cpu(), *few)
         return (run()[:CHECKED_ROWS].cpu() != expected).double().mean().item()
 
     name = f"sampling, {filters}" if filters else "sampling"

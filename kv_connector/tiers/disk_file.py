@@ -89,6 +89,8 @@ class DiskFile:
                     raise
                 continue
             self.is_direct = bool(extra)
+            if not extra:
+                logger.warning("%s does not do O_DIRECT: the disk tier goes through the page cache", path.parent)
             return data
         raise AssertionError("without O_DIRECT it opens or raises")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tandem.engine.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch, sample
-from tandem.kernels import reference
+from tandem.kernels import reference_sampling as reference
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.sampling import _sample_eagerly, sample_tokens
 

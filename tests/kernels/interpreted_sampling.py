@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference
+from tandem.kernels import reference_sampling as reference
 from tandem.kernels.triton_kernels import sampling, sampling_limits
 
 FILTERS: dict[str, tuple[int, float, float]] = {

@@ -11,7 +11,7 @@ import torch
 
 from tandem.engine import sampler
 from tandem.engine.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch, logprobs_of, sample
-from tandem.kernels import reference
+from tandem.kernels import reference_sampling as reference
 from tandem.kernels.gumbel import gumbel_noise, random_bits, row_keys
 
 U64 = (1 << 64) - 1

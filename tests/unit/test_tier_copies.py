@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import queue
 from collections.abc import Iterator
@@ -111,6 +112,25 @@ def test_to_disk_and_back_in_another_process(pool: torch.Tensor, kind: Kind, tmp
     again.run(Load(1, (A, B), (3, 0), (0, 1)))
     assert all(torch.equal(again.block(block_id), tiers.block(block_id)) for block_id in (0, 1))
     again.close()
+
+
+def test_the_file_goes_past_the_page_cache_where_the_file_system_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_RDWR | os.O_CREAT | os.O_DIRECT))
+        can = True
+    except OSError:
+        can = False
+    file = DiskFile(tmp_path, 1 << 16, 5000, IDENTITY)
+    assert bool(fcntl.fcntl(file._data, fcntl.F_GETFL) & os.O_DIRECT) == file.is_direct == can
+    assert file.slot_bytes == 8192, "whole pages, as direct transfers need"
+    file.close()
+    monkeypatch.delattr(os, "O_DIRECT")
+    file = DiskFile(tmp_path, 1 << 16, 5000, IDENTITY)
+    assert not file.is_direct
+    assert "page cache" in caplog.text
+    file.close()
 
 
 def test_what_is_damaged_stale_or_of_another_hash_is_not_served(tiers: Tiers, tmp_path: Path) -> None:
