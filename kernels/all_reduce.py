@@ -20,18 +20,20 @@ FLAG_BYTES = 4
 MOST_WORD_LANES = 512
 MOST_ROW_BYTES = 1 << 29  # of the mail's rows; larger steps go another way
 Way = Literal["words", "rows", "shares"]
-# For up to so many ranks: how sums of up to so many bytes travel; NCCL is faster beyond. Measured on H200s over NVLink.
+# For up to so many ranks: how sums of up to so many bytes travel. Measured on H200s over NVLink. With four ranks NCCL's
+# sums of 2,048 rows of 4,096 and more take an eighth less of the device, but launching one takes the host several times
+# as long as ours, and launches are what such steps wait for.
 WAYS: tuple[tuple[int, tuple[tuple[int, Way], ...]], ...] = (
     (2, ((32 * 8192, "words"), (1 << 62, "rows"))),
-    (1 << 30, ((32 * 8192, "words"), (512 * 8192, "shares"))),
+    (1 << 30, ((32 * 8192, "words"), (1 << 62, "shares"))),
 )
 
 
-def way_to_sum(num_ranks: int, num_bytes: int) -> Way | None:
+def way_to_sum(num_ranks: int, num_bytes: int) -> Way:
     """`num_bytes` of each rank's part. "words" and "rows": to every peer (each word with a number beside it, or rows
-    and flags); "shares": each row to one rank, which sends the sum to all; None: by NCCL."""
+    and flags); "shares": each row to one rank, which sends the sum to all."""
     steps = next(steps for most_ranks, steps in WAYS if num_ranks <= most_ranks)
-    return next((way for most, way in steps if num_bytes <= most), None)
+    return next(way for most, way in steps if num_bytes <= most)
 
 
 def _aligned(offset: int) -> int:
@@ -69,9 +71,7 @@ class MailLayout:
 
     @cached_property
     def row_lanes(self) -> int:
-        steps = next(steps for most_ranks, steps in WAYS if self.num_ranks <= most_ranks)
-        most_bytes = min(steps[-1][0], MOST_ROW_BYTES // (2 * self.num_ranks))
-        return min(self.max_rows, most_bytes // self.row_bytes)
+        return min(self.max_rows, MOST_ROW_BYTES // (2 * self.num_ranks) // self.row_bytes)
 
     @cached_property
     def argmax_at(self) -> int:

@@ -1,7 +1,7 @@
 """Ranks that exchange rows through each other's GPU memory, against NCCL: one process a rank, started by `run_ranks`.
 
 Run as a script: `gpu_ranks.py RANK RANKS PORT`. Rank 0 prints one line of JSON: rows -> {way, or "chosen": its us;
-"nccl": us of NCCL's sum and our norm}.
+"nccl": us of NCCL's sum and our norm; "chosen launch", "nccl launch": us of the host for launching them one by one}.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +67,16 @@ def _microseconds(graph: torch.cuda.CUDAGraph) -> float:
     return 1e3 * begin.elapsed_time(end) / REPLAYS
 
 
+def _launch_microseconds(call) -> float:  # type: ignore[no-untyped-def]
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(REPLAYS):
+        call()
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return 1e6 * took / REPLAYS
+
+
 def _run(rank: int, num_ranks: int, port: int) -> None:
     import torch.distributed as dist
 
@@ -115,6 +126,7 @@ def _run(rank: int, num_ranks: int, port: int) -> None:
 
         calls["nccl"] = by_nccl
         took[rows] = {way: _microseconds(_graph_of(call)) for way, call in calls.items()}
+        took[rows] |= {f"{way} launch": _launch_microseconds(calls[way]) for way in ("chosen", "nccl")}
     torch.cuda.synchronize()
     group.smallest(0)
     if rank == 0:

@@ -35,8 +35,10 @@ def test_exchanges_are_exact_eager_and_replayed(num_ranks: int) -> None:
     for rows, times in took.items():
         listed = ", ".join(f"{way} {time:.1f}" for way, time in times.items())
         print(f"\n{num_ranks} ranks, {rows} rows of 4096, sum and norm, us: {listed}", end="")
-    for rows in ("1", "64", "256", "2048"):
+    for rows in ("1", "64", "256"):  # of replayed steps
         assert took[rows]["chosen"] < 1.1 * took[rows]["nccl"], f"{rows} rows: NCCL would be faster"
+    step = {way: max(took["2048"][way], took["2048"][f"{way} launch"]) for way in ("chosen", "nccl")}
+    assert step["chosen"] < 1.1 * step["nccl"], "of a step that is launched layer by layer NCCL's sums would be faster"
 
 
 @pytest.fixture(autouse=True)
