@@ -34,5 +34,6 @@ def of_sampling(num_samples: int, is_greedy: bool) -> list[Collective]:
 
 
 def holds_rank_0_up(collectives: Iterable[Collective]) -> bool:
-    """Whether rank 0 can't get past these without the rank that owes them: what it gives, it doesn't wait for."""
-    return any(collective.kind != "from_rank_0" for collective in collectives)
+    """Whether rank 0 can't get past these without the rank that owes them: what it gives, it doesn't wait for, nor are
+    sums of no rows made."""
+    return any(kind != "from_rank_0" and num_rows for kind, num_rows in collectives)

@@ -30,7 +30,8 @@ def go_along(
     Raises OutOfMemoryError, which ends the node, where rank 0 may have done the step already, or if there is no memory
     even for this."""
     if report_failed is not None:
-        if not collectives.holds_rank_0_up(rest):
+        ends_together = group.ends_steps_together and not output.samples
+        if not ends_together and not collectives.holds_rank_0_up(rest):
             raise torch.OutOfMemoryError("no memory to end a step whose tokens rank 0 may have already")
         report_failed(output.step_id)
     state.fork(output.forks)  # batch state stays that of the other ranks

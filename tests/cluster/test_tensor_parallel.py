@@ -54,9 +54,10 @@ def test_a_rank_without_memory_ends_its_step_and_not_the_node() -> None:
         {"rank": 1, "num_tokens": 39, "at": 1, "num_prompt_logprobs": 1, "num_logprobs": 1},
         {"rank": 1, "num_tokens": 41, "at": "gather", **drawn},
         {"rank": 0, "num_tokens": 43, "at": "sample", **drawn},
+        {"rank": 1, "num_tokens": 48, "at": 1},  # the first chunk of a prompt: nothing is sampled
     ]
     asked = [{key: fault[key] for key in fault.keys() - {"rank", "num_tokens", "at"}} for fault in faults]
-    lengths = [fault["num_tokens"] for fault in faults]
+    lengths = [33, 35, 37, 39, 41, 43, 60]
     wanted = [
         {"name": str(n), "prompt": random_prompt(n, n), "max_tokens": 4, **more}
         for n, more in zip(lengths, asked, strict=True)
