@@ -39,7 +39,12 @@ def plan_single_node(values: Mapping[str, Any]) -> list[ChildPlan]:
 
 
 def plan_cluster(values: Mapping[str, Any], redis_url: str) -> list[ChildPlan]:
-    """Prefill and decode nodes and a router that discovers them through Redis."""
+    """Prefill and decode nodes and a router that discovers them through Redis. Raises ConfigError."""
+    if values.get("transport") == "local":
+        raise ConfigError(
+            "--transport local moves KV inside one process, and these nodes are processes of their own: choose auto, "
+            "or shm (CPU), cuda_ipc (GPU), nixl or tcp"
+        )
     roles = ["prefill"] * values["prefill"] + ["decode"] * values["decode"]
     shared = {**values, "redis_url": redis_url}
     return [*_plan_nodes(roles, shared), _child("router", ROUTER, "router", ROUTER_OPTIONS, shared)]

@@ -29,7 +29,7 @@ LAST_ROUND_BLOCKS = 1
 class MigrationCounters:
     started: int = 0
     finished: int = 0
-    failed: int = 0
+    failed: int = 0  # and went on here
     tokens: int = 0  # of sequences that have left
     pause_s: float = 0.0  # that they stood still, in all
 
@@ -108,6 +108,8 @@ class Migrations:
             if not departure.reason:
                 self._look(departure, now)
             if departure.reason and not self._source.holds_blocks(departure.key):
+                # One that was cancelled meanwhile may have arrived, and its successor may be why.
+                self.counters.failed += departure.request.state is not RequestState.FINISHED
                 departure.request.is_paused = False
                 del self._departures[departure.key]
 
@@ -172,7 +174,6 @@ class Migrations:
         self._answer(departure.router_id, order, "")
 
     def _stay(self, departure: Departure, reason: str) -> None:
-        self.counters.failed += 1
         departure.reason = reason or outcomes.UNKNOWN
         self._answer(departure.router_id, departure.order, departure.reason)
 

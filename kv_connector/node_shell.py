@@ -257,6 +257,7 @@ class NodeProcess:
         check_hello(self.info, Hello(wire_version=WIRE_VERSION, info=info))
         if info.node_id == self.info.node_id:
             raise HandshakeError("node_id", self.info.node_id, info.node_id)
+        self.transports.check_peer(self.info, info)
 
     # --- running --------------------------------------------------------------------------------------------
 

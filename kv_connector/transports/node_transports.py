@@ -13,7 +13,7 @@ from concurrent.futures import Future
 
 import torch
 
-from tandem.engine.errors import ConfigError, GrantError, PeerLostError, TransportError
+from tandem.engine.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.engine.security import ClusterKeys
@@ -38,7 +38,6 @@ def make_transports(
     it `has_ranks`, on other GPUs too. Raises ConfigError."""
     if requested != "auto" and requested not in ORDER:
         raise ConfigError(f"there is no transport {requested!r}: choose auto, {', '.join(ORDER)}")
-    made: list[Transport] = []
     known: tuple[Transport, ...] = (
         LocalTransport(),
         ShmTransport(),
@@ -47,17 +46,22 @@ def make_transports(
         UcxTransport(keys, host, timeout_s),
         TcpTransport(keys, host, timeout_s),
     )
-    for transport in known:
-        if requested != transport.name and (requested != "auto" or transport.name in ONLY_WHEN_ASKED):
-            continue
-        usable, reason = transport.is_usable(device)
-        if usable and has_ranks and transport.name not in FOR_RANKS:
-            usable, reason = False, f"of the GPUs of several ranks it reaches one; choose {' or '.join(FOR_RANKS)}"
-        if usable:
-            made.append(transport)
-        elif requested == transport.name:
-            raise ConfigError(f"transport {requested} can't be used: {reason}")
-    return made
+    if requested == "auto":
+        offered = [transport for transport in known if transport.name not in ONLY_WHEN_ASKED]
+        return [transport for transport in offered if not _problem(transport, device, has_ranks)]
+    (forced,) = [transport for transport in known if transport.name == requested]
+    problem = _problem(forced, device, has_ranks)
+    if problem:
+        raise ConfigError(f"transport {requested} can't be used: {problem}; or choose auto, the best that works here")
+    return [forced]
+
+
+def _problem(transport: Transport, device: torch.device, has_ranks: bool) -> str:
+    """Why a node on `device` can't offer `transport`; "" when it can."""
+    usable, reason = transport.is_usable(device)
+    if usable and has_ranks and transport.name not in FOR_RANKS:
+        return "of the GPUs of several ranks it reaches one"
+    return "" if usable else reason
 
 
 class NodeTransports:
@@ -94,6 +98,13 @@ class NodeTransports:
     def exports(self) -> dict[str, bytes]:
         """Value of NodeInfo.transports."""
         return {name: transport.export() for name, transport in self._transports.items()}
+
+    def check_peer(self, ours: NodeInfo, peer: NodeInfo) -> None:
+        """Raises HandshakeError when nothing moves KV between the two: else each hand-off would find that out."""
+        try:
+            choose_transport(ours, peer, self._requested, self._device)
+        except TransportError as error:
+            raise HandshakeError("transport", error.message, " ".join(peer.transports) or "none") from error
 
     def connect(self, ours: NodeInfo, peer: NodeInfo, on_lost: OnLost) -> Channel:
         """Source: a channel by the first transport that works. Raises TransportError, PeerLostError."""

@@ -39,7 +39,8 @@ def choose_transport(ours: NodeInfo, theirs: NodeInfo, requested: str, device: t
         raise TransportError(f"there is no transport {requested!r}: choose auto, {', '.join(ORDER)}")
     wanted = {requested: reasons[requested]} if requested != "auto" else reasons
     why = "; ".join(f"{name}: {reason}" for name, reason in wanted.items())
-    raise TransportError(f"no way to move KV from {device} of {ours.node_id} to {theirs.node_id} ({why})")
+    remedy = "give both --transport auto, or the same one that reaches from one to the other"
+    raise TransportError(f"no way to move KV from {device} of {ours.node_id} to {theirs.node_id} ({why}); {remedy}")
 
 
 def _why_not(name: str, ours: NodeInfo, theirs: NodeInfo) -> str:

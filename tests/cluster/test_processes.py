@@ -30,6 +30,12 @@ def cluster() -> Iterator[RealCluster]:
         yield running
 
 
+def pools_mapped_by(pid: int) -> set[str]:
+    """Inodes of the KV pools that a process has in its address space."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "/memfd:tandem-kv-pool" in line}
+
+
 class Load:
     """Requests under way in threads; each ends in its tokens or an honest error."""
 
@@ -159,6 +165,7 @@ def test_redis_may_go_and_come(cluster: RealCluster, way: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 @pytest.mark.parametrize("victim", ["decode", "prefill", "router"])
 def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: int) -> None:
+    prefill = cluster.pid_of("prefill")
     load = Load(cluster, 20)
     time.sleep(0.4)
     cluster.kill(victim, number)
@@ -167,6 +174,10 @@ def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: in
     cluster.wait_until_ready(2)
     assert cluster.tokens(PROMPTS[3], 32) == [expected(PROMPTS[3])]
     cluster.wait_until_whole()
+    if victim == "decode":
+        assert len(pools_mapped_by(prefill)) == 2, (
+            "its own and the living decode node's: a dead one's memory is given back"
+        )
 
 
 def test_two_plus_two_and_a_drain() -> None:

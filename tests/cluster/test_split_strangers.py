@@ -91,23 +91,31 @@ def test_a_grant_from_a_connection_that_nobody_asked_for_is_not_heard(shm: Pair)
 
 
 @pytest.mark.parametrize(
-    ("model", "block_size", "hash_block_size", "field_name"),
-    [("qwen3", 16, 16, "identity.config"), ("llama", 32, 32, "identity.hash_block_size")],
+    ("model", "block_size", "hash_block_size", "transport", "words"),
+    [
+        ("qwen3", 16, 16, "shm", "identity.config"),
+        ("llama", 32, 32, "shm", "identity.hash_block_size"),
+        ("llama", 16, 16, "tcp", "give both --transport auto"),
+    ],
 )
 def test_nodes_that_differ_refuse_each_other(
-    shm: Pair, model: str, block_size: int, hash_block_size: int, field_name: str
+    shm: Pair, model: str, block_size: int, hash_block_size: int, transport: str, words: str
 ) -> None:
-    options = node_options("prefill", tiny_model(model), transport="shm")
+    options = node_options("prefill", tiny_model(model), transport=transport)
     cache = dataclasses.replace(options.cache, block_size=block_size, hash_block_size=hash_block_size)
     stranger = Node(dataclasses.replace(options, cache=cache))
     client = Client(shm.decode.info, stranger.info)
     try:
         result = client.submit(
-            f"differs-{model}-{hash_block_size}", [5] * 40, GREEDY, decode=shm.decode.info, prefill=stranger.info
+            f"differs-{model}-{hash_block_size}-{transport}",
+            [5] * 40,
+            GREEDY,
+            decode=shm.decode.info,
+            prefill=stranger.info,
         )
         client.wait(result)
         assert result.failed is not None
-        assert field_name in result.failed.message
+        assert words in result.failed.message
         key = next(iter(client.results))
         client.cancel(*key, shm.decode.info)
         stranger.wait_until_whole()

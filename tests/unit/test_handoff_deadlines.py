@@ -6,6 +6,7 @@ Each test brings one side into a state by the real managers, then nothing is hea
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -266,3 +267,26 @@ def test_the_deadline_ends_each_state_of_a_sink(state: K) -> None:
     duo.tick(sink.TOMBSTONE_S + 1.0)
     assert not manager._records
     assert duo.ends["sink", "r"] == due
+
+
+@pytest.mark.parametrize(("state", "outcome"), [(K.GRANTED, outcomes.Failed), (K.RESENDING, outcomes.Recompute)])
+def test_a_lease_ends_a_hand_off_before_its_deadline_and_frees_nothing(state: K, outcome: type) -> None:
+    """A source that does not get on with it in time: its blocks come back by its own word."""
+    duo = Duo()
+    manager, lease_s = duo.sink.manager, DEADLINE_S / 2
+    manager._options = replace(manager._options, timeouts=replace(Timeouts(), grant_lease_s=lease_s))
+    SINK_STATES[state](duo)
+    machine, granted_at = manager._records[KEY].machine, duo.now
+    duo.is_cut = True
+    duo.tick(granted_at + lease_s - duo.now - 0.1)
+    assert (machine.state, duo.ends["sink", "r"]) == (state, 0)
+    duo.tick(0.2)
+    assert (machine.state, duo.ends["sink", "r"]) == (K.QUARANTINED, 1)
+    assert [type(each) for each in duo.outcomes] == [outcome]
+    assert manager.num_quarantined == 2
+    duo.is_cut, duo.lost = False, set()
+    for _ in range(8):
+        duo.turn()
+    assert manager.num_quarantined == 0
+    assert duo.sink.pool.num_free == duo.sink.pool.num_blocks
+    assert duo.ends["sink", "r"] == duo.ends["source", "r"] == 1

@@ -190,6 +190,11 @@ def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
     assert all("--redis-url=redis://r/0" in plan.arguments for plan in plans)
 
 
+def test_processes_are_not_given_a_transport_within_one() -> None:
+    with pytest.raises(ConfigError, match=r"local moves KV inside one process.*choose auto"):
+        plan_cluster({"model": "m", "prefill": 1, "decode": 1, "device": "cpu", "transport": "local"}, "redis://r/0")
+
+
 def test_nodes_share_gpus_memory_and_cores() -> None:
     assert share_of_machine(0, [1], 0, 8, {}) == {}
     assert share_of_machine(2, [1, 1, 1], 0, 8, {}) == {"num_threads": 2}

@@ -98,6 +98,11 @@ class Leaving:
         )  # fmt: skip
         return self.migrations.begin(router, order, 1.0)
 
+    def counted(self) -> tuple[int, int]:
+        """Of those that began: finished, failed."""
+        counters = self.migrations.counters
+        return counters.finished, counters.failed
+
     def reasons(self) -> list[str]:
         return [message.reason for _, message in self.migrations.drain_outbox()]  # type: ignore[attr-defined]
 
@@ -124,6 +129,7 @@ def test_all_that_the_peer_needs_is_handed_over_and_then_it_is_forgotten() -> No
     leaving.migrations.on_outcome(HandoffCompleted(KEY, ""), 2.0)
     assert leaving.reasons() == [""]
     assert leaving.closed == [(leaving.request.key, 0)]
+    assert leaving.counted() == (1, 0)
     leaving.source.let_go()
     leaving.harness.scheduler.assert_empty()
 
@@ -140,7 +146,22 @@ def test_what_comes_to_nothing_goes_on_when_nobody_reads_its_blocks() -> None:
     leaving.turn(60)
     assert leaving.harness.tokens["r", 0] == expected(PROMPT, 0, leaving.request.sampling)[0]
     assert leaving.migrations.is_idle
+    assert leaving.counted() == (0, 1)
     leaving.harness.scheduler.assert_empty()
+
+
+def test_a_cancel_that_overtakes_the_commit_is_no_failure() -> None:
+    """The successor's first token makes the router cancel what it followed."""
+    leaving = Leaving()
+    leaving.hand_over()
+    leaving.harness.scheduler.abort("r", 0)
+    leaving.turn()
+    assert leaving.source.cancelled
+    assert leaving.reasons() == [outcomes.ENDED]
+    leaving.source.let_go()
+    leaving.turn()
+    assert leaving.migrations.is_idle
+    assert leaving.counted() == (0, 0)
 
 
 def test_only_blocks_whose_tokens_the_host_knows_are_pushed() -> None:

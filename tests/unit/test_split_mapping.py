@@ -78,5 +78,5 @@ def test_what_is_exported_must_hold_every_head_once(handles: list[CudaIpcHandle]
 def test_a_transport_that_reaches_one_gpu_is_not_offered_by_ranks() -> None:
     cpu = torch.device("cpu")
     assert [each.name for each in make_transports("auto", cpu, KEYS, "127.0.0.1", 5.0, has_ranks=True)] == ["tcp"]
-    with pytest.raises(ConfigError, match="transport shm can't be used: of the GPUs of several ranks it reaches one"):
+    with pytest.raises(ConfigError, match=r"shm can't be used: of the GPUs of several ranks .*; or choose auto"):
         make_transports("shm", cpu, KEYS, "127.0.0.1", 5.0, has_ranks=True)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from tandem.engine.errors import ConfigError, GrantError, PeerLostError, TransportError
+from tandem.engine.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.transports.link_transport import LinkExport
 from tandem.kv_connector.transports.mapped import MappedExport
@@ -194,8 +194,29 @@ def test_selection_follows_place_and_offer(make_node):
         choose_transport(a, b, "rdma", cpu)
 
 
+def test_the_transport_is_named_in_log_and_metrics(make_node, caplog):
+    source, sink = make_node("p", "auto"), make_node("d", "auto")
+    elsewhere = msgspec.structs.replace(sink.info, transports={"tcp": sink.info.transports["tcp"]})
+    with caplog.at_level("INFO"):
+        source.connect(sink.info)
+        source.connect(elsewhere)
+    said = [record.getMessage() for record in caplog.records if "KV goes" in record.getMessage()]
+    assert said == ["KV goes to d over local", "KV goes to d over tcp"]
+    counted = source.transports.counters
+    assert {name for name, count in counted.items() if count} == {"kv_channels_local", "kv_channels_tcp"}
+
+
+def test_nodes_that_nothing_connects_refuse_each_other(make_node):
+    a, b = make_node("a", "shm"), make_node("b", "tcp")
+    with pytest.raises(HandshakeError, match=r"shm: b does not offer it.*give both --transport auto") as refused:
+        a.transports.check_peer(a.info, b.info)
+    assert refused.value.field == "transport"
+    with pytest.raises(HandshakeError, match="tcp: a does not offer it"):
+        b.transports.check_peer(b.info, a.info)
+
+
 def test_a_forced_transport_that_the_device_rules_out_is_a_config_error():
-    with pytest.raises(ConfigError, match="shm moves CPU pools only"):
+    with pytest.raises(ConfigError, match=r"shm moves CPU pools only.*or choose auto"):
         PoolNode("x", "shm", device="cuda")
     with pytest.raises(ConfigError, match="cuda_ipc moves GPU pools only"):
         PoolNode("x", "cuda_ipc", device="cpu")

@@ -146,6 +146,19 @@ def test_a_fault_can_hit_every_write(make_pair):
         assert int(difference.sum()) == 1
 
 
+def test_a_fault_strikes_the_write_that_it_names(make_pair, monkeypatch):
+    """What arrives does not tell a write that is done twice from one that is done once."""
+    source, sink, channel = make_pair("local")
+    written: list[int] = []
+    write = channel.write_from
+    monkeypatch.setattr(channel, "write_from", lambda *args: (written.append(args[2][0][1]), write(*args)))
+    faulty = FaultInjector(channel, parse_faults("duplicate:2,drop:3"))
+    grant = sink.grant(source.info, [1, 2, 3, 4])
+    for block in grant.block_ids:
+        faulty.write(grant, [(0, block)], None, [8])
+    assert written == [1, 2, 2, 4]
+
+
 @pytest.mark.parametrize("text", ["corupt:1", "corrupt", "delay:soon", "die:first"])
 def test_faults_that_are_not_understood_are_named(text):
     with pytest.raises(ConfigError, match=text.split(":", maxsplit=1)[0]):
