@@ -1,11 +1,11 @@
 """What pushing KV to a peer GPU costs and how fast it is, in one process with two GPUs, by the product's own push path.
 
-    python benchmarks/push.py MODEL [--load-format dummy] [--tokens 8192] [--programs 8 16] [--repeat 12]
+    python benchmarks/push.py MODEL [--load-format dummy] [--tokens 8192] [--programs 8 16] [--repeat 24]
 
 1. 1 GiB of blocks from scattered places to scattered places of a pool on the other GPU, beside a plain peer copy of as
    many bytes: whole and layer by layer, as the transport does it, and by its kernel of so many programs.
 2. One prompt's prefill with nothing pushed, with every layer pushed, and with every layer pushed and digested. Kinds
-   take turns, so that clocks and temperature are the same for all.
+   take turns, in an order drawn anew for each turn: clocks depend on what ran just before.
 3. The sink's check of the digests of that prompt.
 """
 
@@ -31,7 +31,8 @@ from tandem.engine.node_setup import LoadedModel, load, with_device_defaults
 from tandem.engine.runner import ModelRunner
 from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.kernels.digest import BlockSums, block_digests
+from tandem.kernels.digest import BlockSums, digests_of_sums
+from tandem.kernels.digest_pass import SumPasses
 from tandem.kernels.measure import median_event_seconds
 from tandem.kv_connector.layer_groups import push_groups
 from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, ReadySent, SourceStepMeta, digest_key
@@ -46,6 +47,7 @@ AS_CHOSEN = cuda_ipc.way_of
 GIB = 1 << 30
 LLAMA_8B = KVLayout((KVGroup(32, 8, 128, "bfloat16"),), 64)
 TARGET_GB_S = 330.0
+ALONE = "nothing pushed"
 Pools = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -148,7 +150,7 @@ class Prefill:
             (NewSlot(0, tokens, num_tokens, blocks, SamplingParams(temperature=0.0), 0),),
             connector_meta=meta,
         )
-        self.transfer.pusher.with_digests = digests
+        self.transfer.sent_digests.are_wanted = digests
         began = time.perf_counter()
         self.runner.execute(step).result()
         took = time.perf_counter() - began
@@ -200,36 +202,66 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
 def measure_prefill(prefill: Prefill, ways: Sequence[Way], tokens: int, repeat: int) -> dict[str, float]:
     """What pushing adds to a prefill, and what digests add to that or to the hand-off's end, as shares; of the first
     way."""
-    kinds = [(f"{what}, {way.name}", way, what == "digested") for way in ways for what in ("pushed", "digested")]
-    times: dict[str, list[float]] = {name: [] for name in ("nothing pushed", *(name for name, *_ in kinds))}
-    ends: dict[str, list[float]] = {name: [] for name in ("nothing pushed", *(name for name, *_ in kinds))}
+    kinds: list[tuple[str, Way | None, bool]] = [(ALONE, None, False)]
+    kinds += [(f"{what}, {way.name}", way, what == "digested") for way in ways for what in ("pushed", "digested")]
+    times: dict[str, list[float]] = {name: [] for name, *_ in kinds}
+    ends: dict[str, list[float]] = {name: [] for name, *_ in kinds}
+    order = random.Random(0)
     for turn in range(repeat + 1):  # the first compiles
-        for name, way, digests in [("nothing pushed", None, False), *kinds]:
+        for name, way, digests in order.sample(kinds, len(kinds)):
             if way is not None:
                 way.choose()
             took, told = prefill.run(tokens, way is not None, digests)
             times[name] += [took] if turn else []
             ends[name] += [told] if turn else []
-    alone = statistics.median(times["nothing pushed"])
-    pushed, digested = (statistics.median(ends[name]) for name, *_ in kinds[:2])
+    alone = statistics.median(times[ALONE])
     print(
-        f"prefill of {tokens} tokens, and until KVReady, median of {repeat}; targets: pushed +1 %, digests +0.5 % of it"
+        f"prefill of {tokens} tokens, and until KVReady, median of {repeat}; differences are of the same turn, with "
+        "the error of their mean; targets: pushed +1 %, digests +0.5 % of it"
     )
-    shares = []
     for name, own in times.items():
-        share = statistics.median(each / other - 1 for each, other in zip(own, times["nothing pushed"], strict=True))
-        shares.append(share)
-        ready = statistics.median(ends[name])
-        print(f"  {name:36} {1e3 * statistics.median(own):7.2f} ms ({100 * share:+.2f} %) {1e3 * ready:8.2f} ms")
-    size = prefill.loaded.layout.block_size
+        added, ready = difference(own, times[ALONE], alone), statistics.median(ends[name])
+        print(f"  {name:36} {1e3 * statistics.median(own):7.2f} ms ({added}) {1e3 * ready:8.2f} ms")
+    pushed, digested = (name for name, *_ in kinds[1:3])
+    during, at_end = (difference(each[digested], each[pushed], alone) for each in (times, ends))
+    print(f"  digests on top of pushes: {during} of the prefill, {at_end} until KVReady")
     with torch.cuda.device(1):
-        check = seconds(lambda: block_digests(prefill.sink_pool, range(len(prefill.sink_pool)), 7, size, size), repeat)
+        on_device, until_compared = measure_check(prefill, repeat)
     print(
-        f"  digests checked by the sink in {1e3 * check:.2f} ms ({check / alone:.2%}), beside its decode steps",
+        f"  digests checked by the sink in {1e3 * on_device:.2f} ms of the device ({on_device / alone:.2%}), "
+        f"{1e3 * until_compared:.2f} ms until they are compared",
         flush=True,
     )
     assert prefill.transfer.stop(10.0)
-    return {"pushed": shares[1], "digests": max(shares[2] - shares[1], (digested - pushed) / alone)}
+    pushes = difference(times[pushed], times[ALONE], alone)
+    return {"pushed": pushes.share, "digests": max(during.share, at_end.share)}
+
+
+def measure_check(prefill: Prefill, repeat: int) -> tuple[float, float]:
+    """Seconds that a check of all blocks of the sink takes of the device, and of its thread; medians."""
+    pool, size = prefill.sink_pool, prefill.loaded.layout.block_size
+    passes, blocks, waits = SumPasses(pool), range(len(pool)), []
+    on_device = seconds(lambda: passes.begin(blocks, 7, [size] * len(pool)), repeat)
+    for _ in range(repeat):
+        began = time.perf_counter()
+        digests_of_sums(torch.from_numpy(passes.begin(blocks, 7, [size] * len(pool)).sums()), 7, size, size)
+        waits.append(time.perf_counter() - began)
+    return on_device, statistics.median(waits)
+
+
+@dataclass(frozen=True)
+class Difference:
+    share: float  # median
+    error: float  # of the mean
+
+    def __str__(self) -> str:
+        return f"{self.share:+.2%} +- {self.error:.2%}"
+
+
+def difference(own: Sequence[float], other: Sequence[float], whole: float) -> Difference:
+    """Of what was measured in the same turns, as shares of `whole`."""
+    shares = [(each - beside) / whole for each, beside in zip(own, other, strict=True)]
+    return Difference(statistics.median(shares), statistics.stdev(shares) / len(shares) ** 0.5)
 
 
 def main() -> None:
@@ -238,7 +270,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--programs", type=int, nargs="*", default=[], help="of the kernel, where it alone pushes")
-    parser.add_argument("--repeat", type=int, default=12)
+    parser.add_argument("--repeat", type=int, default=24)
     parser.add_argument("--json", default="", help="write figures that have targets into this file")
     options = parser.parse_args()
     if torch.cuda.device_count() < 2:

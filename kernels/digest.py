@@ -31,31 +31,81 @@ def block_digests(
     block_size: int,
     *,
     positions: Sequence[int] | None = None,
-    on_host: bool = False,
 ) -> torch.Tensor:
     """Digests of `block_ids` in `pool` [num_blocks, heads, layers, 2, block_size, head_dim], over all heads and layers.
 
     `key`: any u64, equal on both sides, new for each (request, attempt). Of the last block of the list only the first
     `num_valid_last` token slots count. `positions[i]` is what block i mixes in as its place in the whole list (default
-    0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the device, unless
-    they are wanted `on_host`: one copy is waited for then, and the last step, taken there, costs no launches. Raises
-    ValueError for an impossible `num_valid_last`.
+    0, 1, …), for digests of a part of it. Returns int64 [n] on the pool's device; nothing waits for the device. Raises
+    ValueError for an impossible `num_valid_last`. Who wants them on the host, soon: digest_pass.py.
     """
     if not 1 <= num_valid_last <= block_size or pool.shape[-2] != block_size:
         raise ValueError(f"num_valid_last {num_valid_last} of block_size {block_size}, the pool has {pool.shape[-2]}")
-    ids = torch.as_tensor(block_ids, dtype=torch.long, device=pool.device).reshape(-1)
+    ids = block_ids.tolist() if isinstance(block_ids, torch.Tensor) else list(block_ids)
     places = list(range(len(ids))) if positions is None else list(positions)
     if len(places) != len(ids):
         raise ValueError(f"{len(places)} positions for {len(ids)} blocks")
-    if len(ids) == 0:
+    if not ids:
         return torch.empty(0, dtype=torch.int64, device=pool.device)
-    num_whole = len(ids) if num_valid_last == block_size else len(ids) - 1
-    sum_blocks = _sums_in_place if pool.device.type == "cpu" else _sums_on_gpu
-    sums = [sum_blocks(pool, ids[:num_whole], key)] if num_whole else []
-    if num_whole < len(ids):
-        sums.append(sum_blocks(pool[..., :num_valid_last, :], ids[num_whole:], key))
-    both = torch.cat(sums)
-    return _finish(both.cpu() if on_host else both, places, key, num_whole, num_valid_last)
+    sums = multilinear_sums(pool, ids, key, [block_size] * (len(ids) - 1) + [num_valid_last])
+    return digests_of_sums(sums, key, num_valid_last, block_size, positions=places)
+
+
+def digests_of_sums(
+    sums: torch.Tensor, key: int, num_valid_last: int, block_size: int, *, positions: Sequence[int] | None = None
+) -> torch.Tensor:
+    """What `block_digests` makes of its blocks' sums, int64 [n] on their device."""
+    places = list(range(len(sums))) if positions is None else list(positions)
+    num_whole = len(places) if num_valid_last == block_size else len(places) - 1
+    return _finish(sums, places, key, num_whole, num_valid_last)
+
+
+def multilinear_sums(pool: torch.Tensor, block_ids: Sequence[int], key: int, num_valid: Sequence[int]) -> torch.Tensor:
+    """int64 [n] on the pool's device: of the first `num_valid[i]` slots of each block."""
+    runs = BlockRuns.of(pool) if pool.device.type != "cpu" else None
+    if runs is not None:
+        job = torch.from_numpy(runs.job(block_ids, key, num_valid)).to(pool.device, non_blocking=True)
+        return runs.enqueue(job, len(block_ids))
+    sum_blocks = _sums_in_place if pool.device.type == "cpu" else _sums_of_packed
+    sums = torch.empty(len(block_ids), dtype=torch.int64, device=pool.device)
+    for valid in set(num_valid):
+        alike = [index for index, each in enumerate(num_valid) if each == valid]
+        sums[alike] = sum_blocks(pool[..., :valid, :], [block_ids[index] for index in alike], key)
+    return sums
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """Blocks of a GPU pool as runs of 64-bit words, one for the slots of each plane: a kernel sums them in place."""
+
+    words_NW: torch.Tensor  # int64
+    run_words: int
+    slot_words: int
+
+    @classmethod
+    def of(cls, pool_NHLPBD: torch.Tensor) -> BlockRuns | None:
+        """None: they are no such runs."""
+        slot_bytes = pool_NHLPBD.shape[-1] * pool_NHLPBD.element_size()
+        stride_bytes = pool_NHLPBD.stride(0) * pool_NHLPBD.element_size()
+        if not pool_NHLPBD[0].is_contiguous() or slot_bytes % 8 or stride_bytes % 8:
+            return None
+        raw = pool_NHLPBD.view(torch.uint8) if pool_NHLPBD.element_size() == 1 else pool_NHLPBD
+        words = raw.flatten(1).view(torch.int64)
+        return cls(words, pool_NHLPBD.shape[-2] * slot_bytes // 8, slot_bytes // 8)
+
+    def job(self, block_ids: Sequence[int], key: int, num_valid: Sequence[int]) -> np.ndarray:
+        """What the kernel is told, int64 [3 n + 2 segments]: a sum of nothing, id and words of each run of each block,
+        then the segments' keys."""
+        taken = [valid * self.slot_words for valid in num_valid]
+        nothing = np.zeros(len(taken), dtype=np.int64)
+        return np.concatenate((nothing, block_ids, taken, segment_keys(key, self.words_NW.shape[1]).ravel()))
+
+    def enqueue(self, job: torch.Tensor, num_blocks: int) -> torch.Tensor:
+        """`job`, on the device. Its leading `num_blocks` numbers become the sums, and are returned."""
+        from tandem.kernels.triton_kernels.digest import add_block_sums
+
+        add_block_sums(self.words_NW, job, num_blocks, self.run_words, _multiplier_table(job.device))
+        return job[:num_blocks]
 
 
 @dataclass(frozen=True)
@@ -76,7 +126,8 @@ class BlockSums:
         """Nothing summed yet, for blocks of `pool` on its device."""
         num_words = -(-pool[0].numel() * pool.element_size() // 8)
         sums = torch.zeros(num_blocks, dtype=torch.int64, device=pool.device)
-        return cls(key, sums, _segment_keys(key, num_words, pool.device), _multiplier_table(pool.device))
+        keys = torch.from_numpy(segment_keys(key, num_words)).to(pool.device, non_blocking=True)
+        return cls(key, sums, keys, _multiplier_table(pool.device))
 
     def add_layers(self, pool_NHLPBD: torch.Tensor, listed_4N: torch.Tensor, layers: range | None) -> None:
         """What something else moves: `layers` (None: all) of whole blocks of a pool that `why_not_words` has nothing
@@ -104,14 +155,12 @@ class BlockSums:
 
     def digests(self, num_valid_last: int, block_size: int, *, positions: Sequence[int] | None = None) -> torch.Tensor:
         """What `block_digests` gives for these blocks: int64 [N]."""
-        places = list(range(len(self.sums_N))) if positions is None else list(positions)
-        num_whole = len(places) if num_valid_last == block_size else len(places) - 1
-        return _finish(self.sums_N, places, self.key, num_whole, num_valid_last)
+        return digests_of_sums(self.sums_N, self.key, num_valid_last, block_size, positions=positions)
 
 
-def _sums_in_place(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
+def _sums_in_place(pool: torch.Tensor, ids: Sequence[int], key: int) -> torch.Tensor:
     """int64 [n] multilinear sums on CPU: one block at a time where it lies, through a buffer that stays in cache."""
-    blocks = [_as_words(pool[block].reshape(1, -1))[0] for block in ids.tolist()]
+    blocks = [_as_words(pool[block].reshape(1, -1))[0] for block in ids]
     num_words = blocks[0].shape[0]
     high = torch.empty(min(SEGMENT_WORDS, num_words), dtype=torch.int64)
     parts: list[torch.Tensor] = []
@@ -125,28 +174,20 @@ def _sums_in_place(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Ten
     return torch.stack(parts).view(-1, len(blocks)).sum(0)
 
 
-def _sums_on_gpu(pool: torch.Tensor, ids: torch.Tensor, key: int) -> torch.Tensor:
-    """int64 [n] multilinear sums, in place where blocks are whole runs of words, else of a packed copy."""
-    from tandem.kernels.triton_kernels.digest import block_sums
-
-    block_bytes = pool[0].numel() * pool.element_size()
-    stride_bytes = pool.stride(0) * pool.element_size()
-    if pool[0].is_contiguous() and block_bytes % 8 == 0 and stride_bytes % 8 == 0:
-        raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
-        words = raw.flatten(1).view(torch.int64)
-    else:
-        raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
-        words = _as_words(raw.index_select(0, ids).reshape(len(ids), -1))
-        ids = torch.arange(len(ids), device=pool.device)
-    keys_S2 = _segment_keys(key, words.shape[1], pool.device)
-    return block_sums(words, ids, keys_S2, _multiplier_table(pool.device), words.shape[1])
+def _sums_of_packed(pool: torch.Tensor, ids: Sequence[int], key: int) -> torch.Tensor:
+    """int64 [n] multilinear sums on a GPU, of a copy: what is summed of each block is no whole number of words, or does
+    not begin at one."""
+    raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
+    rows = _as_words(raw.index_select(0, torch.tensor(ids, device=pool.device)).reshape(len(ids), -1))
+    packed = BlockRuns(rows, rows.shape[1], rows.shape[1])
+    job = torch.from_numpy(packed.job(range(len(ids)), key, [1] * len(ids)))
+    return packed.enqueue(job.to(pool.device, non_blocking=True), len(ids))
 
 
-def _segment_keys(key: int, num_words: int, device: torch.device) -> torch.Tensor:
+def segment_keys(key: int, num_words: int) -> np.ndarray:
     """int64 [segments, 2]: what the multipliers of each segment of a block are XORed with."""
     num_segments = -(-num_words // SEGMENT_WORDS)
-    keys = _mixed(key, np.arange(2 * num_segments)).reshape(num_segments, 2)
-    return torch.from_numpy(keys).to(device, non_blocking=True)
+    return _mixed(key, np.arange(2 * num_segments)).reshape(num_segments, 2)
 
 
 def _as_words(rows: torch.Tensor) -> torch.Tensor:

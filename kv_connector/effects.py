@@ -111,6 +111,7 @@ class Effects:
 
     def _on_command(self, command: TransportCommand) -> None:
         if isinstance(command, OpenGrant):
+            self._transfer.sink_checks.expect(command.grant)
             try:
                 self._transports.open_grant(command.grant)
             except TandemError as error:  # the source is gone; its loss is on the way through the control plane
@@ -121,4 +122,5 @@ class Effects:
             self._transfer.gates.end(command.grant_id, command.arrived)
         else:
             assert isinstance(command, CloseGrant)
+            self._transfer.sink_checks.end(command.grant_id)
             self._transports.close_grant(command.grant_id)

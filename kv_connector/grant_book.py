@@ -5,20 +5,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from tandem.kv_connector.grant_sums import GrantSums
-
 _MAX_ENDED_GRANTS = 1 << 14  # pushes of steps launched before a Retire arrive within a few steps of it
 
 
 class GrantBook:
-    """Ended (Retire submitted), failed, written since its last flush, summed while it was written."""
+    """Ended (Retire submitted), failed, written since its last flush."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended: OrderedDict[int, None] = OrderedDict()
-        self.failed: set[int] = set()  # these three belong to the transfer thread
+        self.failed: set[int] = set()  # these two belong to the transfer thread
         self.unflushed: set[int] = set()
-        self.sums: dict[int, GrantSums] = {}
 
     def end(self, grant_id: int) -> None:
         """From any thread."""
@@ -33,4 +30,3 @@ class GrantBook:
     def forget(self, grant_id: int) -> None:
         self.failed.discard(grant_id)
         self.unflushed.discard(grant_id)
-        self.sums.pop(grant_id, None)

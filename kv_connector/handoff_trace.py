@@ -2,9 +2,9 @@
 
 A line has `t` (seconds of CLOCK_MONOTONIC, one clock for all processes of a host), `node`, `request`, `attempt`,
 `stage`: "received Submit", "sent KVClaim" … for messages, "sent Tokens" once a request, "step" for what a step sends
-(`num_deltas`), "slow step" with what took the time (engine/turn_times.py), "verified", and of a source's layers
-"computed" and "pushed" with `layer`, `first_block`, of pushes `last_layer`, `begin` and `nbytes`. On CUDA those two are
-times of the device.
+(`num_deltas`), "slow step" with what took the time (engine/turn_times.py), "ending" and "verifying" when the transfer
+thread comes to a Finalize or Verify, "verified", and of a source's layers "computed" and "pushed" with `layer`,
+`first_block`, of pushes `last_layer`, `begin` and `nbytes`. On CUDA those two are times of the device.
 """
 
 from __future__ import annotations

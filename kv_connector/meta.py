@@ -7,6 +7,7 @@ Step loop -> transfer thread, one FIFO queue a node:
     Finalize        after every push queued before it: flush, digest, send KVReady -> ReadySent
     Retire          give up or tidy up everything of one grant -> Retired
     Verify          sink side: digests of received blocks -> Verified
+    SumArrived      sink side, straight from the control connection: begins what a Verify is about to ask for
     VerifyLayers    sink side, straight from the control connection: sums of received layers
 Step loop -> transport receiver (sink side): OpenGrant, CloseGrant, ExpectLayers, EndLayers.
 
@@ -172,6 +173,14 @@ class Verify:
 
 
 @dataclass(frozen=True, slots=True)
+class SumArrived:
+    """Sum the blocks that this KVReady says have arrived, if its grant is open: the step loop's Verify, which may have
+    to wait for the end of a launch, then only has to compare. Decides nothing; no answer."""
+
+    ready: KVReady
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyLayers:
     """Check what a KVLayers says has arrived, and let a forward pass that waits for it go on. No answer."""
 
@@ -179,7 +188,7 @@ class VerifyLayers:
 
 
 SourceJob = WholePush | Flush | Finalize | Retire
-SinkJob = Verify | VerifyLayers
+SinkJob = Verify | SumArrived | VerifyLayers
 TransferJob = SourceJob | SinkJob
 
 

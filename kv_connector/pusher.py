@@ -9,14 +9,13 @@ import torch
 
 from tandem.engine.kv_layout import KVLayout
 from tandem.kv_connector.grant_book import GrantBook
-from tandem.kv_connector.grant_sums import GrantSums
 from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
 from tandem.kv_connector.meta import LayerPush, WholePush
 from tandem.kv_connector.peer_channels import PeerChannels
 from tandem.kv_connector.plan import plan
 from tandem.kv_connector.rank_pools import RankPools
 from tandem.kv_connector.reshape import Reshaper
-from tandem.kv_connector.transports.base import Channel, PairSums
+from tandem.kv_connector.sent_digests import SentDigests
 from tandem.kv_connector.transports.geometry import BlockGeometry
 
 
@@ -30,12 +29,12 @@ class Pusher:
         channels: PeerChannels,
         book: GrantBook,
         counters: dict[str, float],
-        with_digests: bool,
+        digests: SentDigests,
         trace: HandoffTrace | None,
         ranks: RankPools | None = None,
     ) -> None:
         """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
-        self.with_digests = with_digests
+        self._digests = digests
         self._pool_NHLPBD, self._layout, self._ranks = pool_NHLPBD, layout, ranks
         self._geometry = BlockGeometry(layout)
         self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
@@ -76,32 +75,18 @@ class Pusher:
             if self._book.is_over(push.grant_id):
                 break
             self._book.unflushed.add(push.grant_id)
-            destinations, valid = push.destination_block_ids[first:end], push.num_valid[first:end]
+            places = slice(first, end)
+            destinations, valid = push.destination_block_ids[places], push.num_valid[places]
             if reshaper is None:
-                pairs = tuple(zip(push.source_block_ids[first:end], destinations, strict=True))
-                sums = self._sums(push, channel, self._pool_NHLPBD, destinations, layers)
+                pairs = tuple(zip(push.source_block_ids[places], destinations, strict=True))
+                sums = self._digests.of_write(push, channel, self._pool_NHLPBD, places, layers)
                 channel.write(push.grant, pairs, layers, valid, sums)
             else:
                 staged = reshaper.stage(parts[first:end], layers)
-                sums = self._sums(push, channel, staged, destinations, layers)
+                sums = self._digests.of_write(push, channel, staged, places, layers)
                 channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid, sums)
             self._counters["kv_pushed_bytes"] += nbytes
         self._counters["kv_push_s"] += time.monotonic() - started
-
-    def _sums(
-        self,
-        push: LayerPush | WholePush,
-        channel: Channel,
-        pool_NHLPBD: torch.Tensor,
-        destination_block_ids: Sequence[int],
-        layers: range | None,
-    ) -> PairSums | None:
-        """What digests the blocks of the next write on their way, where the channel can."""
-        if not (self.with_digests and channel.sums_blocks and (layers is None or channel.sums_layers)):
-            return None
-        if push.grant_id not in self._book.sums:
-            self._book.sums[push.grant_id] = GrantSums(push.grant, pool_NHLPBD)
-        return self._book.sums[push.grant_id].of_write(destination_block_ids, layers)
 
 
 def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:

@@ -14,32 +14,38 @@ SPLITS = 4  # programs that share a block's segments
 BLOCKS_AT_ONCE = 8  # whose layers share multipliers
 
 
-@triton.jit(do_not_specialize=["num_words", "num_segments"])
+@triton.jit(do_not_specialize=["num_blocks"])
 def block_sums_kernel(
     words,  # int64, blocks at strides of block_words
-    block_ids,  # int64 [n]
-    keys,  # int64 [num_segments, 2]: what the segment's multipliers are XORed with
+    job,  # int64 [3 n + 2 segments]: sums, zeroed; block ids; words of each run that count; segments' keys
     table,  # int64 [2, SEGMENT]
-    sums,  # int64 [n], zeroed
+    num_blocks,  # n
     block_words,
-    num_words,  # of a block
-    num_segments,
+    run_words,
+    num_runs,  # of a block, one after the other
     SEGMENT: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """Grid (n, SEGMENT / SLICE, SPLITS): one slice of every SPLITS-th segment of one block."""
+    """Grid (n, SEGMENT / SLICE, SPLITS): one slice of every SPLITS-th segment of one block. The words that count are
+    numbered through without gaps."""
     block = tl.program_id(0)
     inside = tl.program_id(1) * SLICE + tl.arange(0, SLICE)
     first = tl.load(table + inside)
     second = tl.load(table + SEGMENT + inside)
-    start = words + tl.load(block_ids + block) * block_words
+    start = words + tl.load(job + num_blocks + block) * block_words
+    taken = tl.load(job + 2 * num_blocks + block).to(tl.int32)
+    keys = job + 3 * num_blocks
+    num_words = taken * num_runs
     total = tl.zeros([SLICE], tl.int64)
-    for segment in range(tl.program_id(2), num_segments, tl.num_programs(2)):
+    for segment in range(tl.program_id(2), tl.cdiv(num_words, SEGMENT), tl.num_programs(2)):
         at = segment * SEGMENT + inside
-        word = tl.load(start + at, mask=at < num_words, other=0)
+        if taken == run_words:
+            word = tl.load(start + at, mask=at < num_words, other=0)
+        else:
+            word = tl.load(start + (at // taken) * run_words + at % taken, mask=at < num_words, other=0)
         total += word * ((first ^ tl.load(keys + 2 * segment)) | 1)
         total += (word >> 32) * ((second ^ tl.load(keys + 2 * segment + 1)) | 1)
-    tl.atomic_add(sums + block, tl.sum(total, 0))
+    tl.atomic_add(job + block, tl.sum(total, 0))
 
 
 @triton.jit(do_not_specialize=["num_blocks", "first_layer"])
@@ -96,14 +102,13 @@ def add_layer_sums(
     )  # fmt: skip
 
 
-def block_sums(
-    words_NW: torch.Tensor, block_ids: torch.Tensor, keys_S2: torch.Tensor, table: torch.Tensor, num_words: int
-) -> torch.Tensor:
-    """int64 [n] of rows `block_ids` (int64 [n]) of `words_NW`, int64 with contiguous rows."""
-    sums = torch.zeros(len(block_ids), dtype=torch.int64, device=words_NW.device)
+def add_block_sums(
+    words_NW: torch.Tensor, job: torch.Tensor, num_blocks: int, run_words: int, table: torch.Tensor
+) -> None:
+    """`job` (kernels/digest.py, BlockRuns.job) of blocks of `words_NW`, int64 with contiguous rows, which consist of
+    runs of `run_words`: its leading `num_blocks` numbers become their sums."""
     segment = table.shape[1]
-    block_sums_kernel[(len(block_ids), segment // SLICE, SPLITS)](
-        words_NW, block_ids, keys_S2, table, sums, words_NW.stride(0), num_words, len(keys_S2),
+    block_sums_kernel[(num_blocks, segment // SLICE, SPLITS)](
+        words_NW, job, table, num_blocks, words_NW.stride(0), run_words, words_NW.shape[1] // run_words,
         SEGMENT=segment, SLICE=SLICE, num_warps=4,
     )  # fmt: skip
-    return sums

@@ -10,7 +10,6 @@ from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, sto
 from tandem.kernels.fused_ops import HeadNorms, rotate_heads
 from tandem.kernels.move_blocks import BlockPlaces, move_blocks
 from tandem.kernels.triton_kernels.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
-from tandem.kernels.triton_kernels.digest import block_sums
 from tandem.kernels.triton_kernels.fused import (
     argmax_triton,
     rms_norm_triton,
@@ -169,16 +168,14 @@ def test_layers_of_whole_blocks_are_summed_without_being_moved(head_size: int) -
     assert torch.equal(sums.digests(8, 8), digest.block_digests(source, order[::-1], 77, 8, 8))
 
 
-@pytest.mark.parametrize("words", [100, 8192, 20000])
-def test_block_sums_equal_the_eager_ones(words: int) -> None:
-    pool = torch.randn(3, 1, 1, 2, 1, words)  # a block of `words` 64-bit words
-    ids = torch.tensor([2, 0])
-    segments = -(-words // digest.SEGMENT_WORDS)
-    keys = [[digest._signed(digest._mix(77, 2 * s + i)) for i in (0, 1)] for s in range(segments)]
-    sums = block_sums(
-        pool.flatten(1).view(torch.int64), ids, torch.tensor(keys), digest._multiplier_table(pool.device), words
-    )
-    assert torch.equal(sums, digest._sums_in_place(pool, ids, 77))
+@pytest.mark.parametrize("head_size", [4, 500])
+def test_block_sums_equal_the_eager_ones(head_size: int) -> None:
+    pool = torch.randn(4, 2, 3, 2, 7, head_size)  # up to 21000 words a block: three segments
+    ids, num_valid = [2, 0, 3, 1], [7, 3, 7, 1]
+    runs = digest.BlockRuns.of(pool)
+    assert runs is not None
+    sums = runs.enqueue(torch.from_numpy(runs.job(ids, 77, num_valid)), len(ids))
+    assert torch.equal(sums, digest.multilinear_sums(pool, ids, 77, num_valid))
 
 
 @pytest.mark.parametrize(
@@ -194,5 +191,5 @@ def test_digests_of_whole_and_partial_blocks(
 ) -> None:
     pool, block_size = torch.randn(shape).to(dtype), shape[-2]
     expected = digest.block_digests(pool, [5, 0, 2], 99, block_size - 1, block_size)
-    monkeypatch.setattr(digest, "_sums_in_place", digest._sums_on_gpu)
+    monkeypatch.setattr(digest, "_sums_in_place", digest._sums_of_packed)
     assert torch.equal(digest.block_digests(pool, [5, 0, 2], 99, block_size - 1, block_size), expected)

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any]]] = {
     ),
     "block-sums": (
         digest.block_sums_kernel,
-        {"words": "*i64", "block_ids": "*i64", "keys": "*i64", "table": "*i64", "sums": "*i64"},
+        {"words": "*i64", "job": "*i64", "table": "*i64"},
         {"SEGMENT": 8192, "SLICE": 2048},
     ),
     "move-blocks": (
