@@ -9,8 +9,8 @@ their ends: medians of the time to first token, the bytes a second of the pulls 
 pulls came under the forward pass, which short ends do not wait for.
 
 Then rounds in which both nodes get the second prompt at once, so that one pulls what the other has and both compute the
-same end behind it: how many of these had other tokens, and by how much the first token's log-probabilities differ at
-most. One node a GPU where there are two.
+same end behind it: how many of these pulls came under the step, how many rounds had other tokens, and by how much the
+first token's log-probabilities differ at most. One node a GPU where there are two.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Times:
     hit: list[float] = field(default_factory=list)
     bytes_per_s: list[float] = field(default_factory=list)
     num_joined: int = 0
+    num_compared_joined: int = 0
     num_differing: int = 0  # compared rounds
     widest: float = 0.0  # difference of log-probabilities
 
@@ -94,8 +95,10 @@ async def timed_round(url: str, length: int, end: int, rng: random.Random, times
 async def compared_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
     first, second = two_prompts(length, end, rng)
     await ask(url, first)
+    before = node_counters(url)["pull_joined"]
     pulled, own = await asyncio.gather(*(tokens_of(url, second, after_s) for after_s in (0.0, APART_S)))
     await asyncio.sleep(PUBLISHED_S)
+    times.num_compared_joined += int(node_counters(url)["pull_joined"] - before)
     times.num_differing += pulled[0] != own[0]
     times.widest = max(times.widest, abs(pulled[1] - own[1]))
 
@@ -121,7 +124,7 @@ def main() -> None:
         for case in cases:  # both nodes measure their rates, kernels and channels are made
             asyncio.run(timed_round(url, *case, rng, Times()))
         titles = f"{'prompt':>8}{'end':>7}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}"
-        print(f"{titles}  pulls, under a step; other tokens, log-probabilities")
+        print(f"{titles}  pulls, under a step; the same, other tokens, logprobs")
         for length, end in cases:
             times = Times()
             for _ in range(arguments.rounds):
@@ -130,7 +133,7 @@ def main() -> None:
                 asyncio.run(compared_round(url, length, end, rng, times))
             columns = "".join(shown(each, 1e3) for each in (times.computed, times.pulled, times.hit))
             pulls = f"{len(times.pulled)} of {arguments.rounds}, {times.num_joined}"
-            counts = f"{pulls}; {times.num_differing}, {times.widest:.2g}"
+            counts = f"{pulls}; {times.num_compared_joined}, {times.num_differing}, {times.widest:.2g}"
             print(f"{length:8}{end:7}{columns}{'':19}{shown(times.bytes_per_s, 1e-9)}  {counts}", flush=True)
 
 

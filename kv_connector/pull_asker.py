@@ -31,6 +31,10 @@ from tandem.kv_connector.pull_rates import PullRates
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.tiers.jobs import with_loads
 
+# A pull that takes longer comes before the step: under it nothing else could be computed, and a step waits for so long
+# (layer_gates.LONGEST_WAIT_S) only.
+FOLLOWED_S = 0.25
+
 
 class Stage(enum.Enum):
     WANTED = "wanted"
@@ -277,7 +281,10 @@ class PullAsker:
             self._by_key[pull.key] = pull
             patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
             pull.asked_at, pull.deadline = self._now, self._now + patience
-            pull.by_layer = runs_alone and self._follows(pull.request, len(pull.hashes) * size)
+            expected = self.rates.expected_s(peer.node_id, len(wanted) * size, compute, self._now)
+            pull.by_layer = (
+                runs_alone and expected <= FOLLOWED_S and self._follows(pull.request, len(pull.hashes) * size)
+            )
             self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now, pull.by_layer)
             if _peer_id(pull) in self._connected:
                 self._send(pull)

@@ -58,6 +58,12 @@ class PullRates:
         one = self._by_peer.get(node_id)
         return one is None or not compute_s_per_token or one.seconds(now) < compute_s_per_token
 
+    def expected_s(self, node_id: str, num_tokens: int, compute_s_per_token: float, now: float) -> float:
+        """Of a pull from there; guessed where nothing is known."""
+        one = self._by_peer.get(node_id)
+        known = 0.0 if one is None else one.seconds(now)
+        return num_tokens * (known or self.s_per_token(compute_s_per_token, now))
+
     def s_per_token(self, compute_s_per_token: float, now: float) -> float:
         """From any peer."""
         return self._all.seconds(now) or GUESSED_SHARE * (compute_s_per_token or GUESSED_COMPUTE_S)

@@ -161,10 +161,12 @@ class Client:
         priority: int = 0,
         deadline_s: float = 60.0,
         holder: NodeInfo | None = None,
+        num_held: int = 0,
         salt: bytes = b"",
         cache_share: float = 1.0,
     ) -> Result:
-        """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from."""
+        """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
+        it is said to have `num_held` tokens (0: all)."""
         result = self.results[request_id, attempt] = Result(num_samples=len(samples))
 
         def message(mode: str, peer: NodeInfo | None) -> Submit:
@@ -179,7 +181,7 @@ class Client:
                 priority=priority,
                 deadline_s=deadline_s,
                 peer=None if peer is None else _ref(peer),
-                prefix=None if holder is None else PrefixHint(_ref(holder), len(prompt)),
+                prefix=None if holder is None else PrefixHint(_ref(holder), num_held or len(prompt)),
                 salt=salt,
                 cache_share=cache_share,
             )

@@ -17,6 +17,7 @@ from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.push_blocks import list_rows
 from tandem.kv_connector.layer_gates import Arrivals
 from tandem.kv_connector.meta import Finalize, ReadySent, VerifyLayers, WholePush, digest_key
+from tandem.kv_connector.pull_asker import FOLLOWED_S
 from tandem.kv_connector.tiers.jobs import StepLoads
 from tests.fakes.kv_pools import PoolNode, wait_until
 from tests.fakes.transfer_side import Side
@@ -211,15 +212,33 @@ def test_steps_launched_on_a_void_one_are_dropped_too() -> None:
 # --- who asks, and for whom ---------------------------------------------------------------------------------------
 
 
-def test_a_granted_pull_is_joined_by_a_request_alone_and_found_by_others_when_it_is_there() -> None:
+def granted_pull(s_per_token: float = 0.0) -> tuple[PullWorld, Request]:
+    """Of five blocks; seven were asked for. The asker may start now; what a token of the holder's pulls takes it knows
+    if that is given."""
     world = PullWorld(16, 16, joins=True)
     world.submit(0, chain(1, 5))
     world.schedule()
+    for _ in range(2 if s_per_token else 0):
+        world.nodes[1].asker.rates.measured(world.nodes[0].info.node_id, 100, 100 * s_per_token, world.now)
     request = world.submit(1, chain(1, 7), holder=0)
     world.schedule()
     world.deliver(world.post[0])  # the question
     world.deliver(world.post[0])  # the claim: granted
     world.schedule()
+    return world, request
+
+
+@pytest.mark.parametrize("by_layer", [True, False])
+def test_a_pull_that_would_hold_a_step_up_for_long_comes_before_it(by_layer: bool) -> None:
+    seconds = FOLLOWED_S * (0.9 if by_layer else 1.1)
+    world, _ = granted_pull(seconds / (7 * BLOCK))
+    assert world.nodes[1].asker.counters.joined == by_layer
+    world.run()
+    world.check_whole()
+
+
+def test_a_granted_pull_is_joined_by_a_request_alone_and_found_by_others_when_it_is_there() -> None:
+    world, request = granted_pull()
     node = world.nodes[1]
     assert [each for each, _ in node.running] == [request]
     assert node.asker.counters.joined == 1
