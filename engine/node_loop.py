@@ -199,8 +199,8 @@ class NodeLoop:
 
     def _hold_launch(self, launch_at: Callable[[], float]) -> None:
         while self._core.device_is_busy and not self._stopping and (wait := launch_at() - time.monotonic()) > 0:
+            self._write_outbox()  # what was said by now does not wait for the next event
             self._read_inbox(min(wait, HOLD_POLL_S))
-            self._write_outbox()
 
     def _idle_wait(self, launched: bool) -> float:
         if launched or self._held_up:

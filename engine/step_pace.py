@@ -44,7 +44,7 @@ class StepPace:
         """The device has the step that was planned last."""
         seconds = self._clock() - self._decided_at
         known = self._leads.setdefault(self._newest_size, seconds)
-        self._leads[self._newest_size] = known + LEAD_SMOOTHING * (seconds - known)
+        self._leads[self._newest_size] = known + LEAD_SMOOTHING * (min(seconds, known * MOST) - known)
 
     def completed(self, step_id: int) -> None:
         """Its results have been read, in the order of steps."""

@@ -128,6 +128,24 @@ def test_the_next_step_is_decided_late_by_what_is_there_then() -> None:
     assert log[:4] == ["sent claim", "other", "sent answer to other", "scheduled"]
 
 
+def test_answers_do_not_wait_for_the_decision_nor_for_the_next_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.engine.node_loop.HOLD_POLL_S", 5.0)
+    log: list[str] = []
+    core = OneStep(log, num_polls=3)
+    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, launch_at=lambda: time.monotonic() + 60.0)
+    loop.post("other")
+    answered: list[bool] = []
+
+    def look() -> None:
+        answered.append("sent answer to other" in log)
+        core.polls_left = 0
+        loop.begin_drain()
+
+    threading.Timer(0.1, look).start()
+    loop.run()
+    assert answered == [True]
+
+
 def test_a_step_that_ends_early_is_followed_at_once() -> None:
     log: list[str] = []
     core = OneStep(log, num_polls=3)

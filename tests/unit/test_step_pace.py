@@ -103,6 +103,16 @@ def test_steps_that_take_the_host_longer_are_decided_sooner() -> None:
     assert device.pace.next_decision_at() == pytest.approx(device.now + 0.0062 - 0.0025 - SPARE_S)
 
 
+def test_one_decision_that_was_held_up_changes_little() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    device.host_s = 0.02
+    device.learn(17, 0.0046, times=1)
+    device.host_s = HOST_S
+    device.launch(17)
+    assert device.pace.next_decision_at() > device.now + 0.0046 - LEAD_S - 0.0001
+
+
 def test_a_step_whose_end_was_seen_late_lets_the_next_one_end_no_later() -> None:
     device = Device()
     device.learn(17, 0.0046)
