@@ -4,7 +4,7 @@
                                      --load-format dummy]
 
 A round sends a prompt that nobody has seen to one node (computed), then one with the same prefix and an end of its own
-to the other node (pulled), then that one to the first node as well (hit). Printed for each length of prompts and of
+to the other node (pulled), then another such prompt to the first node (hit). Printed for each length of prompts and of
 their ends: medians of the time to first token, the bytes a second of the pulls alone, from question to commit, how many
 pulls came under the forward pass, which short ends do not wait for.
 
@@ -71,14 +71,14 @@ class Times:
     widest: float = 0.0  # difference of log-probabilities
 
 
-def two_prompts(length: int, end: int, rng: random.Random) -> tuple[list[int], list[int]]:
+def prompts(count: int, length: int, end: int, rng: random.Random) -> list[list[int]]:
+    """With one prefix and an end each."""
     prefix = [rng.randrange(100, 400) for _ in range(length - end)]
-    first, second = ([*prefix, *(rng.randrange(100, 400) for _ in range(end))] for _ in range(2))
-    return first, second
+    return [[*prefix, *(rng.randrange(100, 400) for _ in range(end))] for _ in range(count)]
 
 
 async def timed_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
-    first, second = two_prompts(length, end, rng)
+    first, second, third = prompts(3, length, end, rng)
     times.computed.append(await ask(url, first))
     before = node_counters(url)
     took = await ask(url, second)
@@ -89,11 +89,11 @@ async def timed_round(url: str, length: int, end: int, rng: random.Random, times
         times.pulled.append(took)
         times.bytes_per_s.append(gained["kv_pushed_bytes"] / gained["pull_seconds"])
         times.num_joined += int(gained["pull_joined"])
-    times.hit.append(await ask(url, second))
+    times.hit.append(await ask(url, third))
 
 
 async def compared_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
-    first, second = two_prompts(length, end, rng)
+    first, second = prompts(2, length, end, rng)
     await ask(url, first)
     before = node_counters(url)["pull_joined"]
     pulled, own = await asyncio.gather(*(tokens_of(url, second, after_s) for after_s in (0.0, APART_S)))
