@@ -16,10 +16,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
+from tandem.engine.block_publication import NO_STEP, BlockPublication
 from tandem.engine.interfaces import BlockEvent
+from tandem.engine.prefix_tree import PrefixTree
 from tandem.engine.tenants import TenantBlocks, TenantShares
-
-NO_STEP = -1
 
 
 class BlockPool:
@@ -38,18 +38,14 @@ class BlockPool:
         self._cooling: dict[int, set[int]] = {}  # step -> free blocks that it may still write
         self._newest_launched = NO_STEP
         self._newest_completed = NO_STEP
-        # The hash table and the tree that its prefixes form.
+        # The hash table, and the tree that its prefixes form.
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
-        self._parent_of: dict[bytes, bytes | None] = {}
+        self._tree = PrefixTree()
         self._tenant_of: dict[bytes, bytes] = {}  # of those that have one
         self.shares = shares or TenantShares()
         self._tenants = TenantBlocks(self.shares, num_blocks)
-        self._children_of: dict[bytes, dict[bytes, None]] = {}
-        # Publication: hashes that wait for a step, and events not yet drained.
-        self._publish_step: dict[bytes, int] = {}
-        self._to_publish: dict[int, list[bytes]] = {}
-        self._events: list[BlockEvent] = []
+        self._publication = BlockPublication()
 
     # --- counts ---------------------------------------------------------------------------------------------
 
@@ -77,14 +73,14 @@ class BlockPool:
         return self._block_of.get(block_hash)
 
     def parent(self, block_hash: bytes) -> bytes | None:
-        return self._parent_of[block_hash]
+        return self._tree.parent_of[block_hash]
 
     def tenant(self, block_hash: bytes) -> bytes:
         return self._tenant_of.get(block_hash, b"")
 
     def is_published(self, block_hash: bytes) -> bool:
         """Whether the block is cached and complete: nothing writes it until its generation changes."""
-        return block_hash in self._block_of and block_hash not in self._publish_step
+        return block_hash in self._block_of and not self._publication.awaits(block_hash)
 
     def generation(self, block_id: int) -> int:
         """How often the block was given away to be written anew. Who reads without a reference looks at it before and
@@ -94,7 +90,7 @@ class BlockPool:
     def cold_end(self, limit: int) -> list[bytes]:
         """Published hashes among the next `limit` blocks to be reused, in that order."""
         hashes = (self._hash_of[block_id] for block_id in islice(self._free, limit))
-        return [each for each in hashes if each is not None and each not in self._publish_step]
+        return [each for each in hashes if each is not None and not self._publication.awaits(each)]
 
     def is_writable(self, block_id: int) -> bool:
         """Only a block with one holder and without a hash may be written."""
@@ -204,14 +200,11 @@ class BlockPool:
         assert self._ref_counts[block_id] > 0, f"block {block_id} is registered and has no holder"
         if not self.enable_caching or block_hash in self._block_of or self._hash_of[block_id] is not None:
             return False
-        if parent is not None:
-            if parent not in self._block_of:
-                return False
-            self._children_of.setdefault(parent, {})[block_hash] = None
+        if not self._tree.add(block_hash, parent):
+            return False
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
-        self._parent_of[block_hash] = parent
-        self._publish_after(block_hash, parent, NO_STEP if step is None else step)
+        self._publication.stored(block_hash, parent, NO_STEP if step is None else step)
         if tenant:
             self._tenant_of[block_hash] = tenant
             self._tenants.cached(tenant)
@@ -229,34 +222,16 @@ class BlockPool:
         block_hash = self._hash_of[block_id]
         return b"" if block_hash is None else self.tenant(block_hash)
 
-    def _publish_after(self, block_hash: bytes, parent: bytes | None, step: int) -> None:
-        if parent is not None:  # parents are published before their children
-            step = max(step, self._publish_step.get(parent, NO_STEP))
-        if step <= self._newest_completed:
-            self._events.append(BlockEvent(block_hash, stored=True))
-        else:
-            self._publish_step[block_hash] = step
-            self._to_publish.setdefault(step, []).append(block_hash)
-
     def _forget(self, block_hash: bytes) -> None:
         """Takes a hash and all that descend from it out of the table, children first."""
-        doomed = [block_hash]
-        for ancestor in doomed:
-            doomed += self._children_of.pop(ancestor, ())
-        for gone in reversed(doomed):
+        for gone in self._tree.remove(block_hash):
             block_id = self._block_of.pop(gone)
             self._hash_of[block_id] = None
             if block_id in self._free:
                 self._free.move_to_end(block_id, last=False)
-            parent = self._parent_of.pop(gone)
             if tenant := self._tenant_of.pop(gone, b""):
                 self._tenants.forgotten(tenant, block_id)
-            if parent in self._children_of:
-                del self._children_of[parent][gone]
-                if not self._children_of[parent]:
-                    del self._children_of[parent]
-            if self._publish_step.pop(gone, None) is None:
-                self._events.append(BlockEvent(gone, stored=False))
+            self._publication.removed(gone)
 
     def flush(self) -> None:
         """Drops every cached block that nobody holds."""
@@ -267,12 +242,11 @@ class BlockPool:
 
     def cached_hashes(self) -> list[bytes]:
         """Published hashes, parents before children: a snapshot for the directory."""
-        return [block_hash for block_hash in self._block_of if block_hash not in self._publish_step]
+        return [block_hash for block_hash in self._block_of if not self._publication.awaits(block_hash)]
 
     def drain_events(self) -> list[BlockEvent]:
         """What was stored and removed since the last call, in order: parents stored first, children removed first."""
-        events, self._events = self._events, []
-        return events
+        return self._publication.drain_events()
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -286,17 +260,13 @@ class BlockPool:
         self._newest_completed = step_id
         for step in [step for step in self._cooling if step <= step_id]:
             del self._cooling[step]
-        for step in sorted(step for step in self._to_publish if step <= step_id):
-            for block_hash in self._to_publish.pop(step):
-                if self._publish_step.get(block_hash) == step:
-                    del self._publish_step[block_hash]
-                    self._events.append(BlockEvent(block_hash, stored=True))
+        self._publication.completed(step_id)
 
     def step_failed(self, step_id: int) -> None:
         """Step `step_id` wrote nothing: hashes of blocks that it or a later step should have filled are dropped.
         Whoever holds blocks may hold those, and must end."""
-        for block_hash, step in list(self._publish_step.items()):
-            if step >= step_id and block_hash in self._publish_step:
+        for block_hash in self._publication.from_step(step_id):
+            if block_hash in self._block_of:
                 self._forget(block_hash)
         self.step_completed(step_id)
 
@@ -319,20 +289,12 @@ class BlockPool:
         assert {h: b for b, h in hashed.items()} == self._block_of, "hashes and blocks don't map one to one"
         assert len(hashed) == len(self._block_of), "two blocks have one hash"
         assert self.enable_caching or not hashed, "a block is cached though caching is off"
-        assert set(self._parent_of) == set(self._block_of)
+        assert set(self._tree.parent_of) == set(self._block_of)
+        self._tree.check_integrity()
         assert set(self._tenant_of) <= set(self._block_of), "a tenant of what is not cached"
         free: dict[bytes, set[int]] = {}
         for block_hash, tenant in self._tenant_of.items():
             if self._block_of[block_hash] in self._free:
                 free.setdefault(tenant, set()).add(self._block_of[block_hash])
         self._tenants.check_integrity(Counter(self._tenant_of.values()), free)
-        for block_hash, parent in self._parent_of.items():
-            if parent is not None:
-                assert parent in self._block_of, "a cached block has lost its parent"
-                assert block_hash in self._children_of[parent]
-                parent_step = self._publish_step.get(parent, NO_STEP)
-                assert (
-                    parent_step <= self._publish_step.get(block_hash, NO_STEP) or parent_step <= self._newest_completed
-                )
-        assert sum(map(len, self._children_of.values())) == sum(p is not None for p in self._parent_of.values())
-        assert set(self._publish_step) <= set(self._block_of), "an evicted block waits to be published"
+        self._publication.check_integrity(self._tree.parent_of)

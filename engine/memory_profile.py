@@ -8,7 +8,8 @@ from tandem.engine.config import SchedulerOptions
 from tandem.engine.decode_graphs import DecodeGraphs
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.kv_pool import allocate_pool
-from tandem.engine.runner import Model, ModelRunner
+from tandem.engine.runner import ModelRunner
+from tandem.engine.runner_needs import Model
 
 DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels
 

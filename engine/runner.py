@@ -11,20 +11,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from tandem.engine.batch_state import BatchState
 from tandem.engine.config import SchedulerOptions
-from tandem.engine.decode_graphs import REPLAYED_TOKENS, DecodeGraphs, DecoderLike
+from tandem.engine.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.interfaces import KVConnectorWorker
 from tandem.engine.parallel.collectives import Collective
-from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.parallel.short_of_memory import collectives_of, collectives_of_sampling, go_along
 from tandem.engine.prefix_sharing import PrefixSharing
-from tandem.engine.sampler import Logprobs, SamplingBatch, logprobs_of, sample
+from tandem.engine.prompt_logprobs import prompt_logprobs
+from tandem.engine.runner_needs import Followers, Model
+from tandem.engine.sampler import Logprobs, SamplingBatch, sample
 from tandem.engine.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.step_pieces import StepPiece, split_step
@@ -37,30 +37,6 @@ from tandem.kernels.rotary_attention import WantedTokens
 
 logger = logging.getLogger(__name__)
 SMALLEST_PIECE = 16  # tokens; a device without memory for so few has none to go on with
-
-
-class Model(DecoderLike, Protocol):
-    """What the runner needs of a model. `group`: with the ranks that hold the rest of it."""
-
-    @property
-    def group(self) -> TensorParallel | None: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def bind_kv_cache(self, pool: torch.Tensor) -> None: ...
-
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
-
-
-class Followers(Protocol):
-    """The other ranks, as rank 0 leads them."""
-
-    def announce(
-        self, verb: Literal["step", "dummy", "warm_up", "capture"], step: SchedulerOutput | None = None
-    ) -> None: ...
-
-    def failed(self, step_id: int) -> bool: ...
 
 
 class ModelRunner:
@@ -113,13 +89,8 @@ class ModelRunner:
             self._followers.announce("step", output)
         self.state.apply(output.new_slots, output.block_appends)
         if output.copies:
-            copies = output.copies
-            copy_blocks(
-                self.pool,
-                [copy.source for copy in copies],
-                [copy.destination for copy in copies],
-                [copy.num_tokens for copy in copies],
-            )
+            copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
+            copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
         step = LaunchedStep(output.step_id)
         if self._followers is not None:
             step.failed_elsewhere = partial(self._failed_elsewhere, output.step_id)
@@ -223,7 +194,7 @@ class ModelRunner:
             last = self._inputs.last_tokens(inputs, piece.sampled)
             hidden_TH = self._forward(inputs, None if every else last, hooks if len(pieces) == 1 else None)
             if every:
-                step.prompt_logprobs += self._prompt_logprobs(piece, inputs, hidden_TH)
+                step.prompt_logprobs += prompt_logprobs(self.model, self.state, piece, inputs, hidden_TH)
                 hidden_TH = hidden_TH[last.index]
             wanted.append(hidden_TH)
         if hooks is not None and len(pieces) > 1:
@@ -273,19 +244,6 @@ class ModelRunner:
             return group.from_rank_0(torch.empty(len(logits_NV), dtype=torch.int64, device=self.device)), None
         token_N, logprobs = sample(all_logits_NV, batch)
         return group.from_rank_0(token_N), logprobs
-
-    def _prompt_logprobs(self, piece: StepPiece, inputs: ForwardInputs, hidden_TH: torch.Tensor) -> list[HostLogprobs]:
-        """For rows that ask: how likely the prompt's own next tokens were, a bounded piece at a time."""
-        parts = []
-        for index, row in enumerate(piece.rows):
-            wanted = int(self.state.settings["num_prompt_logprobs"][row.slot])
-            for first, count in self.state.prompt_logprob_runs(row):
-                begin = int(inputs.first_token_R[index]) + first
-                after = row.start + first + 1
-                target_L = self.state.token_ids_SC[row.slot, after : after + count].to(torch.int64)
-                logprobs = logprobs_of(self.model.compute_logits(hidden_TH[begin : begin + count]), target_L, wanted)
-                parts.append(HostLogprobs.fetch(logprobs, np.full(count, piece.parents[index]), np.full(count, wanted)))
-        return parts
 
     @torch.inference_mode()
     def warmup(self) -> None:

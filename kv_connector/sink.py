@@ -6,7 +6,6 @@ each until the machine says COMMIT, UNPIN or FREE.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,8 +29,8 @@ from tandem.kv_connector.handoff.sink import SinkEvent as E
 from tandem.kv_connector.handoff.sink import SinkMachine
 from tandem.kv_connector.handoff.sink import SinkState as S
 from tandem.kv_connector.meta import HandoffKey, Verified
-from tandem.kv_connector.peer_effects import AdmitSource, Fenced, FenceSource
-from tandem.kv_connector.sink_queue import SinkQueue
+from tandem.kv_connector.peer_effects import Fenced
+from tandem.kv_connector.sink_peers import OVER, UNTIL_SAFE, SinkPeers
 from tandem.kv_connector.sink_record import SinkRecord
 
 if TYPE_CHECKING:
@@ -39,15 +38,10 @@ if TYPE_CHECKING:
 
 TOMBSTONE_S = 120.0
 MAX_RESEND_S = 5.0
-MAX_LOST = 4096
-_ENDED = (S.COMMITTED, S.CLOSED, S.REJECTED)
-_OVER = (*_ENDED, S.UNKNOWN)
 _UNDER_WAY = (S.GRANTED, S.VERIFYING, S.RESENDING)
-# The request has ended; its blocks wait for KVDrained or a fence, however long: no passing of time makes them safe.
-_UNTIL_SAFE = (S.QUARANTINED,)
 
 
-class SinkManager(SinkQueue):
+class SinkManager(SinkPeers):
     """`pool` is shared with the scheduler. `is_settled` (grant id) says whether a source's word that it writes no more
     may be believed (Transport.is_settled): if not, the word is not heard, and comes again."""
 
@@ -61,8 +55,6 @@ class SinkManager(SinkQueue):
     ) -> None:
         super().__init__(info, keys, pool, options)
         self._is_settled = is_settled
-        self._lost: OrderedDict[tuple[str, int], None] = OrderedDict()  # and not greeted since
-        self._fences: Counter[tuple[str, int]] = Counter()  # asked for and not ended
         self.num_under_way = 0  # granted and not committed, at the last tick
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -82,7 +74,7 @@ class SinkManager(SinkQueue):
         self._pin(record)
         num_cached = len(record.hits) * self._block_size
         self._run(record, record.machine.on_submit(submit.peer.epoch))
-        if record.machine.state in _OVER:
+        if record.machine.state in OVER:
             self._unpin(record)
         elif record.num_blocks + 1 > self._pool.num_blocks:
             record.reason = outcomes.TOO_LARGE
@@ -166,41 +158,11 @@ class SinkManager(SinkQueue):
             if record is not None:
                 self._on_verified(record, event)
 
-    def peer_connected(self, info: NodeInfo) -> None:
-        """A source was greeted (again). One that was lost gets new grants at once, whether its fence has ended or not:
-        what it held before stays in quarantine, and that fence says nothing of what it is granted from now on."""
-        self._lost.pop((info.node_id, info.epoch), None)
-        self._effects.append(AdmitSource(info))
-
-    def peer_lost(self, node_id: str, epoch: int) -> None:
-        """The source is silent or gone: what it may still write stays in quarantine until it is fenced."""
-        self._lost[node_id, epoch] = None
-        if len(self._lost) > MAX_LOST:
-            self._lost.popitem(last=False)
-        self._fences[node_id, epoch] += 1
-        self._effects.append(FenceSource(node_id, epoch))
-        for record in self._of_source(node_id, epoch):
-            self._because(record, outcomes.SOURCE_LOST)
-            self._run(record, record.machine.on_source_lost(epoch))
-            self._settle(record)
-
-    def fenced(self, node_id: str, epoch: int) -> None:
-        """A fence closes grants that were open when it was asked for, so only hand-offs that have seen the loss count,
-        and, of a source lost more than once, only when its last fence has ended."""
-        self._fences[node_id, epoch] -= 1
-        if self._fences[node_id, epoch] > 0:
-            return
-        del self._fences[node_id, epoch]
-        for record in self._of_source(node_id, epoch):
-            if record.machine.source_lost:
-                self._run(record, record.machine.on_fenced(epoch))
-                self._settle(record)
-
     def on_tick(self, now: float) -> None:
         self._now = now
         self.num_under_way = 0
         for record in list(self._records.values()):
-            if record.machine.state in _OVER:
+            if record.machine.state in OVER:
                 was_only_asked = record.machine.state is S.UNKNOWN and now >= record.deadline
                 if was_only_asked or (record.closed_at and now - record.closed_at > TOMBSTONE_S):
                     del self._records[record.key]
@@ -210,7 +172,7 @@ class SinkManager(SinkQueue):
         self._grant_in_order()
 
     def _tick(self, record: SinkRecord) -> None:
-        if record.machine.state in _UNTIL_SAFE:
+        if record.machine.state in UNTIL_SAFE:
             self._warn_of_long_quarantine(record)
         elif self._now >= record.deadline:
             was_asked = record.request is not None or record.most_blocks
@@ -234,7 +196,7 @@ class SinkManager(SinkQueue):
     @property
     def is_idle(self) -> bool:
         """No hand-off is under way; quarantined blocks die with this process."""
-        return all(r.machine.state in (*_OVER, S.QUARANTINED) for r in self._records.values())
+        return all(r.machine.state in (*OVER, S.QUARANTINED) for r in self._records.values())
 
     @property
     def num_quarantined(self) -> int:
@@ -243,7 +205,7 @@ class SinkManager(SinkQueue):
     def check_integrity(self) -> None:
         for record in self._records.values():
             state = record.machine.state
-            assert state not in _OVER or not (record.hits or record.granted), f"{record.key} is over and holds blocks"
+            assert state not in OVER or not (record.hits or record.granted), f"{record.key} is over and holds blocks"
             assert state is not S.QUARANTINED or not record.hits, f"{record.key} is over and pins hits"
             for block_id in (*record.hits, *record.granted):
                 assert self._pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"
@@ -256,23 +218,6 @@ class SinkManager(SinkQueue):
             early = self._now + self._options.timeouts.connect_s
             record = self._records[key] = SinkRecord(key, SinkMachine(self.info.epoch), deadline=early)
         return record
-
-    def _of_source(self, node_id: str, epoch: int) -> list[SinkRecord]:
-        source = (node_id, epoch)
-        return [each for each in self._records.values() if (each.source_id, each.machine.source_epoch) == source]
-
-    def _has_stayed_away(self, record: SinkRecord) -> bool:
-        """A source that was lost greets again when it gets its half of a request: its ticket waits for that."""
-        waited = self._now - record.expected_at
-        return waited >= self._options.timeouts.connect_s and (
-            (record.source_id, record.machine.source_epoch) in self._lost
-        )
-
-    @staticmethod
-    def _because(record: SinkRecord, reason: str) -> None:
-        """Why the hand-off ends, if it has not ended yet."""
-        if record.machine.state not in (*_ENDED, *_UNTIL_SAFE):
-            record.reason = reason
 
     def _on_ready(self, record: SinkRecord, ready: KVReady) -> None:
         if record.grant is not None and ready.grant_signature != record.grant.signature:
@@ -301,12 +246,3 @@ class SinkManager(SinkQueue):
             record.reason = outcomes.RECOMPUTING
         self._run(record, record.machine.on_verified(event.grant_id, event.round, not event.bad_indices))
         self._settle(record)
-
-    def _settle(self, record: SinkRecord) -> None:
-        """After any event: queue a new claim, note an end, grant what can be granted now."""
-        line = self._pulls if record.most_blocks or record.follows else self._queue
-        if record.machine.state is S.QUEUED and record not in line:
-            line.append(record)
-        if record.machine.state in _ENDED and not record.closed_at:
-            record.closed_at = self._now
-        self._grant_in_order()

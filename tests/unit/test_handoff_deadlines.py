@@ -12,7 +12,7 @@ import pytest
 
 from tandem.engine.config import Timeouts
 from tandem.engine.messages import KVGrant, KVReady, KVResend
-from tandem.kv_connector import outcomes, sink, source
+from tandem.kv_connector import outcomes, sink, sink_peers, source
 from tandem.kv_connector.handoff.sink import SinkState as K
 from tandem.kv_connector.handoff.source import SourceState as P
 from tandem.kv_connector.outcomes import HandoffFailed
@@ -238,8 +238,8 @@ HELD_FROM_DEADLINE = {K.GRANTED, K.VERIFYING, K.RESENDING} | AWAIT_PROOF
 
 def test_the_states_of_the_sink_without_a_deadline_are_those_named_here() -> None:
     assert set(SINK_STATES) == set(K)
-    assert set(sink._UNTIL_SAFE) == AWAIT_PROOF
-    assert set(sink._OVER) == {K.UNKNOWN, K.REJECTED} | SINK_ENDED - AWAIT_PROOF, "these go with their tombstone"
+    assert set(sink_peers.UNTIL_SAFE) == AWAIT_PROOF
+    assert set(sink_peers.OVER) == {K.UNKNOWN, K.REJECTED} | SINK_ENDED - AWAIT_PROOF, "these go with their tombstone"
 
 
 @pytest.mark.parametrize("state", K)

@@ -1,0 +1,41 @@
+"""Hashes of cached blocks, each below that of the block before it: a hash leaves with all that descend from it."""
+
+from __future__ import annotations
+
+
+class PrefixTree:
+    """Part of BlockPool. `parent_of` has every hash; None: a first block's."""
+
+    def __init__(self) -> None:
+        self.parent_of: dict[bytes, bytes | None] = {}
+        self._children_of: dict[bytes, dict[bytes, None]] = {}
+
+    def add(self, block_hash: bytes, parent: bytes | None) -> bool:
+        """False, and no change, when the parent is not here."""
+        if parent is not None:
+            if parent not in self.parent_of:
+                return False
+            self._children_of.setdefault(parent, {})[block_hash] = None
+        self.parent_of[block_hash] = parent
+        return True
+
+    def remove(self, block_hash: bytes) -> list[bytes]:
+        """It and all that descend from it, children first."""
+        doomed = [block_hash]
+        for ancestor in doomed:
+            doomed += self._children_of.pop(ancestor, ())
+        for gone in doomed:
+            parent = self.parent_of.pop(gone)
+            if parent in self._children_of:
+                del self._children_of[parent][gone]
+                if not self._children_of[parent]:
+                    del self._children_of[parent]
+        doomed.reverse()
+        return doomed
+
+    def check_integrity(self) -> None:
+        for block_hash, parent in self.parent_of.items():
+            if parent is not None:
+                assert parent in self.parent_of, "a cached block has lost its parent"
+                assert block_hash in self._children_of[parent]
+        assert sum(map(len, self._children_of.values())) == sum(p is not None for p in self.parent_of.values())
