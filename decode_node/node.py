@@ -13,6 +13,9 @@ from tandem.engine.request_book import Entry
 from tandem.kv_connector.handoff_node import HandoffNode
 from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
 
+# How long a check takes; a step that waits for it begins later by as much, less StepPace's spare time, at most.
+CHECK_S = 0.001
+
 
 class DecodeNode(HandoffNode):
     """Takes "decode" (expect the KV from `peer`) and "full" (compute everything here)."""
@@ -28,9 +31,11 @@ class DecodeNode(HandoffNode):
             super().start(entry, now)
 
     def launch_at(self) -> float:
-        """While KV is on its way here the next step waits for it as long as it can: else it would wait for that
-        step."""
-        return self.scheduler.pace.next_decision_at() if self.sink.num_under_way else 0.0
+        """While KV is on its way here the next step waits for it as long as it can, and a little longer for what is
+        being checked: else it would wait for that step."""
+        if not self.sink.num_under_way:
+            return 0.0
+        return self.scheduler.pace.next_decision_at(CHECK_S if self.sink.num_verifying else 0.0)
 
     def stop(self, entry: Entry, now: float) -> None:
         super().stop(entry, now)

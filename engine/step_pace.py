@@ -57,15 +57,17 @@ class StepPace:
         change = min(max(seconds, known * LEAST), known * MOST) - known
         self._seconds[size] = known + change * (SLOWER if change > 0 else FASTER)
 
-    def next_decision_at(self) -> float:
-        """The past: now."""
+    def next_decision_at(self, late_s: float = 0.0) -> float:
+        """The past: now. `late_s`: how much later than would be in time; the step begins later then, by less."""
         if not self._steps:
             return 0.0
         _, size = next(iter(self._steps.values()))
         is_unsure = self._share_held_up > MOST_HELD_UP or self._newest_size not in self._leads
         if is_unsure or size * TOKENS_ALIKE > MOST_TOKENS:
             return 0.0
-        return self.ends_at() - self._leads[self._newest_size] - SPARE_S  # what comes next is mostly like the newest
+        return (
+            self.ends_at() - self._leads[self._newest_size] - SPARE_S + late_s
+        )  # what comes next is mostly like the newest
 
     def ends_at(self) -> float:
         """When the running step is expected to end; the past when that is not known."""

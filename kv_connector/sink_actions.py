@@ -24,7 +24,7 @@ from tandem.kv_connector import outcomes
 from tandem.kv_connector.action_queues import ActionQueues
 from tandem.kv_connector.handoff.sink import SinkAction as A
 from tandem.kv_connector.handoff.sink import SinkState as S
-from tandem.kv_connector.meta import CloseGrant, EndLayers, OpenGrant, Verify, digest_key
+from tandem.kv_connector.meta import CloseGrant, EndLayers, HandoffKey, OpenGrant, Verify, digest_key
 from tandem.kv_connector.outcomes import Commit, Failed, Fetched, NotFetched, Recompute, Released, SinkOutcome
 from tandem.kv_connector.sink_record import SinkRecord
 
@@ -56,6 +56,7 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
         self._options = options
         self._block_size = options.cache.block_size
         self._queue: deque[SinkRecord] = deque()
+        self._verifying: set[HandoffKey] = set()
         self._now = 0.0
 
     def _send(self, record: SinkRecord, message: Message) -> None:
@@ -69,6 +70,15 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
                 self._send(record, self._message(record, action))
             else:
                 self._act(record, action)
+        if record.machine.state is S.VERIFYING:
+            self._verifying.add(record.key)
+        else:
+            self._verifying.discard(record.key)
+
+    @property
+    def num_verifying(self) -> int:
+        """Hand-offs whose bytes are all here, and being checked."""
+        return len(self._verifying)
 
     def _message(self, record: SinkRecord, action: A) -> Message:
         request_id, attempt = record.key

@@ -170,3 +170,29 @@ def test_a_drained_is_not_believed_while_writes_may_land() -> None:
     sink.on_message(SOURCE, drained, 3.0)
     assert pool.num_free == 10
     sink.check_integrity()
+
+
+def test_what_is_being_checked_is_counted_until_the_answer() -> None:
+    sink = sink_of(BlockPool(20, enable_caching=True))
+
+    def ready(grant: KVGrant, round: int = 0) -> int:
+        said = KVReady(
+            request_id=grant.request_id, attempt=0, grant_id=grant.grant_id, grant_signature=grant.signature,
+            source_id="p", source_epoch=7, sink_epoch=9, first_tokens=(), digests=b"d" * 24, round=round,
+        )  # fmt: skip
+        sink.on_message(SOURCE, said, 2.0)
+        return sink.num_verifying
+
+    def verified(grant: KVGrant, round: int, bad: tuple[int, ...]) -> int:
+        sink.on_transfer_event(Verified((grant.request_id, 0), grant.grant_id, round, bad), 2.0)
+        return sink.num_verifying
+
+    for name in ("kept", "cancelled"):
+        expect(sink, name, 10, [])
+    (kept,), (cancelled,) = claim(sink, "kept", 10), claim(sink, "cancelled", 10)
+    assert sink.num_verifying == 0
+    assert [ready(kept), ready(cancelled), verified(kept, 0, (1,))] == [1, 2, 1]
+    sink.cancel("cancelled", 0, 2.0)
+    assert sink.num_verifying == 0
+    assert [ready(kept, 1), verified(kept, 1, ())] == [1, 0]
+    assert sink.counters.commits == 1

@@ -43,6 +43,7 @@ def test_the_next_step_is_decided_shortly_before_the_running_one_ends() -> None:
     device.learn(17, 0.0046)
     device.launch(18)
     assert device.pace.next_decision_at() == pytest.approx(device.now + 0.0046 - LEAD_S)
+    assert device.pace.next_decision_at(0.001) == pytest.approx(device.now + 0.0056 - LEAD_S)
 
 
 def test_a_running_step_began_when_the_one_before_it_ended() -> None:
@@ -70,7 +71,7 @@ def test_what_was_never_measured_or_takes_long_to_launch_is_not_waited_for(num_t
     if num_tokens > MOST_TOKENS:
         device.learn(num_tokens, 0.08)
     device.launch(num_tokens)
-    assert device.pace.next_decision_at() < device.now
+    assert device.pace.next_decision_at(0.001) < device.now
     assert StepPace(lambda: 5.0).next_decision_at() == 0.0, "nor when nothing runs"
 
 
