@@ -13,10 +13,8 @@ what it does not find. docs/handoff.md tells the protocol.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
@@ -28,52 +26,13 @@ from tandem.engine.tenants import tenant_of_block
 from tandem.kv_connector.meta import HandoffKey
 from tandem.kv_connector.outcomes import DEADLINE, Fetched, NotFetched
 from tandem.kv_connector.pull_rates import PullRates
+from tandem.kv_connector.pull_record import Pull, PullCounters, Stage
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.tiers.jobs import with_loads
 
 # A pull that takes longer comes before the step: under it nothing else could be computed, and a step waits for so long
 # (layer_gates.LONGEST_WAIT_S) only.
 FOLLOWED_S = 0.25
-
-
-class Stage(enum.Enum):
-    WANTED = "wanted"
-    ASKED = "asked"
-    JOINED = "joined"  # the request has started: what was asked for comes under its first step
-    HELD = "held"  # found by hash, held until the request starts
-    OVER = "over"  # holds nothing
-
-
-@dataclass(eq=False, slots=True)
-class Pull:
-    """`held`: one reference each, the request's hits and, once they came, the blocks after them."""
-
-    request: Request
-    hint: PrefixHint
-    stage: Stage = Stage.WANTED
-    key: HandoffKey = ("", 0)
-    by_layer: bool = False
-    first: int = 0  # number of hits
-    hashes: list[bytes] = field(default_factory=list)  # from the prompt's first block on to the last that is asked for
-    held: list[int] = field(default_factory=list)
-    asked_at: float = 0.0
-    deadline: float = 0.0
-    resend_at: float = 0.0
-
-    @property
-    def wanted(self) -> list[bytes]:
-        return self.hashes[self.first :]
-
-
-@dataclass
-class PullCounters:
-    asked: int = 0  # pulls
-    joined: int = 0  # under a request's first step
-    completed: int = 0
-    failed: int = 0  # nothing came of them: the peer had nothing, was busy, slow, or is gone
-    declined: int = 0  # computing was faster
-    tokens: int = 0  # that need not be computed any more
-    seconds: float = 0.0  # from question to commit, of completed ones
 
 
 class PullAsker:
@@ -205,14 +164,14 @@ class PullAsker:
         peer_id = peer_id_of(info.node_id, info.epoch)
         self._connected.add(peer_id)
         for pull in self._by_key.values():
-            if _peer_id(pull) == peer_id:
+            if pull.peer_id == peer_id:
                 self._send(pull)
 
     def peer_lost(self, node_id: str, epoch: int) -> None:
         """It is gone, or refuses this node. The sink may have told of its hand-offs' ends already."""
         peer_id = peer_id_of(node_id, epoch)
         self._connected.discard(peer_id)
-        for pull in [each for each in self._by_key.values() if _peer_id(each) == peer_id]:
+        for pull in [each for each in self._by_key.values() if each.peer_id == peer_id]:
             self.counters.failed += 1
             self._give_up(pull)
 
@@ -220,7 +179,7 @@ class PullAsker:
         """The end of a pull that lasts too long comes from the sink."""
         self._now = now
         for pull in self._by_key.values():
-            if now >= pull.resend_at and _peer_id(pull) in self._connected and self._sink.is_unanswered(pull.key):
+            if now >= pull.resend_at and pull.peer_id in self._connected and self._sink.is_unanswered(pull.key):
                 self._send(pull)
 
     # --- out ------------------------------------------------------------------------------------------------
@@ -286,7 +245,7 @@ class PullAsker:
                 runs_alone and expected <= FOLLOWED_S and self._follows(pull.request, len(pull.hashes) * size)
             )
             self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now, pull.by_layer)
-            if _peer_id(pull) in self._connected:
+            if pull.peer_id in self._connected:
                 self._send(pull)
             else:
                 self._connects.append(peer)
@@ -303,7 +262,7 @@ class PullAsker:
             deadline_s=max(0.0, pull.deadline - self._now),
             by_layer=pull.by_layer,
         )
-        self._outbox.append((_peer_id(pull), message))
+        self._outbox.append((pull.peer_id, message))
 
     def _follows(self, request: Request, num_found: int) -> bool:
         """A short rest is computed by a captured step, which waits for no layer, and in less than it takes to launch
@@ -343,7 +302,3 @@ class PullAsker:
 
     def _num_held(self) -> int:
         return sum(len(pull.hashes) for pull in self._pulls.values() if pull.stage in (Stage.ASKED, Stage.HELD))
-
-
-def _peer_id(pull: Pull) -> str:
-    return peer_id_of(pull.hint.peer.node_id, pull.hint.peer.epoch)
