@@ -13,6 +13,7 @@ from dataclasses import replace
 import uvloop
 
 from tandem.engine.config import RouterOptions
+from tandem.engine.process_log import start_log
 from tandem.router.server import bind
 from tandem.router.sources import open_sources
 from tandem.router.worker import LauncherBeat, Worker, stop_on_signals
@@ -28,6 +29,7 @@ def run_router(options: RouterOptions) -> int:
 
     When connections are accepted, `ready_fd` gets one line of JSON, `{"port": …}`, and is closed.
     """
+    start_log()
     options = replace(options, workers=options.workers or default_workers(os.cpu_count() or 1))
     if options.workers > 1:
         Worker(options)  # what can't be used is said here, once
@@ -52,6 +54,7 @@ def run_worker(
     options: RouterOptions, port: int, router_id: str, on_serving: Callable[[int], None], on_beat: Callable[[], None]
 ) -> None:
     """One of several worker processes, with a listening socket of its own on the shared port."""
+    start_log()
     sock = bind(options.host, port, share_port=True)
     _run(Worker(options, router_id), options, sock, on_serving, on_beat)
 

@@ -12,6 +12,8 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+from tandem.engine.process_log import start_log
+
 _PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,7 @@ def main(fd: str, parent_pid: str) -> None:
         os._exit(1)
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains and then closes the socket
         signal.signal(number, signal.SIG_IGN)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
     try:
         _run(socket.socket(fileno=int(fd)))
         code = 0

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 SWEEP_S = 1.0  # leases are read this often besides the stream's announcements
 CHECK_S = 5.0  # what should have been heard by now is compared with what was
 SCAN_COUNT = 1_000  # hashes per SSCAN answer: below a millisecond of the event loop
-MAX_BACKOFF_S = 1.0
+LEAST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 
 
@@ -64,6 +64,7 @@ class RedisDirectory:
         self._changes: asyncio.Queue[NodeChange] = asyncio.Queue()
         self._servers = AsyncRedisServers(url, io_timeout_s)
         self._said = ""  # the error that the log holds already
+        self._backoff_s = LEAST_BACKOFF_S
         self._task: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -103,14 +104,11 @@ class RedisDirectory:
     # --- the task -----------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        backoff_s = 0.1
         while not self._closing:
             try:
                 async with await self._servers.stream() as stream:
                     await stream.subscribe(self._keys.events)
                     self.mirror.distrust()
-                    self.connected, self._said = True, ""
-                    backoff_s = 0.1
                     await self._follow(stream)
             except Exception as error:  # whatever it is, a router without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
@@ -122,8 +120,8 @@ class RedisDirectory:
                 with contextlib.suppress(*REDIS_ERRORS):
                     await self._servers.reconnect()
                 self._discovery.unreachable(time.monotonic())
-                await asyncio.sleep(backoff_s)
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+                await asyncio.sleep(self._backoff_s)
+                self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
     async def _follow(self, stream: PubSub) -> None:
         next_sweep = 0.0
@@ -132,12 +130,17 @@ class RedisDirectory:
             if now >= next_sweep:
                 await self._sweep()
                 await self._check_sequences(now)
+                self._all_is_well()
                 next_sweep = now + min(SWEEP_S, self._check_s)
             for owner in self.mirror.needs_snapshot():
                 await self._snapshot(owner)
             message = await stream.get_message(ignore_subscribe_messages=True, timeout=max(0.0, next_sweep - now))
             if message is not None and isinstance(message["data"], bytes):
                 await self._take(message["data"])
+
+    def _all_is_well(self) -> None:
+        """A cluster of which one server is gone takes subscriptions, but can't be read."""
+        self.connected, self._said, self._backoff_s = True, "", LEAST_BACKOFF_S
 
     async def _take(self, data: bytes) -> None:
         try:

@@ -122,7 +122,9 @@ async def test_nodes_on_all_servers_of_a_cluster_are_found_and_followed(cluster:
     assert not any(server.client().keys() for server in cluster.servers)
 
 
-async def test_a_server_of_a_cluster_that_comes_back_empty_is_filled_again(cluster: Cluster) -> None:
+async def test_a_server_of_a_cluster_that_comes_back_empty_is_filled_again(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     names = nodes_on_each_server(cluster)
     with publishing(cluster.url, *names) as publishers:
         for publisher in publishers:
@@ -132,8 +134,11 @@ async def test_a_server_of_a_cluster_that_comes_back_empty_is_filled_again(clust
             victim = cluster.owner_of(KeySpace("prod").node(names[1]))
             victim.kill()
             publishers[0].publish(stored(100))
+            await soon(lambda: not directory.connected)
             await asyncio.sleep(0.5)
             assert len(directory.longest_prefix(hashes(*range(100)))) == 3, "what is known serves on"
+            said = [each for each in caplog.messages if "placement goes on" in each]
+            assert len(said) == len(set(said)) >= 1, "the log says each thing once"
             victim.start()
             blocks = KeySpace("prod").blocks((names[1], 2), "gpu")
             await soon(lambda: victim.client().scard(blocks) == 100, within_s=10.0)

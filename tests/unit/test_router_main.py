@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,12 @@ def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode)
             router.process.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]", "a running stream is finished"
         assert router.process.wait(5) == 0
+        assert router.process.stderr is not None
+        said = router.process.stderr.read()
+        assert re.search(
+            r"^\d{4}-\d\d-\d\d .* INFO tandem\.router\.node_link: node .* is up at tcp:", said, re.MULTILINE
+        )
+        assert "uvicorn" not in said
     launcher.close()
     context.term()
 
