@@ -6,6 +6,7 @@ each until the machine says COMMIT, UNPIN or FREE.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,7 @@ from tandem.kv_connector.handoff.sink import SinkMachine
 from tandem.kv_connector.handoff.sink import SinkState as S
 from tandem.kv_connector.meta import HandoffKey, Verified
 from tandem.kv_connector.peer_effects import Fenced
-from tandem.kv_connector.sink_peers import OVER, UNTIL_SAFE, SinkPeers
+from tandem.kv_connector.sink_peers import ENDED, OVER, UNTIL_SAFE, SinkPeers
 from tandem.kv_connector.sink_record import SinkRecord
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class SinkManager(SinkPeers):
         super().__init__(info, keys, pool, options)
         self._is_settled = is_settled
         self.num_under_way = 0  # granted and not committed, at the last tick
+        self._live: dict[HandoffKey, SinkRecord] = {}  # those that a tick looks at: not the thousands that have ended
+        self._tombstones: deque[SinkRecord] = deque()  # in the order of their ends
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -161,14 +164,18 @@ class SinkManager(SinkPeers):
     def on_tick(self, now: float) -> None:
         self._now = now
         self.num_under_way = 0
-        for record in list(self._records.values()):
-            if record.machine.state in OVER:
-                was_only_asked = record.machine.state is S.UNKNOWN and now >= record.deadline
-                if was_only_asked or (record.closed_at and now - record.closed_at > TOMBSTONE_S):
-                    del self._records[record.key]
-                continue
-            self._tick(record)
-            self.num_under_way += record.machine.state in _UNDER_WAY
+        for record in list(self._live.values()):
+            state = record.machine.state
+            if state in ENDED:
+                record.closed_at = record.closed_at or now
+                self._tombstones.append(self._live.pop(record.key))
+            elif state is not S.UNKNOWN:
+                self._tick(record)
+                self.num_under_way += record.machine.state in _UNDER_WAY
+            elif now >= record.deadline:  # it was only asked for
+                del self._live[record.key], self._records[record.key]
+        while self._tombstones and now - self._tombstones[0].closed_at > TOMBSTONE_S:
+            del self._records[self._tombstones.popleft().key]
         self._grant_in_order()
 
     def _tick(self, record: SinkRecord) -> None:
@@ -203,8 +210,10 @@ class SinkManager(SinkPeers):
         return sum(len(r.granted) for r in self._records.values() if r.machine.state is S.QUARANTINED)
 
     def check_integrity(self) -> None:
+        assert len(self._records) == len(self._live) + len(self._tombstones)
         for record in self._records.values():
             state = record.machine.state
+            assert (state is S.VERIFYING) == (record.key in self._verifying), f"{record.key} is {state}"
             assert state not in OVER or not (record.hits or record.granted), f"{record.key} is over and holds blocks"
             assert state is not S.QUARANTINED or not record.hits, f"{record.key} is over and pins hits"
             for block_id in (*record.hits, *record.granted):
@@ -216,7 +225,8 @@ class SinkManager(SinkPeers):
         record = self._records.get(key)
         if record is None:
             early = self._now + self._options.timeouts.connect_s
-            record = self._records[key] = SinkRecord(key, SinkMachine(self.info.epoch), deadline=early)
+            record = SinkRecord(key, SinkMachine(self.info.epoch), deadline=early)
+            self._records[key] = self._live[key] = record
         return record
 
     def _on_ready(self, record: SinkRecord, ready: KVReady) -> None:
