@@ -203,11 +203,11 @@ class SinkManager(SinkPeers):
     @property
     def is_idle(self) -> bool:
         """No hand-off is under way; quarantined blocks die with this process."""
-        return all(r.machine.state in (*OVER, S.QUARANTINED) for r in self._records.values())
+        return all(r.machine.state in (*OVER, S.QUARANTINED) for r in self._live.values())
 
     @property
     def num_quarantined(self) -> int:
-        return sum(len(r.granted) for r in self._records.values() if r.machine.state is S.QUARANTINED)
+        return sum(len(r.granted) for r in self._live.values() if r.machine.state is S.QUARANTINED)
 
     def check_integrity(self) -> None:
         assert len(self._records) == len(self._live) + len(self._tombstones)
