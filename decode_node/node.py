@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -12,6 +13,7 @@ from tandem.engine.request import Request
 from tandem.engine.request_book import Entry
 from tandem.kv_connector.handoff_node import HandoffNode
 from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
+from tandem.kv_connector.ticket_loads import TicketLoads
 
 # How long a check takes; a step that waits for it begins later by as much, less StepPace's spare time, at most.
 CHECK_S = 0.001
@@ -22,13 +24,23 @@ class DecodeNode(HandoffNode):
 
     modes = frozenset({"decode", "full"})
 
+    @cached_property
+    def _ticket_loads(self) -> TicketLoads:
+        return TicketLoads(self.pool, self.scheduler.tiers, self.scheduler.block_size)
+
     def start(self, entry: Entry, now: float) -> None:
         if entry.submit.mode == "decode":
             self.scheduler.kv.extend_hashes(entry.request)  # a router may leave hashing to the node
-            self.book.accept(entry, self.sink.expect(entry.submit, entry.request, now))
-            self._take_outcomes(now)
+            if not (self._comes_from_afar(entry) and self._ticket_loads.begin(entry, now)):
+                self._expect(entry, now)
         else:
             super().start(entry, now)
+
+    def on_tick(self, now: float) -> None:
+        super().on_tick(now)
+        for entry in self._ticket_loads.due(now):
+            self._expect(entry, now)
+            self._ticket_loads.forget(entry.request)
 
     def launch_at(self) -> float:
         """While KV is on its way here the next step waits for it as long as it can, and a little longer for what is
@@ -37,8 +49,12 @@ class DecodeNode(HandoffNode):
             return 0.0
         return self.scheduler.pace.next_decision_at(CHECK_S if self.sink.num_verifying else 0.0)
 
+    def handoff_counters(self) -> dict[str, float]:
+        return {**super().handoff_counters(), "sink_ticket_loads": float(self._ticket_loads.num_loads)}
+
     def stop(self, entry: Entry, now: float) -> None:
         super().stop(entry, now)
+        self._ticket_loads.forget(entry.request)
         if entry.submit.mode == "decode":
             self.sink.cancel(entry.request.request_id, entry.request.attempt, now)
             self._take_outcomes(now)
@@ -54,6 +70,17 @@ class DecodeNode(HandoffNode):
         else:
             assert isinstance(outcome, Released)
             self.book.handed_off(outcome.request.key)
+
+    def _comes_from_afar(self, entry: Entry) -> bool:
+        """Whether the KV of its prompt comes from another host. A peer that was not greeted yet may be one."""
+        peer = entry.submit.peer
+        assert peer is not None, "a decode node is told who hands over"
+        info = self.source.peer(peer.node_id, peer.epoch)
+        return info is not None and info.host_id != self.info.host_id and not entry.submit.is_running
+
+    def _expect(self, entry: Entry, now: float) -> None:
+        self.book.accept(entry, self.sink.expect(entry.submit, entry.request, now))
+        self._take_outcomes(now)
 
     def _commit(self, commit: Commit) -> None:
         entry = self.book.entries.get(commit.request.key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections import Counter
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tier_nodes import always_loading, until_saved
 
 from in_process_cluster import BLOCK, Client
 from tandem.engine.messages import FlushBlocks
+from tandem.kv_connector import node_shell
 from tiny_models import random_prompt
 
 PROMPT = random_prompt(9 * BLOCK + 3, seed=5)
@@ -169,9 +171,14 @@ def test_requests_with_one_prefix_pull_it_once_and_cancels_leave_nothing() -> No
 
 @pytest.mark.parametrize(("way", "seed"), [("shm", 1), ("tcp", 2), ("local", 3)])
 @pytest.mark.parametrize("num_rounds", [12, pytest.param(80, marks=pytest.mark.slow)])
-def test_tiny_pools_that_evict_all_the_time(way: str, seed: int, num_rounds: int, tmp_path: Path) -> None:
+def test_tiny_pools_that_evict_all_the_time(
+    way: str, seed: int, num_rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Prompts that share prefixes go to random nodes, pulling from others, faults on every way. A pool has room for one
-    of them, host memory for two, the disk for a few more, and what can be had is never computed."""
+    of them, host memory for two, the disk for a few more, and what can be had is never computed. Over tcp the nodes
+    take each other for other hosts'."""
+    if way == "tcp":
+        monkeypatch.setattr(node_shell, "host_id", lambda hosts=count(): f"host {next(hosts)}")
     rng = random.Random(seed)
     stems = [random_prompt(8 * BLOCK, seed=100 + number) for number in range(3)]
     ends = [random_prompt(BLOCK // 2 + number, seed=number) for number in range(2)]
@@ -200,8 +207,25 @@ def test_tiny_pools_that_evict_all_the_time(way: str, seed: int, num_rounds: int
         for index, manager in enumerate(managers):
             found.update({name: count for name, count in manager.counts().items() if count})
             found["pulls"] += int(nodes.count(index, "pull_completed"))
-        for name in ("tier_host_hit_tokens", "tier_disk_hit_tokens", "tier_host_evictions", "pulls"):
+        found["tickets"] = int(nodes.count(0, "sink_ticket_loads"))
+        asked = ("tier_host_hit_tokens", "tier_disk_hit_tokens", "tier_host_evictions", "pulls")
+        for name in (*asked, "tickets") if way == "tcp" else asked:
             assert found[name] >= 1, f"no {name}: {found}"
+
+
+def test_two_nodes_that_pull_from_each_other_at_once_wait_for_no_step_of_the_other() -> None:
+    with make_nodes("unified", "unified", transport="tcp") as nodes:
+        for pair in range(6):
+            prompts = [random_prompt(9 * BLOCK + 3, seed=100 + 2 * pair + index) for index in range(2)]
+            for index, prompt in enumerate(prompts):
+                nodes.ask(prompt, on=index)
+            results = [nodes.submit(prompt, on=1 - index, holder=index) for index, prompt in enumerate(prompts)]
+            nodes.client.wait(*results)
+            for result, prompt in zip(results, prompts, strict=True):
+                nodes.check(result, prompt)
+        assert sum(nodes.count(index, "pull_joined") for index in range(2)) >= 2
+        num_void = sum(node.process.logic.scheduler.num_preemptions for node in nodes.nodes)
+        assert num_void <= 1, "beyond one for a slow machine"
 
 
 def _fields(info: object) -> dict[str, object]:

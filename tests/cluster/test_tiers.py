@@ -11,7 +11,10 @@ from tier_nodes import LENGTHS, NUM_BLOCKS, NUM_HITS, Asker, References, always_
 from in_process_cluster import Client, Node, node_options
 from tandem.engine.messages import FlushBlocks
 from tandem.engine.sampling_params import SamplingParams
+from tandem.kv_connector import node_shell
 from tiny_models import random_prompt, tiny_model
+
+BLOCK_BYTES = 12288
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,36 @@ def test_a_prefill_node_hands_on_what_it_loads(references: References) -> None:
                 until_saved(nodes[1])
                 asker.client.send(nodes[0].info, FlushBlocks())
         assert asker.counts(nodes[1])["tier_host_hits"] >= NUM_HITS
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        asker.client.close()
+        for node in reversed(nodes):
+            node.stop()
+
+
+@pytest.mark.parametrize(("hosts", "is_loaded"), [(("a", "b"), True), (("a", "a"), False)])
+def test_a_decode_node_need_not_be_sent_what_its_host_memory_has(
+    references: References, monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, str], is_loaded: bool
+) -> None:
+    """Where it would have to come from another host."""
+    names = iter(hosts)
+    monkeypatch.setattr(node_shell, "host_id", lambda: next(names))
+    counts = {"decode": 24, "prefill": 96}
+    options = [node_options(role, tiny_model("llama"), num_blocks=counts[role], transport="tcp") for role in counts]
+    nodes = [always_loading(Node(each)) for each in options]
+    asker = Asker(*nodes)
+    try:
+        for wanted in references:
+            asker.ask(wanted)
+            until_saved(nodes[0])
+        before = nodes[1].process.transfer.counters["kv_pushed_bytes"]
+        for wanted in references:
+            asker.ask(wanted)
+            until_saved(nodes[0])
+        num_pushed = (nodes[1].process.transfer.counters["kv_pushed_bytes"] - before) / BLOCK_BYTES
+        assert (asker.counts(nodes[0])["tier_host_hits"] >= NUM_HITS) == is_loaded
+        assert num_pushed <= len(references) if is_loaded else num_pushed >= NUM_HITS
         for node in nodes:
             node.wait_until_whole()
     finally:

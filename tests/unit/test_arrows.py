@@ -100,6 +100,7 @@ SANS_IO = (
     "kv_connector/source_actions.py",
     "kv_connector/source_peers.py",
     "kv_connector/source_record.py",
+    "kv_connector/ticket_loads.py",
     "kv_connector/directory/discovery.py",
     "kv_connector/directory/holders.py",
     "kv_connector/directory/in_process.py",
