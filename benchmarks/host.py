@@ -93,7 +93,7 @@ class Node:
             root_for_salt=lambda salt: root_hash(b"benchmark", salt),
             limits_prompt_work=True,
         )
-        book = RequestBook(VOCAB, MAX_MODEL_LEN, BLOCK, BLOCK)
+        book = RequestBook(VOCAB, MAX_MODEL_LEN)
         self.logic = ServingNode(node_info(), book, scheduler, pool, options.max_queue)
         self._runner = NoDevice(self.num_rows)
         self._pending: tuple[SchedulerOutput, Handle] | None = None

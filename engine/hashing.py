@@ -1,16 +1,20 @@
 """Block hashes: a chain of SHA-256 digests, 16 bytes each, over raw token buffers (docs/architecture.md).
 
-`hash_i = SHA-256(hash_{i-1} || int32 little-endian token ids of block i || extra)[:16]`, started by `root_hash`. The
-chain is made in units of `hash_block_size` tokens, equal in the whole cluster; a node whose blocks are k times as
-large keeps every k-th hash, the one that closes its block. Equal in every process and on every machine.
+Blocks of `hash_block_size` tokens, equal in the whole cluster, stand in groups of eight:
+`hash_i = SHA-256(hash of the block before the group || int32 little-endian token ids of the group up to block i)[:16]`,
+the first group follows `root_hash`. So every block has its hash, and whoever needs those of the groups' ends alone, as
+a router that finds out how far a prompt is cached, makes an eighth of them. A node whose blocks are k times as large
+keeps every k-th hash, the one that closes its block. Equal in every process and on every machine.
 
 A salted prompt starts at a root of its salt. If its leading blocks are public (docs/security.md), those are hashed
-without the salt, and the first block after them follows `private_root` of the last public one.
+without the salt; the first block after them follows `private_root` of the last public one, and where the next group
+begins stays as it was.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -18,6 +22,7 @@ from typing import overload
 import numpy as np
 
 HASH_BYTES = 16
+BLOCKS_PER_GROUP = 8
 TENANT_BYTES = 16  # of a salt: they name the tenant
 
 
@@ -37,23 +42,35 @@ def private_root(public_hash: bytes, salt: bytes) -> bytes:
     return hashlib.sha256(b"private" + public_hash + salt).digest()[:HASH_BYTES]
 
 
-def hash_blocks(
-    token_ids: np.ndarray, block_size: int, root: bytes, parent: bytes | None = None, extra: bytes = b""
-) -> list[bytes]:
+def hash_blocks(token_ids: np.ndarray, block_size: int, before: bytes, num_in_group: int = 0) -> list[bytes]:
     """Hashes of the full blocks of `token_ids`, int32 [num_tokens]; tokens of a last partial block are ignored.
 
-    With `parent`, the tokens continue the chain after that hash; otherwise the chain starts at `root`. `extra` goes
-    into every block (what changes KV besides the tokens). ValueError: `token_ids` is not one-dimensional int32.
+    `before`: the root, or the hash of the block before, where a group begins; `num_in_group`: how many blocks its
+    first group is short of. ValueError: `token_ids` is not one-dimensional int32.
     """
+    blocks = _pieces(token_ids, block_size)
+    sha256, hashes = hashlib.sha256, []
+    start, end = 0, BLOCKS_PER_GROUP - num_in_group
+    while start < len(blocks):
+        group = sha256(before)
+        for block in blocks[start:end]:
+            group.update(block)
+            hashes.append(group.digest()[:HASH_BYTES])
+        before = hashes[-1]
+        start, end = end, end + BLOCKS_PER_GROUP
+    return hashes
+
+
+def _pieces(token_ids: np.ndarray, size: int) -> list[bytes]:
+    whole = _checked(token_ids[: len(token_ids) // size * size])
+    pieces: list[bytes] = whole.view(f"V{4 * size}").tolist()
+    return pieces
+
+
+def _checked(token_ids: np.ndarray) -> np.ndarray:
     if token_ids.ndim != 1 or token_ids.dtype != np.int32:
         raise ValueError(f"token_ids must be int32 [num_tokens], not {token_ids.dtype} {list(token_ids.shape)}")
-    whole = np.ascontiguousarray(token_ids[: len(token_ids) // block_size * block_size], "<i4")
-    blocks: list[bytes] = whole.view(f"V{4 * block_size}").tolist()
-    sha256 = hashlib.sha256
-    last = root if parent is None else parent
-    if extra:
-        return [last := sha256(last + block + extra).digest()[:HASH_BYTES] for block in blocks]
-    return [last := sha256(last + block).digest()[:HASH_BYTES] for block in blocks]
+    return np.ascontiguousarray(token_ids, "<i4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +93,28 @@ def hash_prompt(
     start: int = 0,
     parent: bytes | None = None,
 ) -> list[bytes]:
-    """As `hash_blocks`, of a prompt's tokens from position `start` on; `parent` is the hash of the block before."""
+    """Hashes of the full blocks of a prompt's tokens from position `start` on, where a group begins; `parent` is the
+    hash of the block before."""
     salt = secrecy.salt
     end_of_public = secrecy.num_public_tokens // block_size * block_size if salt else 0
     if start > end_of_public or not end_of_public:
         return hash_blocks(token_ids, block_size, root_for_salt(salt) if parent is None else parent)
-    public = hash_blocks(token_ids[: end_of_public - start], block_size, root_for_salt(b""), parent)
+    public = hash_blocks(token_ids[: end_of_public - start], block_size, parent or root_for_salt(b""))
     rest = token_ids[end_of_public - start :]
     if len(rest) < block_size:
         return public
     last = public[-1] if public else parent
     assert last is not None, "public tokens have a whole block"
-    return public + hash_blocks(rest, block_size, private_root(last, salt))
+    return public + hash_blocks(
+        rest, block_size, private_root(last, salt), end_of_public // block_size % BLOCKS_PER_GROUP
+    )
 
 
 class PromptHashes(Sequence[bytes]):
-    """As `hash_prompt`, of the whole prompt; each hash is made when it, or one behind it, is asked for first.
+    """As `hash_prompt`, of the whole prompt; hashes are made when they are asked for, those of the groups' ends (the
+    slice `[7::8]` or a part of it) without those between them.
 
-    Whoever looks a prompt up stops where nobody holds any more of it, and the chain behind that need not be made.
+    Whoever looks a prompt up stops where nobody holds any more of it, and what is behind that need not be made.
     """
 
     def __init__(
@@ -103,10 +124,12 @@ class PromptHashes(Sequence[bytes]):
         root_for_salt: Callable[[bytes], bytes],
         secrecy: Secrecy = EVERYBODYS,
     ) -> None:
-        self._token_ids, self._block_size = token_ids, block_size
+        self._token_ids, self._block_size = _checked(token_ids), block_size
+        self._raw = self._token_ids.data
         self._root_for_salt, self._secrecy = root_for_salt, secrecy
         self._length = len(token_ids) // block_size
-        self.made: list[bytes] = []
+        self._first_group: list[bytes] = []
+        self._ends: list[bytes] = []  # of the first groups
 
     def __len__(self) -> int:
         return self._length
@@ -118,20 +141,43 @@ class PromptHashes(Sequence[bytes]):
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
         if isinstance(index, int):
             at = range(self._length)[index]
-            self._make(at + 1)
-            return self.made[at]
+            return self[at : at + 1][0]
         start, stop, step = index.indices(self._length)
         assert step > 0, "made from the first on"
-        self._make(stop)
-        return self.made[start:stop:step]
+        group, within = divmod(start, BLOCKS_PER_GROUP)
+        if within == BLOCKS_PER_GROUP - 1 and step == BLOCKS_PER_GROUP:
+            return self._ends_before(stop // BLOCKS_PER_GROUP)[group:]
+        return self._from(group, stop)[within::step]
 
-    def _make(self, num_hashes: int) -> None:
-        size, made = self._block_size, self.made
-        if num_hashes <= len(made):
-            return
-        start, parent = len(made) * size, made[-1] if made else None
-        tokens = self._token_ids[start : num_hashes * size]
-        made += hash_prompt(tokens, size, self._root_for_salt, self._secrecy, start, parent)
+    def _from(self, group: int, stop: int) -> list[bytes]:
+        """Of the blocks from the beginning of `group` to before `stop`."""
+        if group:
+            return self._hash(group, stop, self._ends_before(group)[-1])
+        if not self._first_group:
+            self._first_group = self._hash(0, BLOCKS_PER_GROUP, None)
+        if stop <= BLOCKS_PER_GROUP:
+            return self._first_group[:stop]
+        return self._hash(0, stop, None)
+
+    def _hash(self, group: int, stop: int, parent: bytes | None) -> list[bytes]:
+        size, start = self._block_size, group * BLOCKS_PER_GROUP * self._block_size
+        return hash_prompt(
+            self._token_ids[start : stop * size], size, self._root_for_salt, self._secrecy, start, parent
+        )
+
+    def _ends_before(self, num_groups: int) -> list[bytes]:
+        """Of the first `num_groups`, made now as far as they were not."""
+        ends, secrecy = self._ends, self._secrecy
+        turns_private = -1  # the group in which the salt begins to count
+        if secrecy.salt and secrecy.num_public_tokens >= self._block_size:
+            turns_private = secrecy.num_public_tokens // self._block_size // BLOCKS_PER_GROUP
+        size, raw, sha256 = self._block_size * BLOCKS_PER_GROUP, self._raw, hashlib.sha256
+        for group in range(len(ends), num_groups):
+            if group in (0, turns_private):
+                ends.append(self._from(group, (group + 1) * BLOCKS_PER_GROUP)[-1])
+            else:
+                ends.append(sha256(ends[-1] + raw[group * size : (group + 1) * size]).digest()[:HASH_BYTES])
+        return ends[:num_groups]
 
 
 def every_kth(hashes: Sequence[bytes], k: int) -> list[bytes]:
@@ -158,16 +204,24 @@ class BlockHasher:
             )
         self.block_size = block_size
         self._hash_block_size = hash_block_size
+        self._num_fine = block_size // hash_block_size
+        # Blocks between two whose hash another group follows.
+        self._blocks_per_turn = math.lcm(self._num_fine, BLOCKS_PER_GROUP) // self._num_fine
         self._root_for_salt = root_for_salt
 
-    def extend(self, hashes: list[bytes], token_ids: np.ndarray, secrecy: Secrecy) -> None:
-        """Appends to `hashes` those of the full blocks in `token_ids`, int32: the tokens after the hashed ones."""
-        if len(token_ids) < self.block_size:
+    def extend(
+        self, hashes: list[bytes], tokens_from: Callable[[int], np.ndarray], secrecy: Secrecy, num_tokens: int
+    ) -> None:
+        """Appends to `hashes` those of the further full blocks among the first `num_tokens` tokens.
+        `tokens_from(start)`: the tokens from a position on, int32; it is asked from where a group begins."""
+        num_known, size = len(hashes), self.block_size
+        if num_tokens // size <= num_known:
             return
-        start, parent = len(hashes) * self.block_size, hashes[-1] if hashes else None
-        tokens = token_ids[: len(token_ids) // self.block_size * self.block_size]
+        first = num_known // self._blocks_per_turn * self._blocks_per_turn
+        start, parent = first * size, hashes[first - 1] if first else None
+        tokens = tokens_from(start)[: num_tokens // size * size - start]
         fine = hash_prompt(tokens, self._hash_block_size, self._root_for_salt, secrecy, start, parent)
-        hashes += every_kth(fine, self.block_size // self._hash_block_size)
+        hashes += every_kth(fine, self._num_fine)[num_known - first :]
 
     def num_public_blocks(self, secrecy: Secrecy) -> int:
         return num_public_blocks(secrecy, self.block_size, self._hash_block_size)

@@ -39,9 +39,7 @@ class KVAllocator:
 
     def extend_hashes(self, request: Request) -> None:
         if self.pool.enable_caching:
-            num_hashed = len(request.block_hashes) * self.block_size
-            if request.num_tokens - num_hashed >= self.block_size:
-                self._hasher.extend(request.block_hashes, request.known_token_ids(num_hashed), request.secrecy)
+            self._hasher.extend(request.block_hashes, request.known_token_ids, request.secrecy, request.num_tokens)
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks that `request` may start from: they end below its last token. No side effect on blocks."""

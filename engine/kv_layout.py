@@ -66,7 +66,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     tokenizer: str
     rope: str
     adapter: str = ""
-    hash_scheme: str = "sha256-16/v1"
+    hash_scheme: str = "sha256-16/v2"
     hash_block_size: int = 64
 
     def key(self) -> bytes:

@@ -68,7 +68,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "peer_id_of",
 ]
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 
 # --- connection ---------------------------------------------------------------------------------------------
 
@@ -132,7 +132,6 @@ class Submit(Message, frozen=True, kw_only=True):
     attempt: int
     mode: Literal["full", "prefill", "decode"]
     prompt_token_ids: bytes  # int32 little-endian
-    block_hashes: bytes = b""  # 16 bytes each, of the prompt's first full hash blocks; the node hashes the others
     num_prior_output_tokens: int = 0
     sample_indices: tuple[int, ...] = (0,)
     sampling: SamplingParams

@@ -49,8 +49,6 @@ class RequestBook:
 
     vocab_size: int
     max_model_len: int
-    block_size: int
-    hash_block_size: int
     tenant_shares: TenantShares = field(default_factory=TenantShares)
     entries: dict[Key, Entry] = field(default_factory=dict)
     num_accepted: int = 0
@@ -211,8 +209,6 @@ class RequestBook:
 
     def _make_request(self, router_id: str, submit: Submit) -> Request:
         self._arrivals += 1
-        hashes = [submit.block_hashes[i : i + 16] for i in range(0, len(submit.block_hashes), 16)]
-        step = self.block_size // self.hash_block_size
         return Request(
             request_id=submit.request_id,
             attempt=submit.attempt,
@@ -227,7 +223,6 @@ class RequestBook:
             salt=submit.salt,
             num_public_tokens=submit.num_public_tokens,
             owner=router_id,
-            block_hashes=hashes[step - 1 :: step],
         )
 
     def _on_token(self, entry: Entry, event: TokenEvent) -> None:

@@ -177,7 +177,7 @@ class ServingNode:
             num_waiting_tokens=self.scheduler.num_waiting_tokens,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
-            block_size=self.book.block_size,
+            block_size=self.scheduler.kv.block_size,
             draining=self.draining,
             prefill_s_per_token=self.scheduler.prompt_order.seconds_per_token,
             transfer_s_per_token=self._transfer_s_per_token(counters),

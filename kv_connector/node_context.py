@@ -49,10 +49,7 @@ class NodeContext:
         return kind(info, self._make_book(), scheduler, pool, max_queue, source, sink, asker, holder)
 
     def _make_book(self) -> RequestBook:
-        cache, loaded = self.options.cache, self.loaded
-        return RequestBook(
-            loaded.config.vocab_size, loaded.max_model_len, cache.block_size, cache.hash_block_size, self.pool.shares
-        )
+        return RequestBook(self.loaded.config.vocab_size, self.loaded.max_model_len, self.pool.shares)
 
     def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded

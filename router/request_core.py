@@ -105,7 +105,7 @@ class RequestCore:
             return []
         return self.samples[attempt.sample_indices[0]].token_ids
 
-    def _submit(self, attempt: Attempt, block_hashes: bytes, now: float) -> Submit:
+    def _submit(self, attempt: Attempt, now: float) -> Submit:
         sampling = self.spec.sampling
         if not self.wants_prompt_logprobs():
             sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
@@ -114,7 +114,6 @@ class RequestCore:
             attempt=attempt.number,
             mode="full",
             prompt_token_ids=self._prompt(attempt).astype("<i4", copy=False).tobytes(),
-            block_hashes=block_hashes,
             num_prior_output_tokens=len(self._seen(attempt)),
             sample_indices=attempt.sample_indices,
             sampling=sampling,

@@ -29,8 +29,8 @@ class RequestMachine(RequestMoves):
     def start(self) -> list[Action]:
         return [Place(request_id) for request_id in self.waiting()]
 
-    def placed(self, request_id: str, placement: Placement, block_hashes: bytes, now: float) -> list[Action]:
-        """Nodes were found. `block_hashes` are the first of `prompt_of(request_id)`, 16 bytes each."""
+    def placed(self, request_id: str, placement: Placement, now: float) -> list[Action]:
+        """Nodes were found."""
         attempt = self.live.get(request_id)
         if attempt is None or attempt.state is not RequestState.QUEUED:
             return []
@@ -39,7 +39,7 @@ class RequestMachine(RequestMoves):
         attempt.prefill = node_key(placement.prefill) if placement.prefill else None
         attempt.awaiting, attempt.num_prior = set(attempt.nodes), len(self._seen(attempt))
         self.placed_at = self.placed_at if self.placed_at is not None else now
-        base = self._submit(attempt, block_hashes, now)
+        base = self._submit(attempt, now)
         computes = msgspec.structs.replace(base, prefix=placement.prefix) if placement.prefix is not None else base
         if placement.prefill is None:
             return [Send(attempt.primary, computes)]

@@ -64,7 +64,7 @@ class RequestMoves(RequestCore):
         new.primary, new.num_prior = node_key(target), len(self.samples[sample_index].token_ids)
         new.num_failures = old.num_failures
         self.moves[sample_index] = Move(old, new, now + within_s)
-        submit = msgspec.structs.replace(self._submit(new, b"", now), mode="decode", peer=source, is_running=True)
+        submit = msgspec.structs.replace(self._submit(new, now), mode="decode", peer=source, is_running=True)
         order = Migrate(
             request_id=old.request_id,
             attempt=old.number,

@@ -298,7 +298,7 @@ class CompletionService:
             self.metrics.queue_s.observe(now - generation.started_at)
         generation.placement = generation.placement or placement
         self.metrics.placements.labels(placement.reason).inc()
-        self._carry_out(generation, machine.placed(request_id, placement, b"".join(hashes.made), now))
+        self._carry_out(generation, machine.placed(request_id, placement, now))
         return True
 
     def _end(self, generation: Generation, outcome: Finish | Fail) -> None:

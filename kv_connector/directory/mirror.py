@@ -10,13 +10,14 @@ import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from tandem.engine.hashing import BLOCKS_PER_GROUP
 from tandem.kv_connector.directory.holders import Holders, key_of, keys_of, keys_of_joined
 from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond
-# Blocks that are looked up before it is asked whether anyone holds on: at first, and by how much more each time.
-FIRST_LOOKUP, LOOKUP_GROWTH = 16, 4
+# Groups that are looked up before it is asked whether anyone holds on: at first, and by how much more each time.
+FIRST_LOOKUP, LOOKUP_GROWTH = 4, 2
 
 
 class Outcome(enum.Enum):
@@ -124,17 +125,35 @@ class Mirror:
         self._stay_bounded(keep=view)
 
     def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[Owner, int]:
-        """Owner -> number of leading hashes it holds in any tier; owners with none are left out. Asks `block_hashes`,
-        which may make them when asked, for little more than somebody holds."""
+        """Owner -> number of leading hashes it holds in any tier; owners with none are left out.
+
+        Nodes hold no block without those before it, so the ends of groups tell how many groups an owner holds, and
+        only the group in which its prefix ends is looked at block by block. `block_hashes` may make them when asked:
+        they are asked for little more than somebody holds.
+        """
         self._clock += 1
+        num_groups = self._groups_held(block_hashes)
         found: dict[Owner, int] = {}
-        if not block_hashes or key_of(block_hashes[0]) not in self._holders:
-            return found
-        for column, length in self._holders.prefixes(_chunks(block_hashes)).items():
-            owner = self._owner_of[column]
-            found[owner] = length
-            self._owners[owner].last_used = self._clock
+        for groups in set(num_groups.values()):
+            start = groups * BLOCKS_PER_GROUP
+            last = keys_of(block_hashes[start : start + BLOCKS_PER_GROUP - 1])
+            rest = self._holders.prefixes([last])
+            for column, held in num_groups.items():
+                if held == groups:
+                    owner = self._owner_of[column]
+                    found[owner] = start + rest.get(column, 0)
+                    self._owners[owner].last_used = self._clock
         return found
+
+    def _groups_held(self, block_hashes: Sequence[bytes]) -> dict[int, int]:
+        """Column -> number of leading groups it holds, for those that hold the first block."""
+        if not block_hashes:
+            return {}
+        first = self._holders.prefixes([[key_of(block_hashes[0])]])
+        if not first:
+            return {}
+        whole = self._holders.prefixes(_group_ends(block_hashes))
+        return {column: whole.get(column, 0) for column in first}
 
     def _change(self, view: _OwnerView, change: TierChange) -> None:
         tier = _TIER_INDEX.get(change.tier)
@@ -178,9 +197,10 @@ class Mirror:
         assert len(self._owner_of) == len(self._owners)
 
 
-def _chunks(block_hashes: Sequence[bytes]) -> Iterator[list[int]]:
-    """Keys of all hashes."""
-    start, size = 0, FIRST_LOOKUP
+def _group_ends(block_hashes: Sequence[bytes]) -> Iterator[list[int]]:
+    """Keys of the hashes of groups' ends."""
+    start, num_groups = BLOCKS_PER_GROUP - 1, FIRST_LOOKUP
     while start < len(block_hashes):
-        yield keys_of(block_hashes[start : start + size])
-        start, size = start + size, size * LOOKUP_GROWTH
+        end = start + num_groups * BLOCKS_PER_GROUP
+        yield keys_of(block_hashes[start:end:BLOCKS_PER_GROUP])
+        start, num_groups = end, num_groups * LOOKUP_GROWTH

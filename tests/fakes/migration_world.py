@@ -97,7 +97,7 @@ class World:
         machine = self.machines[r]
         avoid = {name for name, _ in machine.nodes_to_avoid(request_id)}
         name = next((name for name in self.nodes if name not in avoid), next(iter(self.nodes)))
-        self.do(r, machine.placed(request_id, Placement(self.ref(name), None, "test"), b"", 0.0))
+        self.do(r, machine.placed(request_id, Placement(self.ref(name), None, "test"), 0.0))
 
     def can_move(self, number: int) -> bool:
         r, sample, source, _ = self.setting.moves[number]
@@ -345,7 +345,7 @@ def start(setting: MigrationSetting) -> World:
     world.bind()
     for r, name in enumerate(setting.starts):
         machine = world.machines[r]
-        world.do(r, machine.placed(f"r{r}", Placement(world.ref(name), None, "test"), b"", 0.0))
+        world.do(r, machine.placed(f"r{r}", Placement(world.ref(name), None, "test"), 0.0))
         world.node_hears(name)
         for seq in list(world.nodes[name].seqs):
             if seq.key == (f"r{r}", 1):

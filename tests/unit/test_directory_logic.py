@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import struct
 import time
+from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.hashing import PromptHashes
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.discovery import Discovery
 from tandem.kv_connector.directory.in_process import InProcessDirectory
@@ -165,15 +165,30 @@ def test_longest_prefix_per_owner_leaves_out_who_holds_nothing() -> None:
     assert mirror.longest_prefix([]) == {}
 
 
-@pytest.mark.parametrize(("num_held", "most_made"), [(0, 1), (1, 16), (16, 80), (17, 80), (80, 100), (100, 100)])
-def test_a_lookup_asks_for_little_more_than_somebody_holds(num_held: int, most_made: int) -> None:
-    prompt = PromptHashes(np.arange(400, dtype=np.int32), 4, lambda salt: bytes(16))
-    known = list(PromptHashes(np.arange(4 * num_held, dtype=np.int32), 4, lambda salt: bytes(16)))
+class Asked(list[bytes]):
+    """Which hashes a lookup wanted."""
+
+    def __init__(self, whole: Iterable[bytes]) -> None:
+        super().__init__(whole)
+        self.indices: set[int] = set()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.indices |= set(range(len(self))[index]) if isinstance(index, slice) else {index}
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(
+    ("num_held", "ends", "group"),
+    [(0, (), 0), (1, range(7, 32, 8), 0), (32, range(7, 96, 8), 4), (100, range(7, 100, 8), 12)],
+)
+def test_a_lookup_asks_for_little_more_than_somebody_holds(num_held: int, ends: Iterable[int], group: int) -> None:
+    prompt = Asked(hashes(*range(100)))
     mirror, view = mirror_of(OWNER), OwnView(OWNER)
-    view.record([BlockEvent(each, True) for each in known])
-    feed(mirror, view) if known else None
+    view.record(stored(*range(num_held)))
+    feed(mirror, view) if num_held else None
     assert mirror.longest_prefix(prompt) == ({OWNER: num_held} if num_held else {})
-    assert len(prompt.made) == most_made
+    within = set(range(8 * group, min(100, 8 * group + 7))) if num_held else set()
+    assert prompt.indices == {0, *ends, *within}
 
 
 def test_a_block_counts_until_it_left_every_tier() -> None:
@@ -188,13 +203,29 @@ def test_a_block_counts_until_it_left_every_tier() -> None:
         assert mirror.longest_prefix(hashes(1)) == expected
 
 
-@given(held=st.sets(st.integers(0, 11)), length=st.integers(0, 12))
-def test_prefix_length_is_exact_without_prefix_closure(held: set[int], length: int) -> None:
-    walked = next((number for number in range(length) if number not in held), length)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4), asked=st.integers(0, 40))
+def test_prefix_lengths_are_exact(lengths: list[int], asked: int) -> None:
+    owners = [(f"node-{index}", 1) for index in range(len(lengths))]
+    mirror = mirror_of(*owners)
+    for owner, length in zip(owners, lengths, strict=True):
+        view = OwnView(owner)
+        view.record(stored(*range(length)))
+        feed(mirror, view) if length else None
+    expected = {owner: min(length, asked) for owner, length in zip(owners, lengths, strict=True)}
+    assert mirror.longest_prefix(hashes(*range(asked))) == {owner: held for owner, held in expected.items() if held}
+
+
+@given(held=st.sets(st.integers(0, 30)), length=st.integers(0, 30))
+def test_a_hole_is_seen_in_the_last_group_only(held: set[int], length: int) -> None:
+    """Nodes have none, but what a router knows may be a moment old."""
     mirror, view = mirror_of(OWNER), OwnView(OWNER)
     view.record(stored(*held))
     feed(mirror, view)
-    assert mirror.longest_prefix(hashes(*range(length))) == ({OWNER: walked} if walked else {})
+    found = mirror.longest_prefix(hashes(*range(length))).get(OWNER, 0)
+    assert bool(found) == bool(length and 0 in held)
+    if found:
+        assert found - 1 in held
+        assert found == length or found not in held or found % 8 == 0
 
 
 def test_a_gap_asks_for_a_snapshot_and_old_entries_serve_on() -> None:

@@ -8,27 +8,44 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tandem.engine.hashing import BlockHasher, PromptHashes, Secrecy, every_kth, hash_blocks, hash_prompt, root_hash
+from tandem.engine.hashing import (
+    BLOCKS_PER_GROUP,
+    BlockHasher,
+    PromptHashes,
+    Secrecy,
+    every_kth,
+    hash_blocks,
+    hash_prompt,
+    root_hash,
+)
 
 TOKENS = np.arange(10, dtype=np.int32)
+KNOWN = ["53d9a07223c6a39649713096f1778328", "bb6d99c6455e3e33212468b21e089de3"]
+
+
+def root_for_salt(salt: bytes) -> bytes:
+    return root_hash(b"identity", salt)
 
 
 def test_known_answer() -> None:
     root = root_hash(b"identity", b"salt")
     assert root.hex() == "ed7e7de01559f1b1eb869eefdfba97e4"
-    assert [h.hex() for h in hash_blocks(TOKENS, 4, root)] == [
-        "53d9a07223c6a39649713096f1778328",
-        "cc14b0fe5aabbf839e6666cb91197a0b",
-    ]
+    assert [h.hex() for h in hash_blocks(TOKENS, 4, root)] == KNOWN
 
 
-def test_the_chain_follows_its_formula() -> None:
-    root = root_hash(b"identity", b"")
-    first = hashlib.sha256(root + TOKENS[:4].astype("<i4").tobytes() + b"x").digest()[:16]
-    second = hashlib.sha256(first + TOKENS[4:8].astype("<i4").tobytes() + b"x").digest()[:16]
-    assert hash_blocks(TOKENS, 4, root, extra=b"x") == [first, second]
-    assert hash_blocks(TOKENS[4:], 4, b"unused", parent=first, extra=b"x") == [second]
+def test_a_group_follows_the_one_before_and_its_blocks_what_it_holds_so_far() -> None:
+    root, tokens = root_hash(b"identity", b""), np.arange(4 * 20, dtype=np.int32)
+    expected, before, size = [], root, 4 * 4
+    raw = tokens.astype("<i4").tobytes()
+    for block in range(20):
+        start = block // BLOCKS_PER_GROUP * BLOCKS_PER_GROUP
+        expected.append(hashlib.sha256(before + raw[start * size : (block + 1) * size]).digest()[:16])
+        if (block + 1) % BLOCKS_PER_GROUP == 0:
+            before = expected[-1]
+    assert hash_blocks(tokens, 4, root) == expected
 
 
 def test_equal_in_another_process() -> None:
@@ -52,7 +69,6 @@ def test_a_hash_depends_on_everything_before_it() -> None:
     before, after = hash_blocks(TOKENS, 4, root), hash_blocks(changed, 4, root)
     assert all(a != b for a, b in zip(before, after, strict=True))
     assert hash_blocks(TOKENS, 4, root_hash(b"i", b"tenant"))[0] != before[0]
-    assert hash_blocks(TOKENS, 4, root, extra=b"image")[0] != before[0]
 
 
 def test_a_strided_view_hashes_as_its_copy() -> None:
@@ -67,26 +83,31 @@ def test_other_arrays_are_refused(bad: np.ndarray) -> None:
         hash_blocks(bad, 4, root_hash(b"", b""))
 
 
-def test_hashes_grow_with_the_tokens_and_skip_to_the_block_size() -> None:
-    tokens = np.arange(50, dtype=np.int32)
-    hasher = BlockHasher(8, 4, lambda salt: root_hash(b"i", salt))
-    whole: list[bytes] = []
-    hasher.extend(whole, tokens, Secrecy(b"s"))
-    assert whole == every_kth(hash_blocks(tokens, 4, root_hash(b"i", b"s")), 2)
-    assert len(whole) == 6
+@given(
+    num_tokens=st.integers(0, 150),
+    num_public=st.integers(0, 150),
+    blocks_in_one=st.integers(1, 5),
+    ends=st.lists(st.integers(0, 150), max_size=6).map(sorted),
+)
+def test_hashes_that_grow_with_the_tokens_are_those_of_the_whole(
+    num_tokens: int, num_public: int, blocks_in_one: int, ends: list[int]
+) -> None:
+    tokens, secrecy = np.arange(num_tokens, dtype=np.int32), Secrecy(b"s" * 16, num_public)
+    hasher = BlockHasher(2 * blocks_in_one, 2, root_for_salt)
+    whole = every_kth(hash_prompt(tokens, 2, root_for_salt, secrecy), blocks_in_one)
     grown: list[bytes] = []
-    for end in range(51):
-        hasher.extend(grown, tokens[len(grown) * 8 : end], Secrecy(b"s"))
+    for end in [*ends, num_tokens]:
+        known = min(end, num_tokens)
+        hasher.extend(grown, lambda start, known=known: tokens[start:known], secrecy, known)
     assert grown == whole
+    shared = hasher.num_public_blocks(secrecy)
+    assert shared == num_public // 2 // blocks_in_one
+    assert whole[:shared] == every_kth(hash_prompt(tokens, 2, root_for_salt), blocks_in_one)[:shared]
 
 
 def test_block_size_must_be_a_multiple() -> None:
     with pytest.raises(ValueError, match="multiple"):
         BlockHasher(12, 8, lambda salt: salt)
-
-
-def root_for_salt(salt: bytes) -> bytes:
-    return root_hash(b"identity", salt)
 
 
 @pytest.mark.parametrize(("num_public", "num_shared"), [(0, 0), (3, 0), (4, 1), (11, 2), (12, 3), (100, 5)])
@@ -105,42 +126,27 @@ def test_salts_share_whole_public_blocks_and_nothing_after_them(num_public: int,
     assert num_shared == 0 or not set(a) & set(alone), "what follows a public prefix is another chain than without it"
 
 
-@pytest.mark.parametrize("num_public", [0, 4, 8, 12, 20, 28, 48, 50])
-def test_a_node_continues_the_routers_chain_across_the_end_of_the_public_part(num_public: int) -> None:
-    tokens, secrecy = np.arange(50, dtype=np.int32), Secrecy(b"s" * 16, num_public)
-    hasher = BlockHasher(8, 4, root_for_salt)
-    whole = every_kth(hash_prompt(tokens, 4, root_for_salt, secrecy), 2)
-    grown: list[bytes] = []
-    for end in range(51):
-        hasher.extend(grown, tokens[len(grown) * 8 : end], secrecy)
-    assert grown == whole
-    shared = hasher.num_public_blocks(secrecy)
-    assert shared == num_public // 8
-    assert whole[:shared] == every_kth(hash_prompt(tokens, 4, root_for_salt), 2)[:shared]
-
-
 def test_public_tokens_mean_nothing_without_a_salt() -> None:
     tokens = np.arange(20, dtype=np.int32)
     assert hash_prompt(tokens, 4, root_for_salt, Secrecy(b"", 8)) == hash_prompt(tokens, 4, root_for_salt)
     assert BlockHasher(4, 4, root_for_salt).num_public_blocks(Secrecy(b"", 8)) == 0
 
 
-@pytest.mark.parametrize("secrecy", [Secrecy(), Secrecy(b"s" * 16), Secrecy(b"s" * 16, 8), Secrecy(b"s" * 16, 50)])
-def test_hashes_that_are_made_when_asked_for_are_the_same(secrecy: Secrecy) -> None:
-    tokens = np.arange(50, dtype=np.int32)
-    whole = hash_prompt(tokens, 4, root_for_salt, secrecy)
-    hashes = PromptHashes(tokens, 4, root_for_salt, secrecy)
-    assert len(hashes) == 12
-    assert hashes.made == []
-    assert hashes[0] == whole[0]
-    assert len(hashes.made) == 1
-    assert hashes[1:3] == whole[1:3]
-    assert hashes.made == whole[:3]
-    assert hashes[2:9] == whole[2:9]
-    assert hashes[9:9] == []
-    assert len(hashes.made) == 9
-    assert every_kth(hashes, 3) == whole[2::3]
+@given(
+    num_blocks=st.integers(0, 40),
+    num_public=st.integers(0, 100),
+    asked=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, 2, 3, 8])), max_size=6),
+)
+def test_hashes_that_are_made_when_asked_for_are_the_same(
+    num_blocks: int, num_public: int, asked: list[tuple[int, int, int]]
+) -> None:
+    tokens, secrecy = np.arange(2 * num_blocks, dtype=np.int32), Secrecy(b"s" * 16, num_public)
+    whole = hash_prompt(tokens, 2, root_for_salt, secrecy)
+    hashes = PromptHashes(tokens, 2, root_for_salt, secrecy)
+    assert len(hashes) == len(whole) == num_blocks
+    for start, stop, step in asked:
+        assert hashes[start:stop:step] == whole[start:stop:step]
+        assert hashes[7 : 7 + stop : 8] == whole[7 : 7 + stop : 8]
     assert list(hashes) == whole
-    assert hashes[-1] == whole[-1]
     with pytest.raises(IndexError):
-        hashes[12]
+        hashes[num_blocks]

@@ -40,7 +40,7 @@ class Opened:
 
 @pytest.fixture
 def book():  # type: ignore[no-untyped-def]
-    book = RequestBook(vocab_size=100, max_model_len=32, block_size=16, hash_block_size=16)
+    book = RequestBook(vocab_size=100, max_model_len=32)
     yield book
     book.check_integrity()
 
@@ -167,11 +167,3 @@ def test_a_bad_submit_is_refused_for_good(book: RequestBook, fields: dict, words
     assert (failed.code, failed.retryable) == ("invalid_request", False)
     assert words in failed.message
     assert book.num_accepted == 0
-
-
-def test_hashes_of_larger_blocks_are_every_kth() -> None:
-    book = RequestBook(vocab_size=100, max_model_len=512, block_size=32, hash_block_size=16)
-    hashes = [bytes([i]) * 16 for i in range(5)]
-    entry = book.open(ROUTER, submit(prompt=(1,) * 80, block_hashes=b"".join(hashes)), 0.0)
-    assert entry is not None
-    assert entry.request.block_hashes == [hashes[1], hashes[3]]

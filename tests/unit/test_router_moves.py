@@ -38,7 +38,7 @@ def delta(index: int, count: int = 1, sample: int = 0, attempt: int = 1, name: s
 def streaming(num_samples: int = 1, num_tokens: int = 3, **sampling: int) -> RequestMachine:
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=7, **sampling)
     machine = RequestMachine(RequestSpec("r", PROMPT, params, num_samples), now=0.0)
-    machine.placed("r", Placement(D, None, "test"), b"", 0.0)
+    machine.placed("r", Placement(D, None, "test"), 0.0)
     for sample in range(num_samples):
         machine.tokens(DK, delta(0, num_tokens, sample), 1.0)
     return machine
@@ -107,7 +107,7 @@ def test_a_gap_that_nobody_fills_costs_a_new_attempt() -> None:
     actions = machine.node_lost(DK, "it died", 2.2)
     assert Place("r") in actions
     assert sent(actions, Cancel) == [(EK, Cancel(request_id="r", attempt=2))]
-    machine.placed("r", Placement(E, None, "test"), b"", 2.3)
+    machine.placed("r", Placement(E, None, "test"), 2.3)
     assert emitted(machine.tokens(EK, delta(3, 1, attempt=3), 2.4)) == [3], "no node knows that attempt's number"
 
 
@@ -192,7 +192,7 @@ class Nodes:
             if isinstance(action, EmitTokens):
                 self.output += action.token_ids
             elif isinstance(action, Place):
-                self.do(self.machine.placed(action.request_id, Placement(D, None, "test"), b"", 1.0))
+                self.do(self.machine.placed(action.request_id, Placement(D, None, "test"), 1.0))
             elif isinstance(action, Send):
                 self.hear(action.node[0], action.message)
         self.machine.check_integrity()

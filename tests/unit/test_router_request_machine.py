@@ -72,13 +72,13 @@ def sends(actions: list[Action], kind: type[Submit] | type[Cancel]) -> list[Send
 
 def test_cached_is_what_the_node_that_computes_the_prompt_found() -> None:
     m = make()
-    m.placed("r", SPLIT, b"", 0.0)
+    m.placed("r", SPLIT, 0.0)
     m.accepted(DK, Accepted(request_id="r", attempt=1, num_cached_tokens=8), 0.0)
     m.tokens(PK, msgspec.structs.replace(delta(0), num_cached_tokens=3), 0.0)
     m.tokens(DK, msgspec.structs.replace(delta(1), num_cached_tokens=8), 0.0)
     assert m.num_cached_tokens == 3
     alone = make()
-    alone.placed("r", ALONE, b"", 0.0)
+    alone.placed("r", ALONE, 0.0)
     alone.accepted(XK, Accepted(request_id="r", attempt=1, num_cached_tokens=8), 0.0)
     assert alone.num_cached_tokens == 8
 
@@ -87,7 +87,7 @@ def test_cached_is_what_the_node_that_computes_the_prompt_found() -> None:
 
 
 def _placed(m: RequestMachine) -> None:
-    m.placed("r", SPLIT, b"", 0.0)
+    m.placed("r", SPLIT, 0.0)
 
 
 def _prefilling(m: RequestMachine) -> None:
@@ -145,8 +145,8 @@ def _accept_all(m: RequestMachine) -> list[Action]:
 
 
 EVENTS: dict[str, Callable[[RequestMachine], list[Action]]] = {
-    "placed": lambda m: m.placed("r", SPLIT, b"", 0.0),
-    "placed elsewhere": lambda m: m.placed("unknown", SPLIT, b"", 0.0),
+    "placed": lambda m: m.placed("r", SPLIT, 0.0),
+    "placed elsewhere": lambda m: m.placed("unknown", SPLIT, 0.0),
     "accepted by one": lambda m: m.accepted(DK, Accepted(request_id="r", attempt=1), 0.0),
     "accepted by both": _accept_all,
     "first token": lambda m: m.tokens(PK, delta(0), 0.0),
@@ -235,16 +235,15 @@ def test_state_and_event(setup: str, event: str) -> None:
 
 def test_both_nodes_are_told_at_once_and_about_each_other() -> None:
     machine = make(min_tokens=2)
-    decode, prefill = sends(machine.placed("r", SPLIT, b"h" * 16, 1.0), Submit)
+    decode, prefill = sends(machine.placed("r", SPLIT, 1.0), Submit)
     assert (decode.node, decode.message.mode, decode.message.peer) == (DK, "decode", P)
     assert (prefill.node, prefill.message.mode, prefill.message.peer) == (PK, "prefill", D)
     for message in (decode.message, prefill.message):
         assert message.prompt_token_ids == PROMPT.astype("<i4").tobytes()
-        assert message.block_hashes == b"h" * 16
         assert message.sampling.seed == 7
         assert message.sampling.min_tokens == 2
         assert message.deadline_s == 599.0
-    (alone,) = sends(make().placed("r", ALONE, b"", 0.0), Submit)
+    (alone,) = sends(make().placed("r", ALONE, 0.0), Submit)
     assert (alone.message.mode, alone.message.peer) == ("full", None)
 
 
@@ -255,7 +254,7 @@ def test_next_attempt_continues_after_what_was_emitted() -> None:
     assert [a for a in actions if isinstance(a, Place)] == [Place("r")]
     assert machine.nodes_to_avoid("r") == {DK}
     assert machine.prompt_of("r").tolist() == [*range(10), 0, 1]
-    (submit,) = sends(machine.placed("r", ALONE, b"", 5.0), Submit)
+    (submit,) = sends(machine.placed("r", ALONE, 5.0), Submit)
     assert submit.message.attempt == 2
     assert submit.message.num_prior_output_tokens == 2
     assert submit.message.sampling.max_tokens == MAX_TOKENS
@@ -269,13 +268,13 @@ def test_next_attempt_continues_after_what_was_emitted() -> None:
 
 def test_samples_continue_one_by_one_after_a_failure() -> None:
     machine = make(num_samples=3)
-    machine.placed("r", ALONE, b"", 0.0)
+    machine.placed("r", ALONE, 0.0)
     machine.tokens(XK, delta(0, 4, sample=0), 0.0)  # finished
     machine.tokens(XK, delta(0, 2, sample=1), 0.0)
     actions = machine.node_lost(XK, "gone", 1.0)  # sample 2 has nothing yet
     assert [a.request_id for a in actions if isinstance(a, Place)] == ["r-s1", "r-s2"]
-    one = sends(machine.placed("r-s1", SPLIT, b"", 1.0), Submit)[0].message
-    two = sends(machine.placed("r-s2", ALONE, b"", 1.0), Submit)[0].message
+    one = sends(machine.placed("r-s1", SPLIT, 1.0), Submit)[0].message
+    two = sends(machine.placed("r-s2", ALONE, 1.0), Submit)[0].message
     assert (one.sample_indices, one.num_prior_output_tokens) == ((1,), 2)
     assert (two.sample_indices, two.num_prior_output_tokens) == ((2,), 0)
     assert len(one.prompt_token_ids) == 4 * 12
@@ -287,9 +286,9 @@ def test_samples_continue_one_by_one_after_a_failure() -> None:
 
 def test_samples_stay_together_while_nothing_was_emitted() -> None:
     machine = make(num_samples=3)
-    machine.placed("r", SPLIT, b"", 0.0)
+    machine.placed("r", SPLIT, 0.0)
     machine.request_failed(PK, failed(True), 0.0)
-    (submit,) = sends(machine.placed("r", ALONE, b"", 0.0), Submit)
+    (submit,) = sends(machine.placed("r", ALONE, 0.0), Submit)
     assert submit.message.attempt == 2
     assert submit.message.sample_indices == (0, 1, 2)
 
@@ -297,7 +296,7 @@ def test_samples_stay_together_while_nothing_was_emitted() -> None:
 def test_no_attempt_is_left() -> None:
     machine = make(max_attempts=2)
     for _ in range(2):
-        machine.placed("r", ALONE, b"", 0.0)
+        machine.placed("r", ALONE, 0.0)
         actions = machine.node_lost(XK, "gone", 0.0)
     assert isinstance(actions[-1], Fail)
     assert isinstance(actions[-1].error, NodeFailedError)
@@ -309,7 +308,7 @@ def test_being_turned_away_costs_time_and_no_attempt(code: str, kind: type[Tande
     now, number = 0.0, 0
     while now < 9.5:
         number += 1
-        machine.placed("r", ALONE, b"", now)
+        machine.placed("r", ALONE, now)
         assert machine.request_failed(XK, failed(True, code, attempt=number), now) == [Place("r")]
         assert not machine.nodes_to_avoid("r"), "it may have room by then"
         backs_off = code == "overloaded"
@@ -325,13 +324,13 @@ def test_being_turned_away_costs_time_and_no_attempt(code: str, kind: type[Tande
 
 def test_failures_count_though_a_node_was_full_in_between() -> None:
     machine = make(max_attempts=2)
-    machine.placed("r", ALONE, b"", 0.0)
+    machine.placed("r", ALONE, 0.0)
     machine.node_lost(XK, "gone", 9.0)
-    machine.placed("r", ALONE, b"", 9.0)
+    machine.placed("r", ALONE, 9.0)
     machine.request_failed(XK, failed(True, "overloaded", attempt=2), 9.0)
     assert machine.tick(18.0) == [Place("r")], "it waits since it lost its node"
     assert machine.nodes_to_avoid("r") == {XK}
-    machine.placed("r", ALONE, b"", 18.0)
+    machine.placed("r", ALONE, 18.0)
     assert isinstance(machine.node_lost(XK, "gone", 18.0)[-1], Fail)
 
 
@@ -356,7 +355,7 @@ def test_errors_of_the_deadlines() -> None:
 
 def test_a_stop_string_in_one_of_two_samples_cancels_that_sample_only() -> None:
     machine = make(num_samples=2)
-    machine.placed("r", ALONE, b"", 0.0)
+    machine.placed("r", ALONE, 0.0)
     machine.tokens(XK, delta(0, sample=0), 0.0)
     (one,) = sends(machine.stop_sample(0), Cancel)
     assert one.message.sample_indices == (0,)
@@ -392,19 +391,19 @@ def test_a_lost_node_needs_not_answer_its_cancel() -> None:
 def test_prompt_logprobs_are_asked_for_until_they_came_once() -> None:
     machine = make(num_prompt_logprobs=1)
     entries = (TokenLogprobs((1,), (-0.5,)),)
-    submit = sends(machine.placed("r", ALONE, b"", 0.0), Submit)[0].message
+    submit = sends(machine.placed("r", ALONE, 0.0), Submit)[0].message
     assert submit.sampling.num_prompt_logprobs == 1
     message = PromptLogprobs(request_id="r", attempt=1, entries=entries)
     assert machine.prompt_logprobs(XK, message) == [EmitPromptLogprobs(entries)]
     assert machine.prompt_logprobs(XK, message) == []
     machine.node_lost(XK, "gone", 0.0)
-    submit = sends(machine.placed("r", ALONE, b"", 0.0), Submit)[0].message
+    submit = sends(machine.placed("r", ALONE, 0.0), Submit)[0].message
     assert submit.sampling.num_prompt_logprobs is None
 
 
 def test_overshoot_beyond_max_tokens_is_cut() -> None:
     machine = make()
-    machine.placed("r", ALONE, b"", 0.0)
+    machine.placed("r", ALONE, 0.0)
     emitted, finish = machine.tokens(XK, delta(0, 7, limit=99), 0.0)
     assert isinstance(emitted, EmitTokens)
     assert emitted.token_ids == (0, 1, 2, 3)
@@ -442,7 +441,7 @@ def test_random_histories_end_once_with_every_token_once(data: st.DataObject) ->
             data.draw(st.integers(1, 4)),
         )
         if kind == "place" and name in machine.live:
-            note(machine.placed(name, data.draw(st.sampled_from([SPLIT, ALONE])), b"", 0.0))
+            note(machine.placed(name, data.draw(st.sampled_from([SPLIT, ALONE])), 0.0))
         elif kind == "tokens":
             index, sample = data.draw(st.integers(0, max_tokens - 1)), data.draw(st.integers(0, num_samples - 1))
             count = data.draw(st.integers(1, max_tokens - index))
@@ -463,7 +462,7 @@ def test_random_histories_end_once_with_every_token_once(data: st.DataObject) ->
             assert ids == [token(i, k) for k in range(len(ids))], "a token was lost, repeated or out of order"
     for _ in range(20):  # from every reachable state an end can be reached
         for name, attempt in list(machine.live.items()):
-            note(machine.placed(name, ALONE, b"", 0.0))
+            note(machine.placed(name, ALONE, 0.0))
             for sample in attempt.sample_indices:
                 node = attempt.primary or XK
                 note(machine.tokens(node, delta(0, max_tokens, sample, attempt.number, name, limit=max_tokens), 0.0))

@@ -31,7 +31,7 @@ def make_node(max_queue: int = 4) -> ServingNode:
         eos_token_ids=[7],
         root_for_salt=lambda salt: root_hash(b"model", salt),
     )
-    return ServingNode(INFO, RequestBook(100, 64, 4, 4), scheduler, pool, max_queue)
+    return ServingNode(INFO, RequestBook(100, 64), scheduler, pool, max_queue)
 
 
 def submit(request_id: str, **fields: object) -> Submit:
