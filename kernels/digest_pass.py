@@ -46,8 +46,9 @@ class SumPasses:
     def begin(self, block_ids: Sequence[int], key: int, num_valid: Sequence[int]) -> SumPass:
         """Of the first `num_valid[i]` slots of each block. On CUDA on the current stream; on CPU it is done when this
         returns. Raises IndexError for blocks that the pool has not."""
-        if not all(0 <= block_id < len(self._pool_NHLPBD) for block_id in block_ids):
-            raise IndexError(f"blocks {[*block_ids]} of a pool of {len(self._pool_NHLPBD)}")
+        num_blocks = self._pool_NHLPBD.shape[0]
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
+            raise IndexError(f"blocks {[*block_ids]} of a pool of {num_blocks}")
         if self._runs is None or not block_ids:
             return _Done(multilinear_sums(self._pool_NHLPBD, block_ids, key, num_valid).cpu().numpy())
         job = self._runs.job(block_ids, key, num_valid)
