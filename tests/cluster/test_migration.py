@@ -91,6 +91,8 @@ def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) 
             assert [message.reason for message in result.migrated] == [""]
             assert not result.finished
             assert [joined(result, moved)] == alone.run(prompt, sampling)
+            if sampling.num_logprobs is None:
+                assert min(moved.tokens[0]) == moved.num_prior, "what the source may not have told is told again"
         assert nodes.count("migrations_finished") == 3
         assert 0 < nodes.count("migrations_pause_s") < 1
         nodes.check_whole()

@@ -107,6 +107,7 @@ class Result:
     prompt_logprobs: tuple = ()
     logprobs: dict[int, list] = field(default_factory=dict)
     num_samples: int = 1
+    num_prior: int = 0  # of a sequence that moved: the client's tokens when it was told to
     migrated: list[Migrated] = field(default_factory=list)
 
     @property
@@ -219,7 +220,7 @@ class Client:
         successor = (f"{request_id}-s{sample}" if "-s" not in request_id else request_id, max(10, attempt + 1))
         seen = [*prior, *result.output(sample)]
         known = [*prompt, *seen]
-        moved = self.results[successor] = Result()
+        moved = self.results[successor] = Result(num_prior=len(seen))
         submit = Submit(
             request_id=successor[0],
             attempt=successor[1],

@@ -27,6 +27,7 @@ EARLY = {"is_pipelined": True, "pushes_early": True}
 
 QUICK = [
     (MigrationSetting("tokens in flight, an early push", **FEW, **EARLY, max_faults=0), 1_000),
+    (MigrationSetting("one of two samples", **{**SAMPLES, "moves": MOVE}, max_faults=0, holds_tokens=True), 800),
     (one_fault("crash"), 6_000),
 ]
 SLOW = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engine_harness import Harness
 
-from tandem.engine.prompt_order import LATE_SHARE, ArrivalOrder, PromptOrder, SlackOrder
+from tandem.engine.prompt_order import LATE_SHARE, LATE_STRETCH, ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.request import Request
 from tandem.engine.sampling_params import SamplingParams
 
@@ -50,6 +50,17 @@ class TestSlackOrder:
         long, first, second = arriving(order, clock, 14_000, 256, 256, apart_s=0.001)
         assert order.arrange([], [first, second, long]) == [first, second, long]
         assert order.deadline(long) > clock.now + TARGET_S, "alone it takes longer than the target"
+        long, chat = arriving(order, clock, 10_500, 256, apart_s=0.001)
+        assert order.arrange([], [long, chat]) == [chat, long]
+        assert not order.has_late
+
+    def test_the_earlier_deadline_goes_before_the_earlier_arrival(self) -> None:
+        """Both ways all would be in time."""
+        clock = Clock()
+        order = slack_order(clock)
+        long, chat = arriving(order, clock, 10_500, 256, apart_s=0.001)
+        assert order.arrange([], [long, chat]) == [chat, long]
+        assert not order.has_late
 
     def test_what_is_cached_by_now_is_no_work(self) -> None:
         clock = Clock()
@@ -97,6 +108,24 @@ class TestSlackOrder:
         long, *chats = arriving(order, clock, 8192, *[1024] * 6)
         assert order.arrange([], [long, *chats]) == [*chats, long]
 
+    def test_of_late_prompts_a_tail_passes_whole_ones_but_not_for_ever(self) -> None:
+        """The first prompt with a prefix computes it; the others are tails from then on."""
+        clock = Clock()
+        order = slack_order(clock)
+        requests = whole, other, tail = arriving(order, clock, 4352, 4352, 4352, apart_s=0.001)
+        clock.now += 1.0
+        assert order.arrange([], requests) == [whole, other, tail]
+        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
+        assert order.arrange([], requests) == [tail, whole, other]
+        assert order.arrange([whole], [other, tail]) == [tail, whole, other]
+        whole.num_computed_tokens = 4096
+        assert order.arrange([whole], [other, tail]) == [whole, tail, other], "equally much is left of both"
+        clock.now += LATE_STRETCH * 4096 * PER_TOKEN_S
+        (tail,) = arriving(order, clock, 4352)
+        clock.now += 1.0
+        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
+        assert order.arrange([], [other, tail]) == [other, tail], "it has waited long enough"
+
     def test_late_prompts_get_their_share_and_no_more(self) -> None:
         """Load far beyond what can be done in time: prompts in time come on and on, one is late."""
         clock = Clock()
@@ -112,7 +141,9 @@ class TestSlackOrder:
             clock.now += 2048 * PER_TOKEN_S
             order.completed(step)
             order.ended(chat)
+        assert spent[True]
         assert spent[True] / (spent[True] + spent[False]) == pytest.approx(LATE_SHARE, rel=0.2)
+        assert spent[True] > 8 * 2048, "it does not starve"
 
     def test_it_measures_what_a_token_takes(self) -> None:
         clock = Clock()
@@ -154,6 +185,19 @@ class TestSlackOrder:
         harness.run()
         assert not order._arrivals
         assert not order._steps
+
+
+@pytest.mark.parametrize(("lengths", "wait_s", "num_tokens"), [((24,), 0, 24), ((24, 8), 0, 8), ((24,), 9, 8)])
+def test_steps_are_short_while_others_wait_or_nobody_is_in_time(
+    lengths: tuple[int, ...], wait_s: float, num_tokens: int
+) -> None:
+    clock = Clock()
+    harness = Harness(prompt_order=slack_order(clock), max_num_batched_tokens=32, contended_prefill_chunk=8)
+    for length in lengths:
+        harness.add(f"of {length}", range(1, length + 1), max_tokens=2)
+    clock.now += wait_s
+    harness.step()
+    assert harness.runner.num_computed_tokens == num_tokens
 
 
 def test_small_steps_count_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import socket
 import threading
 from pathlib import Path
@@ -89,6 +90,14 @@ def test_shm_maps_nothing_but_the_pool_that_was_exported(make_node, make_pair):
 
 def num_pool_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:tandem-kv-pool")
+
+
+def test_shm_is_not_for_other_users(make_node, monkeypatch):
+    source, sink = make_node("p", "shm"), make_node("d", "shm")
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(TransportError, match=f"belongs to user {user}, this one to {user + 1}"):
+        source.connect(sink.info)
 
 
 @pytest.mark.parametrize("transport", ALL)
