@@ -2,7 +2,8 @@
 
 A prefill node serves many prompts to one end each: their first tokens in time. `SlackOrder` is earliest deadline first
 as long as everyone can make it; where not, the largest remaining work gives way until the others can (Moore 1968: the
-fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation.
+fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation;
+among that, what has little left goes before what came earlier: a tail whose prefix has been computed meanwhile.
 (Plain earliest deadline first collapses under overload, where each late prompt makes the next one late.)
 """
 
@@ -17,6 +18,7 @@ from tandem.engine.request import Request
 LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait
 MEASURED_TOKENS = 1024  # small steps, which tell as much about launches, count together: as much as one of so many
 MAX_CREDIT = 2048.0  # tokens: one chunk
+LATE_STRETCH = 8.0  # a late prompt passes those that came before it by so many times less than they have more left
 LAUNCH_S = 0.010  # from a decision to the step's first kernels
 STEP_ERROR = 0.08  # by how much of itself a step may be shorter than expected
 MARGIN = 0.02  # of the target: to spare for prompts that have not begun, since times are estimated
@@ -164,7 +166,8 @@ class SlackOrder(_Measuring):
                 on_time.remove(largest)
                 late.append(largest)
                 free_at -= left[largest] * self.seconds_per_token
-        late.sort(key=lambda r: r.sort_key)
+        patience_s = LATE_STRETCH * self.seconds_per_token
+        late.sort(key=lambda r: (r.priority, self._arrivals[r] + patience_s * left[r], r.order))
         self._late = late[0] if late else None
         if late and (not on_time or self._credit >= left[late[0]] or self._credit >= MAX_CREDIT):
             return [late[0], *on_time, *late[1:]]

@@ -27,9 +27,11 @@ SESSION_PATIENCE_S = 1.0
 # What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
 HANDOVER_S = 0.01
 # So much sooner a prefill node must be done with a short tail that a decode node could take: a long prompt that comes
-# meanwhile, which is what prefill nodes are there for, would wait for it, and it for one that another router process
-# placed there and this one has not heard of.
-DISTURBANCE_S = 0.09
+# meanwhile, which is what prefill nodes are there for, would wait for it.
+DISTURBANCE_S = 0.02
+# What a tail waits for on a prefill node, in tokens, however many wait there: late prompts let it pass, and a step has
+# no more while others wait.
+PASSED_BY_TOKENS = 2048
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
@@ -143,7 +145,8 @@ class _Finder:
         if not partners:
             return self._alone(decode, "no prefill node")
         prefill = self._choose("prompt", partners)
-        if alone_s <= prefill.queue_s + prefill.compute_s + prefill.transfer_s + decode.transfer_s + detour_s:
+        queue_s = min(prefill.queue_s, PASSED_BY_TOKENS * prefill.node.prefill_s_per_token)
+        if alone_s <= queue_s + prefill.compute_s + prefill.transfer_s + decode.transfer_s + detour_s:
             return self._alone(decode, "short uncached tail")
         return Placement(decode.node.ref, prefill.node.ref, "prefill and decode", (decode, prefill))
 

@@ -126,6 +126,24 @@ class TestSlackOrder:
         order.num_cached_tokens = lambda request: 4096 if request is tail else 0
         assert order.arrange([], [other, tail]) == [other, tail], "it has waited long enough"
 
+    def test_of_late_prompts_a_tail_passes_whole_ones_but_not_for_ever(self) -> None:
+        """The first prompt with a prefix computes it; the others are tails from then on."""
+        clock = Clock()
+        order = slack_order(clock)
+        requests = whole, other, tail = arriving(order, clock, 4352, 4352, 4352, apart_s=0.001)
+        clock.now += 1.0
+        assert order.arrange([], requests) == [whole, other, tail]
+        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
+        assert order.arrange([], requests) == [tail, whole, other]
+        assert order.arrange([whole], [other, tail]) == [tail, whole, other]
+        whole.num_computed_tokens = 4096
+        assert order.arrange([whole], [other, tail]) == [whole, tail, other], "equally much is left of both"
+        clock.now += LATE_STRETCH * 4096 * PER_TOKEN_S
+        (tail,) = arriving(order, clock, 4352)
+        clock.now += 1.0
+        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
+        assert order.arrange([], [other, tail]) == [other, tail], "it has waited long enough"
+
     def test_late_prompts_get_their_share_and_no_more(self) -> None:
         """Load far beyond what can be done in time: prompts in time come on and on, one is late."""
         clock = Clock()

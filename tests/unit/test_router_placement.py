@@ -67,14 +67,16 @@ def test_a_decode_node_that_is_slow_beside_its_decodes_leaves_short_tails_to_pre
     fast, slow = (node("decode", "d", prefill_s_per_token=rate) for rate in (1 / 7_500, 1 / 1_500))
     assert names(choose(request, prefill, fast)) == ("d", None)
     assert names(choose(request, prefill, slow)) == ("d", "p")
-    assert names(choose(PlacementRequest(128, 8), prefill, slow)) == ("d", None), "the hand-over alone takes longer"
+    assert names(choose(PlacementRequest(48, 8), prefill, slow)) == ("d", None), "the hand-over alone takes longer"
 
 
 @pytest.mark.parametrize(("waiting", "waiting_at_prefill", "expected"), [
-    (2000, 0, ("d", None)),  # 100 ms and 13 ms for the tail, against 13, 3 for its bytes, 10 for the hand-over, and 90
-    (2100, 0, ("d", "p")),
-    (3800, 1700, ("d", "p")),  # 203 ms against 201 ms
-    (3800, 1800, ("d", None)),
+    (600, 0, ("d", None)),  # 30 ms and 13 ms for the tail, against 13, 3 for its bytes, 10 for the hand-over, and 20
+    (700, 0, ("d", "p")),
+    (2300, 1700, ("d", None)),  # 128 ms against 131 ms
+    (2450, 1700, ("d", "p")),
+    (2600, 10_000, ("d", None)),  # of 500 ms that P has to do it waits for one step
+    (2800, 10_000, ("d", "p")),
 ])  # fmt: skip
 def test_a_short_tail_goes_where_it_is_computed_sooner(
     waiting: int, waiting_at_prefill: int, expected: tuple[str, str | None]
