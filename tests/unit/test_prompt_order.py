@@ -50,9 +50,6 @@ class TestSlackOrder:
         long, first, second = arriving(order, clock, 14_000, 256, 256, apart_s=0.001)
         assert order.arrange([], [first, second, long]) == [first, second, long]
         assert order.deadline(long) > clock.now + TARGET_S, "alone it takes longer than the target"
-        long, chat = arriving(order, clock, 10_500, 256, apart_s=0.001)
-        assert order.arrange([], [long, chat]) == [chat, long]
-        assert not order.has_late
 
     def test_the_earlier_deadline_goes_before_the_earlier_arrival(self) -> None:
         """Both ways all would be in time."""
@@ -126,24 +123,6 @@ class TestSlackOrder:
         order.num_cached_tokens = lambda request: 4096 if request is tail else 0
         assert order.arrange([], [other, tail]) == [other, tail], "it has waited long enough"
 
-    def test_of_late_prompts_a_tail_passes_whole_ones_but_not_for_ever(self) -> None:
-        """The first prompt with a prefix computes it; the others are tails from then on."""
-        clock = Clock()
-        order = slack_order(clock)
-        requests = whole, other, tail = arriving(order, clock, 4352, 4352, 4352, apart_s=0.001)
-        clock.now += 1.0
-        assert order.arrange([], requests) == [whole, other, tail]
-        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
-        assert order.arrange([], requests) == [tail, whole, other]
-        assert order.arrange([whole], [other, tail]) == [tail, whole, other]
-        whole.num_computed_tokens = 4096
-        assert order.arrange([whole], [other, tail]) == [whole, tail, other], "equally much is left of both"
-        clock.now += LATE_STRETCH * 4096 * PER_TOKEN_S
-        (tail,) = arriving(order, clock, 4352)
-        clock.now += 1.0
-        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
-        assert order.arrange([], [other, tail]) == [other, tail], "it has waited long enough"
-
     def test_late_prompts_get_their_share_and_no_more(self) -> None:
         """Load far beyond what can be done in time: prompts in time come on and on, one is late."""
         clock = Clock()
@@ -159,7 +138,6 @@ class TestSlackOrder:
             clock.now += 2048 * PER_TOKEN_S
             order.completed(step)
             order.ended(chat)
-        assert spent[True]
         assert spent[True] / (spent[True] + spent[False]) == pytest.approx(LATE_SHARE, rel=0.2)
         assert spent[True] > 8 * 2048, "it does not starve"
 
@@ -214,8 +192,9 @@ def test_steps_are_short_while_others_wait_or_nobody_is_in_time(
     for length in lengths:
         harness.add(f"of {length}", range(1, length + 1), max_tokens=2)
     clock.now += wait_s
-    harness.step()
-    assert harness.runner.num_computed_tokens == num_tokens
+    output = harness.scheduler.schedule()
+    assert output is not None
+    assert output.num_tokens == num_tokens
 
 
 def test_small_steps_count_together() -> None:
