@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
@@ -36,16 +35,8 @@ from tandem.router.request_actions import (
     Send,
 )
 from tandem.router.request_machine import RequestMachine
+from tandem.router.token_times import TokenTimes
 from tandem.router.tokenizer import Tokenizer
-
-
-@dataclass(slots=True)
-class StepCounts:
-    """What one message of tokens brings, for the metrics."""
-
-    now: float
-    num_tokens: int = 0
-    gaps_s: dict[float, int] = field(default_factory=dict)  # how often each gap between two tokens of a sample
 
 
 class CompletionService:
@@ -67,7 +58,7 @@ class CompletionService:
         self._by_id: dict[str, Generation] = {}
         self._waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
         self._orphans = Orphans()
-        self._step = StepCounts(0.0)
+        self._times = TokenTimes(metrics)
         self._migrations = Migrations(options, cluster, self._carry_out)
         cluster.on_up, cluster.on_lost = self._on_up, self._on_lost
         cluster.on_message, cluster.on_room = self._on_message, self._on_room
@@ -160,7 +151,7 @@ class CompletionService:
             self._carry_out(generation, self._answer(generation.machine, node, message, now))
 
     def _on_tokens(self, node: NodeKey, message: Tokens, now: float) -> None:
-        self._step = StepCounts(now)
+        self._times.begin(now)
         for delta in message.deltas:
             generation = self._by_id.get(delta.request_id)
             if generation is None:
@@ -172,7 +163,7 @@ class CompletionService:
             if machine.num_dropped_deltas != dropped:
                 self.metrics.dropped_deltas.inc()
             self._carry_out(generation, actions)
-        self.metrics.observe_step(self._step.gaps_s, self._step.num_tokens)
+        self._times.end()
 
     @staticmethod
     def _answer(
@@ -236,25 +227,10 @@ class CompletionService:
         piece = sample.feed(action)
         if piece is None:
             return
-        self._measure(generation, action.sample_index, len(piece.token_ids))
+        self._times.count(generation, action.sample_index, len(piece.token_ids))
         generation.listener.piece(generation.prompt_index, action.sample_index, piece)
         if sample.stopped:
             self._carry_out(generation, generation.machine.stop_sample(action.sample_index))
-
-    def _measure(self, generation: Generation, sample_index: int, num_tokens: int) -> None:
-        step = self._step
-        if generation.first_token_at is None:
-            generation.first_token_at = step.now
-            self.metrics.ttft_s.observe(step.now - generation.started_at)
-        previous = generation.last_token_at[sample_index]
-        if previous:
-            gap_s = step.now - previous
-            step.gaps_s[gap_s] = step.gaps_s.get(gap_s, 0) + 1
-            if sample_index in generation.moved_samples:
-                generation.moved_samples.remove(sample_index)
-                self.metrics.migration_pause_s.observe(gap_s)
-        generation.last_token_at[sample_index] = step.now
-        step.num_tokens += num_tokens
 
     def _send(self, generation: Generation, action: Send) -> None:
         generation.submitted_ids.add(action.message.request_id)
