@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 SWEEP_S = 1.0  # leases are read this often besides the stream's announcements
 CHECK_S = 5.0  # what should have been heard by now is compared with what was
 SCAN_COUNT = 1_000  # hashes per SSCAN answer: below a millisecond of the event loop
+TURN_S = 0.0005  # taking messages before requests get their turn
 LEAST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
 REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 
@@ -124,9 +125,12 @@ class RedisDirectory:
                 self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
     async def _follow(self, stream: PubSub) -> None:
-        next_sweep = 0.0
+        next_sweep = end_of_turn = 0.0
         while True:
-            now = time.monotonic()
+            if (now := time.monotonic()) >= end_of_turn:  # messages that are here already don't wait, so others would
+                await asyncio.sleep(0)
+                now = time.monotonic()
+                end_of_turn = now + TURN_S
             if now >= next_sweep:
                 await self._sweep()
                 await self._check_sequences(now)
