@@ -61,7 +61,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     try:
         model = arguments.model or (await get_json(arguments.url, "/v1/models", arguments.api_key))["data"][0]["id"]
     except (OSError, HttpError, ValueError, LookupError) as error:
-        raise ConfigError(f"{arguments.url} does not answer as a server should: {error}; check --url and --api-key") from None
+        raise ConfigError(f"{arguments.url} does not answer as it should: {error}; check --url and --api-key") from None
     bodies = make_bodies(arguments, model)
     started = time.monotonic()
 

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         answer = asyncio.run(_ask(arguments, text))
     except (OSError, HttpError, ValueError, LookupError) as error:
-        raise ConfigError(f"{arguments.url} does not answer as a router should: {error}; check --url and --api-key") from None
+        raise ConfigError(f"{arguments.url} does not answer as it should: {error}; check --url and --api-key") from None
     (prompt,) = answer["prompts"]
     print(f"{prompt['num_prompt_tokens']} prompt tokens, placement {answer['placement']}; costs as prefix_aware counts")
     print(table([name for name, _, _ in COLUMNS], [_row(node) for node in prompt["nodes"]]))

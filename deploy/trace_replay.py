@@ -46,7 +46,7 @@ async def _replay(arguments: argparse.Namespace, url: str, requests: Sequence[Tr
         placement = (await post_json(url, "/explain", body, key))["placement"]
         before = await read_nodes(url, key)
     except (OSError, HttpError, ValueError, LookupError) as error:
-        raise ConfigError(f"{url} does not answer as a server should: {error}; check --url and --api-key") from None
+        raise ConfigError(f"{url} does not answer as it should: {error}; check --url and --api-key") from None
     started = time.monotonic()
     samples = await _ask_all(arguments, url, model, requests)
     duration_s = time.monotonic() - started
