@@ -118,9 +118,11 @@ class CompletionsEndpoint:
         watcher = asyncio.ensure_future(wait_for_disconnect(receive))
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
+            headers = placement_headers(generations)  # before there is something to write
             batch = await stream.next_batch()
-            headers = [*EVENT_HEADERS, *placement_headers(generations)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            if len(headers) < len(generations):
+                headers = placement_headers(generations)
+            await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS, *headers]})
             stream.begun = True
             while batch:
                 await send({"type": "http.response.body", "body": batch, "more_body": True})

@@ -123,8 +123,8 @@ class NodeLink:
     def send(self, message: Submit | Cancel | Migrate, now: float) -> None:
         """Sends a verb, and again until it is answered, the node is lost or the deadline passed."""
         payload = wire.encode(message)
-        self.outbox.sent(message, payload, now)
         self._send(payload)
+        self.outbox.sent(message, payload, now)
 
     def tick(self, now: float, own_pause_s: float = 0.0) -> None:
         """`own_pause_s`: how long this process itself stood still; the node's silence then proves nothing."""

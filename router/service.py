@@ -103,8 +103,8 @@ class CompletionService:
         try:
             for generation in generations:
                 self._active.add(generation)
-                self.metrics.prompt_tokens.inc(len(generation.plan.token_ids))
                 self._carry_out(generation, generation.machine.start())
+                self.metrics.prompt_tokens.inc(len(generation.plan.token_ids))
         except Exception:  # our own fault: nobody listens, so nothing of it may go on
             self.abort(generations, TandemError("the request could not be started"))
             raise
@@ -268,13 +268,15 @@ class CompletionService:
         placement = self.cluster.place(request, hashes if spec.use_prefix_cache else [], now)
         if placement is None:
             return False
-        if machine.live[request_id].number > 1:
-            self.metrics.retries.inc()
-        else:
-            self.metrics.queue_s.observe(now - generation.started_at)
+        is_first = machine.live[request_id].number == 1
         generation.placement = generation.placement or placement
-        self.metrics.placements.labels(placement.reason).inc()
         self._carry_out(generation, machine.placed(request_id, placement, now))
+        # Counting can wait until it is under way.
+        if is_first:
+            self.metrics.queue_s.observe(now - generation.started_at)
+        else:
+            self.metrics.retries.inc()
+        self.metrics.placements.labels(placement.reason).inc()
         return True
 
     def _end(self, generation: Generation, outcome: Finish | Fail) -> None:
