@@ -10,7 +10,7 @@ import torch
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
 from tandem.engine.errors import ConfigError
-from tandem.kv_connector.tiers.shell import make_tiers
+from tandem.kv_connector.tiers.shell import host_tier_bytes, make_tiers
 
 POOL = torch.zeros(4, 1, 1, 2, 4, 8)
 
@@ -31,6 +31,15 @@ def test_a_node_over_several_gpus_says_that_it_has_none(caplog: pytest.LogCaptur
     caplog.set_level("INFO")
     assert made(ranks=2) is None
     assert "no host tier" in caplog.text
+
+
+def test_a_host_tier_is_there_unless_it_is_turned_off() -> None:
+    """Within bounds that leave room for other nodes of the host."""
+    default = NodeOptions("unified", ModelOptions("m"))
+    assert 0 < host_tier_bytes(default, on_gpu=False) <= 256 << 20
+    assert 0 < host_tier_bytes(default, on_gpu=True) <= 16 << 30
+    for given in (0, 1 << 40):
+        assert host_tier_bytes(replace(default, cache=CacheOptions(host_tier_bytes=given)), on_gpu=True) == given
 
 
 def test_nothing_to_keep_needs_no_tier() -> None:
