@@ -111,8 +111,8 @@ def hash_prompt(
 
 
 class PromptHashes(Sequence[bytes]):
-    """As `hash_prompt`, of the whole prompt; hashes are made when they are asked for, those of the groups' ends (the
-    slice `[7::8]` or a part of it) without those between them.
+    """As `hash_prompt`, of the whole prompt; hashes are made when they are asked for, that of a group's end without
+    those between it and the one before.
 
     Whoever looks a prompt up stops where nobody holds any more of it, and what is behind that need not be made.
     """
@@ -130,6 +130,9 @@ class PromptHashes(Sequence[bytes]):
         self._length = len(token_ids) // block_size
         self._first_group: list[bytes] = []
         self._ends: list[bytes] = []  # of the first groups
+        self._turns_private = -1  # the group in which the salt begins to count
+        if secrecy.salt and secrecy.num_public_tokens >= block_size:
+            self._turns_private = secrecy.num_public_tokens // block_size // BLOCKS_PER_GROUP
 
     def __len__(self) -> int:
         return self._length
@@ -139,20 +142,30 @@ class PromptHashes(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
-        if isinstance(index, int):
-            at = range(self._length)[index]
-            return self[at : at + 1][0]
-        start, stop, step = index.indices(self._length)
-        assert step > 0, "made from the first on"
-        group, within = divmod(start, BLOCKS_PER_GROUP)
-        if within == BLOCKS_PER_GROUP - 1 and step == BLOCKS_PER_GROUP:
-            return self._ends_before(stop // BLOCKS_PER_GROUP)[group:]
-        return self._from(group, stop)[within::step]
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            assert step > 0, "made from the first on"
+            group, within = divmod(start, BLOCKS_PER_GROUP)
+            return self._from(group, stop)[within::step]
+        group, within = divmod(range(self._length)[index], BLOCKS_PER_GROUP)
+        if within == BLOCKS_PER_GROUP - 1:
+            return self._end_of(group)
+        return self._from(group, group * BLOCKS_PER_GROUP + within + 1)[within]
+
+    def _end_of(self, group: int) -> bytes:
+        ends, size = self._ends, self._block_size * BLOCKS_PER_GROUP
+        for at in range(len(ends), group + 1):
+            if at in (0, self._turns_private):
+                ends.append(self._from(at, (at + 1) * BLOCKS_PER_GROUP)[-1])
+            else:
+                tokens = self._raw[at * size : (at + 1) * size]
+                ends.append(hashlib.sha256(ends[-1] + tokens).digest()[:HASH_BYTES])
+        return ends[group]
 
     def _from(self, group: int, stop: int) -> list[bytes]:
         """Of the blocks from the beginning of `group` to before `stop`."""
         if group:
-            return self._hash(group, stop, self._ends_before(group)[-1])
+            return self._hash(group, stop, self._end_of(group - 1))
         if not self._first_group:
             self._first_group = self._hash(0, BLOCKS_PER_GROUP, None)
         if stop <= BLOCKS_PER_GROUP:
@@ -164,20 +177,6 @@ class PromptHashes(Sequence[bytes]):
         return hash_prompt(
             self._token_ids[start : stop * size], size, self._root_for_salt, self._secrecy, start, parent
         )
-
-    def _ends_before(self, num_groups: int) -> list[bytes]:
-        """Of the first `num_groups`, made now as far as they were not."""
-        ends, secrecy = self._ends, self._secrecy
-        turns_private = -1  # the group in which the salt begins to count
-        if secrecy.salt and secrecy.num_public_tokens >= self._block_size:
-            turns_private = secrecy.num_public_tokens // self._block_size // BLOCKS_PER_GROUP
-        size, raw, sha256 = self._block_size * BLOCKS_PER_GROUP, self._raw, hashlib.sha256
-        for group in range(len(ends), num_groups):
-            if group in (0, turns_private):
-                ends.append(self._from(group, (group + 1) * BLOCKS_PER_GROUP)[-1])
-            else:
-                ends.append(sha256(ends[-1] + raw[group * size : (group + 1) * size]).digest()[:HASH_BYTES])
-        return ends[:num_groups]
 
 
 def every_kth(hashes: Sequence[bytes], k: int) -> list[bytes]:

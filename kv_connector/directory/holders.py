@@ -109,29 +109,25 @@ class Holders:
                 del mask_of[key]
         return num_gone
 
-    def prefixes(self, chunks: Iterable[Sequence[int]]) -> dict[int, int]:
-        """Column -> how many leading blocks of a prompt it holds in any tier; columns with none are left out.
-
-        `chunks` are the keys of its blocks in order; none is asked for when nobody holds all that came before.
+    def prefixes(self, keys: Iterable[int]) -> dict[int, int]:
+        """Column -> how many of the first of these blocks it holds in any tier; columns with none are left out. No
+        key is asked for when nobody holds all that came before.
         """
-        live, mask_of = self._live, self._mask_of
+        live, num_keys = self._live, 0
         found: dict[int, int] = {}
         previous: int | None = -1
-        holding, num_keys = -1, 0
-        for chunk in chunks:
-            for index, mask in enumerate(map(mask_of.get, chunk), num_keys):
-                if mask is previous:
-                    continue
-                previous = mask
-                held = _any_tier((mask or 0) & live)
-                still = holding & held
-                if index:
-                    for column in _columns(holding ^ still):
-                        found[column] = index
-                holding = still
-            num_keys += len(chunk)
+        holding = -1
+        for num_keys, mask in enumerate(map(self._mask_of.get, keys), 1):
+            if mask is previous:
+                continue
+            previous = mask
+            still = holding & _any_tier((mask or 0) & live)
+            if num_keys > 1:
+                for column in _columns(holding ^ still):
+                    found[column] = num_keys - 1
+            holding = still
             if not holding:
-                break
+                return found
         if num_keys:
             for column in _columns(holding):
                 found[column] = num_keys

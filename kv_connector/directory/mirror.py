@@ -7,7 +7,7 @@ that helped no lookup for longest is forgotten.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.engine.hashing import BLOCKS_PER_GROUP
@@ -16,8 +16,6 @@ from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChang
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond
-# Groups that are looked up before it is asked whether anyone holds on: at first, and by how much more each time.
-FIRST_LOOKUP, LOOKUP_GROWTH = 4, 2
 
 
 class Outcome(enum.Enum):
@@ -136,8 +134,7 @@ class Mirror:
         found: dict[Owner, int] = {}
         for groups in set(num_groups.values()):
             start = groups * BLOCKS_PER_GROUP
-            last = keys_of(block_hashes[start : start + BLOCKS_PER_GROUP - 1])
-            rest = self._holders.prefixes([last])
+            rest = self._holders.prefixes(map(key_of, block_hashes[start : start + BLOCKS_PER_GROUP - 1]))
             for column, held in num_groups.items():
                 if held == groups:
                     owner = self._owner_of[column]
@@ -149,10 +146,11 @@ class Mirror:
         """Column -> number of leading groups it holds, for those that hold the first block."""
         if not block_hashes:
             return {}
-        first = self._holders.prefixes([[key_of(block_hashes[0])]])
+        first = self._holders.prefixes((key_of(block_hashes[0]),))
         if not first:
             return {}
-        whole = self._holders.prefixes(_group_ends(block_hashes))
+        ends = range(BLOCKS_PER_GROUP - 1, len(block_hashes), BLOCKS_PER_GROUP)
+        whole = self._holders.prefixes(map(key_of, map(block_hashes.__getitem__, ends)))
         return {column: whole.get(column, 0) for column in first}
 
     def _change(self, view: _OwnerView, change: TierChange) -> None:
@@ -195,12 +193,3 @@ class Mirror:
             assert self._owner_of[view.column] == owner
             assert self._holders.count(view.column) == view.num_entries
         assert len(self._owner_of) == len(self._owners)
-
-
-def _group_ends(block_hashes: Sequence[bytes]) -> Iterator[list[int]]:
-    """Keys of the hashes of groups' ends."""
-    start, num_groups = BLOCKS_PER_GROUP - 1, FIRST_LOOKUP
-    while start < len(block_hashes):
-        end = start + num_groups * BLOCKS_PER_GROUP
-        yield keys_of(block_hashes[start:end:BLOCKS_PER_GROUP])
-        start, num_groups = end, num_groups * LOOKUP_GROWTH
