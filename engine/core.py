@@ -56,7 +56,10 @@ class EngineCore:
 
     @property
     def read_would_wait(self) -> bool:
-        return self._reads and not self._unread[0][1].done()
+        waits = self._reads and not self._unread[0][1].done()
+        if waits:
+            self.scheduler.pace.seen_running()
+        return waits
 
     def read(self) -> list[EngineEvent]:
         """Second half: waits for the step before the one that was launched. All events since the last call."""

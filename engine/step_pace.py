@@ -16,7 +16,7 @@ LEAD_SMOOTHING = 1 / 8
 LEAST, MOST = 0.8, 1.25  # of what is known: what took less or more was read late, it or the step before
 LATE_S = 0.0003  # later than so long after its expected end a step ended unseen
 # A host that is held up itself needs the time that an early decision leaves it: where more than this share of steps,
-# lately, ended so much later than expected, none is decided late.
+# lately, was seen to have ended so much later than expected, and so long after the last look, none is decided late.
 HELD_UP_S, MOST_HELD_UP, MEMORY = 0.0015, 0.06, 1 / 64
 SPARE_S = 0.0005  # beside what the last decision and launch took
 
@@ -28,6 +28,7 @@ class StepPace:
         self._steps: dict[int, tuple[float, int]] = {}  # launched and not read: launched at, size
         self._last_completed = self._free_at = 0.0
         self._share_held_up = 0.0
+        self._seen_running_at = 0.0
         self._decided_at = 0.0
         self._newest_size = 0
         self._leads: dict[int, float] = {}  # from a decision to the device, by size
@@ -46,6 +47,10 @@ class StepPace:
         known = self._leads.setdefault(self._newest_size, seconds)
         self._leads[self._newest_size] = known + LEAD_SMOOTHING * (min(seconds, known * MOST) - known)
 
+    def seen_running(self) -> None:
+        """The step that is read next has not ended: if it is late by now, it's the device that takes longer."""
+        self._seen_running_at = self._clock()
+
     def completed(self, step_id: int) -> None:
         """Its results have been read, in the order of steps."""
         began, size = self._steps.pop(step_id)
@@ -53,7 +58,8 @@ class StepPace:
         seconds = now - max(began, self._last_completed)
         known = self._seconds.setdefault(size, seconds)
         self._last_completed, self._free_at = now, min(now, expected + known + LATE_S)
-        self._share_held_up += MEMORY * ((now > expected + known + HELD_UP_S) - self._share_held_up)
+        is_held_up = now > max(expected + known, self._seen_running_at) + HELD_UP_S
+        self._share_held_up += MEMORY * (is_held_up - self._share_held_up)
         change = min(max(seconds, known * LEAST), known * MOST) - known
         self._seconds[size] = known + change * (SLOWER if change > 0 else FASTER)
 

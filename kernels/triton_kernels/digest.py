@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 SLICE = 2048  # words of a segment whose multipliers a program keeps in registers
-SPLITS = 4  # programs that share a block's segments
+SPLITS = 8  # programs that share a block's segments
 BLOCKS_AT_ONCE = 8  # whose layers share multipliers
 
 

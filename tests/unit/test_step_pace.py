@@ -138,3 +138,15 @@ def test_a_host_that_is_held_up_often_decides_at_once() -> None:
     device.learn(17, 0.0046)
     device.launch(17)
     assert device.pace.next_decision_at() > device.now, "when that is over, late again"
+
+
+def test_steps_that_take_the_device_longer_are_not_the_hosts_fault() -> None:
+    device = Device()
+    device.learn(17, 0.0046)
+    for _ in range(8):
+        device.launch(17)
+        device.now += 0.0076
+        device.pace.seen_running()
+        device.run(0.001)
+    device.launch(17)
+    assert device.pace.next_decision_at() > device.now
