@@ -16,7 +16,7 @@ from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, Si
 from tandem.kv_connector.ticket_loads import TicketLoads
 
 # How long a check takes; a step that waits for it begins later by as much, less StepPace's spare time, at most.
-CHECK_S = 0.001
+CHECK_S = 0.0015
 
 
 class DecodeNode(HandoffNode):
