@@ -107,7 +107,8 @@ class Status(Message, frozen=True, kw_only=True):
     num_blocks: int = 0
     block_size: int = 0
     draining: bool = False
-    # What was measured here; 0: nothing yet. Fetching a prefix from a peer: 0 also when this node doesn't.
+    # What was measured here; 0: nothing yet. Prompt tokens on a decode node: beside what decodes there now. Fetching a
+    # prefix from a peer: 0 also when this node doesn't.
     prefill_s_per_token: float = 0.0
     transfer_s_per_token: float = 0.0
     fetch_s_per_token: float = 0.0

@@ -86,6 +86,11 @@ class Scheduler(SchedulerState):
         meta = self.tiers.step_meta(step_id, meta)
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
 
+    @property
+    def prompt_s_per_token(self) -> float:
+        """What a token of a prompt that comes now would take; 0: not known."""
+        return self._planner.prompt_s_per_token()
+
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineEvent]:
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
         ended meanwhile are dropped."""

@@ -179,7 +179,7 @@ class ServingNode:
             num_blocks=self.pool.num_blocks,
             block_size=self.scheduler.kv.block_size,
             draining=self.draining,
-            prefill_s_per_token=self.scheduler.prompt_order.seconds_per_token,
+            prefill_s_per_token=self.scheduler.prompt_s_per_token,
             transfer_s_per_token=self._transfer_s_per_token(counters),
             fetch_s_per_token=fetch_s_per_token,
             fetch_s_per_token_from=fetch_s_per_token_from,

@@ -13,7 +13,9 @@ from tandem.engine.scheduler_state import SchedulerState
 
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
 MAX_PASSED_BY = 256
-LEAST_PROMPT_TOKENS = 32  # of a prompt beside decodes, however long a step with them takes
+# Of a prompt beside decodes, however long a step with them takes; fewer where they cost nothing, since the graph that
+# runs the decodes has room for so many.
+LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +84,31 @@ class StepPlanner:
                 self._plan_decode(plan, request)
         self._resume_committed(plan)
         if plan.rows and self._state.limits_prompt_work:
-            plan.prompt_budget = self._prompt_budget(plan)
+            plan.prompt_budget = self._prompt_budget(len(plan.rows))
         self._plan_prompts(plan)
         if not plan.rows and nothing_in_flight:
             self._unlock()
         return plan
 
-    def _prompt_budget(self, plan: StepPlan) -> int:
-        """Prompt tokens beside the decodes of `plan`: what leaves the step within `itl_budget_ms`, and at least a few,
-        so that prompts get on; without measured step times a fixed number."""
-        times = self._state.step_times
+    def _prompt_budget(self, num_decodes: int) -> int:
+        """Prompt tokens beside so many decodes: what leaves the step within `itl_budget_ms`, and at least a few, so
+        that prompts get on; without measured step times a fixed number."""
+        times, most = self._state.step_times, self._options.max_num_batched_tokens
         if times is None:
-            return self._options.decode_prompt_budget or plan.prompt_budget
-        room = times.most_tokens(self._options.itl_budget_ms / 1e3) - len(plan.rows)
-        return max(room, min(LEAST_PROMPT_TOKENS, self._state.block_size))
+            return self._options.decode_prompt_budget or most
+        room = times.most_tokens(self._options.itl_budget_ms / 1e3) - num_decodes
+        least, free = min(LEAST_PROMPT_TOKENS, self._state.block_size), times.num_free_beside(num_decodes)
+        return max(room, free if LEAST_FREE_TOKENS <= free < least else least)
+
+    def prompt_s_per_token(self) -> float:
+        """What a token of the next prompt would take beside the decodes that run now; without measured step times what
+        such tokens took lately, 0: not known."""
+        times = self._state.step_times
+        if times is None or not self._state.limits_prompt_work:
+            return self._state.prompt_order.seconds_per_token
+        num_decodes = sum(map(is_decoding, self._state.running))
+        budget = self._prompt_budget(num_decodes) if num_decodes else self._options.max_num_batched_tokens
+        return times.seconds(num_decodes + budget) / budget
 
     # --- requests in the batch ------------------------------------------------------------------------------
 

@@ -35,6 +35,17 @@ class StepTimes:
         share = (tokens - low) / (high - low)
         return self._seconds[index - 1] + share * (self._seconds[index] - self._seconds[index - 1])
 
+    def seconds(self, tokens: int) -> float:
+        """What a step of so many tokens is expected to take, in proportion beyond the largest that was measured."""
+        beyond = max(1.0, tokens / self._tokens[-1])
+        return self._seconds_of(tokens) * beyond * self._slowness
+
+    def num_free_beside(self, tokens: int) -> int:
+        """How many more tokens a step of so many can have without getting larger: it is run as one of the next size
+        that was measured. 0 beyond the largest."""
+        index = bisect.bisect_left(self._tokens, tokens)
+        return self._tokens[index] - tokens if index < len(self._tokens) else 0
+
     def most_tokens(self, seconds: float) -> int:
         """Tokens of the largest step that takes at most `seconds`; 0 if even the smallest measured one takes longer,
         the largest measured one if that takes less."""

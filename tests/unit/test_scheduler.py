@@ -128,6 +128,23 @@ def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
         harness.assert_output("b")
 
 
+@pytest.mark.parametrize(("num_decodes", "num_prompt_tokens"), [(1, 15), (6, 10), (10, 20), (24, 8), (27, 20)])
+def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decodes: int, num_prompt_tokens: int) -> None:
+    """Up to the next size that was measured, if that is worth a chunk; 20 at most, a block."""
+    harness = Harness(num_blocks=400, limits_prompt_work=True, max_num_seqs=64, max_num_batched_tokens=640)
+    times = harness.scheduler.step_times = StepTimes({16: 0.050, 32: 0.060, 64: 0.070})
+    planner = harness.scheduler._planner
+    harness.scheduler.block_size = 20
+    assert planner._prompt_budget(num_decodes) == num_prompt_tokens
+    harness.scheduler.block_size = BLOCK
+    for number in range(num_decodes):
+        harness.add(f"{number}", [number], max_tokens=20)
+    assert harness.scheduler.prompt_s_per_token == pytest.approx(times.seconds(640) / 640)
+    assert times.seconds(640) == pytest.approx(0.7)
+    chunks(harness, 1)
+    assert harness.scheduler.prompt_s_per_token == pytest.approx(times.seconds(num_decodes + BLOCK) / BLOCK)
+
+
 def test_step_times_are_read_between_their_points() -> None:
     times = StepTimes({16: 0.004, 32: 0.004, 64: 0.006, 128: 0.005, 256: 0.012})
     assert times.most_tokens(0.003) == 0
