@@ -65,7 +65,8 @@ def multilinear_sums(pool: torch.Tensor, block_ids: Sequence[int], key: int, num
     runs = BlockRuns.of(pool) if pool.device.type != "cpu" else None
     if runs is not None:
         job = torch.from_numpy(runs.job(block_ids, key, num_valid)).to(pool.device, non_blocking=True)
-        return runs.enqueue(job, len(block_ids))
+        runs.enqueue(job, len(block_ids))
+        return job[: len(block_ids)]
     sum_blocks = _sums_in_place if pool.device.type == "cpu" else _sums_of_packed
     sums = torch.empty(len(block_ids), dtype=torch.int64, device=pool.device)
     for valid in set(num_valid):
@@ -100,12 +101,11 @@ class BlockRuns:
         nothing = np.zeros(len(taken), dtype=np.int64)
         return np.concatenate((nothing, block_ids, taken, segment_keys(key, self.words_NW.shape[1]).ravel()))
 
-    def enqueue(self, job: torch.Tensor, num_blocks: int) -> torch.Tensor:
-        """`job`, on the device. Its leading `num_blocks` numbers become the sums, and are returned."""
+    def enqueue(self, job: torch.Tensor, num_blocks: int) -> None:
+        """`job`, on the device. Its leading `num_blocks` numbers become the sums."""
         from tandem.kernels.triton_kernels.digest import add_block_sums
 
         add_block_sums(self.words_NW, job, num_blocks, self.run_words, _multiplier_table(job.device))
-        return job[:num_blocks]
 
 
 @dataclass(frozen=True)
@@ -180,8 +180,9 @@ def _sums_of_packed(pool: torch.Tensor, ids: Sequence[int], key: int) -> torch.T
     raw = pool.view(torch.uint8) if pool.element_size() == 1 else pool
     rows = _as_words(raw.index_select(0, torch.tensor(ids, device=pool.device)).reshape(len(ids), -1))
     packed = BlockRuns(rows, rows.shape[1], rows.shape[1])
-    job = torch.from_numpy(packed.job(range(len(ids)), key, [1] * len(ids)))
-    return packed.enqueue(job.to(pool.device, non_blocking=True), len(ids))
+    job = torch.from_numpy(packed.job(range(len(ids)), key, [1] * len(ids))).to(pool.device, non_blocking=True)
+    packed.enqueue(job, len(ids))
+    return job[: len(ids)]
 
 
 def segment_keys(key: int, num_words: int) -> np.ndarray:

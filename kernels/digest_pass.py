@@ -95,13 +95,21 @@ class _OnDevice:
 
     def sums(self) -> np.ndarray:
         assert self._buffers is not None, "sums are taken once"
-        self._buffers.copied.synchronize()
+        self._await(self._buffers)
         sums = self._buffers.job[: self._num_blocks].copy()
-        self.abandon()
+        self._give_back(self._buffers)
         return sums
 
     def abandon(self) -> None:
         if self._buffers is not None:
-            self._buffers.copied.synchronize()
-            self._free.append(self._buffers)
-            self._buffers = None
+            self._await(self._buffers)
+            self._give_back(self._buffers)
+
+    @staticmethod
+    def _await(buffers: _Buffers) -> None:
+        if not buffers.copied.query():
+            buffers.copied.synchronize()  # lets go of the interpreter
+
+    def _give_back(self, buffers: _Buffers) -> None:
+        self._free.append(buffers)
+        self._buffers = None
