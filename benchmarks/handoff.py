@@ -40,6 +40,18 @@ from tandem.deploy.cluster_plan import count_gpus
 
 TTFT_S, TPOT_S = 0.3, 0.007
 LONG_SHARE = 0.2
+# vLLM 0.24 with NIXL, one prefill and one decode node on H200s (docs/measurements.md): default; tuned. Of these shapes.
+VLLM_LONG, VLLM_CHAT = 8192, 256
+VLLM = {
+    "8192 tokens, second token added": "-; +38 ms",
+    "2048 tokens, second token added": "-; +26 ms",
+    "16/s chat: ITL p99 / p99.9": "118 / -; 13.3 / 21.7 ms",
+    "16/s chat: ok": "10; 45 %",
+    "16/s long: ok": "0; 29 %",
+    "8/s chat: ITL p99 / p99.9": "14.6 / -; 10.6 / 14.9 ms",
+    "8/s chat: ok": "79; 87 %",
+    "8/s long: ok": "0; 71 %",
+}
 # Counters that are told after a split server was measured.
 TOLD = ("sink_commits", "source_handoffs_failed", "sink_digest_mismatches", "kernels_compiled_late", "kv_digest_passes")
 
@@ -236,8 +248,10 @@ def draw_one(options: argparse.Namespace, servers: Servers) -> None:
     print(f"{options.picture}: {summary(drawn)}", flush=True)
 
 
-def print_targets(split: Server, single: Server, rows: list[tuple[str, str, str, str]]) -> None:
-    """Each figure that has a target, the target, and the same of two single nodes; `rows` are the first ones."""
+def print_targets(
+    split: Server, single: Server, rows: list[tuple[str, str, str, str]], options: argparse.Namespace
+) -> None:
+    """Each figure that has a target, the target, the same of two single nodes and of vLLM; `rows` are the first."""
     for tokens, (first, second) in split.alone.items():
         one, two = single.alone[tokens]
         rows.append(
@@ -257,9 +271,10 @@ def print_targets(split: Server, single: Server, rows: list[tuple[str, str, str,
             both = ("{:.1f} / {:.1f} ms".format(*which.itl[1:]) for which in (found, beside))
             rows.append((f"{name}: ITL p99 / p99.9", next(both), "<= 7 / 15", next(both)))
         rows.append((f"{name}: ok", f"{found.ok:.0f} %", f">= {share} %", f"{beside.ok:.0f} %"))
-    print(f"\n{'':36}{'1+1':>18}  {'target':12}two single nodes")
+    peers = VLLM if (options.long, options.chat) == (VLLM_LONG, VLLM_CHAT) else {}
+    print(f"\n{'':36}{'1+1':>18}  {'target':12}{'two single nodes':20}{'vLLM 1P1D; tuned' if peers else ''}")
     for row in rows:
-        print(f"{row[0]:36}{row[1]:>18}  {row[2]:12}{row[3]}")
+        print(f"{row[0]:36}{row[1]:>18}  {row[2]:12}{row[3]:20}{peers.get(row[0], '')}")
 
 
 def main() -> None:
@@ -280,7 +295,7 @@ def main() -> None:
     pushes = measure_pushes(options) if count_gpus() > 1 and not options.without_pushes else []
     with tempfile.TemporaryDirectory() as folder, Servers(options, Path(folder)) as servers:
         split = measure_split(options, servers)
-        print_targets(split, measure_single(options, servers), pushes)
+        print_targets(split, measure_single(options, servers), pushes, options)
         if options.picture:
             draw_one(options, servers)
 

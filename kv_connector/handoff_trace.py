@@ -81,6 +81,10 @@ class HandoffTrace:
                 self._flushed_at = now
                 self._file.flush()
 
+    def flush(self) -> None:
+        with self._lock:
+            self._file.flush()
+
     def message(self, way: str, message: Message) -> None:
         """`way`: "sent" or "received". Of the tokens of a request only the first ones are noted."""
         if isinstance(message, Tokens):

@@ -20,7 +20,6 @@ from tandem.kernels.push_blocks import list_rows
 from tandem.kv_connector.meta import digest_key
 
 LONGEST_WAIT_S = 0.5  # of a step, from its begin: nothing else is computed meanwhile
-DEVICES = ("cpu",)  # on CUDA tokens of steps that wait for layers have not been compared yet: pulls come before steps
 
 
 class Arrivals:
@@ -29,33 +28,33 @@ class Arrivals:
     def __init__(self, grant: KVGrant) -> None:
         self.grant = grant
         self.has_failed = False
-        self._num_layers = 0  # that may be read
+        self.num_layers = 0  # that may be read
+        self.arrived_at = 0.0  # when the last of them was found right
         self._changed = threading.Condition()
         self._sums: BlockSums | None = None  # of these layers; the transfer thread's
 
     def check(self, pool_NHLPBD: torch.Tensor, layers: KVLayers) -> None:
         """On the transfer thread; on CUDA on its current stream. Repeated and older words are not heard."""
         grant, blocks = self.grant, self.grant.block_ids
-        if (
-            layers.grant_signature != grant.signature
-            or not self._num_layers < layers.num_layers <= pool_NHLPBD.shape[2]
-        ):
+        if layers.grant_signature != grant.signature or not self.num_layers < layers.num_layers <= pool_NHLPBD.shape[2]:
             return
         if self._sums is None:
             key = digest_key(grant.request_id, grant.attempt, grant.grant_id)
             self._sums = BlockSums.of_none(pool_NHLPBD, len(blocks), key)
         listed = list_rows(blocks, pool_NHLPBD.shape[4], pool_NHLPBD.device)
-        self._sums.add_layers(pool_NHLPBD, listed, range(self._num_layers, layers.num_layers))
+        self._sums.add_layers(pool_NHLPBD, listed, range(self.num_layers, layers.num_layers))
         found = self._sums.on_host().sums_N.numpy()
         expected = np.frombuffer(layers.sums, dtype="<i8")
         if len(expected) == len(found) and (expected == found).all():
+            if layers.num_layers == pool_NHLPBD.shape[2]:
+                self.arrived_at = time.monotonic()
             self.let_through(layers.num_layers)
         else:
             self.fail()
 
     def let_through(self, num_layers: int) -> None:
         with self._changed:
-            self._num_layers = max(self._num_layers, num_layers)
+            self.num_layers = max(self.num_layers, num_layers)
             self._changed.notify_all()
 
     def fail(self) -> None:
@@ -67,7 +66,7 @@ class Arrivals:
         """Until `layer` may be read, or the step is void anyway."""
         with self._changed:
             there = self._changed.wait_for(
-                lambda: self.has_failed or layer < self._num_layers, max(0.0, deadline - time.monotonic())
+                lambda: self.has_failed or layer < self.num_layers, max(0.0, deadline - time.monotonic())
             )
             self.has_failed |= not there
 
@@ -93,6 +92,11 @@ class LayerGates:
     def of(self, grant_id: int) -> Arrivals | None:
         return self._arrivals.get(grant_id)
 
+    def has_begun(self, grant_id: int) -> bool:
+        """Whether some layers may be read."""
+        arrivals = self._arrivals.get(grant_id)
+        return arrivals is not None and arrivals.num_layers > 0 and not arrivals.has_failed
+
     def load_of(self, grant_id: int) -> PulledLayers:
         """For a step that is about to be launched, before the grant has ended."""
         return PulledLayers(self._arrivals[grant_id], self._num_layers)
@@ -111,6 +115,10 @@ class PulledLayers:
     @property
     def has_failed(self) -> bool:
         return self._arrivals.has_failed
+
+    @property
+    def arrived_at(self) -> float:
+        return self._arrivals.arrived_at
 
 
 class Gate:

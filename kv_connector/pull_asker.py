@@ -2,7 +2,7 @@
 
     WANTED ──asked──> ASKED ──Fetched──> HELD ──the request starts, ends or gives way──> OVER
        └ not worth it, nothing missing ─┴ NotFetched, given up ─────────────────────────────^
-                       ASKED ──granted, and the request runs alone──> JOINED ──Fetched, NotFetched──────────^
+                       ASKED ──layers come, the request runs alone──> JOINED ──Fetched, NotFetched──────────^
                          ^──the step was void: what should have come under it did not──┘
 
 Stands before a node's own tiers in the planner's eyes (engine.interfaces.LowerTiers): a request that waits for a pull
@@ -26,7 +26,7 @@ from tandem.engine.tenants import tenant_of_block
 from tandem.kv_connector.meta import HandoffKey
 from tandem.kv_connector.outcomes import DEADLINE, Fetched, NotFetched
 from tandem.kv_connector.pull_rates import PullRates
-from tandem.kv_connector.pull_record import Pull, PullCounters, Stage
+from tandem.kv_connector.pull_record import Gates, Pull, PullCounters, Stage
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.tiers.jobs import with_loads
 
@@ -53,16 +53,16 @@ class PullAsker:
         self._connected: set[str] = set()
         self._connects: list[PeerRef] = []
         self._outbox: list[tuple[str, Message]] = []
-        self._make_load: Callable[[int], object] | None = None
+        self._gates: Gates | None = None
         self._least_tail = 0
         self._loads: list[object] = []  # of the next step
         self._numbers = itertools.count()
         self._now = 0.0
 
-    def follow_layers(self, make_load: Callable[[int], object], least_tail: int) -> None:
-        """From here on a request that runs alone starts when its pull is granted, if more than `least_tail` tokens are
-        left to compute: `make_load` (of the grant's id) makes what its step waits for (worker.LayerLoad)."""
-        self._make_load, self._least_tail = make_load, least_tail
+    def follow_layers(self, gates: Gates, least_tail: int) -> None:
+        """From here on a request that runs alone starts when the first layers of its pull have come, if more than
+        `least_tail` tokens are left to compute."""
+        self._gates, self._least_tail = gates, least_tail
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -89,12 +89,14 @@ class PullAsker:
         return None if pull.stage in (Stage.WANTED, Stage.ASKED) else 0
 
     def under_way(self, request: Request) -> Sequence[int]:
-        """See LowerTiers. Granted, and on their way by layers."""
+        """See LowerTiers. On their way by layers, the first of which have come: the others need no step loop any more,
+        neither of the holder nor of this node, which may wait for each other's pulls under their steps."""
         pull = self._pulls.get(request)
         if pull is None or pull.stage is not Stage.ASKED or not pull.by_layer:
             return ()
         grant = self._sink.fetching(pull.key)
-        return () if grant is None else grant.block_ids
+        assert self._gates is not None, "no pull goes by layers before `follow_layers`"
+        return grant.block_ids if grant is not None and self._gates.has_begun(grant.grant_id) else ()
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         pull = self._pulls.get(request)
@@ -103,8 +105,9 @@ class PullAsker:
             return
         grant = self._sink.fetching(pull.key)
         assert grant is not None, "it was said to be under way"
-        assert self._make_load is not None, "no pull goes by layers before `follow_layers`"
-        self._loads.append(self._make_load(grant.grant_id))
+        assert self._gates is not None, "no pull goes by layers before `follow_layers`"
+        pull.load = self._gates.load_of(grant.grant_id)
+        self._loads.append(pull.load)
         self._pool.free(pull.held, None)
         pull.held, pull.stage = [], Stage.JOINED
         request.awaits_pull = request.awaits_step = True
@@ -142,7 +145,7 @@ class PullAsker:
             self._pool.free(blocks, None)
             return
         self._moving.difference_update(pull.wanted)
-        seconds, size = self._now - pull.asked_at, self._cache.block_size
+        seconds, size = pull.seconds(self._now), self._cache.block_size
         if not blocks:
             self.counters.failed += 1
             if isinstance(outcome, NotFetched) and outcome.reason == DEADLINE:
@@ -268,7 +271,7 @@ class PullAsker:
         """A short rest is computed by a captured step, which waits for no layer, and in less than it takes to launch
         one that does. Samples that fork share blocks before those are known to be right."""
         is_long = request.num_tokens - num_found > self._least_tail
-        return self._make_load is not None and is_long and len(request.sample_indices) == 1
+        return self._gates is not None and is_long and len(request.sample_indices) == 1
 
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
         """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies

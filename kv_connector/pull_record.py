@@ -1,13 +1,32 @@
-"""What is kept of a pull, and what is counted of all. Pure."""
+"""What is kept of a pull, what is counted of all, and what is asked about layers on their way. Pure."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tandem.engine.messages import PrefixHint, peer_id_of
 from tandem.engine.request import Request
 from tandem.kv_connector.meta import HandoffKey
+
+
+class LayersUnderWay(Protocol):
+    """worker.LayerLoad of a step. `arrived_at`: when all layers had come and were right, in seconds of the node's
+    clock; 0: they have not."""
+
+    @property
+    def arrived_at(self) -> float: ...
+
+
+class Gates(Protocol):
+    """Of grants that are pulled by layers (kv_connector/layer_gates.py)."""
+
+    def has_begun(self, grant_id: int) -> bool:
+        """Whether the first layers have come and are right."""
+
+    def load_of(self, grant_id: int) -> LayersUnderWay:
+        """For a step that waits for the rest."""
 
 
 class Stage(enum.Enum):
@@ -33,6 +52,13 @@ class Pull:
     asked_at: float = 0.0
     deadline: float = 0.0
     resend_at: float = 0.0
+    load: LayersUnderWay | None = None  # of the step under which it comes
+
+    def seconds(self, now: float) -> float:
+        """From the question to now, or until it had come: its commit may wait for the launch of the step that it is
+        under."""
+        arrived_at = 0.0 if self.load is None else self.load.arrived_at
+        return (min(now, arrived_at) if arrived_at else now) - self.asked_at
 
     @property
     def peer_id(self) -> str:
@@ -51,4 +77,4 @@ class PullCounters:
     failed: int = 0  # nothing came of them: the peer had nothing, was busy, slow, or is gone
     declined: int = 0  # computing was faster
     tokens: int = 0  # that need not be computed any more
-    seconds: float = 0.0  # from question to commit, of completed ones
+    seconds: float = 0.0  # from the question until they had come, of completed ones

@@ -61,6 +61,19 @@ def chain(seed: int, num_blocks: int) -> list[bytes]:
     return [bytes([seed, index]) * 8 for index in range(num_blocks)]
 
 
+class Gates:
+    """Layers of every grant come at once, or not yet."""
+
+    have_begun = True
+    arrived_at = 0.0
+
+    def has_begun(self, grant_id: int) -> bool:
+        return self.have_begun
+
+    def load_of(self, grant_id: int) -> Gates:
+        return self
+
+
 class PullNode:
     """One node's managers as HandoffNode joins them."""
 
@@ -81,8 +94,9 @@ class PullNode:
         self.waiting: list[Request] = []
         self.running: list[tuple[Request, list[int]]] = []  # under whose step blocks come; with all their blocks
         self.num_computed = 0  # blocks
+        self.gates = Gates()
         if joins:
-            self.asker.follow_layers(lambda grant_id: grant_id, 0)
+            self.asker.follow_layers(self.gates, 0)
 
     @property
     def ref(self) -> PeerRef:

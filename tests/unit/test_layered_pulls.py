@@ -212,10 +212,11 @@ def test_steps_launched_on_a_void_one_are_dropped_too() -> None:
 # --- who asks, and for whom ---------------------------------------------------------------------------------------
 
 
-def granted_pull(s_per_token: float = 0.0) -> tuple[PullWorld, Request]:
+def granted_pull(s_per_token: float = 0.0, have_begun: bool = True) -> tuple[PullWorld, Request]:
     """Of five blocks; seven were asked for. The asker may start now; what a token of the holder's pulls takes it knows
     if that is given."""
     world = PullWorld(16, 16, joins=True)
+    world.nodes[1].gates.have_begun = have_begun
     world.submit(0, chain(1, 5))
     world.schedule()
     for _ in range(2 if s_per_token else 0):
@@ -233,6 +234,37 @@ def test_a_pull_that_would_hold_a_step_up_for_long_comes_before_it(by_layer: boo
     seconds = FOLLOWED_S * (0.9 if by_layer else 1.1)
     world, _ = granted_pull(seconds / (7 * BLOCK))
     assert world.nodes[1].asker.counters.joined == by_layer
+    world.run()
+    world.check_whole()
+
+
+def test_a_pull_under_a_step_counts_until_it_had_come() -> None:
+    world = PullWorld(16, 16, joins=True)
+    world.tick(0.0)
+    asker, gates = world.nodes[1].asker, world.nodes[1].gates
+    for seed in (1, 2):
+        world.submit(0, chain(seed, 5))
+        world.run()
+        world.submit(1, chain(seed, 6), holder=0)
+        world.schedule()
+        gates.arrived_at = world.now + 0.01
+        while asker.counters.joined < seed:
+            world.deliver(world.post[0])
+            world.schedule()
+        world.tick(0.3)
+        world.run()
+    assert asker.counters.completed == 2
+    assert asker.counters.seconds == pytest.approx(2 * 0.01)
+    assert asker.fetch_rates()[1] == {"a": pytest.approx(0.01 / (5 * BLOCK))}, "the first pays for connections"
+
+
+def test_a_request_waits_outside_of_the_batch_until_the_first_layers_have_come() -> None:
+    world, _ = granted_pull(have_begun=False)
+    node = world.nodes[1]
+    assert node.asker.counters.joined == 0
+    node.gates.have_begun = True
+    world.schedule()
+    assert node.asker.counters.joined == 1
     world.run()
     world.check_whole()
 
