@@ -21,6 +21,7 @@ from tandem.router.discovery import NodeDiscovery
 from tandem.router.node_link import NodeLink, RequestMessage
 from tandem.router.placement import NodeKey, NodeView, Placement, PlacementRequest, find_placement, offers
 from tandem.router.placement_policies import Choice, make_policy
+from tandem.router.siblings import Siblings, Told
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,14 @@ class Cluster:
         keys: ClusterKeys,
         hello: NodeInfo,
         directory: DirectoryReader | None = None,
+        siblings: Siblings | None = None,
     ) -> None:
         self._options, self._keys, self._hello, self._directory = options, keys, hello, directory
+        self._siblings = siblings
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: dict[str, NodeLink] = {}
         self._links_by_key: dict[NodeKey, NodeLink] = {}
+        self._views_by_tag: dict[int, NodeView] = {}
         self._unlisted: set[str] = set()  # addresses whose record is gone while the node can be reached
         self._last_tick = time.monotonic()
         self._identity_key = b""
@@ -77,6 +81,7 @@ class Cluster:
     def tick(self, now: float) -> None:
         pause_s = max(0.0, now - self._last_tick - 2 * self._options.timeouts.heartbeat_s)
         self._last_tick = now
+        self._hear_siblings(now)  # before the next pings: what they placed so far may be in the answers
         for address, link in list(self._links.items()):
             if link.view is None and address in self._unlisted:
                 self._unlisted.discard(address)
@@ -89,6 +94,7 @@ class Cluster:
             link.close()
         self._links.clear()
         self._links_by_key.clear()
+        self._views_by_tag.clear()
         self._serving = None
         self._context.term()
 
@@ -133,20 +139,32 @@ class Cluster:
         return root_hash(self._identity_key, salt)
 
     def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
+        self._hear_siblings(now)
         cached = self._cached_tokens(block_hashes)
         tail = self._options.local_tail_tokens
         placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
         if placement is not None:
             for choice in placement.choices:
-                link = self._links_by_key[choice.node.key]
-                choice.node.note_placement(
-                    link.ping_sequence, choice.num_computed_tokens, request.num_samples, now, choice.num_new_tokens
-                )
+                self._note(choice.node, choice.num_computed_tokens, request.num_samples, choice.num_new_tokens, now)
         return placement
+
+    def _note(self, view: NodeView, num_tokens: int, num_sequences: int, num_new_tokens: int, now: float) -> None:
+        """Counts a placement here, and tells the other router processes."""
+        ping_sequence = self._links_by_key[view.key].ping_sequence
+        view.note_placement(ping_sequence, num_tokens, num_sequences, now, num_new_tokens)
+        if self._siblings is not None:
+            self._siblings.tell(Told(view.tag, num_tokens, num_sequences, num_new_tokens))
+
+    def _hear_siblings(self, now: float) -> None:
+        for told in self._siblings.news() if self._siblings is not None else ():
+            view = self._views_by_tag.get(told.tag)
+            if view is not None:
+                ping_sequence = self._links_by_key[view.key].ping_sequence
+                view.note_placement(ping_sequence, told.num_tokens, told.num_sequences, now, told.num_new_tokens)
 
     def expect_sequence(self, view: NodeView, now: float) -> None:
         """A running sequence is about to come to this node."""
-        view.note_placement(self._links_by_key[view.key].ping_sequence, 0, 1, now)
+        self._note(view, 0, 1, 0, now)
 
     def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
         """What each node would cost now, cheapest first; nothing is placed."""
@@ -175,6 +193,7 @@ class Cluster:
             self._links.pop(link.address).close()
             return
         self._links_by_key[view.key] = link
+        self._views_by_tag[view.tag] = view
         self._serving = None
         if self.identity is None or not self.serving():
             self._serve(view.info)
@@ -192,7 +211,7 @@ class Cluster:
         link = self._links_by_key.get(view.key)
         if link is None or link.view is not None:
             return  # a second address of a node that is still reached through the first
-        del self._links_by_key[view.key]
+        del self._links_by_key[view.key], self._views_by_tag[view.tag]
         self._serving = None
         rest = self.views
         if rest and not self.serving():

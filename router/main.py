@@ -15,6 +15,7 @@ import uvloop
 from tandem.engine.config import RouterOptions
 from tandem.engine.process_log import start_log
 from tandem.router.server import bind
+from tandem.router.siblings import Seat
 from tandem.router.sources import open_sources
 from tandem.router.worker import LauncherBeat, Worker, stop_on_signals
 from tandem.router.worker_group import WorkerGroup
@@ -51,12 +52,17 @@ def default_workers(num_cores: int) -> int:
 
 
 def run_worker(
-    options: RouterOptions, port: int, router_id: str, on_serving: Callable[[int], None], on_beat: Callable[[], None]
+    options: RouterOptions,
+    port: int,
+    router_id: str,
+    seat: Seat,
+    on_serving: Callable[[int], None],
+    on_beat: Callable[[], None],
 ) -> None:
     """One of several worker processes, with a listening socket of its own on the shared port."""
     start_log()
     sock = bind(options.host, port, share_port=True)
-    _run(Worker(options, router_id), options, sock, on_serving, on_beat)
+    _run(Worker(options, router_id, seat), options, sock, on_serving, on_beat)
 
 
 def _run(

@@ -71,6 +71,11 @@ class NodeView:
         return PeerRef(self.info.node_id, self.info.epoch, self.info.control_address)
 
     @property
+    def tag(self) -> int:
+        """64 bits that name this epoch of the node, equal in every router process."""
+        return (self.seed ^ self.info.epoch) & _MASK
+
+    @property
     def usable(self) -> bool:
         return not (self.lost or self.draining)
 

@@ -30,6 +30,7 @@ from tandem.router.metrics import RouterMetrics
 from tandem.router.privacy import Privacy
 from tandem.router.server import Server
 from tandem.router.service import CompletionService
+from tandem.router.siblings import Seat, Siblings
 from tandem.router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Sources:
 class Worker:
     """`sock` is bound and becomes this process's listening socket. `on_beat` is called every heartbeat."""
 
-    def __init__(self, options: RouterOptions, router_id: str = "") -> None:
+    def __init__(self, options: RouterOptions, router_id: str = "", seat: Seat | None = None) -> None:
         """Raises ConfigError for a folder, key file or secret that can't be used."""
         epoch = secrets.randbits(63) + 1
         self.info = NodeInfo(
@@ -58,7 +59,7 @@ class Worker:
         )
         # Routers only connect; whether a control socket may leave loopback is decided where it is bound.
         self._cluster_keys = load_cluster_keys(options.cluster_secret_file, "127.0.0.1")
-        self._options = options
+        self._options, self._seat = options, seat
         self._api_keys = ApiKeys(options.api_keys_file, self._cluster_keys.tenant_salt)
         self._tokenizer = Tokenizer(options.model.model)
         self.service: CompletionService  # made by `run`, on its event loop
@@ -77,7 +78,8 @@ class Worker:
         on_beat: Callable[[], None] = lambda: None,
     ) -> None:
         """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
-        cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory)
+        siblings = Siblings(self._seat) if self._seat is not None else None
+        cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory, siblings)
         metrics = RouterMetrics(lambda: cluster.views, sources.counters)
         self.service = service = CompletionService(
             self._options, cluster, self._tokenizer, metrics, Privacy(self._tokenizer, self._api_keys.public_prefixes)
@@ -99,6 +101,8 @@ class Worker:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             cluster.close()
+            if siblings is not None:
+                siblings.close()
 
     async def _tick(self, server: Server, on_beat: Callable[[], None]) -> None:
         timeouts, next_beat, stopping_since = self._options.timeouts, 0.0, math.inf

@@ -1,7 +1,8 @@
 """Several worker processes behind one port: start, watch, restart, stop.
 
 Each worker listens through a SO_REUSEPORT socket of its own and has its own connections to the nodes. Workers report
-through a pipe; a worker whose pipe breaks has lost its parent and drains.
+through a pipe; a worker whose pipe breaks has lost its parent and drains. What they place they tell each other
+(siblings.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
@@ -25,6 +27,7 @@ from prometheus_client import multiprocess as prometheus_multiprocess
 
 from tandem.engine.config import RouterOptions
 from tandem.router.server import bind
+from tandem.router.siblings import Seat, make_seats
 from tandem.router.worker import LauncherBeat
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,7 @@ class WorkerMain(Protocol):
         options: RouterOptions,
         port: int,
         router_id: str,
+        seat: Seat,
         on_serving: Callable[[int], None],
         on_beat: Callable[[], None],
     ) -> None: ...
@@ -48,6 +52,7 @@ class WorkerMain(Protocol):
 @dataclass(slots=True)
 class _Worker:
     process: SpawnProcess
+    seat: Seat
     reports: Connection
     last_seen: float
     serving: bool = False
@@ -70,13 +75,14 @@ class WorkerGroup:
         # Bound, never listening: it keeps the port (port 0 included) while workers come and go.
         reservation = bind(self._options.host, self._options.port, share_port=True)
         self._port = reservation.getsockname()[1]
-        metrics_dir = tempfile.mkdtemp(prefix="tandem-metrics-")
-        os.environ[METRICS_DIR] = metrics_dir
+        shared_dir = tempfile.mkdtemp(prefix="tandem-router-")
+        os.environ[METRICS_DIR] = shared_dir
+        seats = make_seats(Path(shared_dir) / "placements", self._options.workers)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         beat = self._launcher_beat()
         try:
-            self._workers = [self._start() for _ in range(self._options.workers)]
+            self._workers = [self._start(seat) for seat in seats]
             while not self._stopping and self._early_deaths < MAX_EARLY_DEATHS:
                 self._turn()
                 beat()
@@ -84,7 +90,7 @@ class WorkerGroup:
         finally:
             reservation.close()
             del os.environ[METRICS_DIR]
-            shutil.rmtree(metrics_dir, ignore_errors=True)
+            shutil.rmtree(shared_dir, ignore_errors=True)
         return 0 if self._stopping else 1
 
     def _launcher_beat(self) -> Callable[[], None]:
@@ -94,15 +100,15 @@ class WorkerGroup:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
 
-    def _start(self) -> _Worker:
+    def _start(self, seat: Seat) -> _Worker:
         reader, writer = self._context.Pipe(duplex=False)
         router_id = f"router-{os.urandom(4).hex()}"
         process = self._context.Process(
-            target=_child, args=(self._worker_main, self._options, self._port, router_id, writer), daemon=False
+            target=_child, args=(self._worker_main, self._options, self._port, router_id, seat, writer), daemon=False
         )
         process.start()
         writer.close()
-        return _Worker(process, reader, time.monotonic())
+        return _Worker(process, seat, reader, time.monotonic())
 
     def _turn(self) -> None:
         pipes = {worker.reports: worker for worker in self._workers}
@@ -130,7 +136,7 @@ class WorkerGroup:
         prometheus_multiprocess.mark_process_dead(dead.process.pid)
         dead.reports.close()
         time.sleep(RESTART_DELAY_S)
-        return self._start()
+        return self._start(dead.seat)
 
     def _stop_all(self) -> None:
         for worker in self._workers:
@@ -144,11 +150,13 @@ class WorkerGroup:
             worker.reports.close()
 
 
-def _child(worker_main: WorkerMain, options: RouterOptions, port: int, router_id: str, reports: Connection) -> None:
+def _child(
+    worker_main: WorkerMain, options: RouterOptions, port: int, router_id: str, seat: Seat, reports: Connection
+) -> None:
     def report(what: str) -> None:
         try:
             reports.send(what)
         except OSError:  # the parent is gone
             os.kill(os.getpid(), signal.SIGTERM)
 
-    worker_main(options, port, router_id, lambda _: report("serving"), lambda: report("beat"))
+    worker_main(options, port, router_id, seat, lambda _: report("serving"), lambda: report("beat"))

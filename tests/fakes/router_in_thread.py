@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from tandem.engine.config import ModelOptions, RouterOptions, Timeouts
 from tandem.router.server import bind
+from tandem.router.siblings import Seat
 from tandem.router.worker import Sources, Worker
 
 BOS, EOS = "<|begin|>", "<|end|>"
@@ -52,13 +53,20 @@ def make_tokenizer_folder(folder: Path, with_bos: bool = False) -> Path:
 class RouterInThread:
     """A context manager. `service` may be read from other threads; change nothing there but through `call`."""
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...], sources: Sources | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: tuple[str, ...],
+        sources: Sources | None = None,
+        seat: Seat | None = None,
+        **options: Any,
+    ) -> None:
         options.setdefault("timeouts", FAST)
         self.options = RouterOptions(model=ModelOptions(model=str(folder)), port=0, nodes=nodes, **options)
         self._sources = sources or Sources()
         self._serving = threading.Event()
         self._thread = threading.Thread(target=self._main, daemon=True)
-        self.worker = Worker(self.options)
+        self.worker = Worker(self.options, seat=seat)
 
     def __enter__(self) -> RouterInThread:
         self._sock = bind(self.options.host, 0, share_port=False)
