@@ -181,14 +181,19 @@ class TransferWorker:
                 self._run_job(*left)
 
     def _next_item(self) -> _Item | None:
-        """Meanwhile layers are pushed as they are written."""
+        """Meanwhile layers are pushed as they are written, one at a time: what ends a hand-off or starts another may be
+        next, and does not wait for all of them."""
+        wait_s: float | None = 0.0
         while True:
-            for item in self._waiting.take_written():
-                self._run_job(*item)
             try:
-                return self._jobs.get(timeout=WRITTEN_POLL_S if self._waiting else None)
+                return self._jobs.get(timeout=wait_s)
             except queue.Empty:
-                continue
+                written = self._waiting.take_written()
+            if written is not None:
+                self._run_job(*written)
+                wait_s = 0.0
+            else:
+                wait_s = WRITTEN_POLL_S if self._waiting else None
 
     def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
         self.counters["kv_jobs"] += 1

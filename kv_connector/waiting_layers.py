@@ -7,7 +7,6 @@ waits for it: a stream waits then, no thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -41,27 +40,17 @@ class WaitingLayers(Generic[Job]):
         """`goes_ahead`: as soon as those of its grant before it have gone."""
         self._waiting.append(Waiting(grant_id, job, written, goes_ahead))
 
-    def take_written(self) -> list[Job]:
+    def take_written(self) -> Job | None:
+        """The first that goes now."""
         held_up: set[int] = set()
-
-        def goes(each: Waiting[Job]) -> bool:
+        for index, each in enumerate(self._waiting):
             if each.grant_id not in held_up and (each.goes_ahead or each.written.query()):
-                return True
+                return self._waiting.pop(index).job
             held_up.add(each.grant_id)
-            return False
-
-        return self._take(goes)
+        return None
 
     def take_all_of(self, grant_id: int | None) -> list[Job]:
         """What is to go before anything else of this grant (None: of any), written or not."""
-        return self._take(lambda each: grant_id in (None, each.grant_id))
-
-    def _take(self, goes: Callable[[Waiting[Job]], bool]) -> list[Job]:
-        taken, left = [], []
-        for each in self._waiting:
-            if goes(each):
-                taken.append(each.job)
-            else:
-                left.append(each)
-        self._waiting = left
+        taken = [each.job for each in self._waiting if grant_id in (None, each.grant_id)]
+        self._waiting = [each for each in self._waiting if grant_id not in (None, each.grant_id)]
         return taken

@@ -187,12 +187,24 @@ def test_layers_wait_until_they_are_written_and_keep_their_grants_order() -> Non
     for grant_id, name in ((1, "a"), (2, "b")):
         for index, event in enumerate(events):
             waiting.add(grant_id, f"{name}{index}", event, goes_ahead=index == 2)
-    assert waiting.take_written() == []
+    assert waiting.take_written() is None
     events[1].has_fired = True
-    assert waiting.take_written() == [], "the ones before them have not gone"
+    assert waiting.take_written() is None, "the ones before them have not gone"
     events[0].has_fired = True
-    assert waiting.take_written() == ["a0", "a1", "a2", "b0", "b1", "b2"], "the last goes ahead of the device"
+    taken = [waiting.take_written() for _ in range(7)]
+    assert taken == ["a0", "a1", "a2", "b0", "b1", "b2", None], "the last goes ahead of the device"
     assert not waiting
+
+
+def test_grants_pass_each_other() -> None:
+    waiting: WaitingLayers[str] = WaitingLayers()
+    late, written = Event(), Event()
+    written.has_fired = True
+    for grant_id, name, event in ((1, "a0", late), (1, "a1", written), (2, "b0", written)):
+        waiting.add(grant_id, name, event, goes_ahead=False)
+    assert [waiting.take_written() for _ in range(2)] == ["b0", None]
+    late.has_fired = True
+    assert [waiting.take_written() for _ in range(3)] == ["a0", "a1", None]
 
 
 def test_whatever_else_there_is_of_a_grant_comes_behind_its_layers() -> None:
