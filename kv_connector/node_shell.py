@@ -31,6 +31,7 @@ from tandem.engine.messages import WIRE_VERSION, Hello, KVLayers, KVReady, NodeI
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.parallel.ranks import start_ranks
+from tandem.engine.process_log import start_log
 from tandem.engine.runner import ModelRunner
 from tandem.engine.security import load_cluster_keys
 from tandem.engine.serving_node import ServingNode
@@ -65,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
     """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine failed, 2 for a bad configuration."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    start_log()
     try:
         process = NodeProcess(options, make_logic)
         process.warm_up()
