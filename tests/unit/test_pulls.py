@@ -9,6 +9,7 @@ import pytest
 from pull_world import BLOCK, PullNode, PullWorld, chain
 
 from tandem.engine.messages import KVClaim, KVPull, KVRelease
+from tandem.kv_connector import outcomes
 
 
 def kinds(world: PullWorld) -> list[type]:
@@ -78,6 +79,43 @@ def test_what_is_offered_can_not_be_evicted() -> None:
     assert world.nodes[0].waiting, "it needs the blocks that are being pulled"
     world.run()
     assert world.nodes[1].asker.counters.completed == 1
+    world.check_whole()
+
+
+def test_pulls_pin_half_of_a_holders_pool_at_most() -> None:
+    world = PullWorld(8, 16)
+    for hashes in (chain(1, 5), chain(2, 2)):
+        warm(world, 0, hashes)
+        world.submit(1, hashes, holder=0)
+    world.schedule()
+    for question in list(world.post):
+        world.deliver(question)
+    assert kinds(world) == [KVClaim, KVRelease]
+    (_, _, claim), (_, _, release) = world.post
+    assert claim.num_prompt_tokens == 4 * BLOCK
+    assert release.reason == outcomes.BUSY
+    world.run()
+    assert world.nodes[1].num_computed == 1 + 2
+    world.check_whole()
+
+
+def test_what_a_step_still_computes_is_not_offered() -> None:
+    world = PullWorld(16, 16)
+    pool, hashes = world.nodes[0].pool, chain(1, 5)
+    blocks = pool.allocate(5)
+    assert blocks is not None
+    pool.step_launched(1)
+    for index, (block_id, block_hash) in enumerate(zip(blocks, hashes, strict=True)):
+        world.nodes[0].content[block_id] = block_hash
+        pool.register(block_id, block_hash, hashes[index - 1] if index else None, 1 if index >= 3 else None)
+    world.submit(1, hashes, holder=0)
+    world.schedule()
+    world.deliver(world.post[0])
+    (claim,) = (message for _, _, message in world.post)
+    assert claim.num_prompt_tokens == 3 * BLOCK
+    pool.step_completed(1)
+    pool.free(blocks, 1)
+    world.run()
     world.check_whole()
 
 

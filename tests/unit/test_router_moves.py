@@ -72,6 +72,7 @@ def test_both_nodes_are_told_and_the_successor_gets_what_the_client_has_seen() -
     assert np.frombuffer(submit.prompt_token_ids, "<i4").tolist() == [*range(10), 0, 1, 2]
     assert submit.num_prior_output_tokens == 3
     assert (order.attempt, order.successor, order.num_tokens, order.peer) == (1, ("r", 2), 13, E)
+    assert order.deadline_s == 5.0, "the old node gives up before its router does"
     assert machine.movable(DK, 3.0) == [], "it moves already"
 
 

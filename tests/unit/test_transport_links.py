@@ -18,8 +18,10 @@ from tandem.kv_connector.transports.link_transport import LinkExport
 from tandem.kv_connector.transports.mapped import MappedExport
 from tandem.kv_connector.transports.selection import candidates, choose_transport
 from tandem.kv_connector.transports.shm import ShmHandle
+from tandem.kv_connector.transports.tcp_wire import NONCE_BYTES, Preface, new_nonce, send_frame, sign_preface
 from tests.fakes.kv_pools import (
     ALL,
+    KEYS,
     RECEIVER_WRITES,
     PoolNode,
     hangs_up,
@@ -46,6 +48,21 @@ def test_tcp_refuses_strangers_and_other_epochs(make_node, make_pair):
         sock.recv(16)
         sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
         assert hangs_up(sock)
+
+
+def test_tcp_believes_nobody_who_cannot_sign(make_pair):
+    source, sink, _ = make_pair("tcp")
+    me, there = source.info, sink.info
+    named = Preface(me.node_id, me.epoch, there.node_id, there.epoch, new_nonce())
+    for key in (b"", ClusterKeys(b"another secret!!", curve=False).derive("tcp")):
+        with raw_socket(sink) as sock:
+            nonce = sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
+            send_frame(sock, sign_preface(key, named, nonce))
+            assert sock.recv(1) == b"", "it is not even told that this is the node that it looks for"
+    with raw_socket(sink) as sock:
+        nonce = sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        send_frame(sock, sign_preface(KEYS.derive("tcp"), named, nonce))
+        assert sock.recv(1)
 
 
 def test_tcp_takes_the_control_host_for_a_wildcard(make_pair):

@@ -14,6 +14,8 @@ import torch
 
 from tandem.engine.errors import ConfigError, PeerLostError, TransportError
 from tandem.kv_connector.transports import nixl as nixl_module
+from tandem.kv_connector.transports.block_slots import NUM_SLOTS
+from tandem.kv_connector.transports.landing_wire import LandFrame
 from tandem.kv_connector.transports.nixl import MAX_WRITE_BYTES, MIN_RUN_BYTES
 from tandem.kv_connector.transports.nixl_agent import NixlAgent, nixl_problem, unsafe_ways
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, make_layout, needs, wait_until
@@ -165,6 +167,26 @@ def test_what_is_no_link_ends(pair):
         channel.write(grant, [(0, 3)], None, [64])
     assert isinstance(channel._sock, socket.socket)
     assert channel._sock.fileno() == -1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"slot": NUM_SLOTS}, {"slot": -1}, {"nbytes": 1}, {"first_layer": -1}, {"num_layers": 17}, {"num_valid": (65,)},
+     {"num_valid": (0,)}, {"block_ids": (3, 4)}],
+    ids=str,
+)  # fmt: skip
+def test_a_slot_that_holds_no_such_blocks_ends_its_link(pair, changes):
+    source, sink, channel = pair
+    grant = sink.grant(source.info, [3, 4])
+    good = LandFrame(0, grant.grant_id, (3,), 2, 1, (64,), 0, 4 * (32 << 10))
+    channel.write(grant, [(0, 3)], range(2, 3), [64])
+    channel.flush(grant)
+    before = sink.pool.clone()
+    channel._wake()
+    channel._ask(msgspec.structs.replace(good, **changes))
+    with pytest.raises(PeerLostError):
+        channel.flush(grant)
+    assert torch.equal(sink.pool, before)
 
 
 @pytest.mark.parametrize(
