@@ -30,10 +30,6 @@ from tandem.kv_connector.pull_record import Gates, Pull, PullCounters, Stage
 from tandem.kv_connector.sink import SinkManager
 from tandem.kv_connector.tiers.jobs import with_loads
 
-# A pull that takes longer comes before the step: under it nothing else could be computed, and a step waits for so long
-# (layer_gates.LONGEST_WAIT_S) only.
-FOLLOWED_S = 0.25
-
 
 class PullAsker:
     """Implements LowerTiers. `below`: this node's own tiers. `now` is that of the last `on_tick`."""
@@ -243,10 +239,8 @@ class PullAsker:
             self._by_key[pull.key] = pull
             patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
             pull.asked_at, pull.deadline = self._now, self._now + patience
-            expected = self.rates.expected_s(peer.node_id, len(wanted) * size, compute, self._now)
-            pull.by_layer = (
-                runs_alone and expected <= FOLLOWED_S and self._follows(pull.request, len(pull.hashes) * size)
-            )
+            is_short = self.rates.fits_under_step(peer.node_id, len(wanted) * size, compute, self._now)
+            pull.by_layer = runs_alone and is_short and self._follows(pull.request, len(pull.hashes) * size)
             self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now, pull.by_layer)
             if pull.peer_id in self._connected:
                 self._send(pull)

@@ -14,6 +14,9 @@ GUESSED_SHARE, GUESSED_COMPUTE_S = 0.25, 1 / 20_000
 # A rate that nothing has confirmed for so long is no reason any more not to pull: the load that it was measured under
 # has passed, and while routers heed it, nothing would measure it again.
 FORGOTTEN_S = 60.0
+# What takes longer comes before the step that needs it: under a step nothing else is computed, and it waits for
+# layer_gates.LONGEST_WAIT_S only.
+UNDER_STEP_S = 0.25
 
 
 @dataclass(slots=True)
@@ -33,8 +36,8 @@ class _Measured:
 
 
 class PullRates:
-    """Seconds a token, from the question to the commit: the way, the peer's answers and its tiers are in it. `now` is
-    in seconds of a monotonic clock."""
+    """Seconds a token, from the question until it had come: the way, the peer's answers and its tiers are in it. `now`
+    is in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._all = _Measured()
@@ -63,6 +66,10 @@ class PullRates:
         one = self._by_peer.get(node_id)
         known = 0.0 if one is None else one.seconds(now)
         return num_tokens * (known or self.s_per_token(compute_s_per_token, now))
+
+    def fits_under_step(self, node_id: str, num_tokens: int, compute_s_per_token: float, now: float) -> bool:
+        """Whether a step may wait for the layers of such a pull."""
+        return self.expected_s(node_id, num_tokens, compute_s_per_token, now) <= UNDER_STEP_S
 
     def s_per_token(self, compute_s_per_token: float, now: float) -> float:
         """From any peer."""

@@ -17,7 +17,7 @@ from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.push_blocks import list_rows
 from tandem.kv_connector.layer_gates import Arrivals
 from tandem.kv_connector.meta import Finalize, ReadySent, VerifyLayers, WholePush, digest_key
-from tandem.kv_connector.pull_asker import FOLLOWED_S
+from tandem.kv_connector.pull_rates import UNDER_STEP_S
 from tandem.kv_connector.tiers.jobs import StepLoads
 from tests.fakes.kv_pools import PoolNode, wait_until
 from tests.fakes.transfer_side import Side
@@ -231,7 +231,7 @@ def granted_pull(s_per_token: float = 0.0, have_begun: bool = True) -> tuple[Pul
 
 @pytest.mark.parametrize("by_layer", [True, False])
 def test_a_pull_that_would_hold_a_step_up_for_long_comes_before_it(by_layer: bool) -> None:
-    seconds = FOLLOWED_S * (0.9 if by_layer else 1.1)
+    seconds = UNDER_STEP_S * (0.9 if by_layer else 1.1)
     world, _ = granted_pull(seconds / (7 * BLOCK))
     assert world.nodes[1].asker.counters.joined == by_layer
     world.run()
