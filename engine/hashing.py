@@ -128,7 +128,7 @@ class PromptHashes(Sequence[bytes]):
         self._raw = self._token_ids.data
         self._root_for_salt, self._secrecy = root_for_salt, secrecy
         self._length = len(token_ids) // block_size
-        self._first_group: list[bytes] = []
+        self._first: list[bytes] = []  # of the first blocks, as many as were asked for without a gap
         self._ends: list[bytes] = []  # of the first groups
         self._turns_private = -1  # the group in which the salt begins to count
         if secrecy.salt and secrecy.num_public_tokens >= block_size:
@@ -166,11 +166,9 @@ class PromptHashes(Sequence[bytes]):
         """Of the blocks from the beginning of `group` to before `stop`."""
         if group:
             return self._hash(group, stop, self._end_of(group - 1))
-        if not self._first_group:
-            self._first_group = self._hash(0, BLOCKS_PER_GROUP, None)
-        if stop <= BLOCKS_PER_GROUP:
-            return self._first_group[:stop]
-        return self._hash(0, stop, None)
+        if stop > len(self._first):
+            self._first = self._hash(0, stop, None)
+        return self._first[:stop]
 
     def _hash(self, group: int, stop: int, parent: bytes | None) -> list[bytes]:
         size, start = self._block_size, group * BLOCKS_PER_GROUP * self._block_size

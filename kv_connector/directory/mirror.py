@@ -144,11 +144,9 @@ class Mirror:
 
     def _groups_held(self, block_hashes: Sequence[bytes]) -> dict[int, int]:
         """Column -> number of leading groups it holds, for those that hold the first block."""
-        if not block_hashes:
+        if not block_hashes or (key := key_of(block_hashes[0])) not in self._holders:
             return {}
-        first = self._holders.prefixes((key_of(block_hashes[0]),))
-        if not first:
-            return {}
+        first = self._holders.prefixes((key,))
         ends = range(BLOCKS_PER_GROUP - 1, len(block_hashes), BLOCKS_PER_GROUP)
         whole = self._holders.prefixes(map(key_of, map(block_hashes.__getitem__, ends)))
         return {column: whole.get(column, 0) for column in first}
