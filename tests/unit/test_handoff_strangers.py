@@ -8,6 +8,7 @@ import pytest
 from tandem.engine.messages import KVCommitted, KVReady, KVRefused, KVResend, KVWait, Message, peer_id_of
 from tandem.kv_connector.handoff.sink import SinkState
 from tandem.kv_connector.handoff.source import SourceState
+from tandem.kv_connector.meta import digest_key
 from tests.fakes.handoff_duo import SOURCE, Duo, ready_of
 
 KEY = ("r", 0)
@@ -73,3 +74,10 @@ def test_what_was_committed_is_said_again_to_a_source_that_missed_it() -> None:
     assert duo.ends["source", "r"] == duo.ends["sink", "r"] == 1
     assert duo.source.manager.counters.handoffs_completed == 1
     duo.check_whole()
+
+
+def test_digests_of_one_grant_are_no_others() -> None:
+    """Not of an earlier attempt's, nor of a request whose name runs into the number behind it."""
+    whose = [("r", 0, 1), ("r", 1, 1), ("r", 0, 2), ("s", 0, 1), ("r\0", 0, 1), ("", 0, 1), ("r", 1, 0)]
+    assert len({digest_key(*each) for each in whose}) == len(whose)
+    assert all(0 <= digest_key(*each) < 1 << 64 for each in whose)

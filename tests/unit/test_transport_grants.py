@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 
 import msgspec
 import pytest
@@ -70,15 +71,49 @@ def test_grants_need_an_admitted_source(make_node):
         sink.grant(source.info, [1])
 
 
+def grant_of(grant_id: int, source_epoch: int = 1) -> KVGrant:
+    """For the block of that number."""
+    return KVGrant(
+        request_id="r", attempt=0, grant_id=grant_id, source_id="p", source_epoch=source_epoch, sink_id="d",
+        sink_epoch=2, first_block=0, block_ids=(grant_id,), num_prompt_tokens=8, lease_s=1.0,
+    )  # fmt: skip
+
+
+def test_a_fenced_epoch_gets_no_grants_from_the_gate():
+    table = GrantTable()
+    table.fence("p", 1)
+    with pytest.raises(GrantError, match="is fenced"):
+        table.open(grant_of(1))
+    table.open(grant_of(2, source_epoch=2))
+    table.admit("p", 1)
+    table.open(grant_of(3))
+    table.check_integrity()
+
+
+def test_a_source_is_fenced_and_believed_when_every_way_says_so(make_node, monkeypatch):
+    """It may have taken any of them."""
+    sink, source = make_node("d", "auto"), make_node("p", "auto")
+    sink.admit(source.info)
+    done, late = Future[None](), Future[None]()
+    done.set_result(None)
+    for way in (sink.by_name["shm"], sink.by_name["tcp"]):
+        monkeypatch.setattr(way, "is_settled", lambda grant_id: False)
+        assert not sink.transports.is_settled(1)
+        monkeypatch.setattr(way, "is_settled", lambda grant_id: True)
+    assert sink.transports.is_settled(1)
+    monkeypatch.setattr(sink.by_name["tcp"], "fence", lambda node_id, epoch: late)
+    monkeypatch.setattr(
+        sink.by_name["shm"], "fence", lambda node_id, epoch: sink.by_name["local"].fence(node_id, epoch)
+    )
+    fence = sink.transports.fence(source.info.node_id, source.info.epoch)
+    assert not fence.done()
+    late.set_result(None)
+    assert fence.done()
+
+
 def test_closing_a_grant_waits_for_its_writer_only():
     table = GrantTable()
-    grants = [
-        KVGrant(
-            request_id="r", attempt=0, grant_id=i, source_id="p", source_epoch=1, sink_id="d", sink_epoch=2,
-            first_block=0, block_ids=(i,), num_prompt_tokens=8, lease_s=1.0,
-        )
-        for i in (1, 2)
-    ]  # fmt: skip
+    grants = [grant_of(1), grant_of(2)]
     for grant in grants:
         table.open(grant)
     inside, woken, leave, closed = (threading.Event() for _ in range(4))

@@ -109,6 +109,17 @@ def num_pool_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:tandem-kv-pool")
 
 
+def test_a_shared_pool_keeps_its_size(make_node):
+    """No peer's store may ever meet the end of the file."""
+    sink = make_node("d", "shm")
+    fd, _ = sink.transports.pool_file()
+    size = os.fstat(fd).st_size
+    for wrong in (0, size - 4096, size + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, wrong)
+    assert os.fstat(fd).st_size == size
+
+
 def test_shm_is_not_for_other_users(make_node, monkeypatch):
     source, sink = make_node("p", "shm"), make_node("d", "shm")
     user = os.geteuid()
