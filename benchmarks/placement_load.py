@@ -5,7 +5,8 @@
 A real redis-server, publishers of `--nodes` nodes in a process of their own, and in this one what a router process has
 on its event loop: the reader that follows the stream, and `--rate` requests a second, each hashed, looked up and placed
 when it is due. A million entries by default; prompts as in `placement.py`. Times are of the wall: "placed" from when
-the loop came to the request, "done" from when it was due, behind whatever the loop did before it.
+the loop came to the request, of those that somebody holds, of those that nobody holds, and of all; "done" of all, from
+when it was due, behind whatever the loop did before it.
 """
 
 from __future__ import annotations
@@ -72,21 +73,25 @@ async def follow_and_place(url: str, arguments: argparse.Namespace) -> None:
         await asyncio.sleep(0.1)
     gc.collect()
     gc.freeze()
-    placed, done = [], []
+    held: list[float] = []
+    cold: list[float] = []
+    done: list[float] = []
     begin = time.perf_counter()
     for number in range(round(arguments.rate * arguments.seconds)):
         due = begin + number / arguments.rate
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         started = time.perf_counter()
-        place(bed, policy, bed.prompts[number % len(bed.prompts)])
+        index = number % len(bed.prompts)
+        place(bed, policy, bed.prompts[index])
         ended = time.perf_counter()
-        placed.append(ended - started)
+        (cold if index % 2 else held).append(ended - started)
         done.append(ended - due)
     print(f"{arguments.rate:g} requests/s of {arguments.tokens} tokens, {reader.mirror.num_entries} entries of "
           f"{arguments.nodes} nodes, {reader.mirror.num_gaps} gaps")  # fmt: skip
-    for name, seconds in (("placed", sorted(placed)), ("done", sorted(done))):
+    for name, measured in (("placed, held", held), ("placed, cold", cold), ("placed", held + cold), ("done", done)):
+        seconds = sorted(measured)
         p50, p99 = seconds[len(seconds) // 2], seconds[len(seconds) * 99 // 100]
-        print(f"{name:8}{p50 * 1e6:9.1f} us median{p99 * 1e6:9.1f} us p99{seconds[-1] * 1e6:9.1f} us at most")
+        print(f"{name:14}{p50 * 1e6:9.1f} us median{p99 * 1e6:9.1f} us p99{seconds[-1] * 1e6:9.1f} us at most")
     await reader.close()
 
 

@@ -43,7 +43,7 @@ def _add_trace_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--fetch-rate", type=float, default=0.0, metavar="R", help="tokens a second from a peer's cache; 0: nodes don't"
     )
-    add("--routers", type=_positive, default=1, metavar="N", help="router processes, each with its own view")
+    add("--routers", type=_positive, default=1, metavar="N", help="routers of as many hosts: each has its own view")
     add("--redis", default="", metavar="URL", help="a real Redis carries the directory; local: one is started")
     add("--find-speed", action="store_true", help="find the highest speed factor that keeps --ttft-target")
     add("--ttft-target", type=_factor, default=2.0, metavar="S", help="at p90, and for goodput (default: %(default)s)")
