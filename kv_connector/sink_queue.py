@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from tandem.engine.security import ClusterKeys
 
 
+# The claim that is first in line lets requests of this node keep so long what is held for them until they start.
+PATIENCE_S = 0.3
+
+
 class SinkQueue(SinkActionRunner):
     """A claim that does not fit holds the line. Pulls and running sequences come after all others, let each other pass
     and are refused when there is no room: whoever pulls can do without, and what runs elsewhere stays there."""
@@ -29,6 +34,16 @@ class SinkQueue(SinkActionRunner):
         self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
         self._records: dict[HandoffKey, SinkRecord] = {}
         self._pulls: list[SinkRecord] = []  # claimed
+        self._short_since = math.inf  # when it was first seen that the first claim lacks blocks
+
+    def needs_way(self, now: float) -> bool:
+        """Whether whoever holds blocks for requests that have not started is to give way to the first claim: what is
+        held for them may be just what it lacks, and its own hits what they lack, and neither would ever go on. Says so
+        once each PATIENCE_S."""
+        if now - self._short_since < PATIENCE_S:
+            return False
+        self._short_since = now
+        return True
 
     def _on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
         """Of a pull it says how much the source has; a repetition must say the same."""
@@ -54,20 +69,25 @@ class SinkQueue(SinkActionRunner):
         while self._queue:
             record = self._queue[0]
             if record.machine.state is not S.QUEUED:
-                self._queue.popleft()
+                self._leave_line()
                 continue
             self._pin(record)
             needed = record.num_blocks - len(record.hits)
             if needed > self._pool.num_grantable - self._headroom:
                 if self._others_will_free_blocks():
+                    self._short_since = min(self._short_since, self._now)
                     return
                 self._unpin_behind(record, needed)
             blocks = self._pool.allocate_grantable(needed)
             if blocks is None:  # free, but a launched step may still write them
                 return
-            self._queue.popleft()
+            self._leave_line()
             self._grant(record, blocks)
         self._grant_pulls()
+
+    def _leave_line(self) -> None:
+        self._queue.popleft()
+        self._short_since = math.inf
 
     def _grant_pulls(self) -> None:
         self._pulls = [record for record in self._pulls if record.machine.state is S.QUEUED]

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+from pull_world import BLOCK, PullNode
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.interfaces import NoTiers
 from tandem.engine.messages import (
     FirstToken,
     KVClaim,
@@ -21,11 +23,15 @@ from tandem.engine.messages import (
     peer_id_of,
 )
 from tandem.engine.request import Request
+from tandem.engine.request_book import RequestBook
 from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.scheduler import Scheduler
 from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.handoff_node import HandoffNode
 from tandem.kv_connector.meta import Verified
 from tandem.kv_connector.outcomes import Commit
 from tandem.kv_connector.sink import SinkManager
+from tandem.kv_connector.sink_queue import PATIENCE_S
 
 SOURCE = peer_id_of("p", 7)
 
@@ -54,9 +60,9 @@ def register(pool: BlockPool, blocks: list[int], hashes: list[bytes]) -> None:
         pool.register(block, hashes[index], hashes[index - 1] if index else None)
 
 
-def claim(sink: SinkManager, name: str, num_tokens: int) -> list[KVGrant]:
+def claim(sink: SinkManager, name: str, num_tokens: int, sink_epoch: int = 9) -> list[KVGrant]:
     message = KVClaim(
-        request_id=name, attempt=0, source_id="p", source_epoch=7, sink_epoch=9, num_prompt_tokens=num_tokens
+        request_id=name, attempt=0, source_id="p", source_epoch=7, sink_epoch=sink_epoch, num_prompt_tokens=num_tokens
     )
     sink.on_message(SOURCE, message, 1.0)
     return [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
@@ -196,3 +202,42 @@ def test_what_is_being_checked_is_counted_until_the_answer() -> None:
     assert sink.num_verifying == 0
     assert [ready(kept, 1), verified(kept, 1, ())] == [1, 0]
     assert sink.counters.commits == 1
+
+
+class HeldForOthers(NoTiers):
+    """Blocks that are held for a request of this node which lacks one more to start."""
+
+    def __init__(self, pool: BlockPool, num_blocks: int) -> None:
+        self.pool, self.held = pool, pool.allocate(num_blocks) or []
+
+    def give_way(self, besides: Request | None = None) -> None:
+        self.pool.free(self.held, None)
+        self.held = []
+
+
+def test_what_is_held_for_a_request_of_the_node_gives_way_to_the_first_claim() -> None:
+    """Its hits are what that request lacks, and what is held for that request is what it lacks."""
+    node = PullNode("d", 14)
+    pool, sink = node.pool, node.sink
+    cached = pool.allocate(8)
+    assert cached is not None
+    hashes = [bytes([i]) * 16 for i in range(8)]
+    register(pool, cached, hashes)
+    pool.free(cached, None)
+    tiers = HeldForOthers(pool, 6)
+    sizes = {"block_size": BLOCK, "max_model_len": 256}
+    scheduler = Scheduler(
+        SchedulerOptions(), pool, **sizes, eos_token_ids=[], root_for_salt=lambda salt: bytes(16), tiers=tiers
+    )
+    parts = node.source, sink, node.asker, node.holder
+    logic = HandoffNode(node.info, RequestBook(100, 64), scheduler, pool, 4, *parts)
+    assert expect(sink, "cached", 33, hashes) == 32
+    assert claim(sink, "cached", 33, sink_epoch=node.info.epoch) == []
+    logic.on_tick(1.0)
+    logic.on_tick(1.0 + 0.9 * PATIENCE_S)
+    assert tiers.held, "who is about to start is let start"
+    logic.on_tick(1.01 + PATIENCE_S)
+    assert not tiers.held
+    (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    assert (grant.first_block, len(grant.block_ids)) == (8, 1)
+    assert not sink.needs_way(100.0), "nobody is in line any more"
