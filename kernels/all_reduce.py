@@ -20,20 +20,20 @@ FLAG_BYTES = 4
 MOST_WORD_LANES = 512
 MOST_ROW_BYTES = 1 << 29  # of the mail's rows; larger steps go another way
 Way = Literal["words", "rows", "shares"]
-# For up to so many ranks: how sums of up to so many bytes travel. Measured on H200s over NVLink. With four ranks NCCL's
-# sums of 2,048 rows of 4,096 and more take an eighth less of the device, but launching one takes the host several times
-# as long as ours, and launches are what such steps wait for.
+# For up to so many ranks: how sums of up to so many bytes travel; by NCCL beyond. Measured on H200s over NVLink, 8B
+# Llama: with four ranks NCCL takes the device an eighth less from 2,048 rows on, but its launches take the host longer
+# than ours, and such steps wait for the host up to some 4,096 rows.
 WAYS: tuple[tuple[int, tuple[tuple[int, Way], ...]], ...] = (
     (2, ((32 * 8192, "words"), (1 << 62, "rows"))),
-    (1 << 30, ((32 * 8192, "words"), (1 << 62, "shares"))),
+    (1 << 30, ((32 * 8192, "words"), (4096 * 8192, "shares"))),
 )
 
 
-def way_to_sum(num_ranks: int, num_bytes: int) -> Way:
+def way_to_sum(num_ranks: int, num_bytes: int) -> Way | None:
     """`num_bytes` of each rank's part. "words" and "rows": to every peer (each word with a number beside it, or rows
-    and flags); "shares": each row to one rank, which sends the sum to all."""
+    and flags); "shares": each row to one rank, which sends the sum to all; None: by NCCL."""
     steps = next(steps for most_ranks, steps in WAYS if num_ranks <= most_ranks)
-    return next(way for most, way in steps if num_bytes <= most)
+    return next((way for most, way in steps if num_bytes <= most), None)
 
 
 def _aligned(offset: int) -> int:
@@ -71,7 +71,9 @@ class MailLayout:
 
     @cached_property
     def row_lanes(self) -> int:
-        return min(self.max_rows, MOST_ROW_BYTES // (2 * self.num_ranks) // self.row_bytes)
+        steps = next(steps for most_ranks, steps in WAYS if self.num_ranks <= most_ranks)
+        most_bytes = min(steps[-1][0], MOST_ROW_BYTES // (2 * self.num_ranks))
+        return min(self.max_rows, most_bytes // self.row_bytes)
 
     @cached_property
     def argmax_at(self) -> int:

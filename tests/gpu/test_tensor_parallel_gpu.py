@@ -37,8 +37,9 @@ def test_exchanges_are_exact_eager_and_replayed(num_ranks: int) -> None:
         print(f"\n{num_ranks} ranks, {rows} rows of 4096, sum and norm, us: {listed}", end="")
     for rows in ("1", "64", "256"):  # of replayed steps
         assert took[rows]["chosen"] < 1.1 * took[rows]["nccl"], f"{rows} rows: NCCL would be faster"
-    step = {way: max(took["2048"][way], took["2048"][f"{way} launch"]) for way in ("chosen", "nccl")}
-    assert step["chosen"] < 1.1 * step["nccl"], "of a step that is launched layer by layer NCCL's sums would be faster"
+    of_prompt = took["2048"]  # launched one by one, by a host that such a step waits for
+    assert of_prompt["chosen launch"] < of_prompt["nccl launch"]
+    assert of_prompt["chosen"] < 1.25 * of_prompt["nccl"]
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,13 @@ def test_every_rank_gets_the_sum_and_the_token_of_all(tmp_path: Path) -> None:
 
 def test_few_bytes_go_as_words_and_many_ranks_share_rows() -> None:
     assert [way_to_sum(2, rows * 8192) for rows in (1, 32, 33, 8192)] == ["words", "words", "rows", "rows"]
-    assert [way_to_sum(4, rows * 8192) for rows in (1, 32, 33, 8192)] == ["words", "words", "shares", "shares"]
+    assert [way_to_sum(4, rows * 8192) for rows in (1, 32, 33, 4096, 4097)] == [
+        "words",
+        "words",
+        "shares",
+        "shares",
+        None,
+    ]
 
 
 def test_the_mail_holds_the_rows_that_are_not_left_to_nccl() -> None:
