@@ -43,7 +43,6 @@ from tandem.kv_connector.effects import Effects, is_urgent
 from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.handoff_node import HandoffNode
 from tandem.kv_connector.handoff_trace import HandoffTrace, TracedSender
-from tandem.kv_connector.meta import SumArrived, VerifyLayers
 from tandem.kv_connector.node_context import NodeContext
 from tandem.kv_connector.node_directory import make_publisher
 from tandem.kv_connector.node_pool import NodePool, allocate_node_pool, transports_of
@@ -264,11 +263,7 @@ class NodeProcess:
         message = event.message if isinstance(event, Received) else None
         if self.trace is not None and message is not None:
             self.trace.message("received", message)
-        if isinstance(message, KVReady):
-            self.transfer.submit(SumArrived(message))
-        if isinstance(message, KVLayers):
-            self.transfer.submit(VerifyLayers(message))  # the step loop may be waiting for just this
-        else:
+        if not self.transfer.hear(message):
             self.loop.post(event)
 
     def _post(self, event: object) -> None:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import KVLayers, KVReady, NodeInfo
+from tandem.engine.messages import KVLayers, KVReady, Message, NodeInfo
 from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.push_blocks import can_push, list_pairs, push_blocks
 from tandem.kv_connector.grant_book import GrantBook
@@ -138,6 +138,15 @@ class TransferWorker:
         if isinstance(job, Retire):
             self._book.end(job.grant_id)
         self._jobs.put((job, (written or self._newest_step_done) if waits else None))
+
+    def hear(self, message: Message | None) -> bool:
+        """What came over the control connection, ahead of the step loop, which may be launching or waiting for just
+        this. Whether it is for this thread alone."""
+        if isinstance(message, KVReady):
+            self.submit(SumArrived(message))
+        elif isinstance(message, KVLayers):
+            self.submit(VerifyLayers(message))
+        return isinstance(message, KVLayers)
 
     def note_step_launched(self, done: torch.cuda.Event | None) -> None:
         """From the thread that launches steps: `done` fires when that step is complete (None on CPU: it is)."""
