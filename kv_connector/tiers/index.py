@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import takewhile
 
 MAX_USES = 8  # that count: a block stays about so many turnovers of the tier after its last use
 Rank = tuple[int, int]  # (age + uses, time of last use); of a copy (COPY, -time of last use)
@@ -98,19 +97,14 @@ class TierIndex:
     # --- coming ---------------------------------------------------------------------------------------------
 
     def reserve(
-        self,
-        block_hash: bytes,
-        parent: bytes | None,
-        tenant: bytes = b"",
-        kept: Container[bytes] = (),
-        evicts_copies_only: bool = False,
+        self, block_hash: bytes, parent: bytes | None, tenant: bytes = b"", kept: Container[bytes] = ()
     ) -> tuple[int, bytes | None] | None:
         """A slot to write the block into, and what was evicted for it; None: there is no room. `parent` and `kept` are
         not evicted."""
         quota, victim = self._quota_of(tenant), None
         is_over = quota is not None and self._num_of_tenant[tenant] >= quota
         if is_over or not self._free:
-            victim = self._pop_victim(parent, kept, tenant if is_over else None, evicts_copies_only)
+            victim = self._pop_victim(parent, kept, tenant if is_over else None)
             if victim is None:
                 return None
         slot = self._free.pop()
@@ -212,13 +206,10 @@ class TierIndex:
                 if parent in self._entries:
                     self._offer(parent, self._entries[parent])
 
-    def _pop_victim(
-        self, parent: bytes | None, kept: Container[bytes], tenant: bytes | None, copies_only: bool
-    ) -> bytes | None:
+    def _pop_victim(self, parent: bytes | None, kept: Container[bytes], tenant: bytes | None) -> bytes | None:
         """Evicts the lowest leaf (of `tenant`)."""
         with closing(self._lowest(tenant)) as lowest:
-            able = takewhile(self.is_copy, lowest) if copies_only else lowest
-            victim = next((each for each in able if each != parent and each not in kept), None)
+            victim = next((each for each in lowest if each != parent and each not in kept), None)
         if victim is not None:
             self._age = max(self._age, self._entries[victim].rank[0])  # COPY is younger than any age
             self.remove(victim)

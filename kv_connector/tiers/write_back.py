@@ -11,9 +11,8 @@ from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 
-AHEAD_BATCHES = 4  # batches of blocks that are to be copied before their eviction
-# The same while there is no work: a long prompt takes its blocks at once.
-AHEAD_BATCHES_IDLE = 64
+# Batches of blocks that are to be copied before their eviction: to the host as many as a long prompt takes at once.
+SAVED_AHEAD, SPILLED_AHEAD = 16, 4
 
 
 @dataclass
@@ -66,15 +65,10 @@ class WriteBack:
     # --- the tables -----------------------------------------------------------------------------------------
 
     def reserve_on_host(
-        self,
-        block_hash: bytes,
-        parent: bytes | None,
-        tenant: bytes,
-        kept: Container[bytes] = (),
-        evicts_copies_only: bool = False,
+        self, block_hash: bytes, parent: bytes | None, tenant: bytes, kept: Container[bytes] = ()
     ) -> int | None:
         """A slot of the host pool, by eviction if need be, but not of what is `kept`."""
-        found = self._host.reserve(block_hash, parent, tenant, kept, evicts_copies_only)
+        found = self._host.reserve(block_hash, parent, tenant, kept)
         if found is None:
             return None
         slot, evicted = found
@@ -148,22 +142,19 @@ class WriteBack:
 
     def _save(self, is_idle: bool) -> None:
         """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots or,
-        as long as the disk has room, those of blocks that are on disk; else more of what will be reused next, at the
-        price of copies. With less, blocks would go round for ever."""
-        chosen, kept = self._next_to_be_reused(AHEAD_BATCHES)
-        copies_only = False
+        as long as the disk has room, those of blocks that are on disk. With less, blocks would go round for ever."""
+        cold = self._pool.cold_end(min(SAVED_AHEAD * self._batch, -(-self._host.capacity // 2)))
+        unsaved = (each for each in cold if each in self._unsaved and each not in self._host)
+        chosen = list(islice(unsaved, self._batch))
+        kept: Container[bytes] = frozenset(cold) if chosen else ()  # or they would displace each other for ever
         if not chosen and is_idle:
             room = min(self._batch, max(self._host.num_free, 0 if self._disk is None else self._disk.num_free))
-            if room:
-                chosen = list(islice((each for each in self._unsaved if each not in self._host), room))
-                kept = _NotIn(self._disk)
-            else:
-                chosen, kept = self._next_to_be_reused(AHEAD_BATCHES_IDLE)
-                copies_only = True
+            chosen = list(islice((each for each in self._unsaved if each not in self._host), room))
+            kept = _NotIn(self._disk)
         taken = []
         for block_hash in chosen:
             tenant = self._pool.tenant(block_hash)
-            slot = self.reserve_on_host(block_hash, self._pool.parent(block_hash), tenant, kept, copies_only)
+            slot = self.reserve_on_host(block_hash, self._pool.parent(block_hash), tenant, kept)
             if slot is None:
                 break
             block_id = self._pool.find(block_hash)
@@ -174,20 +165,13 @@ class WriteBack:
             self._saving = True
             self._jobs.append(Save(hashes, block_ids, slots, generations, self._num_flushes))
 
-    def _next_to_be_reused(self, num_batches: int) -> tuple[list[bytes], Container[bytes]]:
-        """A batch of what the pool will reuse next and only the pool has, and all that it will reuse so soon: on the
-        host these must not displace each other."""
-        cold = self._pool.cold_end(min(num_batches * self._batch, -(-self._host.capacity // 2)))
-        unsaved = (each for each in cold if each in self._unsaved and each not in self._host)
-        return list(islice(unsaved, self._batch)), frozenset(cold)
-
     def _spill(self, is_idle: bool) -> None:
         """The same from host to disk."""
         assert self._disk is not None
         chosen: list[bytes] = []
         cold: list[bytes] = []
-        if self._host.num_free < AHEAD_BATCHES * self._batch:
-            cold = self._host.next_to_go(min(AHEAD_BATCHES * self._batch, -(-self._disk.capacity // 2)))
+        if self._host.num_free < SPILLED_AHEAD * self._batch:
+            cold = self._host.next_to_go(min(SPILLED_AHEAD * self._batch, -(-self._disk.capacity // 2)))
             chosen = [each for each in cold if each in self._unspilled][: self._batch]
         if not chosen and is_idle:
             room = min(self._batch, self._disk.num_free)

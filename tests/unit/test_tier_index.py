@@ -85,18 +85,6 @@ def test_copies_of_the_tier_above_go_first_those_used_last_before_others() -> No
     assert tier.next_to_go(4) == [name(2), name(4), name(5), name(6)], "no copy any more, it is worth its uses"
 
 
-def test_for_the_sake_of_copies_nothing_else_goes() -> None:
-    tier = TierIndex(2)
-    chain(tier, 1, 2)
-    assert tier.reserve(b"a", None, evicts_copies_only=True) is None
-    tier.note_copy(name(1), True)
-    assert tier.reserve(b"a", None, evicts_copies_only=True) is None, "a parent stays"
-    tier.note_copy(name(2), True)
-    found = tier.reserve(b"a", None, evicts_copies_only=True)
-    assert found == (tier.slot(b"a"), name(2))
-    tier.check_integrity()
-
-
 def test_a_tenant_beyond_its_quota_evicts_its_own() -> None:
     tier = TierIndex(8, {b"t": 2, b"none": 0}.get)
     chain(tier, 1)
