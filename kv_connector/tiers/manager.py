@@ -28,7 +28,7 @@ class TierManager(Promoter):
         host: TierIndex,
         disk: TierIndex | None,
         make_step_load: Callable[[Load], object],
-        batch_blocks: int = 16,
+        batch_blocks: int = 32,
     ) -> None:
         """`make_step_load`: what ConnectorWorker runs beside a step's layers. `batch_blocks`: copied by one job."""
         super().__init__(pool, host, disk, batch_blocks)

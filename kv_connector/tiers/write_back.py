@@ -12,7 +12,7 @@ from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 
 # Batches of blocks that are to be copied before their eviction: to the host as many as a long prompt takes at once.
-SAVED_AHEAD, SPILLED_AHEAD = 16, 4
+SAVED_AHEAD, SPILLED_AHEAD = 8, 2
 
 
 @dataclass
