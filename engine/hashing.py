@@ -23,6 +23,9 @@ import numpy as np
 
 HASH_BYTES = 16
 BLOCKS_PER_GROUP = 8
+INT32 = np.dtype("<i4")
+# Copies of it are made sooner than new ones, which look the algorithm up in OpenSSL's tables.
+_NEW = hashlib.sha256()
 TENANT_BYTES = 16  # of a salt: they name the tenant
 
 
@@ -48,29 +51,24 @@ def hash_blocks(token_ids: np.ndarray, block_size: int, before: bytes, num_in_gr
     `before`: the root, or the hash of the block before, where a group begins; `num_in_group`: how many blocks its
     first group is short of. ValueError: `token_ids` is not one-dimensional int32.
     """
-    blocks = _pieces(token_ids, block_size)
-    sha256, hashes = hashlib.sha256, []
-    start, end = 0, BLOCKS_PER_GROUP - num_in_group
-    while start < len(blocks):
-        group = sha256(before)
-        for block in blocks[start:end]:
-            group.update(block)
+    raw, size = _raw(token_ids), 4 * block_size
+    hashes: list[bytes] = []
+    start, end, last = 0, (BLOCKS_PER_GROUP - num_in_group) * size, len(raw) // size * size
+    while start < last:
+        group = _NEW.copy()
+        group.update(before)
+        for at in range(start, min(end, last), size):
+            group.update(raw[at : at + size])
             hashes.append(group.digest()[:HASH_BYTES])
         before = hashes[-1]
-        start, end = end, end + BLOCKS_PER_GROUP
+        start, end = end, end + BLOCKS_PER_GROUP * size
     return hashes
 
 
-def _pieces(token_ids: np.ndarray, size: int) -> list[bytes]:
-    whole = _checked(token_ids[: len(token_ids) // size * size])
-    pieces: list[bytes] = whole.view(f"V{4 * size}").tolist()
-    return pieces
-
-
-def _checked(token_ids: np.ndarray) -> np.ndarray:
-    if token_ids.ndim != 1 or token_ids.dtype != np.int32:
+def _raw(token_ids: np.ndarray) -> bytes:
+    if token_ids.dtype != INT32 or token_ids.ndim != 1:
         raise ValueError(f"token_ids must be int32 [num_tokens], not {token_ids.dtype} {list(token_ids.shape)}")
-    return np.ascontiguousarray(token_ids, "<i4")
+    return token_ids.tobytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +115,8 @@ class PromptHashes(Sequence[bytes]):
     Whoever looks a prompt up stops where nobody holds any more of it, and what is behind that need not be made.
     """
 
+    __slots__ = ("_block_size", "_ends", "_first", "_length", "_root_for_salt", "_secrecy", "_token_ids")
+
     def __init__(
         self,
         token_ids: np.ndarray,
@@ -124,15 +124,11 @@ class PromptHashes(Sequence[bytes]):
         root_for_salt: Callable[[bytes], bytes],
         secrecy: Secrecy = EVERYBODYS,
     ) -> None:
-        self._token_ids, self._block_size = _checked(token_ids), block_size
-        self._raw = self._token_ids.data
+        self._token_ids, self._block_size = token_ids, block_size
         self._root_for_salt, self._secrecy = root_for_salt, secrecy
         self._length = len(token_ids) // block_size
         self._first: list[bytes] = []  # of the first blocks, as many as were asked for without a gap
         self._ends: list[bytes] = []  # of the first groups
-        self._turns_private = -1  # the group in which the salt begins to count
-        if secrecy.salt and secrecy.num_public_tokens >= block_size:
-            self._turns_private = secrecy.num_public_tokens // block_size // BLOCKS_PER_GROUP
 
     def __len__(self) -> int:
         return self._length
@@ -142,6 +138,11 @@ class PromptHashes(Sequence[bytes]):
     @overload
     def __getitem__(self, index: slice) -> list[bytes]: ...
     def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if index == 0 and self._length and not self._first:  # all that is asked of most prompts: few steps
+            self._first = hash_prompt(
+                self._token_ids[: self._block_size], self._block_size, self._root_for_salt, self._secrecy
+            )
+            return self._first[0]
         if isinstance(index, slice):
             start, stop, step = index.indices(self._length)
             assert step > 0, "made from the first on"
@@ -153,13 +154,18 @@ class PromptHashes(Sequence[bytes]):
         return self._from(group, group * BLOCKS_PER_GROUP + within + 1)[within]
 
     def _end_of(self, group: int) -> bytes:
-        ends, size = self._ends, self._block_size * BLOCKS_PER_GROUP
+        """Most of what a router does with SHA-256: as few calls as can be."""
+        ends, size, secrecy = self._ends, self._block_size * BLOCKS_PER_GROUP, self._secrecy
+        turns_private = -1  # the group in which the salt begins to count
+        if secrecy.salt and secrecy.num_public_tokens >= self._block_size:
+            turns_private = secrecy.num_public_tokens // size
         for at in range(len(ends), group + 1):
-            if at in (0, self._turns_private):
+            if at in (0, turns_private):
                 ends.append(self._from(at, (at + 1) * BLOCKS_PER_GROUP)[-1])
             else:
-                tokens = self._raw[at * size : (at + 1) * size]
-                ends.append(hashlib.sha256(ends[-1] + tokens).digest()[:HASH_BYTES])
+                state = _NEW.copy()
+                state.update(ends[-1] + self._token_ids[at * size : (at + 1) * size].tobytes())
+                ends.append(state.digest()[:HASH_BYTES])
         return ends[group]
 
     def _from(self, group: int, stop: int) -> list[bytes]:

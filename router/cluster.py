@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -136,7 +137,7 @@ class Cluster:
         return PromptHashes(token_ids, self.identity.hash_block_size, self._root_for_salt, secrecy)
 
     def _root_for_salt(self, salt: bytes) -> bytes:
-        return root_hash(self._identity_key, salt)
+        return _root(self._identity_key, salt)
 
     def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
         self._hear_siblings(now)
@@ -237,6 +238,9 @@ class Cluster:
             self.facts = ModelFacts(
                 name, min(info.max_model_len for info in infos), min(info.vocab_size for info in infos)
             )
+
+
+_root = functools.lru_cache(maxsize=4096)(root_hash)
 
 
 def cached_tokens(

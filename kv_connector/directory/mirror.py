@@ -129,8 +129,10 @@ class Mirror:
         only the group in which its prefix ends is looked at block by block. `block_hashes` may make them when asked:
         they are asked for little more than somebody holds.
         """
+        if not block_hashes or (first := key_of(block_hashes[0])) not in self._holders:
+            return {}
         self._clock += 1
-        num_groups = self._groups_held(block_hashes)
+        num_groups = self._groups_held(first, block_hashes)
         found: dict[Owner, int] = {}
         for groups in set(num_groups.values()):
             start = groups * BLOCKS_PER_GROUP
@@ -142,14 +144,12 @@ class Mirror:
                     self._owners[owner].last_used = self._clock
         return found
 
-    def _groups_held(self, block_hashes: Sequence[bytes]) -> dict[int, int]:
-        """Column -> number of leading groups it holds, for those that hold the first block."""
-        if not block_hashes or (key := key_of(block_hashes[0])) not in self._holders:
-            return {}
-        first = self._holders.prefixes((key,))
+    def _groups_held(self, first: int, block_hashes: Sequence[bytes]) -> dict[int, int]:
+        """Column -> number of leading groups it holds, for those that hold the first block, whose key is `first`."""
+        columns = self._holders.prefixes((first,))
         ends = range(BLOCKS_PER_GROUP - 1, len(block_hashes), BLOCKS_PER_GROUP)
         whole = self._holders.prefixes(map(key_of, map(block_hashes.__getitem__, ends)))
-        return {column: whole.get(column, 0) for column in first}
+        return {column: whole.get(column, 0) for column in columns}
 
     def _change(self, view: _OwnerView, change: TierChange) -> None:
         tier = _TIER_INDEX.get(change.tier)
