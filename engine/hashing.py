@@ -48,8 +48,9 @@ def private_root(public_hash: bytes, salt: bytes) -> bytes:
 def hash_blocks(token_ids: np.ndarray, block_size: int, before: bytes, num_in_group: int = 0) -> list[bytes]:
     """Hashes of the full blocks of `token_ids`, int32 [num_tokens]; tokens of a last partial block are ignored.
 
-    `before`: the root, or the hash of the block before, where a group begins; `num_in_group`: how many blocks its
-    first group is short of. ValueError: `token_ids` is not one-dimensional int32.
+    `before`: the root, or the hash that their group follows; `num_in_group`: how many blocks stand in that group
+    before them and count no more (the salt began to count after them).
+    ValueError: `token_ids` is not one-dimensional int32.
     """
     raw, size = _raw(token_ids), 4 * block_size
     hashes: list[bytes] = []
