@@ -108,8 +108,6 @@ class Migrations:
             if not departure.reason:
                 self._look(departure, now)
             if departure.reason and not self._source.holds_blocks(departure.key):
-                # One that was cancelled meanwhile may have arrived, and its successor may be why.
-                self.counters.failed += departure.request.state is not RequestState.FINISHED
                 departure.request.is_paused = False
                 del self._departures[departure.key]
 
@@ -174,6 +172,8 @@ class Migrations:
         self._answer(departure.router_id, order, "")
 
     def _stay(self, departure: Departure, reason: str) -> None:
+        # One that was cancelled may have arrived, and its successor may be why.
+        self.counters.failed += departure.request.state is not RequestState.FINISHED
         departure.reason = reason or outcomes.UNKNOWN
         self._answer(departure.router_id, departure.order, departure.reason)
 

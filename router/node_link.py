@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import Protocol
 
@@ -84,6 +85,8 @@ class NodeLink:
         self._welcomed: NodeInfo | None = None
         self._last_seen = self._next_beat = 0.0
         self._socket: zmq.Socket[bytes] | None = None
+        # What is said goes to finished connections only. (ZMQ's own IMMEDIATE drops, when one ends, what came over it.)
+        self._is_connected = False
 
     @property
     def key(self) -> NodeKey | None:
@@ -94,9 +97,7 @@ class NodeLink:
         loop = asyncio.get_running_loop()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, self._identity)
-        # Only to finished connections: what was meant for a dead process must not reach its successor.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.LINGER, 200), (zmq.RECONNECT_IVL_MAX, 1000)):
+        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RECONNECT_IVL_MAX, 1000)):
             socket.setsockopt(option, value)
         if self._keys.curve:
             socket.curve_publickey, socket.curve_secretkey = self._keys.curve_keypair("client")
@@ -106,9 +107,11 @@ class NodeLink:
         loop.add_reader(socket.fileno(), self._read)
         loop.add_reader(self._monitor.fileno(), self._read_monitor)
         self._welcomed, self._last_seen, self._next_beat = None, time.monotonic(), 0.0
+        self._is_connected = False
         loop.call_soon(self._read_monitor)
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 200) -> None:
+        """`linger_ms`: how long what was said last may still go out."""
         if self._socket is None:
             return
         loop = asyncio.get_running_loop()
@@ -116,7 +119,7 @@ class NodeLink:
         loop.remove_reader(self._monitor.fileno())
         self._socket.disable_monitor()
         self._monitor.close()
-        self._socket.close()
+        self._socket.close(linger=linger_ms)
         self._socket, self.view, self._welcomed = None, None, None
         self.outbox.clear()
 
@@ -152,18 +155,15 @@ class NodeLink:
             self._send(wire.encode(Ping(sequence=self.ping_sequence)))
 
     def _send(self, payload: bytes) -> None:
-        if self._socket is None:
+        if self._socket is None or not self._is_connected:  # verbs and heartbeats are sent again
             return
-        try:
-            self._socket.send(payload, zmq.NOBLOCK)
-        except zmq.Again:  # not connected: verbs and heartbeats are sent again
-            return
+        self._socket.send(payload, zmq.NOBLOCK)
         if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             asyncio.get_running_loop().call_soon(self._read)
 
-    def _read(self) -> None:
+    def _read(self, burst_s: float = READ_BURST_S) -> None:
         now = time.monotonic()
-        end = now + READ_BURST_S
+        end = now + burst_s
         while now < end:
             if self._socket is None:
                 return
@@ -233,15 +233,19 @@ class NodeLink:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
             except zmq.Again:
                 return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            if self._is_connected:
                 self._beat()
-            elif event == zmq.EVENT_DISCONNECTED and self._welcomed is not None:
-                # Mostly the process died. If not: tokens that were on the way are gone, and nobody sends them again.
+            elif self._welcomed is not None:
+                # Mostly the process ended: a drained one says its last words just before. If it lives: tokens that were
+                # on the way are gone, and nobody sends them again.
+                self._read(math.inf)
                 self._lost("the connection broke")
 
     def _lost(self, reason: str) -> None:
+        """What is still queued for it must not reach a successor at its address."""
         self._forget(reason)
-        self.close()
+        self.close(linger_ms=0)
         self.open()
 
     def _forget(self, reason: str) -> None:

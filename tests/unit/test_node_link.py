@@ -1,0 +1,88 @@
+"""A router's connection to one node, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import zmq
+
+from tandem.engine import messages as wire
+from tandem.engine.config import Timeouts
+from tandem.engine.messages import Message, NodeInfo, Status, TokenDelta, Tokens, Welcome
+from tandem.engine.security import ClusterKeys
+from tandem.router.node_link import NodeLink
+
+NODE = NodeInfo(node_id="d", epoch=2, role="decode")
+
+
+class HandNode:
+    """The node's end of the link: a ROUTER socket in the hands of a test."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+
+    def hear(self) -> bytes:
+        """Who spoke."""
+        assert self._socket.poll(5000), "the router says nothing"
+        identity, _ = self._socket.recv_multipart()
+        return identity
+
+    def say(self, identity: bytes, *messages: Message) -> None:
+        for message in messages:
+            self._socket.send_multipart([identity, wire.encode(message)])
+
+    def end(self) -> None:
+        """As a process that ends: what was said goes out first."""
+        self._socket.close(linger=1000)
+        self._context.term()
+
+
+class Heard:
+    """What a link's listener is told, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def node_up(self, view: object) -> None:
+        self.events.append("up")
+
+    def node_status(self, view: object) -> None: ...
+
+    def node_lost(self, view: object, reason: str) -> None:
+        self.events.append(f"lost: {reason}")
+
+    def node_message(self, key: object, message: object) -> None:
+        assert isinstance(message, Tokens)
+        self.events += [f"token {delta.output_index}" for delta in message.deltas]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.005)
+
+
+async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
+    """However late the router looks: its loop stands still while the node speaks and goes."""
+    node, heard, context = HandNode(), Heard(), zmq.Context()
+    hello = NodeInfo(node_id="r", epoch=1, role="router")
+    link = NodeLink(node.address, hello, context, ClusterKeys(b"", curve=False), Timeouts(), heard)  # type: ignore[arg-type]
+    link.open()
+    try:
+        await asyncio.sleep(0.05)
+        identity = node.hear()
+        node.say(identity, Welcome(info=NODE), Status(node_id="d", epoch=2))
+        await until(lambda: heard.events == ["up"])
+        node.say(identity, *(Tokens(deltas=(TokenDelta("r", 0, 0, index, (7,)),)) for index in range(300)))
+        node.end()
+        time.sleep(0.1)
+        link._read_monitor()
+        assert heard.events[1:] == [*(f"token {index}" for index in range(300)), "lost: the connection broke"]
+    finally:
+        link.close()
+        context.destroy(linger=0)
