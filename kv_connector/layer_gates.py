@@ -20,6 +20,9 @@ from tandem.kernels.push_blocks import list_rows
 from tandem.kv_connector.meta import digest_key
 
 LONGEST_WAIT_S = 0.5  # of a step, from its begin: nothing else is computed meanwhile
+# Of devices: on H200s prompts came later so than after the whole pull. To launch layers and to check parts takes the
+# host, and whole blocks come twice as fast.
+PAYS_ON = ("cpu",)
 
 
 class Arrivals:

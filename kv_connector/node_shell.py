@@ -39,6 +39,7 @@ from tandem.engine.step_measure import measure_step_times
 from tandem.engine.turn_times import TurnTimes
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
+from tandem.kv_connector import layer_gates
 from tandem.kv_connector.effects import Effects, is_urgent
 from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.handoff_node import HandoffNode
@@ -194,7 +195,8 @@ class NodeProcess:
         """What a logic is told of this node's device and parts."""
         if isinstance(logic, HandoffNode) and self.ranks is None:
             replayed = REPLAYED_TOKENS if self.options.cuda_graphs and self.loaded.device.type == "cuda" else 0
-            logic.asker.follow_layers(self.transfer.gates, replayed)
+            if self.loaded.device.type in layer_gates.PAYS_ON:
+                logic.asker.follow_layers(self.transfer.gates, replayed)
             logic.source.whole_up_to = replayed
         logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:

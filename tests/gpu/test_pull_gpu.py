@@ -37,6 +37,7 @@ def make_node(role: str, way: str, device_index: int, dtype: str = "auto", **cha
     options = node_options(role, DEMO, num_blocks=320, transport=way, timeouts=PATIENT, **where, **changes)
     node = Node(replace(options, model=ModelOptions(str(DEMO), dtype=dtype)))  # type: ignore[arg-type]
     asker = node.process.logic.asker  # type: ignore[attr-defined]
+    asker.follow_layers(node.process.transfer.gates, REPLAYED_TOKENS)  # which does not pay there, but must be right
     asker.compute_seconds_per_token = lambda: 0.0  # so that it pulls, and under a step, whatever was measured
     asker.rates.expected_s = lambda *_: 0.0
     return node
