@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -29,8 +30,11 @@ class HostTier:
         self._groups: list[range | None] = [*layer_groups(num_layers)] if blocks.by_layers else [None]
         self._save_stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
         self._load_stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
-        self._saves = JobThread("kv-save", post)
-        self._loads = JobThread("kv-load", post)
+        # Device 0 is a new thread's, and leaving another's stream would make it current: its context takes seconds to
+        # make, with the interpreter, and memory on a GPU that is not this node's.
+        begin = partial(torch.cuda.set_device, pool.device) if pool.is_cuda else lambda: None
+        self._saves = JobThread("kv-save", post, begin)
+        self._loads = JobThread("kv-load", post, begin)
         self.counters = {"tier_saved_bytes": 0.0, "tier_loaded_bytes": 0.0}
 
     def submit(self, job: Save | Load) -> None:

@@ -16,10 +16,10 @@ STOP_S = 2.0
 
 
 class JobThread:
-    """`post` is called from the thread and must not block."""
+    """`post` is called from the thread and must not block, `begin` there before any job."""
 
-    def __init__(self, name: str, post: Callable[[JobDone], None]) -> None:
-        self._post = post
+    def __init__(self, name: str, post: Callable[[JobDone], None], begin: Callable[[], object] = lambda: None) -> None:
+        self._post, self._begin = post, begin
         self._queue: queue.SimpleQueue[tuple[TierJob, Work] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -35,6 +35,7 @@ class JobThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._begin()
         while (item := self._queue.get()) is not None:
             job, work = item
             began = time.monotonic()

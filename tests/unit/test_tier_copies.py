@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import queue
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host import HostTier, layer_groups
 from tandem.kv_connector.tiers.host_blocks import ExactBlocks, Fp8Blocks
 from tandem.kv_connector.tiers.index import StoredBlock
+from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, Save, Spill
 
 IDENTITY = b"i" * 32
@@ -183,3 +185,14 @@ def test_a_folder_that_can_not_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="disk-tier-dir"):
         DiskFile(tmp_path / "file" / "x", 1 << 20, 4096, IDENTITY)
+
+
+def test_a_thread_of_jobs_begins_with_what_it_needs() -> None:
+    """Such as the device that is current there."""
+    done, seen = queue.SimpleQueue[JobDone](), list[str]()
+    thread = JobThread("kv-test", done.put, lambda: seen.append(threading.current_thread().name))
+    job = Load(1, (), (), ())
+    thread.submit(job, lambda: seen.append("job"))
+    assert done.get(timeout=10).job is job
+    assert seen == ["kv-test", "job"]
+    assert thread.stop()
