@@ -27,7 +27,9 @@ from tandem.kv_connector.tiers.manager import TierManager
 
 logger = logging.getLogger(__name__)
 CPU_NODE_BYTES, GPU_NODE_BYTES = 256 << 20, 16 << 30
-BATCH_BYTES = 32 << 20  # copied by one job: enough for full speed, little enough to choose the next ones late
+# Copied by one job: little enough to choose the next ones late, enough for full speed though few turns of the step loop
+# come between the launches of long prompts, and each starts one.
+BATCH_BYTES = 256 << 20
 MAX_BATCH_BLOCKS = 64
 
 

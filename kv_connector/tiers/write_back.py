@@ -11,8 +11,8 @@ from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 
-# Batches of blocks that are to be copied before their eviction: to the host as many as a long prompt takes at once.
-SAVED_AHEAD, SPILLED_AHEAD = 8, 2
+# Blocks that are to be copied before their eviction: to the host as many as a long prompt takes at once.
+SAVED_AHEAD, SPILLED_AHEAD = 256, 64
 
 
 @dataclass
@@ -143,7 +143,7 @@ class WriteBack:
     def _save(self, is_idle: bool) -> None:
         """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots or,
         as long as the disk has room, those of blocks that are on disk. With less, blocks would go round for ever."""
-        cold = self._pool.cold_end(min(SAVED_AHEAD * self._batch, -(-self._host.capacity // 2)))
+        cold = self._pool.cold_end(min(SAVED_AHEAD, -(-self._host.capacity // 2)))
         unsaved = (each for each in cold if each in self._unsaved and each not in self._host)
         chosen = list(islice(unsaved, self._batch))
         kept: Container[bytes] = frozenset(cold) if chosen else ()  # or they would displace each other for ever
@@ -170,8 +170,8 @@ class WriteBack:
         assert self._disk is not None
         chosen: list[bytes] = []
         cold: list[bytes] = []
-        if self._host.num_free < SPILLED_AHEAD * self._batch:
-            cold = self._host.next_to_go(min(SPILLED_AHEAD * self._batch, -(-self._disk.capacity // 2)))
+        if self._host.num_free < SPILLED_AHEAD:
+            cold = self._host.next_to_go(min(SPILLED_AHEAD, -(-self._disk.capacity // 2)))
             chosen = [each for each in cold if each in self._unspilled][: self._batch]
         if not chosen and is_idle:
             room = min(self._batch, self._disk.num_free)
