@@ -114,6 +114,13 @@ class SinkManager(SinkPeers):
         record = self._records.get(key)
         return record is not None and record.machine.state is S.EXPECTING
 
+    def let_hits_go(self) -> None:
+        """Of tickets without a grant; what is still cached then they pin again. Else sequences that lack a block to go
+        on and claims that wait for these sequences' blocks would wait for each other."""
+        for record in self._live.values():
+            if record.hits and record.machine.state in (S.EXPECTING, S.QUEUED):
+                self._unpin(record)
+
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
         self._now = now
         record = self._records.get((request_id, attempt))

@@ -241,3 +241,29 @@ def test_what_is_held_for_a_request_of_the_node_gives_way_to_the_first_claim() -
     (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
     assert (grant.first_block, len(grant.block_ids)) == (8, 1)
     assert not sink.needs_way(100.0), "nobody is in line any more"
+
+
+def test_tickets_hits_give_way_to_a_sequence_that_grows() -> None:
+    """It lacks a block to go on, the claim in line waits for its end: its blocks are what the claim lacks."""
+    node = PullNode("d", 14)
+    pool, sink = node.pool, node.sink
+    cached, running = pool.allocate(8), pool.allocate(6)
+    assert cached is not None
+    assert running is not None
+    hashes = [bytes([i]) * 16 for i in range(8)]
+    register(pool, cached, hashes)
+    pool.free(cached, None)
+    assert expect(sink, "cached", 33, hashes) == 32
+    assert claim(sink, "cached", 33, sink_epoch=node.info.epoch) == []
+    waiting = Request("waits to start", 0, np.zeros(4, np.int32), SamplingParams())
+    node.asker.give_way(besides=waiting)
+    assert pool.num_free == 0, "a ticket is as good as a request that waits to start"
+    node.asker.give_way()
+    grown = pool.allocate(1)
+    assert grown is not None
+    sink.check_integrity()
+    pool.free([*running, *grown], None)
+    sink.on_tick(2.0)
+    (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    assert grant.first_block >= 7, "what is left of the prefix is pinned again"
+    assert grant.first_block + len(grant.block_ids) == 9
