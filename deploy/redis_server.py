@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from tandem.deploy.child_process import die_with_parent
 from tandem.engine.errors import ConfigError
 
 START_TIMEOUT_S = 10.0
+PORTS = range(20_000, 32_000)
 
 
 def find_redis_server() -> str:
@@ -116,9 +118,17 @@ def answers(port: int, timeout_s: float = 1.0) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port that is free now, from below the range out of which systems serve connections and those who bind
+    to any port: whoever is told of it has some time to bind. ConfigError: found none."""
+    for _ in range(100):
+        port = PORTS.start + secrets.randbelow(len(PORTS))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise ConfigError(f"no port from {PORTS.start} to {PORTS.stop} is free on 127.0.0.1; close something that listens")
 
 
 if __name__ == "__main__":
