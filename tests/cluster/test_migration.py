@@ -12,6 +12,7 @@ from split_pair import GREEDY, NIXL, SAMPLED, Alone, changed
 
 from in_process_cluster import Client, Node, Result, node_options
 from tandem.engine.sampling_params import SamplingParams
+from tandem.kv_connector.outcomes import ENDED, OUTGROWN
 from tiny_models import random_prompt, tiny_model
 
 LONG = 90
@@ -39,12 +40,17 @@ class Trio:
         return self.client.migrate(result, sample, prompt, sampling, self.first.info, self.second.info)
 
     def move_one(self, name: str, prompt: list[int], sampling: SamplingParams) -> tuple[Result, Result]:
-        """A request moves while it decodes: what came from both nodes when it has ended."""
-        result = self.submit(name, prompt, sampling)
-        self.until_decoding(result)
-        moved = self.migrate(result, prompt, sampling)
-        self.client.wait(moved)
-        return result, moved
+        """A request moves while it decodes: what came from both nodes when it has ended. Nodes that have yet to connect
+        may take longer for that than the request runs."""
+        for attempt in range(3):
+            result = self.submit(f"{name}-{attempt}", prompt, sampling)
+            self.until_decoding(result)
+            moved = self.migrate(result, prompt, sampling)
+            self.until(lambda result=result, moved=moved: moved.done or any(m.reason for m in result.migrated))  # type: ignore[misc]
+            if moved.done:
+                return result, moved
+            assert {message.reason for message in result.migrated} <= {ENDED, OUTGROWN}
+        raise AssertionError("each time it had ended before it could move")
 
     def check_whole(self) -> None:
         for node in (self.prefill, self.first, self.second):
