@@ -12,7 +12,7 @@ from stream_client import Stream
 from real_cluster import RealCluster
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
-LENGTH = 250
+LENGTH = 350
 SEEDED = {"temperature": 0.8, "seed": 77, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
