@@ -71,9 +71,8 @@ class StepPace:
         is_unsure = self._share_held_up > MOST_HELD_UP or self._newest_size not in self._leads
         if is_unsure or size * TOKENS_ALIKE > MOST_TOKENS:
             return 0.0
-        return (
-            self.ends_at() - self._leads[self._newest_size] - SPARE_S + late_s
-        )  # what comes next is mostly like the newest
+        lead_s = self._leads[self._newest_size]  # what comes next is mostly like the newest
+        return self.ends_at() - lead_s - SPARE_S + late_s
 
     def ends_at(self) -> float:
         """When the running step is expected to end; the past when that is not known."""

@@ -57,7 +57,6 @@ class SinkManager(SinkPeers):
         super().__init__(info, keys, pool, options)
         self._is_settled = is_settled
         self.num_under_way = 0  # granted and not committed, at the last tick
-        self._live: dict[HandoffKey, SinkRecord] = {}  # those that a tick looks at: not the thousands that have ended
         self._tombstones: deque[SinkRecord] = deque()  # in the order of their ends
 
     # --- requests -------------------------------------------------------------------------------------------
@@ -113,13 +112,6 @@ class SinkManager(SinkPeers):
         """Whether the source has not been heard of in this hand-off."""
         record = self._records.get(key)
         return record is not None and record.machine.state is S.EXPECTING
-
-    def let_hits_go(self) -> None:
-        """Of tickets without a grant; what is still cached then they pin again. Else sequences that lack a block to go
-        on and claims that wait for these sequences' blocks would wait for each other."""
-        for record in self._live.values():
-            if record.hits and record.machine.state in (S.EXPECTING, S.QUEUED):
-                self._unpin(record)
 
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
         self._now = now

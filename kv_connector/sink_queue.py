@@ -33,6 +33,7 @@ class SinkQueue(SinkActionRunner):
         self._keys = keys
         self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
         self._records: dict[HandoffKey, SinkRecord] = {}
+        self._live: dict[HandoffKey, SinkRecord] = {}  # not the thousands that have ended; these hold no blocks
         self._pulls: list[SinkRecord] = []  # claimed
         self._short_since = math.inf  # when it was first seen that the first claim lacks blocks
 
@@ -44,6 +45,12 @@ class SinkQueue(SinkActionRunner):
             return False
         self._short_since = now
         return True
+
+    def let_hits_go(self) -> None:
+        """Of all tickets. Else sequences that lack a block to go on and claims that wait for these sequences' blocks
+        would wait for each other."""
+        for record in self._pinning_tickets():
+            self._unpin(record)
 
     def _on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
         """Of a pull it says how much the source has; a repetition must say the same."""
@@ -105,16 +112,21 @@ class SinkQueue(SinkActionRunner):
     def _others_will_free_blocks(self) -> bool:
         """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
         for growth is kept only while somebody can grow."""
-        pinned = {block_id for record in self._records.values() for block_id in record.hits}
+        pinned = {block_id for record in self._live.values() for block_id in record.hits}
         return self._pool.num_blocks - self._pool.num_free > len(pinned)
 
     def _unpin_behind(self, head: SinkRecord, needed: int) -> None:
         """Tickets that wait behind `head` let their hits go, newest first, until it fits; they pin again in time."""
-        for record in reversed(list(self._records.values())):
+        for record in reversed(self._pinning_tickets()):
             if self._pool.num_grantable >= needed:
                 return
-            if record is not head and record.hits and record.machine.state in (S.EXPECTING, S.QUEUED):
+            if record is not head:
                 self._unpin(record)
+
+    def _pinning_tickets(self) -> list[SinkRecord]:
+        """Without a grant, oldest first: what is still cached when they get one they pin again."""
+        states = S.EXPECTING, S.QUEUED
+        return [record for record in self._live.values() if record.hits and record.machine.state in states]
 
     def _pin(self, record: SinkRecord) -> None:
         """This node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant a
