@@ -47,8 +47,18 @@ def block_digests(
         raise ValueError(f"{len(places)} positions for {len(ids)} blocks")
     if not ids:
         return torch.empty(0, dtype=torch.int64, device=pool.device)
-    sums = multilinear_sums(pool, ids, key, [block_size] * (len(ids) - 1) + [num_valid_last])
+    sums = multilinear_sums(pool, ids, key, valid_slots(len(ids), num_valid_last, block_size))
     return digests_of_sums(sums, key, num_valid_last, block_size, positions=places)
+
+
+def valid_slots(num_blocks: int, num_valid_last: int, block_size: int) -> list[int]:
+    """Of each of a list of blocks of which the last alone may be partly filled."""
+    return [block_size] * (num_blocks - 1) + [num_valid_last]
+
+
+def sent_form(sums: np.ndarray, key: int, num_valid_last: int, block_size: int) -> np.ndarray:
+    """Digests as `digests_of_sums`, of sums on the host, as they are sent: little-endian int64 [n]."""
+    return digests_of_sums(torch.from_numpy(sums), key, num_valid_last, block_size).numpy().astype("<i8")
 
 
 def digests_of_sums(

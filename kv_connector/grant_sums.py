@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tandem.engine.messages import KVGrant
-from tandem.kernels.digest import BlockSums, digests_of_sums
+from tandem.kernels.digest import BlockSums, sent_form, valid_slots
 from tandem.kernels.digest_pass import SumPass
 from tandem.kv_connector.meta import Finalize, digest_key
 from tandem.kv_connector.transports.base import PairSums
@@ -50,7 +50,7 @@ class GrantSums:
     def are_whole(self, job: Finalize, block_size: int) -> bool:
         """Whether `digests` can be had for it."""
         num_blocks = job.num_pushed_blocks
-        expected = [block_size] * (num_blocks - 1) + [job.num_valid_last]
+        expected = valid_slots(num_blocks, job.num_valid_last, block_size)
         as_pushed = np.array_equal(self._num_valid_N[:num_blocks], expected)
         return self._is_sound and as_pushed and job.digest_key == self.key and bool(self._seen_NL[:num_blocks].all())
 
@@ -63,8 +63,7 @@ class GrantSums:
         passes, self._passes = self._passes, []
         for indices, each in passes:
             sums_N[indices] += each.sums()
-        pushed = torch.from_numpy(sums_N[: job.num_pushed_blocks])
-        return digests_of_sums(pushed, self.key, job.num_valid_last, block_size).numpy().astype("<i8")
+        return sent_form(sums_N[: job.num_pushed_blocks], self.key, job.num_valid_last, block_size)
 
     def abandon(self) -> None:
         """Returns when no pass reads a block any more."""

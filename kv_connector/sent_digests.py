@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tandem.engine.kv_layout import KVLayout
-from tandem.kernels.digest import digests_of_sums
+from tandem.kernels.digest import sent_form, valid_slots
 from tandem.kernels.digest_pass import SumPasses
 from tandem.kv_connector.grant_sums import GrantSums
 from tandem.kv_connector.meta import Finalize, LayerPush, WholePush
@@ -78,13 +78,13 @@ class SentDigests:
         """Little-endian int64 [n] of the sink's blocks, in a pass of its own."""
         self._counters["kv_digest_passes"] += 1
         if reshaper is not None:
-            num_valid = [reshaper.geometry.block_size] * (job.num_pushed_blocks - 1) + [job.num_valid_last]
+            num_valid = valid_slots(job.num_pushed_blocks, job.num_valid_last, reshaper.geometry.block_size)
             parts = reshaper.parts(job.source_block_ids, job.first_slots, num_valid)
             return reshaper.digests(parts, job.digest_key, job.num_valid_last).cpu().numpy().astype("<i8")
-        num_valid = [self._block_size] * (len(job.source_block_ids) - 1) + [job.num_valid_last]
+        num_valid = valid_slots(len(job.source_block_ids), job.num_valid_last, self._block_size)
         with self._on_stream():
-            sums = torch.from_numpy(self._passes.begin(job.source_block_ids, job.digest_key, num_valid).sums())
-        return digests_of_sums(sums, job.digest_key, job.num_valid_last, self._block_size).numpy().astype("<i8")
+            sums = self._passes.begin(job.source_block_ids, job.digest_key, num_valid).sums()
+        return sent_form(sums, job.digest_key, job.num_valid_last, self._block_size)
 
     def forget(self, grant_id: int) -> None:
         """Nothing of this grant is read any more when it returns."""

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, KVReady
-from tandem.kernels.digest import digests_of_sums
+from tandem.kernels.digest import sent_form, valid_slots
 from tandem.kernels.digest_pass import SumPass, SumPasses
 from tandem.kv_connector.layer_gates import LayerGates
 from tandem.kv_connector.meta import Verified, Verify, VerifyLayers, digest_key
@@ -75,7 +75,7 @@ class SinkChecks:
         self._drop([grant.grant_id])
         key, num_last = digest_key(grant.request_id, grant.attempt, grant.grant_id), min(num_last, size)
         try:
-            begun = self._passes.begin(grant.block_ids, key, self._num_valid(len(grant.block_ids), num_last))
+            begun = self._passes.begin(grant.block_ids, key, valid_slots(len(grant.block_ids), num_last, size))
         except Exception:  # its Verify will fail in the same way, and say so
             logger.exception("can't sum what arrived of %s", grant.request_id)
             return
@@ -120,13 +120,9 @@ class SinkChecks:
             begun = arrived.begun
             del self._arrived[job.grant_id]
         else:
-            num_valid = self._num_valid(len(job.block_ids), job.num_valid_last)
+            num_valid = valid_slots(len(job.block_ids), job.num_valid_last, self._block_size)
             begun = self._passes.begin(job.block_ids, job.digest_key, num_valid)
-        sums = torch.from_numpy(begun.sums())
-        return digests_of_sums(sums, job.digest_key, job.num_valid_last, self._block_size).numpy().astype("<i8")
-
-    def _num_valid(self, num_blocks: int, num_valid_last: int) -> list[int]:
-        return [self._block_size] * (num_blocks - 1) + [num_valid_last]
+        return sent_form(begun.sums(), job.digest_key, job.num_valid_last, self._block_size)
 
     def _drop(self, grant_ids: list[int]) -> None:
         for grant_id in grant_ids:
