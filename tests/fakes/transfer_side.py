@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from tandem.engine.messages import KVReady
 from tandem.kv_connector.transfer import TransferWorker
 from tests.fakes.kv_pools import PoolNode, wait_until
@@ -33,3 +36,27 @@ class Side:
     def wait_for(self, kind: type, count: int = 1):
         assert wait_until(lambda: len(self.events_of(kind)) >= count), f"no {kind.__name__} in {self.events}"
         return self.events_of(kind)[count - 1]
+
+
+class Pairs:
+    """Makes sources that are connected to sinks of their own."""
+
+    def __init__(self) -> None:
+        self.made: list[Side] = []
+
+    def make(self, source: PoolNode, sink: PoolNode, fault_injection: str = "") -> tuple[Side, Side]:
+        sides = Side(source, fault_injection), Side(sink)
+        self.made += sides
+        sink.admit(source.info)
+        sides[0].transfer.connect_peer(sink.info)
+        return sides
+
+
+@contextmanager
+def pairs() -> Iterator[Pairs]:
+    """At the end each transfer thread stops in time."""
+    made = Pairs()
+    yield made
+    for side in made.made:
+        assert side.transfer.stop(5.0)
+        side.node.close()

@@ -24,7 +24,7 @@ from tandem.kv_connector.meta import (
     digest_key,
 )
 from tests.fakes.kv_pools import PoolNode, make_layout
-from tests.fakes.transfer_side import Side
+from tests.fakes.transfer_side import Side, pairs
 
 KEY = ("r", 0)
 LAYERS = 3
@@ -33,20 +33,14 @@ SIZE = 8  # slots of a block
 
 @pytest.fixture
 def make_sides():
-    made: list[Side] = []
+    with pairs() as made:
 
-    def make(transport: str = "local", fault_injection: str = "", **sink_layout) -> tuple[Side, Side]:
-        source = Side(PoolNode("p", transport, seed=1), fault_injection)
-        sink = Side(PoolNode("d", transport, seed=2, **({"layout": make_layout(**sink_layout)} if sink_layout else {})))
-        made.extend((source, sink))
-        sink.node.admit(source.node.info)
-        source.transfer.connect_peer(sink.node.info)
-        return source, sink
+        def make(transport: str = "local", fault_injection: str = "", **sink_layout) -> tuple[Side, Side]:
+            options = {"layout": make_layout(**sink_layout)} if sink_layout else {}
+            sink = PoolNode("d", transport, seed=2, **options)
+            return made.make(PoolNode("p", transport, seed=1), sink, fault_injection)
 
-    yield make
-    for side in made:
-        assert side.transfer.stop(5.0)
-        side.node.close()
+        yield make
 
 
 class Prompt:

@@ -26,7 +26,7 @@ from tandem.kv_connector.meta import (
 from tandem.kv_connector.transports.cuda_ipc import CudaMapping
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, needs, wait_until
-from tests.fakes.transfer_side import Side
+from tests.fakes.transfer_side import Side, pairs
 
 KEY = ("r", 0)
 ALL = ["local", "shm", pytest.param("nixl", marks=needs("nixl")), "tcp"]
@@ -34,20 +34,13 @@ ALL = ["local", "shm", pytest.param("nixl", marks=needs("nixl")), "tcp"]
 
 @pytest.fixture
 def make_sides():
-    made: list[Side] = []
+    with pairs() as made:
 
-    def make(transport: str, fault_injection: str = "", **kwargs) -> tuple[Side, Side]:
-        source = Side(PoolNode("p", transport, seed=1, **kwargs), fault_injection)
-        sink = Side(PoolNode("d", transport, seed=2, **kwargs))
-        made.extend((source, sink))
-        sink.node.admit(source.node.info)
-        source.transfer.connect_peer(sink.node.info)
-        return source, sink
+        def make(transport: str, fault_injection: str = "", **kwargs) -> tuple[Side, Side]:
+            nodes = (PoolNode(name, transport, seed=seed, **kwargs) for seed, name in ((1, "p"), (2, "d")))
+            return made.make(*nodes, fault_injection)
 
-    yield make
-    for side in made:
-        assert side.transfer.stop(5.0)
-        side.node.close()
+        yield make
 
 
 def whole(grant, sources, destinations, num_valid=None) -> WholePush:
