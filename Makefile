@@ -2,6 +2,7 @@
 # make test    set everything up, a redis-server included, and run the tests
 # make dev     what an editor and a type checker need       make check   ruff and mypy
 # make soak    the long campaigns that `make test` leaves out
+# make test-gpu    the tests that need a GPU, recorded in tests/gpu/RESULTS.md    make test-gpus   those of several GPUs alone
 #
 # Nothing needs to be installed by hand before: Python >= 3.10 and the system's package manager are enough.
 # A stamp in .venv/.stamps marks each finished step, so the second run starts at once.
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SOURCES := router prefill_node decode_node kv_connector kernels engine deploy
 
-.PHONY: serve test dev check soak clean
+.PHONY: serve test dev check soak test-gpu test-gpus clean
 .DEFAULT_GOAL := test
 .DELETE_ON_ERROR:
 
@@ -38,6 +39,13 @@ test: $(STAMPS)/test
 
 soak: $(STAMPS)/test
 	$(BIN)/pytest -m slow -q --timeout 3600 $(ARGS)
+
+# These take a build of torch that knows the GPU: see TORCH_VERSION and TORCH_INDEX.
+test-gpu: $(STAMPS)/test
+	$(BIN)/python tests/gpu/run.py $(ARGS)
+
+test-gpus: $(STAMPS)/test
+	$(BIN)/python tests/gpu/run.py --several $(ARGS)
 
 dev: $(STAMPS)/dev
 

@@ -164,9 +164,10 @@ class DecodeGraphs:
         if self._logits_GV is None:
             self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
         self.batch.store(argmax_tokens(logits))
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.batch.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
+        # What other threads do (a transfer, another node of this process) must not end the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self.batch.forward(size, prefixes, self._logits_GV[:size])
         self._graphs[size, prefixes is not None] = graph
         return graph.pool()

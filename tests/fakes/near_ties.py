@@ -9,7 +9,7 @@ import torch
 
 from tiny_models import reference_greedy, reference_model
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = "cuda:0" if torch.cuda.is_available() else "cpu"
 
 
 def check_against_reference(folder: Path, prompt: list[int], tokens: list[int], dtype: torch.dtype) -> int:

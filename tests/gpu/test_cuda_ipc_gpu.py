@@ -27,7 +27,11 @@ from tests.fakes.kv_pools import (
     wait_until,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.several_gpus,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
 LAST = f"cuda:{torch.cuda.device_count() - 1}"  # another GPU where there is one
 LAYOUTS = {
     "fp32": SMALL,

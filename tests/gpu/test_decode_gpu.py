@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +180,13 @@ def test_a_graph_follows_groups_and_lengths() -> None:
     check(output, NativeOps.decode(batch.query.double(), batch.kv(), fewer, SPEC), TOLERANCE[torch.bfloat16])
 
 
+@dataclass
+class LayersGraph:
+    graph: torch.cuda.CUDAGraph
+    outputs: list[torch.Tensor]  # each layer's, of the last replay
+    reads: tuple[torch.Tensor, ...]  # which must live as long as the graph: it knows their addresses alone
+
+
 def graph_of_layers(
     source_LTCD: torch.Tensor,
     qkv_LTCD: torch.Tensor,
@@ -187,9 +194,9 @@ def graph_of_layers(
     rows: Callable[[], RowBatch],
     slots_of: Callable[[PagedKV], CacheSlots],
     spec: AttentionSpec,
-) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
-    """A step's attention, without rotation: each layer stores what `source_LTCD` has of it, then attends to its cache.
-    -> the graph, and each layer's output of a replay."""
+) -> LayersGraph:
+    """A step's attention, without rotation: each layer stores what `source_LTCD` has of it, then attends to its
+    cache."""
     positions = torch.zeros(qkv_LTCD.shape[1], dtype=torch.int64, device="cuda")
     unturned = torch.cat((torch.ones(1, 64), torch.zeros(1, 64)), dim=1).cuda()
 
@@ -205,7 +212,7 @@ def graph_of_layers(
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outputs = run()
-    return graph, outputs
+    return LayersGraph(graph, outputs, (positions, unturned))
 
 
 @pytest.mark.parametrize("new", [1, 4])
@@ -237,12 +244,12 @@ def test_a_graph_of_layers_sees_tokens_stored_just_before(case: str, new: int) -
         own = numbers if case == "fp8" else None
         return CacheSlots(kv.key_cache, kv.value_cache, batch.metadata.slot_mapping, own)
 
-    graph, outputs = graph_of_layers(source, qkv, layers, lambda: rows_of(batch, prefixes), slots_of, spec)
+    captured = graph_of_layers(source, qkv, layers, lambda: rows_of(batch, prefixes), slots_of, spec)
     for _ in range(3):
         source.normal_()
         source.copy_(dequantize(quantize(source, 0.5), 0.5, source.dtype))  # what the fp8 cache can hold
-        graph.replay()
-        for layer, kv, output in zip(source.double(), layers, outputs, strict=True):
+        captured.graph.replay()
+        for layer, kv, output in zip(source.double(), layers, captured.outputs, strict=True):
             expected = NativeOps.prefill(*layer.split((32, 8, 8), 1), kv, batch.metadata.all_rows(), spec)
             check(output, expected, TOLERANCE[torch.bfloat16])
 
@@ -261,11 +268,11 @@ def test_tokens_of_one_prompt_as_rows_see_each_other() -> None:
     def slots_of(kv: PagedKV) -> CacheSlots:
         return CacheSlots(kv.key_cache, kv.value_cache, batch.metadata.slot_mapping)
 
-    graph, outputs = graph_of_layers(source, qkv, layers, lambda: replace(rows, scratch={}), slots_of, SPEC)
+    captured = graph_of_layers(source, qkv, layers, lambda: replace(rows, scratch={}), slots_of, SPEC)
     for _ in range(3):
         source.normal_()
-        graph.replay()
-        for layer, kv, output in zip(source.double(), layers, outputs, strict=True):
+        captured.graph.replay()
+        for layer, kv, output in zip(source.double(), layers, captured.outputs, strict=True):
             expected = NativeOps.prefill(*layer.split((32, 8, 8), 1), kv, batch.metadata.all_rows(), SPEC)
             check(output, expected, TOLERANCE[torch.bfloat16])
 

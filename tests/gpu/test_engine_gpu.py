@@ -20,7 +20,11 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tiny_models import random_prompt
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.several_gpus,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 LENGTHS = (1, 2, 5, 8, 17, 64, 333, 700)

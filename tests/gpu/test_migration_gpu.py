@@ -16,7 +16,11 @@ from tandem.engine.config import ModelOptions
 from tandem.engine.sampling_params import SamplingParams
 from tiny_models import random_prompt
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.several_gpus,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 NUM_TOKENS = 400

@@ -21,7 +21,11 @@ from tandem.engine.messages import NodeInfo
 from tandem.engine.sampling_params import SamplingParams
 from tiny_models import random_prompt
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.several_gpus,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 DEVICE = "cuda"
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, num_logprobs=3)

@@ -97,9 +97,9 @@ def test_tokens_of_hurt_nodes_are_explained(dtype: str) -> None:
     print(f"{dtype}: {explained.num_equal} samples equal the undisturbed run, {differing}")
 
 
+@pytest.mark.alone
 def test_a_killed_node_comes_back_with_as_many_blocks() -> None:
-    """Pools sized by free memory: what a dead decode node had is given back only when its peer's mapping is closed.
-    The GPUs must be this test's alone."""
+    """Pools sized by free memory: what a dead decode node had is given back only when its peer's mapping is closed."""
     begin = time.monotonic()
     arguments = ("--prefill", "1", "--decode", "1", "--num-blocks", "0", "--gpu-memory-utilization", "0.1")
     with RealCluster(DEMO, *arguments, *QUICK_START, "--no-cuda-graphs", start_s=120) as cluster:

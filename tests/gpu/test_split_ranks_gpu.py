@@ -18,7 +18,12 @@ from tandem.engine.messages import NodeInfo
 from tandem.engine.sampling_params import SamplingParams
 from tiny_models import random_prompt, reference_greedy
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.several_gpus,
+    pytest.mark.xdist_group("split_ranks"),  # its nodes serve all of its tests
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 LENGTHS = (1, 17, 64, 333)  # chunks are of 64 tokens
 NUM_TOKENS = 32

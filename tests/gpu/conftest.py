@@ -1,0 +1,38 @@
+"""What every GPU test gets: a process whose CUDA context is lost ends, and memory goes back to the other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+KEPT_BYTES = 1 << 30  # a guess: what a process may keep of a GPU that many processes test on
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A sticky error fails each later call of its process. The test that caused it has told of its failure when this
+    process ends; pytest-xdist starts another for the tests that are left."""
+    result = yield
+    if not torch.cuda.is_initialized():
+        return result
+    try:
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+            if torch.cuda.memory_reserved(index) > KEPT_BYTES:
+                with torch.cuda.device(index):
+                    torch.cuda.empty_cache()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(70)
+        pytest.exit(f"the CUDA context is lost after {item.nodeid}: {error}", returncode=70)
+    return result
+
+
+@pytest.fixture(autouse=True)
+def _first_device() -> None:
+    """Whatever device the test before made its thread's own: nodes of one process do."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
