@@ -47,8 +47,8 @@ def plan_item(
     query_tile, query_len, num_earlier, window, KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr,
     HAS_WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask). Not
-    CAUSAL: the tiles are the prefix's, or if there is no cache the new tokens', all of them."""
+    """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask: at
+    least one). Not CAUSAL: the tiles are the prefix's, or if there is no cache the new tokens', all of them."""
     if CAUSAL:
         DIAGONAL: gl.constexpr = QUERY_TILE // KEY_TILE
         prefix_tiles = num_earlier // KEY_TILE
@@ -67,7 +67,7 @@ def plan_item(
         num_keys = num_earlier if HAS_CACHE else query_len
         full = num_keys // KEY_TILE
         rest = (num_keys % KEY_TILE != 0).to(gl.int32)
-        return 0, rest, full, full + rest, rest
+        return 0, rest, full, full + rest, 1
 
 
 @gluon.jit

@@ -3,9 +3,9 @@
     python tests/gpu/run.py               all tests (`make test-gpu`)
     python tests/gpu/run.py --several     those alone that use several GPUs, as many as there are
 
-Further arguments go to pytest. Tests are dealt out one by one, but those of one `xdist_group`; those marked `alone`
-measure the GPU's memory and come last, one after the other. TANDEM_COMMIT names the commit where there is no git,
-GPU_SUITE_S how long each of the two parts may take.
+Further arguments go to pytest. Tests of kernels are dealt out one by one, those of nodes by the file, at the same time;
+those marked `alone` measure the GPU's memory and come last, one after the other. GPU_SUITE_COMMIT names the commit
+where there is no history, GPU_SUITE_S how many seconds each of the two parts may take.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TITLE = """# The GPU suite's last runs
 Written by `make test-gpu`: one section for each kind of machine and list of tests, the newest first. A change of what
 runs on GPUs after the commit named here has not been shown to work.
 """
-MOST_WORKERS = 12  # processes on one GPU: each keeps a context of some 0.5 GB; a guess
+# Processes on one GPU: each keeps a context of some 0.5 GB, and most of their time compiles kernels. Guesses.
+KERNEL_WORKERS, NODE_WORKERS = 9, 6
 THREADS = "2"  # of a process: references are computed on the CPU, beside the compilers of kernels
 LIMIT_S = float(os.environ.get("GPU_SUITE_S", "900"))  # what hangs is recorded as such
 TEST_LIMIT_S = "240"
@@ -70,6 +71,40 @@ class Outcome:
         return f"{self.counts['passed']} passed, {len(self.failed)} failed, {self.counts['skipped']} skipped"
 
 
+@dataclass
+class Phase:
+    """One run of pytest over the tests with these marks."""
+
+    marks: str
+    how: tuple[str, ...]
+
+    def start(self, folder: Path, arguments: list[str]) -> None:
+        """A test that hangs in a call of CUDA takes its process along."""
+        pytest = shutil.which("pytest", path=Path(sys.executable).parent) or shutil.which("pytest")
+        if pytest is None:
+            raise FileNotFoundError("no pytest: install the project with its extra `test`")
+        self.report = folder / f"{self.marks.replace(' ', '_')}.xml"
+        limits = ("--timeout", TEST_LIMIT_S, "--timeout-method", "thread", f"--junitxml={self.report}")
+        self._process = subprocess.Popen(
+            [pytest, str(HERE), "-v", "-m", self.marks, *self.how, *limits, *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": THREADS},
+        )
+
+    def ends_until(self, end: float) -> bool:
+        """Whether it ended in time; it is ended else, and tells what it knows."""
+        try:
+            self._process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(30)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+            return False
+        return True
+
+
 def main(arguments: list[str]) -> int:
     several = "--several" in arguments
     arguments = [argument for argument in arguments if argument != "--several"]
@@ -77,21 +112,27 @@ def main(arguments: list[str]) -> int:
     if not devices:
         print("no CUDA device: nothing was run", file=sys.stderr)
         return 2
-    begin, outcome, unfinished = time.monotonic(), Outcome(), []
-    workers = str(max(1, min(MOST_WORKERS * len(set(devices)), (os.cpu_count() or 1) - 2)))
-    common = "several_gpus" if several else "gpu"
-    phases = {
-        f"{common} and not alone": ("-n", workers, "--dist", "loadgroup"),
-        f"{common} and alone": ("-n", "0"),
-    }
+    begin, outcome = time.monotonic(), Outcome()
+    parts = [
+        [
+            Phase("gpu and not alone and not several_gpus", ("-n", str(KERNEL_WORKERS), "--dist", "worksteal")),
+            Phase("several_gpus", ("-n", str(NODE_WORKERS), "--dist", "loadfile")),
+        ],
+        [Phase("gpu and alone", ("-n", "0"))],
+    ]
+    if several:
+        parts = [[parts[0][1]]]
+    unfinished = []
     with tempfile.TemporaryDirectory() as folder:
-        for marks, how in phases.items():
-            report = Path(folder) / "report.xml"
-            report.unlink(missing_ok=True)
-            if not run_phase(marks, [*how, f"--junitxml={report}", *arguments]):
-                unfinished.append(f"the tests marked `{marks}` did not end within {LIMIT_S:.0f} s")
-            if report.exists():
-                outcome.add(report)
+        for phases in parts:
+            for phase in phases:
+                phase.start(Path(folder), arguments)
+            end = time.monotonic() + LIMIT_S
+            for phase in phases:
+                if not phase.ends_until(end):
+                    unfinished.append(f"the tests marked `{phase.marks}` did not end within {LIMIT_S:.0f} s")
+                if phase.report.exists():
+                    outcome.add(phase.report)
     outcome.failed += unfinished
     took = time.monotonic() - begin
     machine = f"{len(devices)} × {devices[0]}, {'tests of several GPUs' if several else 'all tests'}"
@@ -102,26 +143,6 @@ def main(arguments: list[str]) -> int:
     return 1 if outcome.failed or not outcome.counts["passed"] else 0
 
 
-def run_phase(marks: str, arguments: list[str]) -> bool:
-    """Whether it ended in time. A test that hangs in a call of CUDA takes its process along."""
-    pytest = shutil.which("pytest", path=Path(sys.executable).parent) or shutil.which("pytest")
-    if pytest is None:
-        raise FileNotFoundError("no pytest: install the project with its extra `test`")
-    limits = ("--timeout", TEST_LIMIT_S, "--timeout-method", "thread")
-    environment = {**os.environ, "OMP_NUM_THREADS": THREADS}
-    process = subprocess.Popen([pytest, str(HERE), "-v", "-m", marks, *limits, *arguments], cwd=ROOT, env=environment)
-    try:
-        process.wait(LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # so that it tells what it knows
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-        return False
-    return True
-
-
 def device_names() -> list[str]:
     import torch
 
@@ -130,11 +151,13 @@ def device_names() -> list[str]:
 
 def commit() -> str:
     """The commit's hash, with a word when files differ from it."""
+    if "GPU_SUITE_COMMIT" in os.environ:
+        return os.environ["GPU_SUITE_COMMIT"]
     try:
         run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
         status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("TANDEM_COMMIT", "unknown")
+        return "unknown"
     return run.stdout.strip() + (" with changes" if status.stdout.strip() else "")
 
 

@@ -21,7 +21,6 @@ from tiny_models import random_prompt, reference_greedy
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.several_gpus,
-    pytest.mark.xdist_group("split_ranks"),  # its nodes serve all of its tests
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
