@@ -28,6 +28,9 @@ HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the runn
 STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
 STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late
 EARLY_S = 0.0005  # before its expected end it is looked for: each look takes the interpreter from other threads
+# Nobody sleeps longer than this on the word of an estimate: what ends sooner would be read when it was expected, and so
+# be measured as what was expected. After other load a first token was late by half of a 2,048-token prompt. A guess.
+LOOK_S = 0.001
 
 
 class NodeLogic(Protocol):
@@ -186,7 +189,8 @@ class NodeLoop:
             self._write_outbox()
         while not self._held_up and self._core.read_would_wait:
             try:
-                event = self._inbox.get(timeout=max(STEP_POLL_S, self._ends_at() - EARLY_S - time.monotonic()))
+                early = self._ends_at() - EARLY_S - time.monotonic()
+                event = self._inbox.get(timeout=min(max(STEP_POLL_S, early), LOOK_S))
             except queue.Empty:
                 continue
             if is_urgent(event):

@@ -116,12 +116,12 @@ def main(arguments: list[str]) -> int:
     parts = [
         [
             Phase("gpu and not alone and not several_gpus", ("-n", str(KERNEL_WORKERS), "--dist", "worksteal")),
-            Phase("several_gpus", ("-n", str(NODE_WORKERS), "--dist", "loadfile")),
+            Phase("several_gpus and not alone", ("-n", str(NODE_WORKERS), "--dist", "loadfile")),
         ],
-        [Phase("gpu and alone", ("-n", "0"))],
+        [Phase("alone", ("-n", "0"))],
     ]
     if several:
-        parts = [[parts[0][1]]]
+        parts[0] = parts[0][1:]
     unfinished = []
     with tempfile.TemporaryDirectory() as folder:
         for phases in parts:

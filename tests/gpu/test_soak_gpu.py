@@ -98,6 +98,8 @@ def test_tokens_of_hurt_nodes_are_explained(dtype: str) -> None:
 
 
 @pytest.mark.alone
+@pytest.mark.several_gpus
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_a_killed_node_comes_back_with_as_many_blocks() -> None:
     """Pools sized by free memory: what a dead decode node had is given back only when its peer's mapping is closed."""
     begin = time.monotonic()
