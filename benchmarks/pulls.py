@@ -5,12 +5,11 @@
 
 A round sends a prompt that nobody has seen to one node (computed), then one with the same prefix and an end of its own
 to the other node (pulled), then another such prompt to the first node (hit). Printed for each length of prompts and of
-their ends: medians of the time to first token, the bytes a second of the pulls alone, from question to commit, how many
-pulls came under the forward pass, which short ends do not wait for.
+their ends: medians of the time to first token, the bytes a second of the pulls alone, from question to commit.
 
 Then rounds in which both nodes get the second prompt at once, so that one pulls what the other has and both compute the
-same end behind it: how many of these pulls came under the step, how many rounds had other tokens, and by how much the
-first token's log-probabilities differ at most. One node a GPU where there are two.
+same end behind it: how many rounds had other tokens, and by how much the first token's log-probabilities differ at
+most. One node a GPU where there are two.
 """
 
 from __future__ import annotations
@@ -65,8 +64,6 @@ class Times:
     pulled: list[float] = field(default_factory=list)
     hit: list[float] = field(default_factory=list)
     bytes_per_s: list[float] = field(default_factory=list)
-    num_joined: int = 0
-    num_compared_joined: int = 0
     num_differing: int = 0  # compared rounds
     widest: float = 0.0  # difference of log-probabilities
 
@@ -83,22 +80,18 @@ async def timed_round(url: str, length: int, end: int, rng: random.Random, times
     before = node_counters(url)
     took = await ask(url, second)
     after = node_counters(url)
-    names = ("pull_completed", "pull_joined", "pull_seconds", "kv_pushed_bytes")
+    names = ("pull_completed", "pull_seconds", "kv_pushed_bytes")
     gained = {name: after[name] - before[name] for name in names}
     if gained["pull_completed"] == 1:
         times.pulled.append(took)
         times.bytes_per_s.append(gained["kv_pushed_bytes"] / gained["pull_seconds"])
-        times.num_joined += int(gained["pull_joined"])
     times.hit.append(await ask(url, third))
 
 
 async def compared_round(url: str, length: int, end: int, rng: random.Random, times: Times) -> None:
     first, second = prompts(2, length, end, rng)
     await ask(url, first)
-    before = node_counters(url)["pull_joined"]
     pulled, own = await asyncio.gather(*(tokens_of(url, second, after_s) for after_s in (0.0, APART_S)))
-    await asyncio.sleep(PUBLISHED_S)
-    times.num_compared_joined += int(node_counters(url)["pull_joined"] - before)
     times.num_differing += pulled[0] != own[0]
     times.widest = max(times.widest, abs(pulled[1] - own[1]))
 
@@ -124,7 +117,7 @@ def main() -> None:
         for case in cases:  # both nodes measure their rates, kernels and channels are made
             asyncio.run(timed_round(url, *case, rng, Times()))
         titles = f"{'prompt':>8}{'end':>7}{'computed':>10}{'pulled':>10}{'hit':>10}  ms to first token{'GB/s':>10}"
-        print(f"{titles}  pulls, under a step; the same, other tokens, logprobs")
+        print(f"{titles}  pulls; other tokens, logprobs")
         for length, end in cases:
             times = Times()
             for _ in range(arguments.rounds):
@@ -132,8 +125,7 @@ def main() -> None:
             for _ in range(arguments.rounds):
                 asyncio.run(compared_round(url, length, end, rng, times))
             columns = "".join(shown(each, 1e3) for each in (times.computed, times.pulled, times.hit))
-            pulls = f"{len(times.pulled)} of {arguments.rounds}, {times.num_joined}"
-            counts = f"{pulls}; {times.num_compared_joined}, {times.num_differing}, {times.widest:.2g}"
+            counts = f"{len(times.pulled)} of {arguments.rounds}; {times.num_differing}, {times.widest:.2g}"
             print(f"{length:8}{end:7}{columns}{'':19}{shown(times.bytes_per_s, 1e-9)}  {counts}", flush=True)
 
 

@@ -71,9 +71,6 @@ class KVConnectorWorker(Protocol):
     def wait_for_save(self) -> None:
         """After the forward pass of each step: everything saved in this step is enqueued, metadata is unbound."""
 
-    def loads_failed(self, meta: object | None) -> bool:
-        """When that step has run: whether something that should have come in under it did not."""
-
     def get_finished(self) -> Iterable[object]:
         """Completion events since the last call (for the step loop)."""
 
@@ -86,13 +83,8 @@ class LowerTiers(Protocol):
         take from a cache, `hits` the blocks that the pool has of them. How many tokens after the hits are loaded under
         its first step (0 unless `runs_alone`), or None: something is being loaded that it will find, ask again."""
 
-    def under_way(self, request: Request) -> Sequence[int]:
-        """Blocks of the pool into which what `prepare` spoke of is being written already: the leading ones of those
-        that are loaded. `request` gets references of its own to them."""
-
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        """`request` starts with the next step, which loads these blocks. They are its own and were grantable, or are
-        `under_way`."""
+        """`request` starts with the next step, which loads these blocks. They are its own, and were grantable."""
 
     def step_meta(self, step_id: int, meta: object | None) -> object | None:
         """The step's connector metadata, with its loads."""
@@ -118,9 +110,6 @@ class NoTiers:
 
     def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         return 0
-
-    def under_way(self, request: Request) -> Sequence[int]:
-        return ()
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         raise AssertionError("there is nothing to load")

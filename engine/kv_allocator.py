@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.engine.block_pool import BlockPool
@@ -59,7 +59,7 @@ class KVAllocator:
 
     def register_full_blocks(self, request: Request, step: int | None) -> None:
         """Makes every block findable whose tokens are known and whose KV is there once `step` has run (None: now)."""
-        if not self.pool.enable_caching or request.awaits_pull or request.awaits_step:
+        if not self.pool.enable_caching:
             return
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
         if num_full <= request.num_registered_blocks:
@@ -78,21 +78,19 @@ class KVAllocator:
         """Blocks that its launched tokens need beyond those it has."""
         return max(0, self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids))
 
-    def start(self, request: Request, hits: list[int], num_external_tokens: int, under_way: Sequence[int] = ()) -> bool:
-        """Gives a request without blocks its cached prefix and, for tokens to be loaded, those blocks that are
-        `under_way` and for the rest some that may be written from outside; False and no change when there are too few.
-        Who brings those under way offers them to the hash table."""
+    def start(self, request: Request, hits: list[int], num_external_tokens: int) -> bool:
+        """Gives a request without blocks its cached prefix and, for tokens to be loaded, blocks that may be written
+        from outside; False and no change when there are too few."""
         assert not request.block_ids
-        held = [*hits, *under_way]
-        self.pool.touch(held)
+        self.pool.touch(hits)
         num_computed_tokens = len(hits) * self.block_size + num_external_tokens
-        loaded = self.pool.allocate_grantable(self.num_blocks_for(num_computed_tokens) - len(held))
+        loaded = self.pool.allocate_grantable(self.num_blocks_for(num_computed_tokens) - len(hits))
         if loaded is None:
-            self.pool.free(held, None)
+            self.pool.free(hits, None)
             return False
-        request.block_ids = held + loaded
+        request.block_ids = hits + loaded
         request.num_computed_tokens = num_computed_tokens
-        request.num_registered_blocks = len(held)
+        request.num_registered_blocks = len(hits)
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -113,7 +111,6 @@ class KVAllocator:
             self.pool.free([copy.source], None)
         blocks, request.block_ids = request.block_ids, []
         request.num_computed_tokens = request.num_registered_blocks = request.num_table_blocks = 0
-        request.awaits_pull = request.awaits_step = False
         return blocks
 
     def release(self, request: Request) -> None:

@@ -20,7 +20,6 @@ class KVPull(Message, frozen=True, kw_only=True):
     first_block: int
     block_hashes: bytes
     deadline_s: float
-    by_layer: bool = False  # says KVLayers as they arrive: a forward pass waits for them
 
 
 class KVClaim(Message, frozen=True, kw_only=True):
@@ -83,23 +82,6 @@ class KVReady(Message, frozen=True, kw_only=True):
     digests: bytes
     round: int = 0  # 0 at first; otherwise of the KVResend that it answers
     continuation: Continuation | None = None
-
-
-class KVLayers(Message, frozen=True, kw_only=True):
-    """Source -> sink, of a pull by layers: the first `num_layers` layers of every granted block have arrived. Not
-    answered and not repeated; KVReady comes all the same.
-
-    `sums`: 8 bytes little-endian per granted block, what these layers add to the sums of their digests."""
-
-    request_id: str
-    attempt: int
-    grant_id: int
-    grant_signature: bytes
-    source_id: str
-    source_epoch: int
-    sink_epoch: int
-    num_layers: int
-    sums: bytes
 
 
 class KVCommitted(Message, frozen=True, kw_only=True):

@@ -19,7 +19,6 @@ from tandem.engine.kv_messages import (
     KVDrained,
     KVDrainedAck,
     KVGrant,
-    KVLayers,
     KVPull,
     KVReady,
     KVRefused,
@@ -51,7 +50,6 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "KVDrained",
     "KVDrainedAck",
     "KVGrant",
-    "KVLayers",
     "KVPull",
     "KVReady",
     "KVRefused",
@@ -68,7 +66,7 @@ __all__ = [  # with the parts and the hand-off's messages, which have files of t
     "peer_id_of",
 ]
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 
 # --- connection ---------------------------------------------------------------------------------------------
 
@@ -241,7 +239,7 @@ class FlushBlocks(Message, frozen=True, kw_only=True):
 
 
 # Two nodes share one connection, whoever made it, and each may be source and sink: hand-offs go either way on it.
-OfSource = KVClaim | KVLayers | KVReady | KVRelease | KVDrained
+OfSource = KVClaim | KVReady | KVRelease | KVDrained
 OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
 ToNode = Hello | Ping | Submit | Cancel | Migrate | FlushBlocks | OfSource | OfSink
 FromNode = (

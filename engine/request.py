@@ -61,11 +61,6 @@ class Request:
     num_table_blocks: int = 0  # leading blocks that the slot's block table on the device has
     num_preemptions: int = 0
     is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
-    # It started while blocks of its prefix were being pulled: until the pull has been committed, and the step under
-    # which it came has been read, none of its blocks is offered to the hash table.
-    awaits_pull: bool = False
-    awaits_step: bool = False
-    num_stale: int = 0  # of its tokens in flight, those that follow from a void step: the next ones to be read
     was_started: bool = False
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False

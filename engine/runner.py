@@ -97,7 +97,6 @@ class ModelRunner:
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta)
-            step.is_void = partial(connector.loads_failed, output.connector_meta)
         is_replayed = self._replay(output, step)
         if not is_replayed:
             self._compute(output, step)

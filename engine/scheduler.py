@@ -101,19 +101,14 @@ class Scheduler(SchedulerState):
             self.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:
             return self._give_up(launched, result.failure)
-        if result.is_void:
-            return self._start_over(launched)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
             if row.prompt_logprobs:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
-            request.awaits_step = False
         logprobs = result.logprobs or [None] * len(output.samples)
         token_ids = result.token_ids.tolist()
         for sample, request, token_id, entry in zip(output.samples, launched.sampled, token_ids, logprobs, strict=True):
             request.num_in_flight -= 1
-            if request.num_stale:
-                request.num_stale -= 1
-            elif request.state is not RequestState.FINISHED and sample.sample_index in request.sample_indices:
+            if request.state is not RequestState.FINISHED and sample.sample_index in request.sample_indices:
                 self._take_token(request, sample, token_id, entry)
         return self.take_events()
 
@@ -125,17 +120,6 @@ class Scheduler(SchedulerState):
         holders = [sequences for sequences in self._requests.values() if any(s.block_ids for s in sequences)]
         for sequences in holders:
             self.fail(sequences[0], "out_of_memory", reason, retryable=True)
-        return self.take_events()
-
-    def _start_over(self, launched: LaunchedStep) -> list[EngineEvent]:
-        """What the step should have read did not come. Only its own requests have seen anything of it: none of their
-        blocks could be found by others, or was pushed. Steps launched since then follow from it, as far as theirs."""
-        for request in launched.sampled:
-            request.num_in_flight -= 1
-        for request in launched.row_requests:
-            request.num_stale = request.num_in_flight
-            if request.state is RequestState.RUNNING:
-                self.preempt(request)
         return self.take_events()
 
     def take_events(self) -> list[EngineEvent]:

@@ -145,4 +145,3 @@ class RunnerOutput:
     # (row index) -> entries predicting positions start+1 .. start+num_tokens (the last only if it is in the prompt)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failure: str | None = None  # why nothing was computed: the step's requests end with it
-    is_void: bool = False  # KV that should have come in under it did not: what was computed is nothing

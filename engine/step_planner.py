@@ -225,10 +225,7 @@ class StepPlanner:
         num_hit = len(hits) * self._state.block_size
         num_external = self._ask_connector(request, num_hit)
         num_loaded = self._ask_tiers(plan, request, hits, num_external)
-        if num_external is None or num_loaded is None:
-            return False
-        under_way = self._state.tiers.under_way(request) if num_loaded else ()
-        if not self._kv.start(request, hits, num_external + num_loaded, under_way):
+        if num_external is None or num_loaded is None or not self._kv.start(request, hits, num_external + num_loaded):
             return False
         self._leave_tiers(request, len(hits), num_loaded // self._state.block_size)
         if not request.was_started:

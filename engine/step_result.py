@@ -58,7 +58,6 @@ class LaunchedStep:
     prompt_logprobs: Sequence[HostLogprobs] = field(default_factory=tuple)  # targets are indices of scheduled rows
     event: torch.cuda.Event | None = None
     failure: str | None = None
-    is_void: Callable[[], bool] | None = None  # asked when it has run
     failed_elsewhere: Callable[[], bool] | None = None  # asked when it has run: whether another rank couldn't
 
     def fail(self, reason: str) -> None:
@@ -75,8 +74,7 @@ class LaunchedStep:
         if self.failed_elsewhere is not None and self.failed_elsewhere():
             self.fail(NO_MEMORY)
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
-        is_void = self.is_void is not None and self.is_void()
-        output = RunnerOutput(self.step_id, tokens, failure=self.failure, is_void=is_void)
+        output = RunnerOutput(self.step_id, tokens, failure=self.failure)
         if self.logprobs is not None:
             output.logprobs = [None] * len(tokens)
             for sample, entry in self.logprobs.entries():

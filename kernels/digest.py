@@ -140,24 +140,14 @@ class BlockSums:
         return cls(key, sums, keys, _multiplier_table(pool.device))
 
     def add_layers(self, pool_NHLPBD: torch.Tensor, listed_4N: torch.Tensor, layers: range | None) -> None:
-        """What something else moves: `layers` (None: all) of whole blocks of a pool that `why_not_words` has nothing
-        against, listed as for `move_blocks`. On CUDA on the current stream."""
+        """What something else moves: `layers` (None: all) of whole blocks of a CUDA pool that `why_not_words` has
+        nothing against, listed as for `move_blocks`. On the current stream."""
+        from tandem.kernels.triton_kernels.digest import add_layer_sums
+
         raw = pool_NHLPBD.view(torch.uint8) if pool_NHLPBD.element_size() == 1 else pool_NHLPBD
         words_NHLW = raw.flatten(3).view(torch.int64)
-        chosen = layers or range(pool_NHLPBD.shape[2])
-        if pool_NHLPBD.is_cuda:
-            from tandem.kernels.triton_kernels.digest import add_layer_sums
-
-            add_layer_sums(words_NHLW, listed_4N, chosen, self.keys_S2, self.table, self.sums_N)
-            return
-        _, heads, num_layers, layer_words = words_NHLW.shape
-        at_HL = torch.arange(heads)[:, None] * num_layers + torch.arange(chosen.start, chosen.stop)
-        at_HLW = at_HL[..., None] * layer_words + torch.arange(layer_words)
-        keys_HLW2 = self.keys_S2[at_HLW // SEGMENT_WORDS]
-        first, second = ((self.table[i][at_HLW % SEGMENT_WORDS] ^ keys_HLW2[..., i]) | 1 for i in (0, 1))
-        for block, index in zip(listed_4N[0].tolist(), listed_4N[3].tolist(), strict=True):
-            words = words_NHLW[block, :, chosen.start : chosen.stop]
-            self.sums_N[index] += (words * first + (words >> 32) * second).sum()
+        every = range(pool_NHLPBD.shape[2])
+        add_layer_sums(words_NHLW, listed_4N, layers or every, self.keys_S2, self.table, self.sums_N)
 
     def on_host(self) -> BlockSums:
         """Waits for what the current stream has enqueued."""

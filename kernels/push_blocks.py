@@ -51,12 +51,6 @@ def list_pairs(
     return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed
 
 
-def list_rows(block_ids: Sequence[int], block_size: int, device: torch.device) -> torch.Tensor:
-    """int64 [4, N] for `BlockSums.add_layers`: whole blocks, each summed in its own place."""
-    pairs = [(block_id, place) for place, block_id in enumerate(block_ids)]
-    return list_pairs(pairs, [block_size] * len(pairs), (), device)
-
-
 def push_listed(
     pool_NHLPBD: torch.Tensor,
     target_address: int,

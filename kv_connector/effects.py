@@ -22,8 +22,6 @@ from tandem.engine.messages import (
 )
 from tandem.kv_connector.meta import (
     CloseGrant,
-    EndLayers,
-    ExpectLayers,
     OpenGrant,
     ReadySent,
     Retired,
@@ -116,10 +114,6 @@ class Effects:
                 self._transports.open_grant(command.grant)
             except TandemError as error:  # the source is gone; its loss is on the way through the control plane
                 logger.warning("grant %#x is not opened: %s", command.grant.grant_id, error.message)
-        elif isinstance(command, ExpectLayers):
-            self._transfer.gates.expect(command.grant)
-        elif isinstance(command, EndLayers):
-            self._transfer.gates.end(command.grant_id, command.arrived)
         else:
             assert isinstance(command, CloseGrant)
             self._transfer.sink_checks.end(command.grant_id)

@@ -8,8 +8,7 @@ Step loop -> transfer thread, one FIFO queue a node:
     Retire          give up or tidy up everything of one grant -> Retired
     Verify          sink side: digests of received blocks -> Verified
     SumArrived      sink side, straight from the control connection: begins what a Verify is about to ask for
-    VerifyLayers    sink side, straight from the control connection: sums of received layers
-Step loop -> transport receiver (sink side): OpenGrant, CloseGrant, ExpectLayers, EndLayers.
+Step loop -> transport receiver (sink side): OpenGrant, CloseGrant.
 
 Order is the contract: jobs of one grant run in the order in which they were queued. A job never blocks the queue of
 another peer for ever: what can't be written becomes PushFailed.
@@ -20,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from tandem.engine.messages import Continuation, FirstToken, KVGrant, KVLayers, KVReady
+from tandem.engine.messages import Continuation, FirstToken, KVGrant, KVReady
 
 HandoffKey = tuple[str, int]
 """(request_id, attempt)"""
@@ -75,7 +74,6 @@ class WholePush:
     num_valid: tuple[int, ...]
     step_id: int
     first_slots: tuple[int, ...] = ()
-    by_layer: bool = False  # whole blocks for a pull, some layers after the others, and KVLayers for each part
 
     @property
     def grant_id(self) -> int:
@@ -180,15 +178,8 @@ class SumArrived:
     ready: KVReady
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyLayers:
-    """Check what a KVLayers says has arrived, and let a forward pass that waits for it go on. No answer."""
-
-    layers: KVLayers
-
-
 SourceJob = WholePush | Flush | Finalize | Retire
-SinkJob = Verify | SumArrived | VerifyLayers
+SinkJob = Verify | SumArrived
 TransferJob = SourceJob | SinkJob
 
 
@@ -261,19 +252,4 @@ class CloseGrant:
     grant_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectLayers:
-    """KVLayers of this grant will come. Comes before the KVGrant is sent."""
-
-    grant: KVGrant
-
-
-@dataclass(frozen=True, slots=True)
-class EndLayers:
-    """No more KVLayers of this grant count: all its bytes are here and right, or, unless `arrived`, never will be."""
-
-    grant_id: int
-    arrived: bool
-
-
-TransportCommand = OpenGrant | CloseGrant | ExpectLayers | EndLayers
+TransportCommand = OpenGrant | CloseGrant

@@ -27,7 +27,7 @@ from tandem.engine.core import EngineCore
 from tandem.engine.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
 from tandem.engine.interfaces import LowerTiers, NoTiers
-from tandem.engine.messages import WIRE_VERSION, Hello, KVLayers, KVReady, NodeInfo, peer_id_of
+from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
 from tandem.engine.parallel.ranks import start_ranks
@@ -39,7 +39,6 @@ from tandem.engine.step_measure import measure_step_times
 from tandem.engine.turn_times import TurnTimes
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
-from tandem.kv_connector import layer_gates
 from tandem.kv_connector.effects import Effects, is_urgent
 from tandem.kv_connector.fence import host_id
 from tandem.kv_connector.handoff_node import HandoffNode
@@ -195,8 +194,6 @@ class NodeProcess:
         """What a logic is told of this node's device and parts."""
         if isinstance(logic, HandoffNode) and self.ranks is None:
             replayed = REPLAYED_TOKENS if self.options.cuda_graphs and self.loaded.device.type == "cuda" else 0
-            if self.loaded.device.type in layer_gates.PAYS_ON:
-                logic.asker.follow_layers(self.transfer.gates, replayed)
             logic.source.whole_up_to = replayed
         logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:
@@ -265,13 +262,13 @@ class NodeProcess:
         message = event.message if isinstance(event, Received) else None
         if self.trace is not None and message is not None:
             self.trace.message("received", message)
-        if not self.transfer.hear(message):
-            self.loop.post(event)
+        self.transfer.hear(message)
+        self.loop.post(event)
 
     def _post(self, event: object) -> None:
         self.loop.post(event)
 
-    def _send_ready(self, sink_id: str, ready: KVReady | KVLayers) -> None:
+    def _send_ready(self, sink_id: str, ready: KVReady) -> None:
         if self.trace is not None:
             self.trace.message("sent", ready)
         self.control.send(peer_id_of(sink_id, ready.sink_epoch), ready)

@@ -2,8 +2,6 @@
 
     WANTED ──asked──> ASKED ──Fetched──> HELD ──the request starts, ends or gives way──> OVER
        └ not worth it, nothing missing ─┴ NotFetched, given up ─────────────────────────────^
-                       ASKED ──layers come, the request runs alone──> JOINED ──Fetched, NotFetched──────────^
-                         ^──the step was void: what should have come under it did not──┘
 
 Stands before a node's own tiers in the planner's eyes (engine.interfaces.LowerTiers): a request that waits for a pull
 is outside of the batch. What was pulled is registered under this node's own hashes of the request's tokens, and found
@@ -26,9 +24,8 @@ from tandem.engine.tenants import tenant_of_block
 from tandem.kv_connector.meta import HandoffKey
 from tandem.kv_connector.outcomes import DEADLINE, Fetched, NotFetched
 from tandem.kv_connector.pull_rates import PullRates
-from tandem.kv_connector.pull_record import Gates, Pull, PullCounters, Stage
+from tandem.kv_connector.pull_record import Pull, PullCounters, Stage
 from tandem.kv_connector.sink import SinkManager
-from tandem.kv_connector.tiers.jobs import with_loads
 
 
 class PullAsker:
@@ -49,16 +46,8 @@ class PullAsker:
         self._connected: set[str] = set()
         self._connects: list[PeerRef] = []
         self._outbox: list[tuple[str, Message]] = []
-        self._gates: Gates | None = None
-        self._least_tail = 0
-        self._loads: list[object] = []  # of the next step
         self._numbers = itertools.count()
         self._now = 0.0
-
-    def follow_layers(self, gates: Gates, least_tail: int) -> None:
-        """From here on a request that runs alone starts when the first layers of its pull have come, if more than
-        `least_tail` tokens are left to compute."""
-        self._gates, self._least_tail = gates, least_tail
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -70,53 +59,25 @@ class PullAsker:
     def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         """See LowerTiers. What this node has below is brought up first."""
         pull = self._pulls.get(request)
-        if pull is not None and pull.stage is Stage.JOINED:  # and starts over: it did not come, or not in time
-            pull.stage, pull.by_layer = Stage.ASKED, False
         if pull is not None and pull.stage is Stage.ASKED:
-            joins = runs_alone and pull.first == len(hits)
-            return (len(self.under_way(request)) * self._cache.block_size or None) if joins else None
+            return None
         if len(hits) < len(hashes) and hashes[len(hits)] in self._moving:
             return None  # somebody else's pull brings it
         if pull is None or pull.stage is not Stage.WANTED:
             return self._below.prepare(request, hashes, hits, runs_alone)
         if self._below.prepare(request, hashes, hits, runs_alone=False) is None:
             return None
-        self._ask(pull, hashes, hits, runs_alone)
+        self._ask(pull, hashes, hits)
         return None if pull.stage in (Stage.WANTED, Stage.ASKED) else 0
 
-    def under_way(self, request: Request) -> Sequence[int]:
-        """See LowerTiers. On their way by layers, the first of which have come: the others need no step loop any more,
-        neither of the holder nor of this node, which may wait for each other's pulls under their steps."""
-        pull = self._pulls.get(request)
-        if pull is None or pull.stage is not Stage.ASKED or not pull.by_layer:
-            return ()
-        grant = self._sink.fetching(pull.key)
-        assert self._gates is not None, "no pull goes by layers before `follow_layers`"
-        return grant.block_ids if grant is not None and self._gates.has_begun(grant.grant_id) else ()
-
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
-        pull = self._pulls.get(request)
-        if pull is None or pull.stage is not Stage.ASKED:
-            self._below.load_with_step(request, block_ids, hashes)
-            return
-        grant = self._sink.fetching(pull.key)
-        assert grant is not None, "it was said to be under way"
-        assert self._gates is not None, "no pull goes by layers before `follow_layers`"
-        pull.load = self._gates.load_of(grant.grant_id)
-        self._loads.append(pull.load)
-        self._pool.free(pull.held, None)
-        pull.held, pull.stage = [], Stage.JOINED
-        request.awaits_pull = request.awaits_step = True
-        self.counters.joined += 1
+        self._below.load_with_step(request, block_ids, hashes)
 
     def step_meta(self, step_id: int, meta: object | None) -> object | None:
-        loads, self._loads = tuple(self._loads), []
-        return with_loads(step_id, self._below.step_meta(step_id, meta), loads)
+        return self._below.step_meta(step_id, meta)
 
     def started(self, request: Request, hashes: Sequence[bytes]) -> None:
-        pull = self._pulls.get(request)
-        if pull is not None and pull.stage is not Stage.JOINED:
-            self._forget(request)
+        self._forget(request)
         self._below.started(request, hashes)
 
     def ended(self, request: Request) -> None:
@@ -143,7 +104,7 @@ class PullAsker:
             self._pool.free(blocks, None)
             return
         self._moving.difference_update(pull.wanted)
-        seconds, size = pull.seconds(self._now), self._cache.block_size
+        seconds, size = self._now - pull.asked_at, self._cache.block_size
         if not blocks:
             self.counters.failed += 1
             if isinstance(outcome, NotFetched) and outcome.reason == DEADLINE:
@@ -155,11 +116,7 @@ class PullAsker:
         self.counters.tokens += len(blocks) * size
         self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds, self._now)
         self._register(pull, blocks)
-        if pull.stage is Stage.JOINED:
-            pull.request.awaits_pull = False
-            self._let_go(pull)
-        else:
-            pull.stage = Stage.HELD
+        pull.stage = Stage.HELD
 
     def peer_connected(self, info: NodeInfo) -> None:
         peer_id = peer_id_of(info.node_id, info.epoch)
@@ -205,8 +162,7 @@ class PullAsker:
     def check_integrity(self) -> None:
         self._below.check_integrity()
         for pull in self._pulls.values():
-            is_asked = pull.stage in (Stage.ASKED, Stage.JOINED)
-            assert is_asked == (self._by_key.get(pull.key) is pull), "a pull is asked for or over"
+            assert (pull.stage is Stage.ASKED) == (self._by_key.get(pull.key) is pull), "a pull is asked for or over"
             assert pull.held == [] or pull.stage in (Stage.ASKED, Stage.HELD), f"a pull that is {pull.stage} holds"
             for block_id in pull.held:
                 assert self._pool.ref_count(block_id) > 0, f"block {block_id} is held for a pull and free"
@@ -216,7 +172,7 @@ class PullAsker:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _ask(self, pull: Pull, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> None:
+    def _ask(self, pull: Pull, hashes: Sequence[bytes], hits: Sequence[int]) -> None:
         """Leaves it WANTED while others' pulls fill their share of the pool."""
         size, peer, first = self._cache.block_size, pull.hint.peer, len(hits)
         wanted = hashes[first : pull.hint.num_tokens // size]
@@ -241,9 +197,7 @@ class PullAsker:
             self._by_key[pull.key] = pull
             patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
             pull.asked_at, pull.deadline = self._now, self._now + patience
-            is_short = self.rates.fits_under_step(peer.node_id, len(wanted) * size, compute, self._now)
-            pull.by_layer = runs_alone and is_short and self._follows(pull.request, len(pull.hashes) * size)
-            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now, pull.by_layer)
+            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now)
             if pull.peer_id in self._connected:
                 self._send(pull)
             else:
@@ -259,15 +213,8 @@ class PullAsker:
             first_block=pull.first,
             block_hashes=b"".join(pull.hashes),
             deadline_s=max(0.0, pull.deadline - self._now),
-            by_layer=pull.by_layer,
         )
         self._outbox.append((pull.peer_id, message))
-
-    def _follows(self, request: Request, num_found: int) -> bool:
-        """A short rest is computed by a captured step, which waits for no layer, and in less than it takes to launch
-        one that does. Samples that fork share blocks before those are known to be right."""
-        is_long = request.num_tokens - num_found > self._least_tail
-        return self._gates is not None and is_long and len(request.sample_indices) == 1
 
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
         """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies
@@ -284,9 +231,8 @@ class PullAsker:
         pull.held = found
 
     def _forget(self, request: Request) -> None:
-        """A pull that came under its first step goes on without it: what comes is for others."""
         pull = self._pulls.pop(request, None)
-        if pull is not None and pull.stage is not Stage.JOINED:
+        if pull is not None:
             self._give_up(pull)
 
     def _give_up(self, pull: Pull) -> None:

@@ -144,8 +144,7 @@ class PullHolder:
         self.num_served_blocks += len(blocks)
         node_id, epoch = parts_of_peer_id(question.peer_id)
         num_tokens = len(blocks) * self._block_size
-        peer, by_layer = PeerRef(node_id, epoch, ""), question.pull.by_layer
-        self._source.offer(question.key, peer, blocks, num_tokens, question.deadline, now, by_layer=by_layer)
+        self._source.offer(question.key, PeerRef(node_id, epoch, ""), blocks, num_tokens, question.deadline, now)
 
     def _note_answered(self, key: HandoffKey) -> None:
         self._answered[key] = None

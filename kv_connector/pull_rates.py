@@ -14,9 +14,6 @@ GUESSED_SHARE, GUESSED_COMPUTE_S = 0.25, 1 / 20_000
 # A rate that nothing has confirmed for so long is no reason any more not to pull: the load that it was measured under
 # has passed, and while routers heed it, nothing would measure it again.
 FORGOTTEN_S = 60.0
-# What takes longer comes before the step that needs it: under a step nothing else is computed, and it waits for
-# layer_gates.LONGEST_WAIT_S only.
-UNDER_STEP_S = 0.25
 
 
 @dataclass(slots=True)
@@ -60,16 +57,6 @@ class PullRates:
         """Whether pulling is expected to be faster."""
         one = self._by_peer.get(node_id)
         return one is None or not compute_s_per_token or one.seconds(now) < compute_s_per_token
-
-    def expected_s(self, node_id: str, num_tokens: int, compute_s_per_token: float, now: float) -> float:
-        """Of a pull from there; guessed where nothing is known."""
-        one = self._by_peer.get(node_id)
-        known = 0.0 if one is None else one.seconds(now)
-        return num_tokens * (known or self.s_per_token(compute_s_per_token, now))
-
-    def fits_under_step(self, node_id: str, num_tokens: int, compute_s_per_token: float, now: float) -> bool:
-        """Whether a step may wait for the layers of such a pull."""
-        return self.expected_s(node_id, num_tokens, compute_s_per_token, now) <= UNDER_STEP_S
 
     def s_per_token(self, compute_s_per_token: float, now: float) -> float:
         """From any peer."""

@@ -15,7 +15,6 @@ from tandem.engine.config import NodeOptions
 from tandem.engine.messages import (
     KVClaim,
     KVDrained,
-    KVGrant,
     KVReady,
     KVRelease,
     Message,
@@ -84,29 +83,14 @@ class SinkManager(SinkPeers):
         self._settle(record)
         return num_cached
 
-    def fetch(
-        self,
-        key: HandoffKey,
-        source: PeerRef,
-        most_blocks: int,
-        deadline: float,
-        now: float,
-        by_layer: bool = False,
-    ) -> None:
+    def fetch(self, key: HandoffKey, source: PeerRef, most_blocks: int, deadline: float, now: float) -> None:
         """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
-        Fetched or NotFetched; no later than at `deadline`, unless cancelled. `by_layer`: KVLayers will come of them."""
+        Fetched or NotFetched; no later than at `deadline`, unless cancelled."""
         self._now = now
         record = self._record(key)
         record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
-        record.most_blocks, record.by_layer = most_blocks, by_layer
+        record.most_blocks = most_blocks
         self._run(record, record.machine.on_submit(source.epoch))
-
-    def fetching(self, key: HandoffKey) -> KVGrant | None:
-        """The grant of a pull by layers whose bytes are on their way for the first time."""
-        record = self._records.get(key)
-        if record is None or not record.by_layer or record.machine.round:
-            return None
-        return record.grant if record.machine.state in (S.GRANTED, S.VERIFYING) else None
 
     def is_unanswered(self, key: HandoffKey) -> bool:
         """Whether the source has not been heard of in this hand-off."""

@@ -24,7 +24,7 @@ from tandem.kv_connector import outcomes
 from tandem.kv_connector.action_queues import ActionQueues
 from tandem.kv_connector.handoff.sink import SinkAction as A
 from tandem.kv_connector.handoff.sink import SinkState as S
-from tandem.kv_connector.meta import CloseGrant, EndLayers, HandoffKey, OpenGrant, Verify, digest_key
+from tandem.kv_connector.meta import CloseGrant, HandoffKey, OpenGrant, Verify, digest_key
 from tandem.kv_connector.outcomes import Commit, Failed, Fetched, NotFetched, Recompute, Released, SinkOutcome
 from tandem.kv_connector.sink_record import SinkRecord
 
@@ -105,8 +105,6 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
         elif action is A.CLOSE_GRANT:
             assert record.grant is not None
             self._commands.append(CloseGrant(record.grant.grant_id))
-            if record.by_layer:
-                self._commands.append(EndLayers(record.grant.grant_id, arrived=record.machine.state is S.COMMITTED))
             if record.machine.state is S.QUARANTINED:
                 record.quarantined_at = self._now
                 self.counters.blocks_quarantined += len(record.granted)

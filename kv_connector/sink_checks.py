@@ -1,4 +1,4 @@
-"""What the transfer thread does for sinks: received blocks and layers against the digests of their source."""
+"""What the transfer thread does for sinks: received blocks against the digests of their source."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, KVReady
 from tandem.kernels.digest import sent_form, valid_slots
 from tandem.kernels.digest_pass import SumPass, SumPasses
-from tandem.kv_connector.layer_gates import LayerGates
-from tandem.kv_connector.meta import Verified, Verify, VerifyLayers, digest_key
+from tandem.kv_connector.meta import Verified, Verify, digest_key
 from tandem.kv_connector.rank_pools import RankPools
 
 logger = logging.getLogger(__name__)
@@ -42,8 +41,7 @@ class SinkChecks:
         self, pool_NHLPBD: torch.Tensor, layout: KVLayout, ranks: RankPools | None, counters: dict[str, float]
     ) -> None:
         """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
-        self.gates = LayerGates(pool_NHLPBD.shape[2])
-        self._pool_NHLPBD, self._ranks, self._block_size = pool_NHLPBD, ranks, layout.block_size
+        self._ranks, self._block_size = ranks, layout.block_size
         self._passes = SumPasses(pool_NHLPBD)
         self._counters = counters
         self._open: dict[int, KVGrant] = {}  # of which a KVReady may come
@@ -100,16 +98,6 @@ class SinkChecks:
         self._counters["kv_blocks_verified"] += len(job.block_ids)
         self._counters["kv_blocks_bad"] += len(bad)
         return Verified(job.key, job.grant_id, job.round, bad)
-
-    def verify_layers(self, job: VerifyLayers) -> None:
-        arrivals = self.gates.of(job.layers.grant_id)
-        if arrivals is None:
-            return
-        try:
-            arrivals.check(self._pool_NHLPBD, job.layers)
-        except Exception:  # what can't be checked is not computed with
-            logger.exception("can't verify layers of %s", job.layers.request_id)
-            arrivals.fail()
 
     def _digests(self, job: Verify) -> np.ndarray:
         if self._ranks is not None:

@@ -12,7 +12,7 @@ from tandem.engine.messages import KVClaim, KVGrant, NodeInfo
 from tandem.kv_connector import outcomes
 from tandem.kv_connector.handoff.sink import SinkEvent
 from tandem.kv_connector.handoff.sink import SinkState as S
-from tandem.kv_connector.meta import ExpectLayers, HandoffKey
+from tandem.kv_connector.meta import HandoffKey
 from tandem.kv_connector.sink_actions import SinkActionRunner
 from tandem.kv_connector.sink_record import SinkRecord
 
@@ -160,6 +160,4 @@ class SinkQueue(SinkActionRunner):
                 lease_s=lease_s,
             )
         )
-        if record.by_layer:
-            self._commands.append(ExpectLayers(record.grant))
         self._run(record, record.machine.on_can_grant(record.grant.grant_id))

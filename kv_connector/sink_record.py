@@ -23,7 +23,6 @@ class SinkRecord:
     num_claimed: int = 0  # tokens that the claim names
     follows: bool = False  # of a sequence that runs at its source: `num_tokens` is what it may have at its commit
     most_blocks: int = 0  # of a pull: so many were asked for; 0: it is no pull
-    by_layer: bool = False  # of a pull: a forward pass may wait for its layers
     hits: list[int] = field(default_factory=list)
     granted: list[int] = field(default_factory=list)
     grant: KVGrant | None = None

@@ -92,7 +92,7 @@ class SourceManager(SourcePeers):
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         record = self._records[request.key]
         first = not record.block_ids
-        record.blocks_allocated(block_ids, 0 if request.awaits_step else request.num_computed_tokens)
+        record.blocks_allocated(block_ids, request.num_computed_tokens)
         if first:
             self._run(record, record.machine.on(E.START))
 
@@ -109,9 +109,6 @@ class SourceManager(SourcePeers):
                 continue
             pushing = record.machine.state is S.PUSHING
             awaits_grant |= record.machine.state in _AWAITS_GRANT
-            if record.request is not None and record.request.awaits_step:
-                record.last_step = output.step_id
-                continue  # its prefix is still being pulled: nothing of it leaves before the step has been read
             before = record.take_whole_push(row.start, record.last_step) if pushing else None
             whole += [before] if before is not None else []
             record.step_built(output.step_id, row.start + row.num_tokens)
@@ -138,7 +135,6 @@ class SourceManager(SourcePeers):
             self._run(record, record.machine.on(E.CANCEL))
         else:
             record.first_tokens = tuple(FirstToken(*token) for token in request.first_tokens)
-            record.num_computed_tokens = request.num_prompt_tokens
             ended = all(token.finished for token in record.first_tokens)
             record.reason = outcomes.FINISHED if ended else ""
             self._run(record, record.machine.on(E.ALL_FINISHED if ended else E.COMPUTED))

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from tandem.engine.errors import TandemError
-from tandem.engine.messages import KVLayers, KVReady
+from tandem.engine.messages import KVReady
 from tandem.kv_connector.grant_book import GrantBook
 from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
-from tandem.kv_connector.layered_push import can_push_by_layer, push_by_layer
 from tandem.kv_connector.meta import (
     Finalize,
     Flush,
@@ -52,25 +50,21 @@ class SourceJobs:
 
     def __init__(
         self,
-        pool_NHLPBD: torch.Tensor,
         source: tuple[str, int],
         channels: PeerChannels,
         book: GrantBook,
         pusher: Pusher,
         digests: SentDigests,
         post_event: Callable[[TransferEvent], None],
-        send_ready: Callable[[str, KVReady | KVLayers], None],
+        send_ready: Callable[[str, KVReady], None],
         counters: dict[str, float],
         trace: HandoffTrace | None,
-        has_ranks: bool,
     ) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self._pool_NHLPBD = pool_NHLPBD
         self._source_id, self._source_epoch = source
         self._channels, self._book, self._pusher, self._digests = channels, book, pusher, digests
         self._post_event, self._send_ready = post_event, send_ready
         self._counters, self._trace = counters, trace
-        self._can_push_by_layer = not has_ranks and can_push_by_layer(pool_NHLPBD)
 
     def run(self, job: SourceWork, written: torch.cuda.Event | None) -> None:
         """`written`: what a push waits for on the device. A job of a grant that is over is dropped."""
@@ -84,9 +78,6 @@ class SourceJobs:
                 self._flush(job)
             elif isinstance(job, LayersJob):
                 self._push(job.push, job.layers, job.written, written)
-            elif job.by_layer and self._can_push_by_layer:
-                self._await(written)
-                self._push_by_layer(job)
             else:
                 self._push(job, None, (), written)
         except TandemError as error:
@@ -115,10 +106,6 @@ class SourceJobs:
         self._counters["kv_push_failures"] += 1
         self._post_event(PushFailed(key, grant_id, reason))
 
-    def _await(self, written: torch.cuda.Event | None) -> None:
-        if written is not None and self.stream is not None:
-            self.stream.wait_event(written)
-
     def _push(
         self,
         push: LayerPush | WholePush,
@@ -126,18 +113,12 @@ class SourceJobs:
         moments: Sequence[Moment],
         written: torch.cuda.Event | None,
     ) -> None:
-        self._await(written)
+        if written is not None and self.stream is not None:
+            self.stream.wait_event(written)
         self._pusher.push(push, layers, moments)
         way = self._channels.of(push.grant)
         if self._pusher.reshaper_to(way.layout) is None and not self._book.is_over(push.grant_id):
             self._digests.pushed(push, way.channel, layers, written)
-
-    def _push_by_layer(self, job: WholePush) -> None:
-        flush = partial(self._channels.of(job.grant).channel.flush, job.grant)
-        is_over = partial(self._book.is_over, job.grant_id)
-        for layers in push_by_layer(self._pool_NHLPBD, job, self._pusher, flush, is_over):
-            self._book.unflushed.discard(job.grant_id)
-            self._send_ready(job.grant.sink_id, layers)
 
     def _flush(self, job: Flush) -> None:
         self._channels.of(job.grant).channel.flush(job.grant)

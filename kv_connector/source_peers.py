@@ -41,18 +41,16 @@ class SourcePeers(SourceActionRunner):
         now: float,
         first_tokens: Sequence[FirstToken] = (),
         last_step: int = NO_STEP,
-        by_layer: bool = False,
     ) -> None:
         """Hands the KV of `num_tokens` tokens to `peer`, which expects it: they are in `block_ids`, in order of
         position, complete once step `last_step` (NO_STEP: none) has run. One reference to each block passes to the
-        hand-off. It claims as soon as `peer` is connected and ends like any other. `by_layer`: whole blocks, of which
-        `peer` wants to hear KVLayers."""
+        hand-off. It claims as soon as `peer` is connected and ends like any other."""
         self._now = now
         assert len(block_ids) == -(-num_tokens // self._block_size), "the blocks of just these tokens"
         record = self._add(key, peer, num_tokens, deadline)
         record.block_ids, record.owns_blocks = list(block_ids), True
         record.num_computed_tokens, record.last_step = num_tokens, last_step
-        record.first_tokens, record.by_layer = tuple(first_tokens), by_layer
+        record.first_tokens = tuple(first_tokens)
         if (peer.node_id, peer.epoch) in self._peers:
             self._claim_offer(record)
 

@@ -46,7 +46,6 @@ class SourceRecord:
     resend_indices: tuple[int, ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
     ready: KVReady | None = None
-    by_layer: bool = False  # pulled by a peer whose forward pass waits for it
     follows: bool = False  # a sequence that runs: its length is known when it stands still
     continuation: Continuation | None = None
     is_flushed: bool = True  # of a sequence that runs: what was pushed of it has arrived
@@ -83,7 +82,7 @@ class SourceRecord:
 
     def take_whole_push(self, num_tokens: int, step_id: int) -> WholePush | None:
         """Blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write them."""
-        return self._take(WholePush, self._num_complete(num_tokens), step_id=step_id, by_layer=self.by_layer)
+        return self._take(WholePush, self._num_complete(num_tokens), step_id=step_id)
 
     def push_again(self) -> WholePush:
         """The blocks that the last KVResend names (indices into the grant)."""

@@ -18,12 +18,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import KVLayers, KVReady, Message, NodeInfo
+from tandem.engine.messages import KVReady, Message, NodeInfo
 from tandem.kernels.digest import BlockSums, block_digests
 from tandem.kernels.push_blocks import can_push, list_pairs, push_blocks
 from tandem.kv_connector.grant_book import GrantBook
 from tandem.kv_connector.handoff_trace import HandoffTrace, Moment
-from tandem.kv_connector.meta import LayerPush, Retire, SumArrived, TransferEvent, TransferJob, Verify, VerifyLayers
+from tandem.kv_connector.meta import LayerPush, Retire, SumArrived, TransferEvent, TransferJob, Verify
 from tandem.kv_connector.peer_channels import Connect, PeerChannels
 from tandem.kv_connector.pusher import Pusher
 from tandem.kv_connector.rank_pools import RankPools
@@ -54,7 +54,7 @@ class TransferWorker:
         source: tuple[str, int],
         connect: Connect,
         post_event: Callable[[TransferEvent], None],
-        send_ready: Callable[[str, KVReady | KVLayers], None],
+        send_ready: Callable[[str, KVReady], None],
         on_peer_lost: OnLost,
         fault_injection: str = "",
         with_digests: bool = True,
@@ -84,11 +84,10 @@ class TransferWorker:
         self.sent_digests = SentDigests(pool, layout, self.counters, with_digests)
         self._pusher = Pusher(pool, layout, self._channels, self._book, self.counters, self.sent_digests, trace, ranks)
         self._source_jobs = SourceJobs(
-            pool, source, self._channels, self._book, self._pusher, self.sent_digests,
-            post_event, send_ready, self.counters, trace, has_ranks=ranks is not None,
+            source, self._channels, self._book, self._pusher, self.sent_digests,
+            post_event, send_ready, self.counters, trace,
         )  # fmt: skip
         self.sink_checks = SinkChecks(pool, layout, ranks, self.counters)
-        self.gates = self.sink_checks.gates
 
     @property
     def pool(self) -> torch.Tensor:
@@ -139,14 +138,10 @@ class TransferWorker:
             self._book.end(job.grant_id)
         self._jobs.put((job, (written or self._newest_step_done) if waits else None))
 
-    def hear(self, message: Message | None) -> bool:
-        """What came over the control connection, ahead of the step loop, which may be launching or waiting for just
-        this. Whether it is for this thread alone."""
+    def hear(self, message: Message | None) -> None:
+        """What came over the control connection, ahead of the step loop, which may be launching."""
         if isinstance(message, KVReady):
             self.submit(SumArrived(message))
-        elif isinstance(message, KVLayers):
-            self.submit(VerifyLayers(message))
-        return isinstance(message, KVLayers)
 
     def note_step_launched(self, done: torch.cuda.Event | None) -> None:
         """From the thread that launches steps: `done` fires when that step is complete (None on CPU: it is)."""
@@ -210,19 +205,13 @@ class TransferWorker:
             self._channels.open(job)
         elif isinstance(job, Verify):
             self._verify(job)
-        elif isinstance(job, SumArrived | VerifyLayers):
+        elif isinstance(job, SumArrived):
             with _on_stream(self._check_stream):
-                self._check_early(job)
+                self.sink_checks.sum_arrived(job.ready)
         elif isinstance(job, Retire):
             self._source_jobs.retire(job)
         else:
             self._source_jobs.run(job, written)
-
-    def _check_early(self, job: SumArrived | VerifyLayers) -> None:
-        if isinstance(job, VerifyLayers):
-            self.sink_checks.verify_layers(job)
-        else:
-            self.sink_checks.sum_arrived(job.ready)
 
     def _verify(self, job: Verify) -> None:
         if self._trace is not None:

@@ -27,9 +27,7 @@ class LoadEvent(Protocol):
 
 
 class LayerLoad(Protocol):
-    """KV that comes into the pool while the forward pass runs, layer by layer. `has_failed`: some of it did not."""
-
-    has_failed: bool
+    """KV that comes into the pool while the forward pass runs, layer by layer."""
 
     def start(self, pool: torch.Tensor) -> Mapping[int, LoadEvent]:
         """Starts the copies; layer index -> event after which that layer is complete. Does not block."""
@@ -117,9 +115,6 @@ class ConnectorWorker:
         if meta is not None:
             self._keep_step(meta, layer_events, done)
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
-
-    def loads_failed(self, meta: object | None) -> bool:
-        return isinstance(meta, CarriesLoads) and any(load.has_failed for load in meta.loads)
 
     def get_finished(self) -> Iterable[object]:
         return self._drain_events()

@@ -111,9 +111,7 @@ class HostTier:
 
 
 class StepLoad:
-    """One load under a step, as worker.LayerLoad has it."""
-
-    has_failed = False  # a load that fails ends the node
+    """One load under a step, as worker.LayerLoad has it. One that fails ends the node."""
 
     def __init__(self, tier: HostTier, load: Load) -> None:
         self._tier, self._load = tier, load

@@ -83,9 +83,8 @@ def with_loads(step_id: int, meta: object | None, loads: tuple[object, ...]) -> 
     loaded."""
     if not loads:
         return meta
-    if meta is None or isinstance(meta, StepLoads):
-        return StepLoads((*(meta.loads if meta is not None else ()), *loads))
+    if meta is None:
+        return StepLoads(loads)
     assert isinstance(meta, SourceStepMeta)
-    before = meta.loads if isinstance(meta, LoadingStepMeta) else ()
     whole = tuple(replace(push, step_id=step_id) for push in meta.whole)
-    return LoadingStepMeta(step_id, meta.pushes, whole, loads=(*before, *loads))
+    return LoadingStepMeta(step_id, meta.pushes, whole, loads=loads)

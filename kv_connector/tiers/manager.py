@@ -85,10 +85,6 @@ class TierManager(Promoter):
         self._step_loads.clear()
         return with_loads(step_id, meta, loads)
 
-    def under_way(self, request: Request) -> Sequence[int]:
-        """See LowerTiers."""
-        return ()
-
     def started(self, request: Request, hashes: Sequence[bytes]) -> None:
         """See LowerTiers."""
         self._host.use(hashes)

@@ -10,7 +10,6 @@ caching and batching must not change any output.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -95,11 +94,8 @@ class FakeRunner:
         if output.step_id in self.failing | self._doomed:
             return self._fail(output)
         self._copy(output)
-        loads = getattr(output.connector_meta, "loads", ())
-        for load in loads:
+        for load in getattr(output.connector_meta, "loads", ()):
             load.run()
-        if any(getattr(load, "has_failed", False) for load in loads):
-            return self._void(output)
         slots = [row.slot for row in output.rows]
         assert len(set(slots)) == len(slots), "a slot has two rows"
         for row in output.rows:
@@ -132,13 +128,6 @@ class FakeRunner:
             return RunnerOutput(output.step_id, np.empty(0, np.int32), failure="no memory")
         tokens = np.zeros(len(output.samples), np.int32)
         return RunnerOutput(output.step_id, tokens, [TokenLogprobs((0,), (0.0,), 1) for _ in tokens])
-
-    def _void(self, output: SchedulerOutput) -> RunnerOutput:
-        """As computed with KV that did not come."""
-        self.failing.add(output.step_id)
-        wrong = np.zeros(len(output.samples), np.int32)
-        logprobs = [TokenLogprobs((0,), (0.0,), 1) for _ in wrong]
-        return replace(self._fail(output), token_ids=wrong, logprobs=logprobs, failure=None, is_void=True)
 
     def _patch(self, output: SchedulerOutput) -> None:
         for new in output.new_slots:

@@ -42,9 +42,6 @@ class RecordingConnector:
     def wait_for_save(self) -> None:
         self.calls.append("saved")
 
-    def loads_failed(self, meta: object | None) -> bool:
-        return False
-
     def get_finished(self) -> tuple[object, ...]:
         return ()
 

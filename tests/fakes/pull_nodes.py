@@ -56,15 +56,10 @@ class Nodes:
         return result
 
     def ask(self, prompt: list[int], on: int, **options: object) -> Result:
-        """Waits for its end, and for that of its pull, and checks its tokens."""
+        """Waits for its end, and checks its tokens."""
         result = self.submit(prompt, on, **options)  # type: ignore[arg-type]
         self.client.wait(result)
-        self.until(lambda: not any(map(self._num_pulling, range(len(self.nodes)))))
         return self.check(result, prompt)
-
-    def _num_pulling(self, node: int) -> float:
-        """Pulls under way, if none was cancelled: a request that began on one may end before it is committed."""
-        return self.count(node, "pull_asked") - self.count(node, "pull_completed") - self.count(node, "pull_failed")
 
     def cancel(self, result: Result, on: int) -> None:
         self.client.cancel(*self.client.key_of(result), self.nodes[on].info)

@@ -33,8 +33,6 @@ from tandem.engine.sampling_params import SamplingParams
 from tandem.engine.security import ClusterKeys
 from tandem.kv_connector.meta import (
     CloseGrant,
-    EndLayers,
-    ExpectLayers,
     Finalize,
     OpenGrant,
     ReadySent,
@@ -61,23 +59,10 @@ def chain(seed: int, num_blocks: int) -> list[bytes]:
     return [bytes([seed, index]) * 8 for index in range(num_blocks)]
 
 
-class Gates:
-    """Layers of every grant come at once, or not yet."""
-
-    have_begun = True
-    arrived_at = 0.0
-
-    def has_begun(self, grant_id: int) -> bool:
-        return self.have_begun
-
-    def load_of(self, grant_id: int) -> Gates:
-        return self
-
-
 class PullNode:
     """One node's managers as HandoffNode joins them."""
 
-    def __init__(self, name: str, num_blocks: int, joins: bool = False) -> None:
+    def __init__(self, name: str, num_blocks: int) -> None:
         options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), timeouts=TIMES)
         keys = ClusterKeys(b"k" * 16, False)
         self.info = NodeInfo(node_id=name, epoch=ord(name), role="unified", layout=LAYOUT)
@@ -92,11 +77,7 @@ class PullNode:
         self.open: set[int] = set()
         self.retired: set[int] = set()
         self.waiting: list[Request] = []
-        self.running: list[tuple[Request, list[int]]] = []  # under whose step blocks come; with all their blocks
         self.num_computed = 0  # blocks
-        self.gates = Gates()
-        if joins:
-            self.asker.follow_layers(self.gates, 0)
 
     @property
     def ref(self) -> PeerRef:
@@ -109,23 +90,13 @@ class PullNode:
         if len(hashes) - len(hits) > pool.num_free - pool.num_unused(hits):
             self.asker.give_way(besides=request)
             return False
-        is_alone = len(self.waiting) == 1 and not self.running
-        num_coming = self.asker.prepare(request, hashes, hits, is_alone)
-        if num_coming is None:
+        if self.asker.prepare(request, hashes, hits, runs_alone=len(self.waiting) == 1) is None:
             return False
-        coming = list(self.asker.under_way(request)) if num_coming else []
-        assert num_coming == len(coming) * BLOCK
         self.waiting.remove(request)
-        pool.touch([*hits, *coming])
-        new = pool.allocate(len(hashes) - len(hits) - len(coming))
+        pool.touch(hits)
+        new = pool.allocate(len(hashes) - len(hits))
         assert new is not None
-        if coming:
-            self.asker.load_with_step(request, coming, hashes[len(hits) : len(hits) + len(coming)])
-            assert self.asker.step_meta(0, None) is not None
         self.asker.started(request, hashes)
-        if coming:
-            self.running.append((request, [*hits, *coming, *new]))
-            return True
         self.num_computed += len(new)
         for index, block_id in enumerate(new, len(hits)):
             self.content[block_id] = hashes[index]
@@ -145,11 +116,8 @@ class PullNode:
 class PullWorld:
     """`post` is what has been sent and not arrived; nothing arrives by itself."""
 
-    def __init__(
-        self, *num_blocks: int, one_sided: bool = False, rng: random.Random | None = None, joins: bool = False
-    ) -> None:
-        """`joins`: pulls come under the steps of requests that run alone, until `end_step`."""
-        self.nodes = [PullNode("abc"[index], count, joins) for index, count in enumerate(num_blocks)]
+    def __init__(self, *num_blocks: int, one_sided: bool = False, rng: random.Random | None = None) -> None:
+        self.nodes = [PullNode("abc"[index], count) for index, count in enumerate(num_blocks)]
         self.one_sided, self.rng, self.now = one_sided, rng or random.Random(0), 1.0
         self.post: list[tuple[PullNode, PullNode, Any]] = []
         self._names = itertools.count()
@@ -175,17 +143,6 @@ class PullWorld:
     def cancel(self, node: PullNode, request: Request) -> None:
         node.waiting.remove(request)
         node.asker.ended(request)
-        self._settle()
-
-    def end_step(self, node: PullNode, is_void: bool) -> None:
-        """Of a request under whose step a pull came: it ends, or starts over."""
-        request, block_ids = node.running.pop(0)
-        node.pool.free(block_ids, None)
-        if is_void:
-            request.awaits_pull = False
-            node.waiting.append(request)
-        else:
-            node.asker.ended(request)
         self._settle()
 
     def deliver(self, letter: tuple[PullNode, PullNode, Any], keep: bool = False) -> None:
@@ -249,9 +206,6 @@ class PullWorld:
                 if self.post:
                     self.deliver(self.post[0])
             self.tick(0.6)
-            for node in self.nodes:
-                if node.running:
-                    self.end_step(node, is_void=False)
 
     def check_whole(self) -> None:
         for node in self.nodes:
@@ -304,10 +258,9 @@ class PullWorld:
             for command in node.sink.drain_transport_commands():
                 if isinstance(command, OpenGrant):
                     node.open.add(command.grant.grant_id)
-                elif isinstance(command, CloseGrant):
-                    node.open.discard(command.grant_id)
                 else:
-                    assert isinstance(command, ExpectLayers | EndLayers), "layers are let through elsewhere"
+                    assert isinstance(command, CloseGrant)
+                    node.open.discard(command.grant_id)
             jobs = [*node.source.drain_jobs(), *node.sink.drain_jobs()]
             node.retired |= {job.grant_id for job in jobs if isinstance(job, Retire)}
             node.jobs.extend(jobs)

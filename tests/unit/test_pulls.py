@@ -248,23 +248,3 @@ def test_whatever_happens_in_tiny_pools(one_sided: bool, num_seeds: int) -> None
         world.check_whole()
         completed += sum(node.asker.counters.completed for node in world.nodes)
     assert completed > num_seeds, "little of this showed anything"
-
-
-@pytest.mark.parametrize("one_sided", [False, True])
-@pytest.mark.parametrize("num_seeds", [10, pytest.param(200, marks=pytest.mark.slow)])
-def test_whatever_happens_to_pulls_that_are_joined(one_sided: bool, num_seeds: int) -> None:
-    joined = voids = 0
-    for seed in range(num_seeds):
-        rng = random.Random(seed)
-        world = PullWorld(9, 8, 12, one_sided=one_sided, rng=rng, joins=True)
-        for _ in range(500):
-            happen(world, rng)
-            node = rng.choice(world.nodes)
-            if node.running and rng.random() < 0.2:
-                is_void = rng.random() < 0.3
-                voids += is_void
-                world.end_step(node, is_void)
-        world.run(40)
-        world.check_whole()
-        joined += sum(node.asker.counters.joined for node in world.nodes)
-    assert min(joined, voids) > num_seeds / 2, "little of this showed anything"

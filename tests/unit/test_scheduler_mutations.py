@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 from engine_harness import BLOCK, Harness
@@ -144,10 +144,8 @@ def a_block_is_shared_within_its_own_step(patch: Patch) -> None:
     """As if the hash table were filled while the step is still being planned."""
     start = KVAllocator.start
 
-    def start_and_register(
-        self: KVAllocator, request: Request, hits: list[int], num_external: int, under_way: Sequence[int] = ()
-    ) -> bool:
-        if not start(self, request, hits, num_external, under_way) or not self.grow(request, request.num_tokens):
+    def start_and_register(self: KVAllocator, request: Request, hits: list[int], num_external: int) -> bool:
+        if not start(self, request, hits, num_external) or not self.grow(request, request.num_tokens):
             return False
         self.extend_hashes(request)
         for index in range(len(hits), request.num_tokens // self.block_size):
