@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -70,9 +70,6 @@ class KVConnectorWorker(Protocol):
 
     def wait_for_save(self) -> None:
         """After the forward pass of each step: everything saved in this step is enqueued, metadata is unbound."""
-
-    def get_finished(self) -> Iterable[object]:
-        """Completion events since the last call (for the step loop)."""
 
 
 class LowerTiers(Protocol):

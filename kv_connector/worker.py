@@ -8,7 +8,7 @@ is pushed does not change later: blocks are complete, and of a partial last bloc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -41,23 +41,13 @@ class CarriesLoads(Protocol):
 
 
 class ConnectorWorker:
-    """Implements engine.interfaces.KVConnectorWorker. `layer_indices`: attention layer's name -> layer of the pool.
+    """Implements engine.interfaces.KVConnectorWorker. `layer_indices`: attention layer's name -> layer of the pool."""
 
-    `drain_events` gives what the transfer thread posted, for callers that poll `get_finished`.
-    """
-
-    def __init__(
-        self,
-        transfer: TransferWorker,
-        layer_indices: Mapping[str, int],
-        drain_events: Callable[[], Iterable[object]] = tuple,
-        lags: bool = False,
-    ) -> None:
+    def __init__(self, transfer: TransferWorker, layer_indices: Mapping[str, int], lags: bool = False) -> None:
         """`lags`: other ranks write the KV as well. That this rank has begun a layer proves that all have written the
         one before, since they have added up their parts of it; the end of the step proves the last."""
         self._transfer = transfer
         self._layer_indices = dict(layer_indices)
-        self._drain_events = drain_events
         # While a step with hand-offs is launched, after each layer; it is told how many there were.
         self.between_layers: Callable[[int], None] = lambda num_layers: None
         self._meta: SourceStepMeta | None = None
@@ -115,9 +105,6 @@ class ConnectorWorker:
         if meta is not None:
             self._keep_step(meta, layer_events, done)
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
-
-    def get_finished(self) -> Iterable[object]:
-        return self._drain_events()
 
     def push_between_steps(self, push: WholePush) -> None:
         """A push that travels with no step: its grant came late. If the step that writes its blocks may still run, each

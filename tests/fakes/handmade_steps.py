@@ -42,9 +42,6 @@ class RecordingConnector:
     def wait_for_save(self) -> None:
         self.calls.append("saved")
 
-    def get_finished(self) -> tuple[object, ...]:
-        return ()
-
 
 def make_runner(
     folder: Path, num_slots: int = 4, connector: RecordingConnector | None = None, max_chunk: int = 0

@@ -55,25 +55,18 @@ def channel(nodes):
 @pytest.fixture
 def worker(nodes, channel):
     source, sink = nodes
-    events: list[object] = []
     transfer = TransferWorker(
         source.pool,
         SMALL,
         ("p", source.epoch),
         lambda peer, on_lost: channel,
-        events.append,
+        lambda event: None,
         lambda peer_id, message: None,
         lambda *what: None,
     )
     transfer.start()
     transfer.connect_peer(sink.info)
-
-    def drain() -> list[object]:
-        taken = events[:]
-        events.clear()
-        return taken
-
-    made = ConnectorWorker(transfer, LAYERS, drain)
+    made = ConnectorWorker(transfer, LAYERS)
     made.register_kv_cache(source.pool)
     yield made
     assert transfer.stop(5.0)
@@ -157,17 +150,6 @@ def test_metadata_is_bound_for_one_step_only(nodes, channel, worker):
     assert channel.writes == []
     with pytest.raises(TypeError, match="str"):
         worker.start_load_kv("not metadata")
-
-
-def test_events_reach_those_who_poll(nodes, worker):
-    source, sink = nodes
-    grant = sink.grant(source.info, [9])
-    sink.transports.close_grant(grant.grant_id)
-    run_step(worker, source.pool, SourceStepMeta(1, (LayerPush(KEY, grant, (1,), (9,), (8,)),), ()), 1, 1.0)
-    finished: list[object] = []
-    assert wait_until(lambda: finished.extend(worker.get_finished()) or bool(finished))
-    assert finished[0].grant_id == grant.grant_id
-    assert list(worker.get_finished()) == []
 
 
 def test_the_registered_pool_is_the_one_that_moves(worker):
