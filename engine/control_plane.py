@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ControlPlane:
-    """Create, `bind()`, set `info`, `start()`. `send`, `connect` and `disconnect` may be called from any thread."""
+    """Create, `bind()`, set `info`, `start()`. `send` and `connect` may be called from any thread."""
 
     keys: ClusterKeys
     timeouts: Timeouts
@@ -75,9 +75,6 @@ class ControlPlane:
     def connect(self, ref: PeerRef) -> None:
         """Connects to a node, idempotent. Answered by PeerUp, PeerRefused or, after `connect_s`, PeerRefused."""
         self._command(lambda: self._connect_now(ref))
-
-    def disconnect(self, peer_id: str) -> None:
-        self._command(lambda: self._drop(peer_id, reason="", deliver=False))
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Flushes what was queued (within a second) and ends the thread."""
@@ -280,9 +277,9 @@ class ControlPlane:
             elif link.info is None and now - link.last_seen > self.timeouts.connect_s:
                 self._refuse(link, f"no answer within {self.timeouts.connect_s:g} s")
 
-    def _drop(self, peer_id: str, reason: str, deliver: bool = True, is_alive: bool = False) -> None:
+    def _drop(self, peer_id: str, reason: str, is_alive: bool = False) -> None:
         link = self._links.remove(peer_id)
-        if deliver and link is not None and link.info is not None:
+        if link is not None and link.info is not None:
             self.counters.lost_peers += 1
             self.deliver(PeerLost(peer_id, link.info, reason, is_alive))
 
@@ -296,5 +293,5 @@ class ControlPlane:
         while self._commands:
             self._commands.popleft()()
         for link in self._links.all():
-            self._drop(link.peer_id, "", deliver=False)
+            self._links.remove(link.peer_id)
         self._sockets.close()
