@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.engine.errors import ClientGoneError, DeadlineError, NodeFailedError, TandemError, UnavailableError
+from tandem.engine.errors import DeadlineError, NodeFailedError, TandemError, UnavailableError
 from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestFailed, TokenDelta
 from tandem.router.placement import NodeKey, Placement, node_key
 from tandem.router.request_actions import Action, EmitPromptLogprobs, EmitTokens, Place, Send
@@ -129,9 +129,6 @@ class RequestMachine(RequestMoves):
         if not message.sample_indices:
             self.pending_cancels.discard((node, message.request_id, message.attempt))
         return []
-
-    def client_gone(self) -> list[Action]:
-        return self.abort(ClientGoneError("the client closed the connection", request_id=self.spec.request_id))
 
     def abort(self, error: TandemError) -> list[Action]:
         """Ends the request with `error` from outside, in any state; does nothing after the end."""

@@ -16,6 +16,7 @@ from migration_machines import Machine
 from migration_nodes import Node
 from migration_setting import MigrationSetting
 
+from tandem.engine.errors import ClientGoneError
 from tandem.engine.messages import (
     Cancel,
     Cancelled,
@@ -299,7 +300,7 @@ class World:
         self.nodes[name].run_sink(key, record.machine.on_fenced(record.machine.source_epoch))
 
     def client_gone(self, r: int) -> None:
-        self.do(r, self.machines[r].client_gone())
+        self.do(r, self.machines[r].abort(ClientGoneError("it left")))
 
     def give_up(self, r: int) -> None:
         self.do(r, self.machines[r]._overdue_moves(1e9))

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.engine.errors import ClientGoneError
 from tandem.engine.messages import (
     Cancel,
     Cancelled,
@@ -163,7 +164,11 @@ def test_samples_of_one_prompt_leave_one_by_one() -> None:
 
 
 def test_an_end_ends_the_successor_too() -> None:
-    for end in (lambda m: m.client_gone(), lambda m: m.tokens(DK, delta(3, 9), 2.1), lambda m: m.stop_sample(0)):
+    for end in (
+        lambda m: m.abort(ClientGoneError("it left")),
+        lambda m: m.tokens(DK, delta(3, 9), 2.1),
+        lambda m: m.stop_sample(0),
+    ):
         machine = streaming()
         move(machine)
         actions = end(machine)

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.engine.errors import DeadlineError, NodeFailedError, OverloadedError, TandemError, UnavailableError
+from tandem.engine.errors import (
+    ClientGoneError,
+    DeadlineError,
+    NodeFailedError,
+    OverloadedError,
+    TandemError,
+    UnavailableError,
+)
 from tandem.engine.messages import (
     Accepted,
     Cancel,
@@ -118,7 +125,7 @@ SETUPS: dict[str, Callable[[RequestMachine], object]] = {
     "streaming": _streaming,
     "handed_off": _handed_off,
     "finished": _finished,
-    "failed": lambda m: m.client_gone(),
+    "failed": lambda m: m.abort(ClientGoneError("it left")),
 }
 START = {
     "queued": "Q",
@@ -164,7 +171,7 @@ EVENTS: dict[str, Callable[[RequestMachine], list[Action]]] = {
     "prefill node lost": lambda m: m.node_lost(PK, "gone", 0.0),
     "stranger lost": lambda m: m.node_lost(XK, "gone", 0.0),
     "cancel answered": lambda m: m.cancelled(DK, Cancelled(request_id="r", attempt=1)),
-    "client gone": lambda m: m.client_gone(),
+    "client gone": lambda m: m.abort(ClientGoneError("it left")),
     "stop string": lambda m: m.stop_sample(0),
     "early tick": lambda m: m.tick(1.0),
     "tick after 10 s": lambda m: m.tick(10.0),
@@ -381,7 +388,7 @@ def test_a_prefill_node_that_dies_before_its_token_came_is_missed() -> None:
 def test_a_lost_node_needs_not_answer_its_cancel() -> None:
     machine = make()
     _handed_off(machine)
-    machine.client_gone()
+    machine.abort(ClientGoneError("it left"))
     machine.cancelled(PK, Cancelled(request_id="r", attempt=1))
     assert not machine.closed
     machine.node_lost(DK, "gone", 0.0)
