@@ -123,7 +123,7 @@ class Node:
             scheduler.pool.step_completed(done[0].step_id)
             events += scheduler.update(done[0], done[1].result())
         stamps.append(time.thread_time_ns())
-        self.logic.on_engine_events(events, 0.0)
+        self.logic.on_engine_events(events)
         outbox = self.logic.drain_outbox()
         stamps.append(time.thread_time_ns())
         for peer_id, message in outbox:

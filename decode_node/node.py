@@ -59,7 +59,7 @@ class DecodeNode(HandoffNode):
             self.sink.cancel(entry.request.request_id, entry.request.attempt, now)
             self._take_outcomes(now)
 
-    def on_sink_outcome(self, outcome: SinkOutcome, now: float) -> None:
+    def on_sink_outcome(self, outcome: SinkOutcome) -> None:
         if isinstance(outcome, Commit):
             self._commit(outcome)
         elif isinstance(outcome, Recompute):

@@ -42,7 +42,7 @@ class NodeLogic(Protocol):
 
     def on_tick(self, now: float) -> None: ...
 
-    def on_engine_events(self, events: Sequence[EngineEvent], now: float) -> None: ...
+    def on_engine_events(self, events: Sequence[EngineEvent]) -> None: ...
 
     def drain_outbox(self) -> list[tuple[str, Message]]: ...
 
@@ -130,7 +130,7 @@ class NodeLoop:
             self._logic.on_tick(now)
             self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
             self._charge("upkeep")
-            launched = self._step(now)
+            launched = self._step()
             self._count_busy(now, launched)
             self._write_outbox()
             self._end_turn(launched)
@@ -138,7 +138,7 @@ class NodeLoop:
                 self._stopping = True
         self._write_outbox()
 
-    def _step(self, now: float) -> bool:
+    def _step(self) -> bool:
         if not self._core.has_work():
             return False
         self._core.launch(self._before_execution)
@@ -148,7 +148,7 @@ class NodeLoop:
         events = self._core.read()
         self._charge("device")
         if events:
-            self._logic.on_engine_events(events, now)
+            self._logic.on_engine_events(events)
         return self._core.inflight
 
     def _count_busy(self, turn_began: float, inflight: bool) -> None:
@@ -166,7 +166,7 @@ class NodeLoop:
         rest."""
         events = self._core.read_ended()
         if events:
-            self._logic.on_engine_events(events, time.monotonic())
+            self._logic.on_engine_events(events)
             self._write_outbox()
             if num_layers >= LAYERS_AHEAD:
                 time.sleep(GIVE_WAY_S)

@@ -51,7 +51,7 @@ class ServingNode:
     def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
         """A hand-off message from another node."""
 
-    def on_peer_up(self, peer_id: str, info: NodeInfo, now: float) -> None: ...
+    def on_peer_up(self, info: NodeInfo, now: float) -> None: ...
 
     def on_peer_lost(self, peer_id: str, info: NodeInfo, is_alive: bool, now: float) -> None: ...
 
@@ -82,7 +82,7 @@ class ServingNode:
             self.on_peer_refused(event.ref, event.reason, now)
         elif isinstance(event, PeerUp):
             if event.info.role != "router":
-                self.on_peer_up(event.peer_id, event.info, now)
+                self.on_peer_up(event.info, now)
         elif isinstance(event, PeerLost):
             if event.info.role == "router":
                 for entry in self.book.router_lost(event.peer_id):
@@ -134,7 +134,7 @@ class ServingNode:
         for entry in self.book.expired(now):
             self.stop(entry, now)
 
-    def on_engine_events(self, events: Sequence[EngineEvent], now: float) -> None:
+    def on_engine_events(self, events: Sequence[EngineEvent]) -> None:
         self.book.on_events(events)
 
     # --- out ------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class HandoffNode(ServingNode):
             if entry is not None:
                 self.stop(entry, now)
 
-    def on_sink_outcome(self, outcome: SinkOutcome, now: float) -> None:
+    def on_sink_outcome(self, outcome: SinkOutcome) -> None:
         """How a hand-off of others' KV ended; nothing is expected here unless a role expects it."""
         raise AssertionError(f"nobody here expects KV: {outcome}")
 
@@ -87,7 +87,7 @@ class HandoffNode(ServingNode):
             self.source.on_message(peer_id, message, now)
         self._take_outcomes(now)
 
-    def on_peer_up(self, peer_id: str, info: NodeInfo, now: float) -> None:
+    def on_peer_up(self, info: NodeInfo, now: float) -> None:
         self.sink.peer_connected(info)
         self.source.peer_connected(info)
         self.asker.peer_connected(info)
@@ -175,4 +175,4 @@ class HandoffNode(ServingNode):
             if isinstance(received, Fetched | NotFetched):
                 self.asker.on_outcome(received)
             else:
-                self.on_sink_outcome(received, now)
+                self.on_sink_outcome(received)

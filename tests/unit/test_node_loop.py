@@ -212,7 +212,7 @@ class SlowLaunch(OneStep):
 
 
 class Answering(Logic):
-    def on_engine_events(self, events, now) -> None:
+    def on_engine_events(self, events) -> None:
         self.outbox += events
 
 
