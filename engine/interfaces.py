@@ -134,14 +134,6 @@ class BlockEvent:
     tier: str = "gpu"
 
 
-class DirectoryPublisher(Protocol):
-    """Node side of the directory of cached blocks. `publish` never blocks and never fails: Redis down means later."""
-
-    def publish(self, events: Sequence[BlockEvent]) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class DirectoryReader(Protocol):
     """Router side: longest cached prefix per node, answered from memory."""
 

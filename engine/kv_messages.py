@@ -39,7 +39,6 @@ class KVWait(Message, frozen=True, kw_only=True):
 
     request_id: str
     attempt: int
-    queue_position: int
 
 
 class KVGrant(Message, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -24,7 +23,6 @@ from tandem.engine.parallel.group import Membership, TensorParallel
 class LoadedModel:
     """A model on its device, and what peers must agree on."""
 
-    folder: Path
     config: ModelConfig
     model: DecoderModel
     device: torch.device
@@ -99,7 +97,7 @@ def load(options: NodeOptions, membership: Membership | None = None) -> LoadedMo
     if kept.dtype != dtype:
         model.keep_kv_as(layout.group)
     served = options.model.served_name or folder.resolve().name
-    return LoadedModel(folder, config, model, device, dtype, layout, identity, max_model_len, served)
+    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served)
 
 
 def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:

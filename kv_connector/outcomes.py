@@ -16,7 +16,6 @@ LEASE = "lease of the grant ran out"
 SOURCE_LOST = "source lost"
 SINK_LOST = "sink lost"
 SINK_REFUSED = "the sink is refused"  # why follows
-RELEASED = "released by the source"
 FINISHED = "every sample ended with its first token"
 RECOMPUTING = "the sink computes the prompt itself"
 UNKNOWN = "no such hand-off"

@@ -84,7 +84,7 @@ class SinkActionRunner(ActionQueues[SinkOutcome]):
         request_id, attempt = record.key
         grant_id = record.machine.grant_id
         if action is A.SEND_WAIT:
-            return KVWait(request_id=request_id, attempt=attempt, queue_position=len(self._queue))
+            return KVWait(request_id=request_id, attempt=attempt)
         if action is A.SEND_GRANT:
             assert record.grant is not None
             return record.grant

@@ -7,15 +7,11 @@ from dataclasses import dataclass, field
 
 from tandem.engine.messages import Continuation, FirstToken, KVGrant, KVReady, PeerRef
 from tandem.engine.request import Request
-from tandem.kv_connector.handoff.source import SourceMachine, SourceState
+from tandem.kv_connector.handoff.source import SourceMachine
 from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, WholePush, digest_key
 from tandem.kv_connector.plan import BlockSizes
 
 NO_STEP = -1
-# In these states transfer jobs may read the source blocks, or the blocks wait for a grant.
-HOLDING = frozenset(
-    {SourceState.PARKED_DONE, SourceState.FINALIZING, SourceState.READY, SourceState.DRAINING, SourceState.RETIRING}
-)
 
 
 @dataclass(eq=False, slots=True)

@@ -1,8 +1,7 @@
-"""Which node holds which cached block: records in Redis, a mirror of them in each router, an in-process twin.
+"""Which node holds which cached block: records in Redis, a mirror of them in each router.
 
     node: publish(events) -> OwnView -> publisher thread -> Redis SETs + one pub/sub stream
     router: stream, snapshots -> Mirror -> longest_prefix(hashes) in microseconds
 
-`records`, `own_view`, `mirror` and `discovery` are pure; `publisher` and `reader` carry bytes; `in_process` needs no
-Redis.
+`records`, `own_view`, `mirror` and `discovery` are pure; `publisher` and `reader` carry bytes.
 """

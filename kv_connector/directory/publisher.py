@@ -47,7 +47,7 @@ class PublisherTimes:
 
 
 class RedisPublisher:
-    """Implements DirectoryPublisher. Starts its thread at once; never raises into the node, Redis there or not.
+    """Starts its thread at once; never raises into the node, Redis there or not.
 
     `load` is asked by that thread at each heartbeat, so the record in Redis is never older than `heartbeat_s`; it must
     be safe to call beside the step loop.

@@ -19,8 +19,6 @@ import torch
 
 from tandem.engine.errors import TransportError
 
-logger = logging.getLogger(__name__)
-
 # With these a source stores into the sink's memory by itself, as with a mapping: no end of the sink's agent stops it.
 # Nodes of one host have transports of their own, which know that.
 _STORES_BY_SOURCE = ("cma", "xpmem", "knem", "cuda_ipc")

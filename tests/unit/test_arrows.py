@@ -103,7 +103,6 @@ SANS_IO = (
     "kv_connector/ticket_loads.py",
     "kv_connector/directory/discovery.py",
     "kv_connector/directory/holders.py",
-    "kv_connector/directory/in_process.py",
     "kv_connector/directory/mirror.py",
     "kv_connector/directory/own_view.py",
     "kv_connector/directory/records.py",

@@ -133,7 +133,7 @@ def test_two_nodes_greet_and_talk_both_ways(make: Callable[..., Plane]) -> None:
     assert source.of(PeerUp) == [PeerUp(sink.peer_id, sink.info)]
     assert sink.of(PeerUp) == [PeerUp(source.peer_id, source.info)]
     source.control.send(sink.peer_id, Cancel(request_id="r", attempt=0))
-    wait = KVWait(request_id="r", attempt=0, queue_position=3)
+    wait = KVWait(request_id="r", attempt=0)
     sink.control.send(source.peer_id, wait)
     until(lambda: sink.of(Received) and source.of(Received))
     assert sink.of(Received) == [Received(source.peer_id, Cancel(request_id="r", attempt=0))]
@@ -280,7 +280,7 @@ def both_ways(first: Plane, second: Plane) -> None:
     again."""
     claim = KVClaim(request_id="r", attempt=0, source_id="a", source_epoch=1, sink_epoch=2, num_prompt_tokens=4)
     for sender, to in ((first, second), (second, first)):
-        for message in (claim, KVWait(request_id="r", attempt=0, queue_position=0)):
+        for message in (claim, KVWait(request_id="r", attempt=0)):
             sender.control.send(to.peer_id, message)
         until(lambda to=to: len(to.of(Received)) == 2)
         assert [event.peer_id for event in to.of(Received)] == [sender.peer_id] * 2

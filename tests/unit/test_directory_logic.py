@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.discovery import Discovery
-from tandem.kv_connector.directory.in_process import InProcessDirectory
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.own_view import BATCH_HASHES, OwnView
 from tandem.kv_connector.directory.records import (
@@ -393,12 +392,3 @@ def test_namespaces_share_no_key() -> None:
 def test_split_hashes_refuses_half_a_hash() -> None:
     with pytest.raises(ValueError, match="17 bytes"):
         split_hashes(b"x" * 17)
-
-
-def test_in_process_directory_is_publisher_and_reader() -> None:
-    directory = InProcessDirectory(*OWNER)
-    directory.publish(stored(1, 2))
-    directory.publish(removed(2))
-    assert directory.longest_prefix(hashes(1, 2)) == {OWNER: 1}
-    directory.close()
-    assert directory.longest_prefix(hashes(1, 2)) == {}

@@ -32,7 +32,7 @@ def test_a_source_hears_nobody_but_its_sink(kind: type[Message]) -> None:
     manager = duo.source.manager
     machine = manager._records[KEY].machine
     assert machine.state is SourceState.READY
-    fields = {"grant_id": machine.grant_id, "reason": "", "indices": (0,), "round": 1, "queue_position": 0}
+    fields = {"grant_id": machine.grant_id, "reason": "", "indices": (0,), "round": 1}
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     message = kind(request_id="r", attempt=0, **known)
     for stranger in (peer_id_of("x", 2), peer_id_of("d", 3)):  # another node, another life of the same one

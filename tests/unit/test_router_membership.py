@@ -30,7 +30,8 @@ from tandem.engine.hashing import hash_blocks, root_hash
 from tandem.engine.interfaces import BlockEvent
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.security import load_cluster_keys
-from tandem.kv_connector.directory.in_process import InProcessDirectory
+from tandem.kv_connector.directory.mirror import Mirror
+from tandem.kv_connector.directory.own_view import OwnView
 from tandem.router.worker import Sources
 
 
@@ -89,9 +90,13 @@ class Found:
 def test_discovered_nodes_and_the_directory_of_prefixes(folder: Path, nodes: Nodes) -> None:
     first, second, dead = nodes.start(), nodes.start(), "tcp://127.0.0.1:1"
     found = Found(Change(dead, True), Change(first.address, True), Change(dead, False), Change(second.address, True))
-    directory = InProcessDirectory(second.node_id, second.epoch)
+    owner, directory = (second.node_id, second.epoch), Mirror()
+    directory.adopt(owner)
+    view = OwnView(owner)
     hashes = hash_blocks(np.array(LONG, dtype=np.int32), 16, root_hash(IDENTITY.key(), b""))
-    directory.publish([BlockEvent(block_hash, stored=True) for block_hash in hashes])
+    view.record([BlockEvent(block_hash, stored=True) for block_hash in hashes])
+    for batch in view.number(view.take()):
+        directory.apply(batch)
     with RouterInThread(folder, (), Sources(found, directory)) as router:
         wait_until(lambda: len(router.worker.service.cluster.views) == 2, "both nodes")
         assert set(router.worker.service.cluster._links) == {first.address, second.address}
