@@ -12,7 +12,7 @@ import math
 import torch
 from torch import nn
 
-from tandem.engine.model_config import RopeConfig
+from tandem.engine.rope_config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_logits import BLOCK, CPU, logits_in_chunks
 
 from tandem.engine.config import ModelOptions
 from tandem.engine.loader import load_model
@@ -17,31 +18,9 @@ from tandem.kernels.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.metadata import AttentionMetadataBuilder
 from tiny_models import KINDS, random_prompt, reference_greedy, reference_model, tiny_model
 
-BLOCK = 16
-CPU = torch.device("cpu")
-
 
 def load(folder: Path) -> DecoderModel:
     return load_model(folder, load_model_config(folder), ModelOptions(model=str(folder)), CPU, torch.float32)
-
-
-def logits_in_chunks(model: DecoderModel, token_ids: list[int], chunks: list[int]) -> torch.Tensor:
-    """fp32 [T, V]; the prompt computed in chunks over a pool whose blocks are not in order."""
-    config = model.config
-    num_blocks = -(-len(token_ids) // BLOCK)
-    pool = torch.zeros(num_blocks + 3, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
-    model.bind_kv_cache(pool)
-    table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))[:num_blocks].to(torch.int32)
-    parts, start = [], 0
-    for chunk in chunks:
-        positions = torch.arange(start, start + chunk)
-        slots = table[positions // BLOCK].long() * BLOCK + positions % BLOCK
-        metadata = AttentionMetadataBuilder().build([chunk], [start + chunk], table[None], slots, CPU)
-        context = ForwardContext(attn_metadata=metadata, no_compile_layers=model.attention_layers)
-        with torch.inference_mode(), set_forward_context(context):
-            parts.append(model.compute_logits(model(torch.tensor(token_ids[start : start + chunk]), positions)))
-        start += chunk
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
