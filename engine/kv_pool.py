@@ -104,12 +104,10 @@ def _on_cuda(num_elements: int, dtype: torch.dtype, device: torch.device) -> tor
         ) from error
 
 
-def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int, max_model_len: int) -> int:
+def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int) -> int:
     """Blocks of the pool: as asked (`num_blocks`, then `kv_cache_memory_bytes`), else as many as `free_bytes` hold.
 
-    Raises ConfigError when the pool would be useless: fewer than MIN_BLOCKS, or sized by memory and too small for
-    one sequence of `max_model_len` tokens. A pool sized by `num_blocks` may be smaller than that; requests which
-    don't fit then fail one by one.
+    Raises ConfigError when they are fewer than MIN_BLOCKS.
     """
     if options.num_blocks:
         if options.num_blocks < MIN_BLOCKS:
@@ -117,14 +115,11 @@ def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int, max
         return options.num_blocks
     available = options.kv_cache_memory_bytes or free_bytes
     num_blocks = max(available, 0) // layout.stride_bytes
-    needed = max(-(-max_model_len // layout.block_size), MIN_BLOCKS)
-    if num_blocks < needed:
+    if num_blocks < MIN_BLOCKS:
         source = "kv_cache_memory_bytes" if options.kv_cache_memory_bytes else "free memory"
-        fits = num_blocks * layout.block_size
-        remedy = f"lower max_model_len to {fits} or less" if num_blocks >= MIN_BLOCKS else "use a smaller model"
         raise ConfigError(
-            f"{source} of {available / (1 << 20):.0f} MiB holds {num_blocks} KV blocks of {layout.block_size} tokens; "
-            f"one sequence of max_model_len {max_model_len} needs {needed}: {remedy}, or give more memory"
+            f"{source} of {available / (1 << 20):.0f} MiB holds {num_blocks} KV blocks of {layout.block_size} tokens "
+            f"and a pool needs at least {MIN_BLOCKS}: use a smaller model, or give more memory"
         )
     return num_blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,8 @@ from tandem.engine.memory_profile import profile_free_bytes
 from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
 from tandem.engine.parallel.group import Membership, TensorParallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -119,4 +122,20 @@ def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
     group = loaded.model.group
     if group is not None:
         free = group.smallest(free)
-    return num_blocks_for(options.cache, loaded.layout, free, loaded.max_model_len)
+    return num_blocks_for(options.cache, loaded.layout, free)
+
+
+def with_length_that_fits(loaded: LoadedModel, options: NodeOptions, num_blocks: int) -> LoadedModel:
+    """The same model, with a length of which one sequence fits into a pool of `num_blocks`.
+
+    Warns when the model's own length does not; raises ConfigError when the configured one does not.
+    """
+    fits, wanted = num_blocks * options.cache.block_size, loaded.max_model_len
+    if wanted <= fits:
+        return loaded
+    pool = f"the KV pool of {num_blocks} blocks of {options.cache.block_size} tokens holds {fits}"
+    remedy = "--num-blocks, --kv-cache-memory-bytes or --gpu-memory-utilization give it more"
+    if options.model.max_model_len:
+        raise ConfigError(f"--max-model-len is {wanted}, but {pool}: lower it to {fits} or less, or {remedy}")
+    logger.warning("the model takes %d tokens, but %s: max_model_len is %d; %s", wanted, pool, fits, remedy)
+    return replace(loaded, max_model_len=fits)

@@ -29,7 +29,7 @@ from tandem.engine.errors import ConfigError, HandshakeError, TandemError
 from tandem.engine.interfaces import LowerTiers, NoTiers
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
-from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
+from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults, with_length_that_fits
 from tandem.engine.parallel.ranks import start_ranks
 from tandem.engine.process_log import start_log
 from tandem.engine.runner import ModelRunner
@@ -87,6 +87,7 @@ class NodeProcess:
         node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
         epoch = secrets.randbits(64)
         num_blocks = size_pool(self.loaded, options)
+        self.loaded = with_length_that_fits(self.loaded, options, num_blocks)
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
         self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None

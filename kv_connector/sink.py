@@ -77,7 +77,7 @@ class SinkManager(SinkPeers):
         self._run(record, record.machine.on_submit(submit.peer.epoch))
         if record.machine.state in OVER:
             self._unpin(record)
-        elif record.num_blocks + 1 > self._pool.num_blocks:
+        elif -(-(record.num_tokens + 1) // self._block_size) > self._pool.num_blocks:  # with its first token's KV
             record.reason = outcomes.TOO_LARGE
             self._run(record, record.machine.on(E.DEADLINE))
         self._settle(record)

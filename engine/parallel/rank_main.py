@@ -54,6 +54,7 @@ def _run(commands: socket.socket) -> None:
     loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
     options = with_device_defaults(options, loaded.device)
     num_blocks = size_pool(loaded, options)
+    max_model_len = min(loaded.max_model_len, num_blocks * options.cache.block_size)  # rank 0 says so
     if ranks_share_pool(loaded.layout, loaded.device):
         file = receive_pool_file(commands)
         if file is None:
@@ -66,7 +67,7 @@ def _run(commands: socket.socket) -> None:
             loaded.model.group.share_memory(pool)
     eos = loaded.config.eos_token_ids
     runner = ModelRunner(
-        loaded.model, pool, options.scheduler, options.cache.block_size, loaded.max_model_len, eos,
+        loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos,
         report_failed=partial(send_failed, commands),
     )  # fmt: skip
     gc.collect()

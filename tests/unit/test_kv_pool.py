@@ -61,16 +61,16 @@ def test_stride_may_exceed_the_payload():
     ],
 )
 def test_num_blocks(options, free_bytes, expected):
-    assert num_blocks_for(options, LAYOUT, free_bytes, max_model_len=80) == expected
+    assert num_blocks_for(options, LAYOUT, free_bytes) == expected
 
 
-def test_a_pool_below_one_sequence_names_the_remedy():
-    with pytest.raises(ConfigError, match=r"holds 9 KV blocks .* needs 10: lower max_model_len to 72 or less"):
-        num_blocks_for(CacheOptions(), LAYOUT, 9 * 1536, max_model_len=80)
+def test_a_pool_of_too_few_blocks_names_the_remedy():
+    with pytest.raises(ConfigError, match=r"holds 1 KV blocks .* at least 2: use a smaller model, or give more"):
+        num_blocks_for(CacheOptions(), LAYOUT, 2 * 1536 - 1)
     with pytest.raises(ConfigError, match="smaller model"):
-        num_blocks_for(CacheOptions(), LAYOUT, -5, max_model_len=80)
+        num_blocks_for(CacheOptions(), LAYOUT, -5)
     with pytest.raises(ConfigError, match="at least 2"):
-        num_blocks_for(CacheOptions(num_blocks=1), LAYOUT, 0, max_model_len=80)
+        num_blocks_for(CacheOptions(num_blocks=1), LAYOUT, 0)
 
 
 def test_host_share_is_capped():
