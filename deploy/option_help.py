@@ -75,6 +75,7 @@ OPTION_HELP: dict[str, str] = {
     "rebalance_kv": "move running sequences to a decode node whose KV pool is less full by this share of it (0: off)",
     "local_tail_tokens": "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner",
     "api_keys_file": "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication",
+    "generation_config": "sampling defaults of requests: the model's own (auto), OpenAI's (none) or those of a folder",
     # of the launcher alone
     "prefill": "number of prefill nodes; with --decode: a local cluster instead of a single node",
     "decode": "number of decode nodes; with --prefill: a local cluster instead of a single node",

@@ -113,7 +113,7 @@ class NodeOptions:
 class RouterOptions:
     """One router (several worker processes share the port)."""
 
-    model: ModelOptions  # for the tokenizer only
+    model: ModelOptions  # for the tokenizer and for sampling defaults
     host: str = "127.0.0.1"
     port: int = 8000
     workers: int = 0  # 0: one for four cores, at most 8
@@ -131,5 +131,7 @@ class RouterOptions:
     rebalance_kv: float = 0.0
     local_tail_tokens: int = 256  # an uncached tail up to this may be computed on the decode node itself
     api_keys_file: str = ""
+    # Whose generation_config.json says how to sample where a request doesn't: auto (the model's), none, or a folder.
+    generation_config: str = "auto"
     ready_fd: int = -1
     launcher_address: str = ""

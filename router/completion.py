@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.errors import InvalidRequestError, ModelNotFoundError
+from tandem.engine.generation_config import SamplingDefaults
 from tandem.engine.hashing import EVERYBODYS, Secrecy
 from tandem.engine.sampling_params import SamplingParams
 from tandem.router.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
 from tandem.router.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 DEFAULT_MAX_TOKENS = 16
 MAX_SEQUENCES = 4096
@@ -76,9 +80,16 @@ def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:
 
 
 def plan_prompts(
-    body: CompletionBody, prompts: Prompts, prompt_ids: list[list[int]], facts: ModelFacts
+    body: CompletionBody,
+    prompts: Prompts,
+    prompt_ids: list[list[int]],
+    facts: ModelFacts,
+    defaults: SamplingDefaults,
 ) -> list[PromptPlan]:
-    """Raises InvalidRequestError when ids or lengths are beyond the model, naming prompt, max_tokens or the list."""
+    """One plan for each prompt; what the body leaves open is as in `defaults`.
+
+    Raises InvalidRequestError when ids or lengths are beyond the model, naming prompt, max_tokens or the list.
+    """
     if len(prompts) * body.num_generated > MAX_SEQUENCES:
         raise InvalidRequestError(
             f"{len(prompts)} prompts with {body.num_generated} samples each are more than {MAX_SEQUENCES} sequences",
@@ -92,7 +103,7 @@ def plan_prompts(
         token_ids = np.array(ids, dtype=np.int32)
         if int(token_ids.max()) >= facts.vocab_size:
             _check_token_ids(ids, facts.vocab_size, "prompt")
-        sampling = _sampling(body, logit_bias, _max_tokens(body, len(ids), facts))
+        sampling = _sampling(body, logit_bias, _max_tokens(body, len(ids), facts, defaults), defaults)
         plans.append(PromptPlan(token_ids, prompt if isinstance(prompt, str) else None, sampling))
     return plans
 
@@ -115,11 +126,11 @@ def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
         )
 
 
-def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts) -> int:
+def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts, defaults: SamplingDefaults) -> int:
     room = facts.max_model_len - num_prompt_tokens
     wanted = body.max_tokens
     if wanted is None:
-        wanted = min(DEFAULT_MAX_TOKENS, room)
+        wanted = min(defaults.max_new_tokens or DEFAULT_MAX_TOKENS, room)
         if (body.min_tokens or 0) > wanted:
             raise InvalidRequestError(
                 f"min_tokens ({body.min_tokens}) is greater than max_tokens ({wanted} by default)", param="min_tokens"
@@ -133,7 +144,9 @@ def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts)
     return wanted
 
 
-def _sampling(body: CompletionBody, logit_bias: tuple[tuple[int, float], ...], max_tokens: int) -> SamplingParams:
+def _sampling(
+    body: CompletionBody, logit_bias: tuple[tuple[int, float], ...], max_tokens: int, defaults: SamplingDefaults
+) -> SamplingParams:
     num_logprobs = body.logprobs
     if num_logprobs is None and body.num_generated > body.num_samples:
         num_logprobs = 0  # the best are chosen by their log-probability
@@ -143,11 +156,11 @@ def _sampling(body: CompletionBody, logit_bias: tuple[tuple[int, float], ...], m
     return SamplingParams(
         max_tokens=max(1, max_tokens),  # max_tokens = 0 (echo alone): the one token is not shown
         min_tokens=body.min_tokens or 0,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
-        min_p=body.min_p or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        temperature=_first(body.temperature, defaults.temperature, 1.0),
+        top_k=max(0, _first(body.top_k, defaults.top_k, 0)),
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=logit_bias,
@@ -157,3 +170,9 @@ def _sampling(body: CompletionBody, logit_bias: tuple[tuple[int, float], ...], m
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
     )
+
+
+def _first(asked: T | None, default: T | None, otherwise: T) -> T:
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from tandem.router.sources import open_sources
 from tandem.router.worker import LauncherBeat, Worker, stop_on_signals
 from tandem.router.worker_group import WorkerGroup
 
+logger = logging.getLogger(__name__)
+
 # More objects than before that bring the garbage collector in. Requests leave it nothing to do, and each of its rounds
 # stops all streams for milliseconds.
 YOUNG_OBJECTS = 50_000
@@ -33,10 +36,11 @@ def run_router(options: RouterOptions) -> int:
     start_log()
     options = replace(options, workers=options.workers or default_workers(os.cpu_count() or 1))
     if options.workers > 1:
-        Worker(options)  # what can't be used is said here, once
+        _say_defaults(Worker(options), options)  # what can't be used is said here, once
         return WorkerGroup(options, run_worker, lambda port: _say_ready(options.ready_fd, port)).run()
     sock = bind(options.host, options.port, share_port=False)
     worker = Worker(options)
+    _say_defaults(worker, options)
     beat = LauncherBeat(options.launcher_address, worker.info.node_id) if options.launcher_address else None
     try:
         _run(worker, options, sock, lambda port: _say_ready(options.ready_fd, port), beat or (lambda: None))
@@ -44,6 +48,14 @@ def run_router(options: RouterOptions) -> int:
         if beat is not None:
             beat.close()
     return 0
+
+
+def _say_defaults(worker: Worker, options: RouterOptions) -> None:
+    logger.info(
+        "where a request doesn't say how to sample: %s (--generation-config %s)",
+        worker.sampling_defaults,
+        options.generation_config,
+    )
 
 
 def default_workers(num_cores: int) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
+from tandem.engine.generation_config import SamplingDefaults
 from tandem.engine.messages import Accepted, Cancel, Cancelled, Migrated, PromptLogprobs, RequestFailed, Tokens
 from tandem.router.api_keys import Tenant
 from tandem.router.cluster import Cluster
@@ -47,9 +48,10 @@ class CompletionService:
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         privacy: Privacy,
+        defaults: SamplingDefaults,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._privacy = privacy
+        self._privacy, self._defaults = privacy, defaults
         self.options, self.cluster, self.tokenizer, self.metrics = options, cluster, tokenizer, metrics
         self.encoder = PromptEncoder(tokenizer)
         self._factory = GenerationFactory(options, tokenizer)
@@ -81,7 +83,7 @@ class CompletionService:
         facts = self.facts()
         check_model(body.model, facts)
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts)
-        plans = plan_prompts(body, prompts, prompt_ids, facts)
+        plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults)
         return body, [self._privacy.apply(plan, tenant, body.cache_salt or "") for plan in plans]
 
     def start(

@@ -13,12 +13,14 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import zmq
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import UnavailableError
+from tandem.engine.generation_config import sampling_defaults
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.messages import NodeInfo
 from tandem.engine.security import load_cluster_keys
@@ -62,6 +64,7 @@ class Worker:
         self._options, self._seat = options, seat
         self._api_keys = ApiKeys(options.api_keys_file, self._cluster_keys.tenant_salt)
         self._tokenizer = Tokenizer(options.model.model)
+        self.sampling_defaults = sampling_defaults(Path(options.model.model), options.generation_config)
         self.service: CompletionService  # made by `run`, on its event loop
         self._server: Server | None = None
 
@@ -82,7 +85,12 @@ class Worker:
         cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory, siblings)
         metrics = RouterMetrics(lambda: cluster.views, sources.counters)
         self.service = service = CompletionService(
-            self._options, cluster, self._tokenizer, metrics, Privacy(self._tokenizer, self._api_keys.public_prefixes)
+            self._options,
+            cluster,
+            self._tokenizer,
+            metrics,
+            Privacy(self._tokenizer, self._api_keys.public_prefixes),
+            self.sampling_defaults,
         )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S

@@ -23,6 +23,7 @@ ALLOWED = {
 ROUTER_MAY = (
     "engine.config",
     "engine.errors",
+    "engine.generation_config",
     "engine.hashing",
     "engine.interfaces",
     "engine.kv_layout",
