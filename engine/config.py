@@ -92,6 +92,7 @@ class NodeOptions:
     node_id: str = ""  # "": role and a random suffix
     host: str = "127.0.0.1"
     port: int = 0  # 0: any free port
+    advertise_host: str = ""  # by which peers and routers reach this node, if that is not `host`
     device: Device = "auto"
     device_index: int = 0
     tensor_parallel_size: int = 1  # GPUs of this node, from device_index on

@@ -13,6 +13,13 @@ from tandem.engine.security import ClusterKeys
 Socket = zmq.Socket[bytes]
 
 
+def advertised(address: str, host: str) -> str:
+    """The address (tcp://host:port) of a bound socket as others reach it: by `host`, unless that is ""."""
+    if not host:
+        return address
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{address.rpartition(':')[2]}"
+
+
 class ControlSockets:
     """`bind` first, on any thread; then all but `wake` belongs to one thread, which ends with `close`."""
 

@@ -23,6 +23,7 @@ from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
 from tandem.engine.control_events import ControlEvent, Received
 from tandem.engine.control_plane import ControlPlane
+from tandem.engine.control_sockets import advertised
 from tandem.engine.core import EngineCore
 from tandem.engine.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
@@ -225,7 +226,7 @@ class NodeProcess:
             node_id=node_id,
             epoch=epoch,
             role=self.options.role,
-            control_address=address,
+            control_address=advertised(address, self.options.advertise_host),
             host_id=host_id(),
             pid=os.getpid(),
             identity=loaded.identity,

@@ -97,7 +97,8 @@ class LinkTransport(ABC):
             export = msgspec.msgpack.decode(peer.transports[self.name], type=LinkExport)
         except (KeyError, msgspec.MsgspecError) as error:
             raise TransportError(f"{peer.node_id} exports no pool for {self.name}") from error
-        host = _control_host(peer) if export.host in _WILDCARDS else export.host
+        # Where a peer is reached may not be what it listens on; its control address says it.
+        host = _control_host(peer) if peer.control_address or export.host in _WILDCARDS else export.host
         me = (self.pool.node_id, self.pool.epoch)
         sock = dial((host, export.port), me, (peer.node_id, peer.epoch), self._key, self._timeout_s)
         try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
@@ -23,14 +25,27 @@ EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "3
 class RealCluster:
     """Context manager around one `tandem serve`. Prompts longer than a block are handed over, never computed twice."""
 
-    def __init__(self, model: Path, *arguments: str, start_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *arguments: str,
+        start_s: float = 60.0,
+        log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`log`: a file for what the processes say, kept; `environment`: variables beside those of this process."""
         self._start_s = start_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.model = model.name
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._log = tempfile.TemporaryFile() if log is None else log.open("w+b")  # noqa: SIM115
         command = [sys.executable, "-m", "tandem.deploy.cli", "serve", str(model), "--port", str(self.port)]
-        self.process = subprocess.Popen([*command, *TINY, *EAGER, *arguments], stdout=self._log, stderr=self._log)
+        self.process = subprocess.Popen(
+            [*command, *TINY, *EAGER, *arguments],
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, **(environment or {})},
+        )
         self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def __enter__(self) -> RealCluster:

@@ -15,6 +15,7 @@ from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
 from tandem.engine.control_events import PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.control_plane import ControlPlane
+from tandem.engine.control_sockets import advertised
 from tandem.engine.errors import ConfigError, HandshakeError
 from tandem.engine.messages import (
     Cancel,
@@ -33,6 +34,19 @@ from tandem.engine.security import ClusterKeys, load_cluster_keys
 
 QUICK = Timeouts(heartbeat_s=0.04, peer_lost_s=0.4, connect_s=0.5)
 PLAIN = ClusterKeys(b"loopback only", curve=False)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("", "tcp://0.0.0.0:7001"),
+        ("10.0.0.1", "tcp://10.0.0.1:7001"),
+        ("node-1.nodes", "tcp://node-1.nodes:7001"),
+        ("fd00::1", "tcp://[fd00::1]:7001"),
+    ],
+)
+def test_an_advertised_host_takes_the_place_of_the_bound_one(host: str, expected: str) -> None:
+    assert advertised("tcp://0.0.0.0:7001", host) == expected
 
 
 class Plane:

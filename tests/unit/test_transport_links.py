@@ -75,6 +75,19 @@ def test_tcp_takes_the_control_host_for_a_wildcard(make_pair):
         source.connect(msgspec.structs.replace(info, control_address=""))
 
 
+def test_tcp_goes_to_the_advertised_host_on_the_port_of_the_export(make_pair):
+    source, sink, _ = make_pair("tcp")
+    port = msgspec.msgpack.decode(sink.info.transports["tcp"], type=LinkExport).port
+    info = msgspec.structs.replace(sink.info, control_address="tcp://127.0.0.2:5555")
+    with socket.create_server(("127.0.0.2", port)) as relay:
+        relay.settimeout(10)
+        thread = threading.Thread(target=lambda: relay.accept()[0].close())
+        thread.start()
+        with pytest.raises(PeerLostError):
+            source.connect(info)
+        thread.join()
+
+
 def altered_export(info, **changes):
     export = msgspec.structs.replace(msgspec.msgpack.decode(info.transports["shm"], type=MappedExport), **changes)
     return msgspec.structs.replace(info, transports={"shm": msgspec.msgpack.encode(export)})
