@@ -1,0 +1,89 @@
+"""`.venv/bin/python tests/soak COMMAND --help`: kill campaigns, memory soaks, and a table of what they found.
+
+Any number may run at the same time, each with a folder and a seed of its own: ports are chosen free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the demo model is small: one thread for each node is fastest
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "fakes"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="tests/soak", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    kill = commands.add_parser("kill", help="hurt a cluster at random moments and compare every answer")
+    kill.add_argument("--moments", type=int, default=50)
+    kill.add_argument("--kinds", default="kill,redis,disk,network,clock", help="which moments, with commas between")
+    kill.add_argument("--seconds-limit", type=float, default=3600, help="no new moment after this")
+    kill.add_argument("--asks", type=int, default=40, help="different requests, whose right answers are made first")
+    kill.add_argument("--longest-s", type=float, default=20, help="of a pause, a cut, a full disk")
+    kill.add_argument("--arguments", default="", help="more options of `tandem serve`, in one string")
+    kill.add_argument("--workers", type=int, default=2, help="router processes")
+    memory = commands.add_parser("memory", help="sample memory, descriptors and threads of a cluster that serves")
+    memory.add_argument("--minutes", type=float, default=20)
+    memory.add_argument("--max-tokens", type=int, default=120, help="of a request; few make it a load of prompts")
+    memory.add_argument("--arguments", default="", help="more options of `tandem serve`, in one string")
+    for each in (kill, memory):
+        each.add_argument("--seed", type=int, default=1)
+        each.add_argument("--transport", default="shm", help="shm, tcp, nixl …; local: one unified node")
+        each.add_argument("--prefill", type=int, default=1)
+        each.add_argument("--decode", type=int, default=2)
+        each.add_argument("--clients", type=int, default=6)
+        each.add_argument("--folder", type=Path, required=True, help="for logs and summary.json; made where missing")
+    table = commands.add_parser("table", help="summaries of campaigns as the tables of docs/verification.md")
+    table.add_argument("summaries", type=Path, nargs="+", help="summary.json files, or folders with such below")
+    options = parser.parse_args()
+    return {"kill": run_kill, "memory": run_memory, "table": run_table}[options.command](options)
+
+
+def run_kill(options: argparse.Namespace) -> int:
+    from campaign import KINDS, Plan, run_campaign
+    from wall_clock import find_compiler
+
+    kinds = tuple(options.kinds.split(","))
+    unknown = set(kinds) - set(KINDS)
+    if unknown:
+        sys.exit(f"--kinds: {', '.join(sorted(unknown))} are none of {', '.join(KINDS)}")
+    if "clock" in kinds and find_compiler() is None:
+        print("no C compiler: clocks won't jump", file=sys.stderr)
+        kinds = tuple(kind for kind in kinds if kind != "clock")
+    plan = Plan(
+        folder=options.folder.resolve(), num_moments=options.moments, seed=options.seed, transport=options.transport,
+        kinds=kinds, seconds_limit=options.seconds_limit, prefill=options.prefill, decode=options.decode,
+        workers=options.workers, clients=options.clients, num_asks=options.asks, longest_s=options.longest_s,
+        arguments=tuple(options.arguments.split()),
+    )  # fmt: skip
+    summary = run_campaign(plan)
+    print((plan.folder / "summary.json").read_text(), end="")
+    return 1 if summary.failures else 0
+
+
+def run_memory(options: argparse.Namespace) -> int:
+    from memory import MemoryPlan, run_memory_soak
+
+    plan = MemoryPlan(
+        folder=options.folder.resolve(), minutes=options.minutes, seed=options.seed, transport=options.transport,
+        prefill=options.prefill, decode=options.decode, clients=options.clients,
+        max_tokens=options.max_tokens, arguments=tuple(options.arguments.split()),
+    )  # fmt: skip
+    summary = run_memory_soak(plan)
+    print((plan.folder / "summary.json").read_text(), end="")
+    grows = any(each["verdict"] == "growth" for each in summary["verdicts"])
+    return 1 if grows or summary["hung"] or summary["wrong"] else 0
+
+
+def run_table(options: argparse.Namespace) -> int:
+    from table import print_tables
+
+    print_tables(options.summaries)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,253 @@
+"""One campaign: a cluster, clients, moments that hurt it, and the proof that nothing was lost, wrong or leaked."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import secrets
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from asks import Ask, make_asks
+from clients import Clients
+from moments import Arena, Moment, NoTarget, moments
+from processes import MARK, levels, shared_segments, wait_for_none
+from relay import RELAY_HOST, Relay
+from wall_clock import WallClock
+
+from real_cluster import RealCluster
+from redis_process import RedisProcess, running_redis
+from tandem.deploy.options import DEMO_MODEL
+
+KINDS = ("kill", "redis", "disk", "network", "clock")
+HOST_TIER_BYTES, DISK_TIER_BYTES = 1 << 20, 32 << 20
+POOLS = (256, 96)  # blocks of 16 tokens: roomy, or so few that requests wait and caches are evicted
+MORE_FDS, MORE_THREADS = 16, 6  # than at first that a process may hold at the end: connections that come when used
+TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one campaign is; `seconds_limit` ends it early, after the moment that it interrupts."""
+
+    folder: Path
+    num_moments: int = 50
+    seed: int = 1
+    transport: str = "shm"  # local: one unified node
+    kinds: tuple[str, ...] = KINDS
+    seconds_limit: float = 3600.0
+    prefill: int = 1
+    decode: int = 2
+    workers: int = 2
+    clients: int = 6
+    num_asks: int = 40
+    longest_s: float = 20.0
+    restart_s: float = 120.0
+    arguments: tuple[str, ...] = ()  # more options of `tandem serve`
+
+    @property
+    def is_split(self) -> bool:
+        return self.transport != "local"
+
+    @property
+    def roles(self) -> list[str]:
+        return ["prefill", "decode"] if self.is_split else ["unified"]
+
+    @property
+    def num_nodes(self) -> int:
+        return self.prefill + self.decode if self.is_split else 1
+
+
+@dataclass
+class Summary:
+    """One line of JSON in summary.json. `failures` is empty where every promise held."""
+
+    seed: int
+    transport: str
+    kinds: str
+    moments: int = 0
+    struck: dict[str, int] = field(default_factory=dict)
+    requests: int = 0
+    ends: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, int] = field(default_factory=dict)
+    slowest_s: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+    tracebacks: int = 0
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def run_campaign(plan: Plan) -> Summary:
+    """Never raises for what the cluster did: that stands in the summary, which is also left in the folder."""
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    summary = Summary(plan.seed, plan.transport, ",".join(plan.kinds))
+    started, mark = time.monotonic(), f"{plan.seed}-{secrets.token_hex(4)}"
+    try:
+        asks = undisturbed(plan, mark)
+        with _arena(plan, mark) as arena:
+            _Run(plan, arena, asks, summary).run()
+    except Exception as error:  # whatever it is, it belongs into the summary
+        traceback.print_exc()
+        summary.failures.append(f"{type(error).__name__}: {str(error)[:2000]}")
+    summary.failures += [f"a process outlived its cluster: {name}" for name in wait_for_none(mark, 30)]
+    left = [path.name for path in (plan.folder / "tmp").iterdir()]
+    if left:
+        summary.failures.append(f"left in the temporary folder: {sorted(left)}")
+    log = (plan.folder / "cluster.log").read_text(errors="replace")
+    summary.tracebacks = len(TRACEBACK.findall(log))
+    summary.seconds = round(time.monotonic() - started, 1)
+    line = json.dumps(asdict(summary))
+    (plan.folder / "summary.json").write_text(line + "\n")
+    return summary
+
+
+def undisturbed(plan: Plan, mark: str) -> list[Ask]:
+    """Requests with the answers of one node that serves them one at a time."""
+    temporary = plan.folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    environment = {MARK: mark, "TMPDIR": str(temporary)}
+    log = plan.folder / "reference.log"
+    with RealCluster(DEMO_MODEL, "--workers", "1", start_s=180, log=log, environment=environment) as reference:
+        return make_asks(reference.url, random.Random(plan.seed), plan.num_asks)
+
+
+@contextlib.contextmanager
+def _arena(plan: Plan, mark: str) -> Iterator[Arena]:
+    rng = random.Random(f"moments {plan.seed}")
+    disk = plan.folder / "disk"
+    environment = {MARK: mark, "TMPDIR": str(plan.folder / "tmp")}
+    clock = None
+    if "clock" in plan.kinds:
+        clock = WallClock(plan.folder)
+        environment |= clock.environment
+    arguments = [*_arguments(plan, rng, disk)]
+    with contextlib.ExitStack() as stack:
+        redis: RedisProcess | None = None
+        relay: Relay | None = None
+        arena: Arena | None = None
+        if plan.is_split and "network" in plan.kinds:
+            redis = stack.enter_context(running_redis())
+            relay = Relay(lambda: {} if arena is None else arena.processes())
+            stack.callback(relay.close)
+            redis_url = f"redis://127.0.0.1:{relay.relay_redis(redis.port)}/0"
+            arguments += ["--redis-url", redis_url, "--advertise-host", RELAY_HOST]
+        log = plan.folder / "cluster.log"
+        cluster = RealCluster(DEMO_MODEL, *arguments, start_s=180, log=log, environment=environment)
+        arena = Arena(cluster, rng, disk, plan.longest_s, relay, redis, clock)
+        stack.enter_context(cluster)
+        yield arena
+        _end_cluster(cluster)
+
+
+def _arguments(plan: Plan, rng: random.Random, disk: Path) -> Iterator[str]:
+    yield from ("--workers", str(plan.workers), "--request-s", "60", "--drain-s", "20")
+    yield from ("--num-blocks", str(rng.choice(POOLS)), "--host-tier-bytes", str(HOST_TIER_BYTES))
+    yield from ("--disk-tier-bytes", str(DISK_TIER_BYTES), "--disk-tier-dir", str(disk))
+    if plan.is_split:
+        yield from ("--transport", plan.transport, "--rebalance-kv", "0.2")
+        yield from ("--prefill", str(plan.prefill), "--decode", str(plan.decode))
+    yield from plan.arguments
+
+
+def _end_cluster(cluster: RealCluster) -> None:
+    cluster.process.terminate()
+    code = cluster.process.wait(60)
+    assert code == 0, f"SIGTERM ended `tandem serve` with exit code {code}"
+
+
+class _Run:
+    """The moments of a campaign, one after the other."""
+
+    def __init__(self, plan: Plan, arena: Arena, asks: list[Ask], summary: Summary) -> None:
+        self._plan, self._arena, self._asks, self._summary = plan, arena, asks, summary
+        self._cluster = arena.cluster
+        self._segments: set[str] = set()
+
+    def run(self) -> None:
+        plan, cluster = self._plan, self._cluster
+        cluster.wait_until_ready(plan.num_nodes, plan.restart_s)
+        self._exercise(20)
+        first = levels(self._arena.processes())
+        clients = Clients(cluster.url, lambda rng: rng.choice(self._asks), plan.seed, plan.clients)
+        try:
+            self._hurt(clients)
+        finally:
+            hung = clients.stop()
+            self._count(clients, hung)
+        cluster.wait_until_ready(plan.num_nodes, plan.restart_s)
+        self._exercise(20)
+        cluster.wait_until_whole(60)
+        self._compare_levels(first)
+        names = ("pull_completed", "tier_loaded_bytes", "tier_disk_hits", "tier_disk_dropped")
+        self._summary.counters = {name: cluster.counter(name) for name in names}
+        self._summary.counters["moved"] = cluster.router_metric("migration_pause_s_count")
+        self._check_segments()
+
+    def _hurt(self, clients: Clients) -> None:
+        plan = self._plan
+        roles = plan.roles
+        every = moments(set(plan.kinds), roles)
+        if plan.workers < 2:
+            every = {name: moment for name, moment in every.items() if "router-worker" not in name}
+        deadline = time.monotonic() + plan.seconds_limit
+        order: list[str] = []
+        while self._summary.moments < plan.num_moments and time.monotonic() < deadline and not clients.wrong:
+            if not order:  # each kind before any kind again
+                order = self._arena.rng.sample(sorted(every), len(every))
+            name = order.pop()
+            self._moment(name, every[name], clients)
+
+    def _moment(self, name: str, moment: Moment, clients: Clients) -> None:
+        rng, cluster = self._arena.rng, self._cluster
+        time.sleep(rng.random() * 2)
+        self._segments |= shared_segments(self._arena.processes())
+        self._summary.moments += 1
+        try:
+            said = moment(self._arena)
+            self._summary.struck[name] = self._summary.struck.get(name, 0) + 1
+        except NoTarget as error:
+            said = f"{name}: nothing to hurt ({error})"
+        print(f"{time.strftime('%H:%M:%S')} {self._summary.moments:4} {said}; {dict(clients.ends)}", flush=True)
+        num_nodes = self._plan.num_nodes if rng.random() < 0.7 else 1
+        cluster.wait_until_ready(num_nodes, self._plan.restart_s)
+
+    def _exercise(self, count: int) -> None:
+        """Every connection and thread that serving needs exists after it."""
+        clients = Clients(self._cluster.url, lambda rng: rng.choice(self._asks), self._plan.seed, self._plan.clients)
+        deadline = time.monotonic() + 60
+        while clients.ends["equal"] < count and time.monotonic() < deadline:
+            time.sleep(0.1)
+        hung = clients.stop()
+        self._count(clients, hung)
+        assert clients.ends["equal"] >= count, f"an undisturbed cluster answers {dict(clients.ends)}"
+        self._cluster.wait_until_whole(60)
+
+    def _count(self, clients: Clients, hung: int) -> None:
+        summary = self._summary
+        summary.ends = dict(Counter(summary.ends) + clients.ends)
+        summary.errors = dict(Counter(summary.errors) + clients.errors)
+        summary.requests += clients.ends.total()
+        summary.slowest_s = round(max(summary.slowest_s, clients.slowest_s), 1)
+        summary.failures += clients.wrong[:20]
+        if hung:
+            summary.failures.append(f"{hung} requests did not end")
+
+    def _compare_levels(self, first: dict[str, tuple[int, int]]) -> None:
+        for name, (fds, threads) in levels(self._arena.processes()).items():
+            before = first.get(name)
+            if before and (fds > before[0] + MORE_FDS or threads > before[1] + MORE_THREADS):
+                text = f"{name}: {before[0]} → {fds} descriptors, {before[1]} → {threads} threads"
+                self._summary.failures.append(text)
+
+    def _check_segments(self) -> None:
+        """Those of processes that are gone must be gone."""
+        alive = shared_segments(self._arena.processes())
+        left = [path for path in self._segments - alive if Path(path).exists()]
+        if left:
+            self._summary.failures.append(f"left in shared memory: {sorted(left)}")
