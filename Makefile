@@ -1,7 +1,7 @@
 # make serve   set everything up and serve the demo model on port 8000     make serve ARGS="--port 9000"
 # make test    set everything up, a redis-server included, and run the tests
 # make dev     what an editor and a type checker need       make check   ruff and mypy
-# make soak    the long campaigns that `make test` leaves out
+# make soak    the long campaigns that `make test` leaves out (SOAK_MOMENTS, SOAK_SECONDS, SOAK_SEED: docs/verification.md)
 # make test-gpu    the tests that need a GPU, recorded in tests/gpu/RESULTS.md    make test-gpus   those of several GPUs alone
 #
 # Nothing needs to be installed by hand before: Python >= 3.10 and the system's package manager are enough.

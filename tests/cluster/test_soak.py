@@ -1,7 +1,7 @@
 """Clusters that are hurt at random moments under load, by every kind of moment of tests/soak: each answer equals an
 undisturbed node's, every request ends, nothing is leaked. And one that only serves, and doesn't grow.
 
-SOAK_MOMENTS (120) says how many moments, shared out among the settings, SOAK_SEED (1) which ones, SOAK_SECONDS (420)
+SOAK_MOMENTS (120) says how many moments, shared out among the settings, SOAK_SEED (1) which ones, SOAK_SECONDS (300)
 how long the moments of one setting may take; `.venv/bin/python tests/soak kill` runs one campaign as long as you like.
 """
 
@@ -19,7 +19,7 @@ from wall_clock import find_compiler
 
 NUM_MOMENTS = int(os.environ.get("SOAK_MOMENTS", "120"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
-SECONDS = float(os.environ.get("SOAK_SECONDS", "420"))
+SECONDS = float(os.environ.get("SOAK_SECONDS", "300"))
 MINUTES = float(os.environ.get("SOAK_MINUTES", "5"))
 # Of each channel's writes; and nodes that refuse what they can't hold.
 FAULTS = ("--fault-injection", "delay:0.001,corrupt:5,drop:9,duplicate:12", "--max-queue", "3")
