@@ -146,7 +146,7 @@ def _arena(plan: Plan, mark: str) -> Iterator[Arena]:
 
 
 def _arguments(plan: Plan, rng: random.Random, disk: Path) -> Iterator[str]:
-    yield from ("--workers", str(plan.workers), "--request-s", "60", "--drain-s", "20")
+    yield from ("--workers", str(plan.workers), "--request-s", "60", "--drain-s", "20", "--peer-lost-s", "5")
     yield from ("--num-blocks", str(rng.choice(POOLS)), "--host-tier-bytes", str(HOST_TIER_BYTES))
     yield from ("--disk-tier-bytes", str(DISK_TIER_BYTES), "--disk-tier-dir", str(disk))
     if plan.is_split:

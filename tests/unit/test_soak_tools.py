@@ -1,0 +1,179 @@
+"""What campaigns judge by: a difference is seen, a relay does what it is told, growth is told from noise."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from asks import difference
+from memory import Sample, judge
+from relay import Relay, Rule
+from table import campaign_rows
+
+ANSWER = {0: {"text": "a b", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -1.0]}}}
+
+
+def changed(**fields: object) -> dict[int, dict]:
+    return {0: {**ANSWER[0], **fields}}
+
+
+@pytest.mark.parametrize(
+    "got",
+    [
+        {},
+        {**ANSWER, 1: ANSWER[0]},
+        changed(text="a c"),
+        changed(token_ids=[1]),
+        changed(token_ids=[1, 3]),
+        changed(logprobs={"token_logprobs": [-0.5, -1.003]}),
+        changed(logprobs=None),
+        changed(finish_reason="stop"),
+    ],
+)
+def test_every_difference_is_seen(got: dict[int, dict]) -> None:
+    assert difference(ANSWER, got)
+
+
+def test_rounding_is_no_difference() -> None:
+    assert difference(ANSWER, changed(logprobs={"token_logprobs": [-0.5009, -1.0]})) == ""
+
+
+# --- relay ----------------------------------------------------------------------------------------------------
+
+
+class Wire:
+    """A client of ours that has connected to a server of ours, called redis, through a relay."""
+
+    def __init__(self) -> None:
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.relay = Relay(lambda: {"router": psutil.Process(os.getpid())})
+        self.port = self.relay.relay_redis(self.server.getsockname()[1])
+        self.near, self.far = self.connect()
+
+    def connect(self) -> tuple[socket.socket, socket.socket]:
+        near = socket.create_connection(("127.0.0.1", self.port), 10)
+        self.server.settimeout(10)
+        far, _ = self.server.accept()
+        far.settimeout(10)
+        near.sendall(b"hello")
+        assert far.recv(5, socket.MSG_WAITALL) == b"hello"
+        far.sendall(b"welcome")
+        assert near.recv(7, socket.MSG_WAITALL) == b"welcome"
+        return near, far
+
+    def apply(self, fault: str, one: str = "router") -> None:
+        self.relay.apply(Rule(fault, one, "redis", "redis", delay_s=0.01))
+
+    def close(self) -> None:
+        self.relay.close()
+        for each in (self.near, self.far, self.server):
+            each.close()
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    wire = Wire()
+    yield wire
+    wire.close()
+
+
+def is_silent(sock: socket.socket) -> bool:
+    sock.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        sock.recv(1)
+    sock.settimeout(10)
+    return True
+
+
+def ends(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_what_is_stalled_comes_later(wire: Wire) -> None:
+    wire.apply("stall")
+    wire.near.sendall(b"later")
+    assert is_silent(wire.far)
+    wire.relay.apply()
+    assert wire.far.recv(5, socket.MSG_WAITALL) == b"later"
+
+
+def test_what_is_dropped_is_lost_and_the_connection_with_it(wire: Wire) -> None:
+    wire.apply("drop")
+    wire.near.sendall(b"never")
+    assert is_silent(wire.far)
+    wire.relay.apply()
+    assert ends(wire.far)
+    assert ends(wire.near)
+
+
+def test_what_is_delayed_comes_whole(wire: Wire) -> None:
+    wire.apply("delay")
+    wire.near.sendall(bytes(1 << 20))
+    received = 0
+    while received < 1 << 20:
+        received += len(wire.far.recv(1 << 16))
+
+
+def test_connections_are_reset_until_the_rule_ends(wire: Wire) -> None:
+    wire.apply("reset")
+    assert ends(wire.near)
+    assert ends(wire.far)
+    with socket.create_connection(("127.0.0.1", wire.port), 10) as refused:
+        assert ends(refused)
+    wire.relay.apply()
+    while True:  # what was refused meanwhile stands in the queue before it
+        far, _ = wire.server.accept()
+        with far:
+            if ends(far):
+                break
+    for each in wire.connect():
+        each.close()
+
+
+def test_a_half_closed_connection_still_speaks_the_other_way(wire: Wire) -> None:
+    wire.apply("half-close")
+    assert ends(wire.far)
+    wire.far.sendall(b"still")
+    assert wire.near.recv(5, socket.MSG_WAITALL) == b"still"
+
+
+def test_a_rule_between_others_changes_nothing(wire: Wire) -> None:
+    wire.apply("stall", one="decode-1")
+    wire.near.sendall(b"now")
+    assert wire.far.recv(3, socket.MSG_WAITALL) == b"now"
+
+
+# --- verdicts -------------------------------------------------------------------------------------------------
+
+
+def series(rss: list[int]) -> list[Sample]:
+    return [Sample(3.0 * i, "prefill-0", (value, value, 20, 8)) for i, value in enumerate(rss)]
+
+
+@pytest.mark.parametrize(
+    ("rss", "verdict"),
+    [
+        ([(400 << 20) + i * (1 << 20) for i in range(90)], "growth"),
+        ([(400 << 20) + min(i, 30) * (5 << 20) for i in range(90)], "plateau"),
+        ([(400 << 20) + (i % 2) * (20 << 20) for i in range(90)], "plateau"),
+    ],
+)
+def test_growth_is_told_from_a_start_and_from_noise(rss: list[int], verdict: str) -> None:
+    verdicts = {each["what"]: each["verdict"] for each in judge(series(rss))}
+    assert verdicts == {"rss": verdict, "pss": verdict, "fds": "plateau", "threads": "plateau"}
+
+
+def test_campaigns_are_added_up() -> None:
+    one = {
+        "seed": 1, "transport": "tcp", "kinds": "kill,redis", "moments": 2, "struck": {"SIGKILL decode": 2},
+        "requests": 9, "ends": {"equal": 6, "503": 1, "connection": 2}, "slowest_s": 2.5, "failures": [],
+    }  # fmt: skip
+    other = {**one, "seed": 2, "failures": ["wrong"], "slowest_s": 1.0}
+    (row,) = campaign_rows([one, other])
+    assert list(row) == ["tcp", "kill, redis", "1–2", "4", "18", "12", 0, "2", "4", 0, 0, "2.5 s", 1]
