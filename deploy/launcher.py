@@ -23,8 +23,8 @@ import msgspec
 import zmq
 
 from tandem.deploy.child_process import ChildProcess
-from tandem.deploy.cluster_plan import ChildPlan, plan_cluster, plan_single_node
-from tandem.deploy.redis_server import RedisServer
+from tandem.deploy.cluster_plan import NODES, ChildPlan, plan_cluster, plan_single_node
+from tandem.deploy.redis_server import RedisServer, free_port
 from tandem.deploy.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
 from tandem.engine.config import Timeouts
 from tandem.engine.errors import ConfigError
@@ -165,6 +165,9 @@ class Launcher:
         known = self._ready_lines.get(plan.name)
         if known is not None:
             arguments.append(f"--port={_port(known)}")  # whoever knows the address finds the successor there
+        elif plan.stage == NODES:
+            # None that the system may give to a connection while the node is down: its successor could not bind.
+            arguments.append(f"--port={free_port()}")
         self._children[plan.name] = ChildProcess(plan.name, plan.command, arguments)
 
     def _announce_when_ready(self) -> None:

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tandem.deploy.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
-from tandem.deploy.redis_server import RedisServer, answers
+from tandem.deploy.redis_server import PORTS, RedisServer, answers
 from tandem.engine.errors import ConfigError
 
 SCRIPT = """
@@ -105,6 +105,7 @@ def test_children_start_in_order_are_announced_and_drain_router_first(launch: Ca
     launcher = launch({"node": "serve", "router": "serve"})
     assert re.fullmatch(r"serving m on http://127\.0\.0\.1:\d+", launcher.first_line())
     assert launcher.lives("router")[0][2].startswith("tcp://127.0.0.1:")
+    assert int(launcher.lives("node")[0][1]) in PORTS, "a port that no connection takes while the node is down"
     code, errors = launcher.stop()
     assert code == 0
     assert "[node] node speaks" in errors
