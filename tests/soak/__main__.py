@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -39,6 +40,7 @@ def main() -> int:
     table = commands.add_parser("table", help="summaries of campaigns as the tables of docs/verification.md")
     table.add_argument("summaries", type=Path, nargs="+", help="summary.json files, or folders with such below")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # clusters end with their campaign
     return {"kill": run_kill, "memory": run_memory, "table": run_table}[options.command](options)
 
 

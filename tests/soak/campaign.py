@@ -220,7 +220,7 @@ class _Run:
     def _exercise(self, count: int) -> None:
         """Every connection and thread that serving needs exists after it."""
         clients = Clients(self._cluster.url, lambda rng: rng.choice(self._asks), self._plan.seed, self._plan.clients)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while clients.ends["equal"] < count and time.monotonic() < deadline:
             time.sleep(0.1)
         hung = clients.stop()
