@@ -50,8 +50,8 @@ OPTION_HELP: dict[str, str] = {
     "node_id": "name of this node, unique in the cluster; default: its role and a random suffix",
     "host": "address to listen on",
     "port": "port to listen on; 0: any free one",
-    "advertise_host": "host by which peers and routers reach this node (behind NAT, or listening on all interfaces); "
-    "default: --host",
+    "advertise_host": "host by which others reach this node, on the ports on which it listens (where it listens on all "
+    "interfaces, or behind a relay); default: --host",
     "device": "auto: the GPU where there is one",
     "device_index": "which of the visible GPUs",
     "tensor_parallel_size": "GPUs of one node, from --device-index on; each holds a share of the weights and KV heads",
