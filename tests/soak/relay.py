@@ -144,6 +144,8 @@ class Relay:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, target: int) -> None:
         source = writer.get_extra_info("peername")[1]
         connector = await asyncio.to_thread(_who, source, self._names)
+        if not connector:  # of a process that has just started
+            connector = await asyncio.to_thread(lambda: _who(source, self._processes()))
         try:
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target)
         except OSError:
