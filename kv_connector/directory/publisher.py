@@ -18,6 +18,7 @@ import redis
 from redis.client import Pipeline
 
 from tandem.engine.interfaces import BlockEvent
+from tandem.kv_connector.directory.outage import Outage
 from tandem.kv_connector.directory.own_view import OwnView
 from tandem.kv_connector.directory.records import (
     Batch,
@@ -71,7 +72,7 @@ class RedisPublisher:
         self._closing = False
         self._connected = False
         self._servers = RedisServers(url, self._times.io_timeout_s)
-        self._said = ""  # the error that the log holds already
+        self._outage = Outage()
         self._thread = threading.Thread(target=self._run, name="tandem-directory", daemon=True)
         self._thread.start()
 
@@ -104,9 +105,12 @@ class RedisPublisher:
             except Exception as error:  # whatever it is, a node without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
-                elif str(error) != self._said:
-                    self._said = str(error)
-                    log.warning("directory: no Redis (%s); this node goes on and publishes again later", error)
+                elif self._outage.is_to_be_said(str(error), time.monotonic()):
+                    log.warning(
+                        "directory: no Redis (%s); this node goes on and publishes again later, but who "
+                        "doesn't know it yet finds it through Redis alone",
+                        error,
+                    )
                 self._connected = False
                 self._servers.disconnect()
                 with self._lock:
@@ -132,7 +136,7 @@ class RedisPublisher:
                 self._pause(FLUSH_S)
                 self._wake.clear()
         self._flush()
-        self._said = ""
+        self._outage.over()
 
     def _pause(self, duration_s: float) -> None:
         """Sleeps, but not through a close."""

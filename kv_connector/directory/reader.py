@@ -19,6 +19,7 @@ from redis.asyncio.client import PubSub
 
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
+from tandem.kv_connector.directory.outage import Outage
 from tandem.kv_connector.directory.records import (
     TIERS,
     Batch,
@@ -64,7 +65,7 @@ class RedisDirectory:
         self._discovery = Discovery(grace_s)
         self._changes: asyncio.Queue[NodeChange] = asyncio.Queue()
         self._servers = AsyncRedisServers(url, io_timeout_s)
-        self._said = ""  # the error that the log holds already
+        self._outage = Outage()
         self._backoff_s = LEAST_BACKOFF_S
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -114,9 +115,12 @@ class RedisDirectory:
             except Exception as error:  # whatever it is, a router without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
-                elif str(error) != self._said:
-                    self._said = str(error)
-                    log.warning("directory: no Redis (%s); placement goes on with what is known", error)
+                elif self._outage.is_to_be_said(str(error), time.monotonic()):
+                    log.warning(
+                        "directory: no Redis (%s); placement goes on with what is known, but nodes are found through "
+                        "Redis alone",
+                        error,
+                    )
                 self.connected = False
                 with contextlib.suppress(*REDIS_ERRORS):
                     await self._servers.reconnect()
@@ -144,7 +148,8 @@ class RedisDirectory:
 
     def _all_is_well(self) -> None:
         """A cluster of which one server is gone takes subscriptions, but can't be read."""
-        self.connected, self._said, self._backoff_s = True, "", LEAST_BACKOFF_S
+        self.connected, self._backoff_s = True, LEAST_BACKOFF_S
+        self._outage.over()
 
     async def _take(self, data: bytes) -> None:
         try:

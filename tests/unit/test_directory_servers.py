@@ -15,8 +15,10 @@ import redis
 from redis_servers import Cluster, running_cluster, running_sentinels, running_with_users
 from redis_tls import make_certificates, running_redis_with_tls
 
+from tandem.deploy.redis_server import free_port
 from tandem.engine.errors import ConfigError
 from tandem.engine.interfaces import BlockEvent
+from tandem.kv_connector.directory import outage
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
 from tandem.kv_connector.directory.records import TIERS, KeySpace, NodeRecord
@@ -150,6 +152,7 @@ async def test_a_server_of_a_cluster_that_comes_back_empty_is_filled_again(
 # --- sentinels ------------------------------------------------------------------------------------------------------
 
 
+# README says: "a cluster or watched by Sentinels"
 async def test_a_failover_moves_the_directory_to_the_new_master() -> None:
     with running_sentinels() as watched, publishing(watched.url, "decode-1") as [publisher]:
         publisher.publish(stored(1, 2))
@@ -165,6 +168,7 @@ async def test_a_failover_moves_the_directory_to_the_new_master() -> None:
 # --- TLS and users --------------------------------------------------------------------------------------------------
 
 
+# README says: "with TLS and ACL users"
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by the openssl command")
 async def test_tls_with_certificates_of_an_own_ca(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made = make_certificates(tmp_path)
@@ -260,3 +264,33 @@ def test_urls_that_say_nothing_are_refused(url: str, complaint: str) -> None:
 def test_namespaces_do_not_decide_about_slots(namespace: str) -> None:
     with pytest.raises(ConfigError, match="namespace"):
         KeySpace(namespace)
+
+
+# --- nobody there ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_redis_that_stays_away_is_said_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outage, "REPEAT_S", 0.2)
+    url = f"redis://127.0.0.1:{free_port()}"
+
+    def said(name: str) -> int:
+        found = [record for record in caplog.records if record.name.endswith(name)]
+        assert all("through Redis alone" in record.getMessage() for record in found)
+        return len(found)
+
+    with caplog.at_level(logging.WARNING), publishing(url, "decode-1"):
+        async with reading(url):
+            await soon(lambda: said("publisher") > 2 and said("reader") > 2, within_s=30.0)
+
+
+def test_an_outage_is_said_at_once_and_then_now_and_then() -> None:
+    away = outage.Outage()
+    every = outage.REPEAT_S
+    assert [away.is_to_be_said("refused", now) for now in (0, 1, every - 1, every, every + 1)] == [
+        True, False, False, True, False
+    ]  # fmt: skip
+    assert away.is_to_be_said("timed out", every + 2), "another reason"
+    away.over()
+    assert away.is_to_be_said("timed out", every + 3), "another outage"
