@@ -17,7 +17,6 @@ from tandem.kernels.cache_cases import copy_case, digest_case, gather_case, push
 from tandem.kernels.kernel_cases import Case, Shape, decode_case, prefill_case
 from tandem.kernels.layer_cases import greedy_case, norm_case, product_case, rope_case, sampling_case, silu_case
 from tandem.kernels.measure import Limits, median_seconds
-from tandem.kernels.partitions import choose_paged_attention_version, num_partitions
 from tandem.kernels.selection import load_backend, order_for, rank_backends, select_backend
 
 
@@ -90,15 +89,27 @@ def describe_kernels(shape: Shape, num_rows: int, length: int) -> list[tuple[str
 
         why = why_general_layer(shape.device, shape.dtype, spec)
         lines.append(("prefill by triton", "the Hopper kernel" if why is None else f"the general kernel: {why}"))
-        version = choose_paged_attention_version(length, num_rows, spec.num_heads, num_partitions(length))
-        text = "V1: one pass over each row" if version == "V1" else "V2: keys shared among programs, parts merged"
-        lines.append((f"decode of {num_rows} x {length} by triton", text))
+        lines.append((f"decode of {num_rows} x {length} by triton", describe_decode(shape, num_rows, length)))
     lines.append(("between the products", "fused Triton kernels" if on_gpu else "plain PyTorch: Triton needs CUDA"))
     lines.append(("sampling", "Triton kernels, no sort" if on_gpu else "plain PyTorch, with a sort"))
     tuned = matmul.table_of(shape.device)
     text = f"a table tuned for {len(tuned)} weights of this device" if tuned else "torch: no table for this device"
     lines.append((f"products of up to {matmul.LONGEST_TUNED} rows", text))
     return lines
+
+
+def describe_decode(shape: Shape, num_rows: int, length: int) -> str:
+    """Which version of the Triton kernel serves a decode step of `num_rows` x `length` tokens that no graph holds."""
+    from tandem.kernels.backends.triton_decode import version_of
+    from tandem.kernels.triton_kernels.decode_launch import decode_constants
+
+    spec = shape.spec
+    constants = decode_constants(
+        shape.dtype, shape.cache_dtype.itemsize, spec.group_size, 1, spec.head_size, shape.block_size, 0
+    )
+    if version_of(constants, length, num_rows, spec.num_heads) == "V1":
+        return "V1: one pass over each row; inside a captured graph V2"
+    return "V2: keys shared among programs, parts merged"
 
 
 def run_cases(shape: Shape, backends: list[type[AttentionBackend]] | None = None) -> Iterator[Result]:

@@ -61,11 +61,7 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
             sparse=None if sparse is None or spec.blocksparse is None else (spec.blocksparse, sparse), prefix=prefix,
         )  # fmt: skip
 
-    version = choose_paged_attention_version(
-        rows.max_seq_len, rows.num_rows, spec.num_heads, num_partitions(rows.max_seq_len)
-    )
-    if constants["num_warps"] == 1:
-        version = "V2"  # a segment is too much for one warp
+    version = version_of(constants, rows.max_seq_len, rows.num_rows, spec.num_heads)
     if rows.shared_prefixes is not None and num_new == 1 and _may_share(spec, constants, query.dtype):
         version = "shared"
     kind = (id(constants), device, spec.num_kv_heads, spec.blocksparse, spec.sliding_window is None,
@@ -75,6 +71,13 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
         for other in ({"V2"} if constants["num_warps"] == 1 else {"V1", "V2"}) - {version}:
             run(other)  # lengths decide between them: neither may compile later
     return run(version)
+
+
+def version_of(constants: dict[str, int], max_seq_len: int, num_rows: int, num_heads: int) -> str:
+    """Which version serves such rows: V1 or V2."""
+    if constants["num_warps"] == 1:
+        return "V2"  # a segment is too much for one warp
+    return choose_paged_attention_version(max_seq_len, num_rows, num_heads, num_partitions(max_seq_len))
 
 
 def _may_share(spec: AttentionSpec, constants: dict[str, int], dtype: torch.dtype) -> bool:

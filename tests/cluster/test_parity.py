@@ -1,4 +1,4 @@
-"""Greedy tokens equal transformers' generate: single node and split over each transport, in one process.
+"""Greedy tokens equal transformers' generate: single node and split over local, shm and tcp, in one process.
 
 A pairwise cover of model × way × caching × chunk × pool: every pair of values meets in at least one run.
 """
@@ -64,6 +64,7 @@ def test_the_cover_is_small_and_whole() -> None:
     assert len(pairwise()) <= 40
 
 
+# README says: "Greedy tokens equal transformers' (fp32, CPU)"
 @pytest.mark.parametrize(("model", "way", "chunk", "caching", "num_blocks"), pairwise())
 def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: bool, num_blocks: int) -> None:
     common = {"num_blocks": num_blocks, "caching": caching, "chunk": chunk}

@@ -98,8 +98,8 @@ def test_other_head_sizes(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 40])
-def test_decode_one_pass_and_split(num_rows: int) -> None:
-    """1 row splits (V2), 40 rows of 32 heads run in one pass (V1); ragged lengths up to 6,000 tokens."""
+def test_decode_of_few_and_of_many_rows(num_rows: int) -> None:
+    """One row and 40, of ragged lengths up to 6,000 tokens: V2, which serves every layer of 16 bits like this one."""
     lengths = tuple((row * 977) % 6000 + 1 for row in range(1, num_rows + 1))
     batch = random_batch((1,) * num_rows, lengths, dtype=torch.bfloat16, **SIZES)
     spec = AttentionSpec(32, 128, 128**-0.5, 8)

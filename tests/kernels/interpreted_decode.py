@@ -72,10 +72,20 @@ def test_sizes(heads: int, kv_heads: int, size: int, block: int, version: str, m
     torch.testing.assert_close(output.double(), batch.expected(spec), rtol=3e-6, atol=3e-6)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 2e-2), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("version", ["V1", "V2"])
+@pytest.mark.parametrize(
+    ("version", "dtype", "tolerance"),
+    [
+        ("V1", torch.float32, 3e-6),
+        ("V2", torch.float32, 3e-6),
+        ("V2", torch.float16, 2e-2),
+        ("V2", torch.bfloat16, 2e-2),
+    ],
+)
 def test_fp8_cache(version: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries of very different magnitudes: what multiplies fp8 keys must neither overflow nor vanish."""
+    """Queries of very different magnitudes: what multiplies fp8 keys must neither overflow nor vanish.
+
+    Layers of 16 bits with so few rows are always served by V2.
+    """
     batch = random_batch((1, 1), (70, 5), dtype=dtype, cache_dtype=FP8_DTYPE)
     TritonOps.write(batch.key, batch.value, batch.kv(0.5, 0.25), batch.metadata.slot_mapping)
     batch.query[0, 0] *= 1e-4
