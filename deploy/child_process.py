@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.deploy.options import own_environment
@@ -28,30 +28,41 @@ def die_with_parent() -> None:
 
 
 class ChildProcess:
-    """Runs `command` plus `arguments` plus `--ready-fd N` in a session of its own; reads without blocking."""
+    """Runs `command` plus `arguments` plus `--ready-fd N` in a session of its own; reads without blocking.
 
-    def __init__(self, name: str, command: Sequence[str], arguments: Sequence[str]) -> None:
+    `environment` adds to this process's own; `write` gets the child's lines of output.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        write: Callable[[str], None],
+    ) -> None:
         self.name = name
+        self._write = write
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
-        self._partial = {"output": b"", "ready": b""}
-        ready_read, ready_write = os.pipe()
+        self._partial = {"output": b"", "said": b""}
+        said_read, said_write = os.pipe()
         output_read, output_write = os.pipe()
-        self._fds = {"output": output_read, "ready": ready_read}
+        self._fds = {"output": output_read, "said": said_read}
         for fd in self._fds.values():
             os.set_blocking(fd, False)
         try:
             self._process = subprocess.Popen(
-                [*command, *arguments, f"--ready-fd={ready_write}"],
+                [*command, *arguments, f"--ready-fd={said_write}"],
                 stdin=subprocess.DEVNULL,
                 stdout=output_write,
                 stderr=output_write,
-                pass_fds=[ready_write],
-                env=own_environment(os.environ),
+                pass_fds=[said_write],
+                env=own_environment(os.environ) | dict(environment),
                 preexec_fn=die_with_parent,
                 start_new_session=True,
             )
         finally:
-            os.close(ready_write)
+            os.close(said_write)
             os.close(output_write)
 
     @property
@@ -68,20 +79,20 @@ class ChildProcess:
     def open_fds(self) -> list[int]:
         return list(self._fds.values())
 
-    def ready_line(self) -> dict[str, Any] | None:
-        """What the child said when it began to serve; given once."""
-        for line in self._read("ready"):
+    def said(self) -> list[dict[str, Any]]:
+        """What it said since the last call (engine/launcher_pipe.py); lines that can't be read are left out."""
+        lines = []
+        for line in self._read("said"):
             with contextlib.suppress(ValueError):
-                said = json.loads(line)
-                return said if isinstance(said, dict) else None
-        return None
+                lines.append(json.loads(line))
+        return [line for line in lines if isinstance(line, dict)]
 
     def forward_output(self) -> None:
-        """Passes complete lines on to stderr, marked with the child's name."""
+        """Passes complete lines on, marked with the child's name."""
         for line in self._read("output"):
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+            self._write(f"[{self.name}] {text}")
 
     def last_words(self) -> str:
         return "\n".join(self._lines)

@@ -5,29 +5,35 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from tandem.deploy.bench_options import add_bench_flags
-from tandem.deploy.explain import add_explain_flags
-from tandem.deploy.kernels_options import add_kernels_flags
+from tandem.deploy.command_parser import CommandParser
+from tandem.deploy.option import Option
 from tandem.deploy.options import (
+    BENCH_OPTIONS,
+    EXPLAIN_OPTIONS,
+    KERNELS_OPTIONS,
     NODE_OPTIONS,
     ROUTER_OPTIONS,
     SERVE_OPTIONS,
-    Option,
+    TRACE_OPTIONS,
     Values,
     add_flags,
     build,
     from_command_line,
 )
-from tandem.engine.config import NodeOptions, RouterOptions
+from tandem.engine.config import NodeOptions, RouterOptions, Timeouts
 from tandem.engine.errors import ConfigError
+from tandem.engine.version import version
 
 EXIT_BAD_CONFIG = 2
 PRECEDENCE = (
     "Every option can also be given as TANDEM_<OPTION> in the environment, or in the YAML file of --config; the "
     "command line wins over the environment, the environment over the file."
 )
+CONFIG_HELP = "YAML file with options by name (max_num_seqs: 32)"
+TRACES_HELP = "in Mooncake's format; against --url, or against simulated nodes"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,33 +49,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tandem", description="Serve large language models with prefill and decode on separate nodes."
+    parser = CommandParser(
+        prog="tandem",
+        usage="tandem COMMAND [OPTIONS]",
+        description="Serve large language models with prefill and decode on separate nodes.",
     )
+    parser.add_argument("--version", action="version", version=f"tandem {version()}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str, options: dict[str, Option]) -> None:
-        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=PRECEDENCE)
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, options: dict[str, Option]
+    ) -> argparse.ArgumentParser:
+        positional = "".join(f" [{option.name.upper()}]" for option in options.values() if option.is_positional)
+        command = commands.add_parser(
+            name,
+            prog=f"tandem {name}",
+            help=text,
+            usage=f"tandem {name}{positional} [OPTIONS]",
+            description=f"{text[0].upper()}{text[1:]}.",
+            epilog=PRECEDENCE,
+        )
         add_flags(command, options)
+        command.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=CONFIG_HELP)
         command.set_defaults(run=run)
+        return command
 
     add("serve", run_serve, "serve a model: one node and a router, or a local cluster of processes", SERVE_OPTIONS)
     add("router", run_router, "run a router: HTTP, placement, the life of each request", ROUTER_OPTIONS)
     add("prefill", _run_node("prefill"), "run a node that computes prompts and hands their KV over", NODE_OPTIONS)
     add("decode", _run_node("decode"), "run a node that takes KV over and makes tokens", NODE_OPTIONS)
     add("unified", _run_node("unified"), "run a node that serves whole requests alone", NODE_OPTIONS)
-    bench = commands.add_parser("bench", help="measure a running server", description="Measure a running server.")
-    add_bench_flags(bench)
-    bench.set_defaults(run=run_bench)
-    text = "say what each node would cost for a prompt now, and why"
-    explain = commands.add_parser("explain", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    add_explain_flags(explain)
-    explain.set_defaults(run=run_explain)
+    bench = add("bench", run_bench, "measure a running server", BENCH_OPTIONS)
+    add_flags(bench.add_argument_group("traces", TRACES_HELP), TRACE_OPTIONS)
+    add("explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
-    kernels = commands.add_parser("kernels", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    add_kernels_flags(kernels)
-    kernels.set_defaults(run=run_kernels)
+    add("kernels", run_kernels, text, KERNELS_OPTIONS)
+    commands.add_parser("version", help="say the version").set_defaults(run=run_version)
     return parser
+
+
+def run_version(arguments: argparse.Namespace) -> int:
+    print(f"tandem {version()}")
+    return 0
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
@@ -81,7 +102,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def run_router(arguments: argparse.Namespace) -> int:
     from tandem.router.main import run_router
 
-    return run_router(build(RouterOptions, _checked(from_command_line(ROUTER_OPTIONS, arguments), with_weights=False)))
+    values = _checked(from_command_line(ROUTER_OPTIONS, arguments), with_weights=False)
+    if not values.get("redis_url") and not values.get("nodes"):
+        raise ConfigError("a router finds its nodes through --redis-url, or by --node for each: give one of them")
+    return run_router(build(RouterOptions, values))
 
 
 def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
@@ -99,6 +123,7 @@ def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
+    arguments = filled({**BENCH_OPTIONS, **TRACE_OPTIONS}, arguments)
     if arguments.trace and arguments.simulate:
         from tandem.deploy.trace_simulation import run
     elif arguments.trace:
@@ -113,26 +138,42 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def run_explain(arguments: argparse.Namespace) -> int:
     from tandem.deploy.explain import run
 
-    return run(arguments)
+    return run(filled(EXPLAIN_OPTIONS, arguments))
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:
     from tandem.deploy.kernels_report import run
 
-    return run(arguments)
+    return run(filled(KERNELS_OPTIONS, arguments))
+
+
+def filled(options: dict[str, Option], arguments: argparse.Namespace) -> argparse.Namespace:
+    """Every option's value, from wherever it is set."""
+    defaults = {name: option.default for name, option in options.items()}
+    return argparse.Namespace(**{**defaults, **from_command_line(options, arguments)})
 
 
 def _checked(values: Values, with_weights: bool = True) -> Values:
-    """A model folder that can't be served fails here, before anything slow is imported. Raises CheckpointError."""
+    """The same with the model's folder in place of its hub name, so that all processes serve the same revision of it.
+
+    What can't be served fails here, before anything slow is imported. Raises ConfigError.
+    """
     from tandem.engine.model_config import load_model_config
-    from tandem.engine.model_folder import resolve_model
+    from tandem.engine.model_folder import resolve_model, served_name
     from tandem.engine.weights import stored_tensors
 
+    timeouts = build(Timeouts, values)
+    if timeouts.heartbeat_s >= timeouts.peer_lost_s:
+        raise ConfigError(
+            f"--heartbeat-s {timeouts.heartbeat_s:g} must be less than --peer-lost-s {timeouts.peer_lost_s:g}"
+        )
     folder = resolve_model(values["model"], values.get("revision", ""), with_weights)
     load_model_config(folder)
     if with_weights and values.get("load_format") != "dummy":
         stored_tensors(folder)
-    return values
+    if folder == Path(values["model"]).expanduser():
+        return values
+    return {**values, "model": str(folder), "served_name": served_name(values["model"], values.get("served_name", ""))}
 
 
 if __name__ == "__main__":

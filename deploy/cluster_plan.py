@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.deploy.options import NODE_OPTIONS, ROUTER_OPTIONS, Values, select, to_arguments
+from tandem.deploy.options import NODE_OPTIONS, ROUTER_OPTIONS, Values, select, to_arguments, to_environment
 from tandem.engine.errors import ConfigError
 
 NODES, ROUTER = 0, 1  # stages
@@ -21,14 +21,16 @@ _NOT_FOR_NODES = ("host", "port", "prefill", "decode", "prefill_tensor_parallel_
 
 @dataclass(frozen=True)
 class ChildPlan:
-    """One child. `connects_to` names children whose address it needs, `node_id` is the stem of its id."""
+    """One child. `connects_to` names children whose address it needs, `node_id` is the stem of its id. Command lines
+    are for everybody to see, so what is secret goes into `environment`."""
 
     name: str
     stage: int
     command: tuple[str, ...]
     arguments: tuple[str, ...]
     node_id: str = ""
-    connects_to: tuple[str, ...] = field(default=())
+    connects_to: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def plan_single_node(values: Mapping[str, Any]) -> list[ChildPlan]:
@@ -106,4 +108,7 @@ def count_gpus() -> int:
 
 def _child(name: str, stage: int, command: str, options: Mapping[str, Any], values: Values, **more: Any) -> ChildPlan:
     program = (sys.executable, "-c", PROGRAM, command)
-    return ChildPlan(name, stage, program, tuple(to_arguments(options, select(options, values))), **more)
+    own = select(options, values)
+    return ChildPlan(
+        name, stage, program, tuple(to_arguments(options, own)), environment=to_environment(options, own), **more
+    )

@@ -27,15 +27,6 @@ COLUMNS = (
 )
 
 
-def add_explain_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("prompt", nargs="?", default="", metavar="PROMPT", help="text of the prompt")
-    add("--prompt-file", default="", metavar="FILE", help="file with the prompt instead; - for standard input")
-    add("--url", default="http://127.0.0.1:8000", help="router to ask (default: %(default)s)")
-    add("--max-tokens", type=int, default=16, metavar="N", help="as in the request (default: %(default)s)")
-    add("--api-key", default="", help="sent as a bearer token")
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Raises ConfigError when there is no prompt, or the router doesn't answer."""
     text = _prompt(arguments)

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     print("\nKernels")
     for operation, text in self_test.describe_kernels(shape, arguments.rows, arguments.length):
         print(f"  {operation:28} {text}")
-    return 0 if arguments.no_test else _test(shape, arguments.attention_backend)
+    return _test(shape, arguments.attention_backend) if arguments.test else 0
 
 
 def shape_of(arguments: argparse.Namespace) -> Shape:
@@ -55,12 +55,11 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
     slopes = torch.tensor(reference.alibi_slopes(arguments.heads)) if arguments.alibi else None
-    if min(arguments.heads, arguments.head_size, arguments.block_size, arguments.rows, arguments.length) < 1:
-        raise ConfigError("--heads, --head-size, --block-size, --rows and --length must be positive")
     try:
         spec = AttentionSpec(
             arguments.heads, arguments.head_size, arguments.head_size**-0.5, arguments.kv_heads, slopes,
-            arguments.sliding_window, arguments.soft_cap, arguments.kv_cache_dtype,
+            arguments.sliding_window or None, arguments.soft_cap or None,
+            "auto" if arguments.kv_cache_dtype == "auto" else "fp8",
         )  # fmt: skip
     except UnsupportedOptionError as error:
         raise ConfigError(str(error)) from error

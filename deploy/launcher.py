@@ -3,53 +3,68 @@
     single node      unified node -> router --node ADDRESS                      (no Redis)
     local cluster    Redis, prefill nodes, decode nodes -> router --redis-url
 
-One thread and one poll loop: readiness pipes, the children's output, heartbeats, signals. What to do about them is
-decided in supervisor.py. Children die with this process (PR_SET_PDEATHSIG) and get its signals only from it.
+One thread and one poll loop: the children's pipes and output, signals. What to do about them is decided in
+supervisor.py. Children die with this process (PR_SET_PDEATHSIG) and get its signals only from it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import re
 import secrets
+import select
 import signal
-import sys
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import msgspec
-import zmq
-
 from tandem.deploy.child_process import ChildProcess
 from tandem.deploy.cluster_plan import NODES, ChildPlan, plan_cluster, plan_single_node
+from tandem.deploy.console import Console
+from tandem.deploy.preflight import check_redis, check_router
 from tandem.deploy.redis_server import RedisServer, free_port
 from tandem.deploy.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
-from tandem.engine.config import Timeouts
+from tandem.engine.config import RouterOptions, Timeouts
 from tandem.engine.errors import ConfigError
+from tandem.engine.model_folder import served_name
+from tandem.router.port import bind
 
 POLL_MS = 100
 REDIS_RETRY_S = 1.0
-READY_PROBE_S = 0.5
+PROBE_S = 0.5
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound everywhere: asked here
+_ACTIVE = re.compile(r"^tandem_router_active_prompts (\S+)$", re.MULTILINE)
 
 
 def serve(values: Mapping[str, Any]) -> int:
-    """Serves until SIGTERM or SIGINT has drained everything; returns the exit code. Raises ConfigError."""
+    """Serves until SIGTERM, SIGINT or SIGHUP has drained everything; returns the exit code. Raises ConfigError."""
     num_prefill, num_decode = values.get("prefill", 0), values.get("decode", 0)
-    if (num_prefill > 0) != (num_decode > 0) or min(num_prefill, num_decode) < 0:
+    if (num_prefill > 0) != (num_decode > 0):
         raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
-    if not num_prefill:
-        return Launcher(plan_single_node(values), values).run()
-    if values.get("redis_url"):
-        return Launcher(plan_cluster(values, values["redis_url"]), values).run()
-    redis = RedisServer()
-    redis.start()
-    try:
-        return Launcher(plan_cluster(values, redis.url), values, redis).run()
-    finally:
-        redis.stop()
+    check_router(values)
+    url = values.get("redis_url", "")
+    if url and num_prefill:
+        check_redis(url)
+    elif url:
+        Console().say("a single node needs no Redis: --redis-url is not used without --prefill and --decode")
+    # Bound from here on and never listening: a taken port is found now, port 0 becomes one for good, and the system
+    # gives it to nobody who asks for any, neither while weights are loaded nor while a router starts again.
+    port = values.get("port", RouterOptions.port)
+    with bind(values.get("host", RouterOptions.host), port, share_port=False) as reserved:
+        values = {**values, "port": reserved.getsockname()[1]}
+        if not num_prefill:
+            return Launcher(plan_single_node(values), values).run()
+        if url:
+            return Launcher(plan_cluster(values, url), values).run()
+        redis = RedisServer()
+        redis.start()
+        try:
+            return Launcher(plan_cluster(values, redis.url), values, redis).run()
+        finally:
+            redis.stop()
 
 
 class Launcher:
@@ -64,16 +79,14 @@ class Launcher:
             self._supervisor.add(plan.name, plan.stage)
         self._children: dict[str, ChildProcess] = {}
         self._ready_lines: dict[str, dict[str, Any]] = {}
+        self._loaded: dict[str, float] = {}
+        self._console = Console()
         self._stop_requests = 0
         self._next_redis_check = 0.0
         self._announcing = False
-        self._context = zmq.Context()
-        self._heartbeats = self._context.socket(zmq.PULL)
-        port = self._heartbeats.bind_to_random_port("tcp://127.0.0.1")
-        self._address = f"tcp://127.0.0.1:{port}"
 
     def run(self) -> int:
-        handlers = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        handlers = {number: signal.signal(number, self._on_signal) for number in _signals_to_handle()}
         try:
             while self._supervisor.phase is not Phase.ENDED:
                 self._turn()
@@ -81,8 +94,6 @@ class Launcher:
         finally:
             for child in self._children.values():
                 child.close()
-            self._heartbeats.close(linger=0)
-            self._context.term()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -93,53 +104,65 @@ class Launcher:
         self._wait()
         while self._stop_requests:
             self._stop_requests -= 1
-            self._carry_out(self._supervisor.stop(time.monotonic()))
-        self._read_heartbeats()
+            self._stop()
         for name, child in list(self._children.items()):
             child.forward_output()
-            line = child.ready_line()
-            if line is not None:
-                self._ready_lines[name] = line
-                self._carry_out(self._supervisor.ready(name, time.monotonic()))
+            for said in child.said():
+                self._hear(name, said)
             code = child.exit_code()
             if code is not None:
                 child.close()
                 del self._children[name]
+                self._loaded.pop(name, None)
                 self._carry_out(self._supervisor.exited(name, code, time.monotonic(), child.last_words()))
+        self._console.progress(self._loaded, time.monotonic())
         self._keep_redis(time.monotonic())
         if self._announcing:
             self._announce_when_ready()
         self._carry_out(self._supervisor.tick(time.monotonic()))
 
     def _wait(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._heartbeats, zmq.POLLIN)
+        poller = select.poll()
         for child in self._children.values():
             for fd in child.open_fds():
-                poller.register(fd, zmq.POLLIN)
+                poller.register(fd, select.POLLIN)
         poller.poll(POLL_MS)
 
-    def _read_heartbeats(self) -> None:
-        names = {child.pid: name for name, child in self._children.items()}
-        while self._heartbeats.poll(0):
-            try:
-                beat = msgspec.msgpack.decode(self._heartbeats.recv())
-                name = names.get(beat["pid"])
-            except (msgspec.DecodeError, KeyError, TypeError):
-                continue
-            if name is not None:
-                self._supervisor.beat(name, time.monotonic())
+    def _hear(self, name: str, said: dict[str, Any]) -> None:
+        """One line of engine/launcher_pipe.py."""
+        now = time.monotonic()
+        if "beat" in said:
+            self._supervisor.beat(name, now)
+        elif "loaded" in said:
+            self._loaded[name] = said["loaded"]
+        else:
+            self._loaded.pop(name, None)
+            self._ready_lines[name] = said
+            self._carry_out(self._supervisor.ready(name, now))
+
+    def _stop(self) -> None:
+        if self._supervisor.phase is Phase.RUNNING:
+            self._console.say(f"draining{self._under_way()}; stop again to kill")
+        self._carry_out(self._supervisor.stop(time.monotonic()))
+
+    def _under_way(self) -> str:
+        """As the router counts it, if it answers at once."""
+        found = _ACTIVE.search(self._ask_router("/metrics")[1]) if "router" in self._ready_lines else None
+        if found is None:
+            return ""
+        number = int(float(found[1]))
+        return f" {number} request{'s' * (number != 1)}"
 
     def _keep_redis(self, now: float) -> None:
         """Restarts a dead Redis; the nodes publish into it again by themselves."""
         if self._redis is None or self._redis.is_running() or now < self._next_redis_check:
             return
         self._next_redis_check = now + REDIS_RETRY_S
-        _say("redis-server ended; starting it again")
+        self._console.say("redis-server ended; starting it again")
         try:
             self._redis.start()
         except ConfigError as error:
-            _say(error.message)
+            self._console.say(error.message)
 
     # --- carrying out ---------------------------------------------------------------------------------------------
 
@@ -150,15 +173,15 @@ class Launcher:
             elif isinstance(action, Terminate):
                 self._children[action.name].terminate()
             elif isinstance(action, Kill):
-                _say(f"killing {action.name}: {action.reason}")
+                self._console.say(f"killing {action.name}: {action.reason}")
                 self._children[action.name].kill()
             elif isinstance(action, Report):
-                _say(action.text)
+                self._console.say(action.text)
             elif isinstance(action, Serving):
                 self._announcing = True
 
     def _start(self, plan: ChildPlan) -> None:
-        arguments = [*plan.arguments, f"--launcher-address={self._address}"]
+        arguments = list(plan.arguments)
         if plan.node_id:
             arguments.append(f"--node-id={plan.node_id}-{secrets.token_hex(3)}")
         arguments += [f"--node={self._ready_lines[name]['address']}" for name in plan.connects_to]
@@ -168,39 +191,41 @@ class Launcher:
         elif plan.stage == NODES:
             # None that the system may give to a connection while the node is down: its successor could not bind.
             arguments.append(f"--port={free_port()}")
-        self._children[plan.name] = ChildProcess(plan.name, plan.command, arguments)
+        self._children[plan.name] = ChildProcess(
+            plan.name, plan.command, arguments, plan.environment, self._console.line
+        )
 
     def _announce_when_ready(self) -> None:
         """Every process is up; the line comes when the router has also met its nodes."""
-        host = str(self._values.get("host", "127.0.0.1"))
-        port = _port(self._ready_lines["router"])
-        if not _is_ready(host, port):
+        if self._ask_router("/ready")[0] != 200:
             return
         self._announcing = False
+        host = str(self._values.get("host", RouterOptions.host))
         shown = f"[{host}]" if ":" in host else host
-        print(f"serving {served_name(self._values)} on http://{shown}:{port}", flush=True)
+        name = served_name(self._values["model"], self._values.get("served_name", ""))
+        with contextlib.suppress(OSError):
+            print(f"serving {name} on http://{shown}:{_port(self._ready_lines['router'])}", flush=True)
+
+    def _ask_router(self, path: str) -> tuple[int, str]:
+        """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`."""
+        host = str(self._values.get("host", RouterOptions.host))
+        port = _port(self._ready_lines["router"])
+        connection = http.client.HTTPConnection(_ANY_HOST.get(host, host), port, timeout=PROBE_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return 0, ""
+        finally:
+            connection.close()
 
 
-def served_name(values: Mapping[str, Any]) -> str:
-    model = Path(str(values["model"])).expanduser()
-    return str(values.get("served_name") or (model.resolve().name if model.is_dir() else model.name))
-
-
-def _is_ready(host: str, port: int) -> bool:
-    connection = http.client.HTTPConnection(_ANY_HOST.get(host, host), port, timeout=READY_PROBE_S)
-    try:
-        connection.request("GET", "/ready")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+def _signals_to_handle() -> list[signal.Signals]:
+    """A signal that was ignored at the start (nohup) stays ignored."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def _port(ready_line: Mapping[str, Any]) -> int:
     """A router reports its port, a node its control address."""
     return int(ready_line["port"] if "port" in ready_line else ready_line["address"].rpartition(":")[2])
-
-
-def _say(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)

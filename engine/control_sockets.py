@@ -27,7 +27,6 @@ class ControlSockets:
         self._keys = keys
         self._context: zmq.Context[Socket] = zmq.Context()
         self.router = self._context.socket(zmq.ROUTER)
-        self._launcher: Socket | None = None
         self._poller = zmq.Poller()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -56,18 +55,6 @@ class ControlSockets:
         socket.connect(address)
         self.watch(socket)
         return socket
-
-    def open_launcher(self, address: str) -> None:
-        self._launcher = self._context.socket(zmq.PUSH)
-        self._launcher.setsockopt(zmq.LINGER, 0)
-        self._launcher.setsockopt(zmq.SNDHWM, 4)
-        self._launcher.connect(address)
-
-    def tell_launcher(self, payload: bytes) -> None:
-        """Best effort; nothing without a launcher."""
-        if self._launcher is not None:
-            with contextlib.suppress(zmq.Again):
-                self._launcher.send(payload, zmq.NOBLOCK)
 
     def watch(self, source: Socket | int) -> None:
         """A socket, or a file descriptor: `poll` returns it when it is readable."""
@@ -99,8 +86,6 @@ class ControlSockets:
     def close(self) -> None:
         """After every dealer was closed."""
         self.router.close(linger=500)
-        if self._launcher is not None:
-            self._launcher.close(linger=0)
         self._context.term()
         os.close(self._wake_read)
 

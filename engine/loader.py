@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from tandem.engine.config import ModelOptions
 from tandem.engine.dummy_weights import fill_with_noise
 from tandem.engine.errors import CheckpointError
+from tandem.engine.load_meter import LoadMeter
 from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig
 from tandem.engine.parallel.group import TensorParallel
@@ -28,11 +27,13 @@ def load_model(
     dtype: torch.dtype,
     attention_backend: str = "auto",
     group: TensorParallel | None = None,
+    on_loaded: Callable[[float], None] | None = None,
 ) -> DecoderModel:
     """The model in `dtype` on `device`; with a group this rank's share, of which alone it reads the bytes.
 
-    Files are checked by their headers before the first byte is copied, so a wrong folder fails at once. Raises
-    CheckpointError for missing, unknown, misshapen or torn tensors, ConfigError for a model that can't be shared out.
+    Files are checked by their headers before the first byte is copied, so a wrong folder fails at once. `on_loaded` is
+    told how much of the tensors is there, of 1. Raises CheckpointError for missing, unknown, misshapen or torn tensors,
+    ConfigError for a model that can't be shared out.
     """
     whole = DecoderModel(config, dtype, "meta", attention_backend)
     if options.load_format == "dummy":
@@ -47,8 +48,7 @@ def load_model(
     model = DecoderModel(config, dtype, device, attention_backend, group)
     targets, shard = _own_targets(model), Shard(0, 1) if group is None else group.shard
     cuts = {name: shard.cut(name, config) for name in targets}
-    progress = tqdm(total=len(targets), desc="loading weights", unit="tensor", disable=not sys.stderr.isatty())
-    with progress:
+    with LoadMeter(len(targets), on_loaded) as progress:
         for name, tensor in _tensors({name: stored[name] for name in targets}, cuts):
             if shard.holds(name):
                 targets[name].copy_(tensor)

@@ -28,6 +28,12 @@ def resolve_model(model: str, revision: str = "", with_weights: bool = True) -> 
     return _from_hub(model, revision or None, [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES)
 
 
+def served_name(model: str, given: str = "") -> str:
+    """By what name clients call it: the one given, else the last part of the folder's path or of the hub name."""
+    folder = Path(model).expanduser()
+    return given or (folder.resolve().name if folder.is_dir() else folder.name)
+
+
 def _from_hub(name: str, revision: str | None, patterns: list[str]) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

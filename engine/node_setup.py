@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from tandem.engine.loader import load_model
 from tandem.engine.memory_profile import profile_free_bytes
 from tandem.engine.model.decoder import DecoderModel
 from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
+from tandem.engine.model_folder import served_name
 from tandem.engine.parallel.group import Membership, TensorParallel
 
 logger = logging.getLogger(__name__)
@@ -65,10 +67,15 @@ def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOpti
     return replace(options, scheduler=scheduler)
 
 
-def load(options: NodeOptions, membership: Membership | None = None) -> LoadedModel:
+def load(
+    options: NodeOptions,
+    membership: Membership | None = None,
+    on_loaded: Callable[[float], None] | None = None,
+) -> LoadedModel:
     """Checks the folder first, so that a bad one fails before anything slow happens. Raises ConfigError.
 
-    With a membership: this rank's share of the model, after all ranks have met.
+    With a membership: this rank's share of the model, after all ranks have met. `on_loaded` is told how much of the
+    weights is there, of 1.
     """
     folder = resolve_model(options.model.model, options.model.revision)
     config = load_model_config(folder)
@@ -91,7 +98,7 @@ def load(options: NodeOptions, membership: Membership | None = None) -> LoadedMo
         scheduler = with_device_defaults(options, device).scheduler
         max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
-    model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group)
+    model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     kept = choose_kv_numbers(cache, dtype, device, config.num_layers)
     layout = make_layout(config, cache.block_size, kept.dtype, None if group is None else group.shard, kept.scales)
@@ -99,7 +106,7 @@ def load(options: NodeOptions, membership: Membership | None = None) -> LoadedMo
         group.ends_steps_together = layout.holds_no_copies
     if kept.dtype != dtype:
         model.keep_kv_as(layout.group)
-    served = options.model.served_name or folder.resolve().name
+    served = served_name(options.model.model, options.model.served_name)
     return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served)
 
 

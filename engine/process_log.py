@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 
+from tandem.engine.config import LogLevel
+
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def start_log() -> None:
-    """Idempotent. Libraries speak from warnings on."""
+def start_log(level: LogLevel = "info") -> None:
+    """May be called again, with another level. Libraries speak from warnings on."""
     logging.basicConfig(level=logging.WARNING, format=FORMAT, stream=sys.stderr)
-    logging.getLogger("tandem").setLevel(logging.INFO)
+    logging.getLogger("tandem").setLevel(level.upper())

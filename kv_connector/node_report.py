@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from typing import TYPE_CHECKING
@@ -48,10 +47,7 @@ def announce(process: NodeProcess) -> None:
         process.loaded.device,
         _attention_backend(process),
     )
-    if process.options.ready_fd >= 0:
-        line = {"node_id": info.node_id, "address": info.control_address, "pid": os.getpid()}
-        with os.fdopen(process.options.ready_fd, "w") as ready:
-            ready.write(json.dumps(line) + "\n")
+    process.launcher.ready(node_id=info.node_id, address=info.control_address, pid=os.getpid())
 
 
 def _attention_backend(process: NodeProcess) -> str:

@@ -28,6 +28,7 @@ from tandem.engine.core import EngineCore
 from tandem.engine.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
 from tandem.engine.interfaces import LowerTiers, NoTiers
+from tandem.engine.launcher_pipe import LauncherPipe
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
 from tandem.engine.node_loop import NodeLoop
 from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults, with_length_that_fits
@@ -66,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
     """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine failed, 2 for a bad configuration."""
-    start_log()
+    start_log(options.log_level)
     try:
         process = NodeProcess(options, make_logic)
         process.warm_up()
@@ -81,9 +82,11 @@ class NodeProcess:
 
     def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
         self._compilations = CompilationCounter()
+        self.launcher = LauncherPipe(options.ready_fd)
         self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
         self.ranks = start_ranks(options)
-        self.loaded = load(options, None if self.ranks is None else self.ranks.membership)
+        on_loaded = self.launcher.loaded if self.launcher.is_open else None
+        self.loaded = load(options, None if self.ranks is None else self.ranks.membership, on_loaded)
         self.options = options = with_device_defaults(options, self.loaded.device)
         node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
         epoch = secrets.randbits(64)
@@ -101,7 +104,7 @@ class NodeProcess:
             timeouts=options.timeouts,
             deliver=self._deliver,
             check_peer=self._check_peer,
-            launcher_address=options.launcher_address,
+            on_beat=self.launcher.beat,
             is_stuck=lambda: self.loop.is_stuck(),
         )
         address = self.control.bind(options.host, options.port)

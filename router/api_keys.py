@@ -11,13 +11,14 @@ from typing import Any
 
 import yaml
 
+from tandem.engine.config import RouterOptions
 from tandem.engine.errors import AuthenticationError, ConfigError
 from tandem.engine.hashing import TENANT_BYTES
 
 Headers = Iterable[tuple[bytes, bytes]]
 
 HASHED = "sha256:"
-YAML_SUFFIXES = (".yaml", ".yml", ".json")
+YAML_SUFFIXES = (".yaml", ".yml", ".json")  # others are YAML, too, when they read as a mapping
 SECTIONS = {"keys", "tenants", "public_prefixes"}
 
 
@@ -49,18 +50,25 @@ class _Content:
 
 
 class ApiKeys:
-    """Bearer keys. Without a file everybody may ask, as one tenant without a salt.
+    """Bearer keys of a file, or one `key`. Without either everybody may ask, as one tenant without a salt.
 
-    `salt_of` makes a tenant's salt of its name, equal in every router. ConfigError: the file can't be read or used.
+    `salt_of` makes a tenant's salt of its name, equal in every router. ConfigError: the file can't be read or used, or
+    both are given.
     """
 
-    def __init__(self, path: str, salt_of: Callable[[str], bytes]) -> None:
-        content = _read(path) if path else _Content()
+    def __init__(self, path: str, salt_of: Callable[[str], bytes], key: str = "") -> None:
+        if path and key:
+            raise ConfigError("--api-key and --api-keys-file are both given: add the key to the file")
+        content = _read(path) if path else _Content({_digest("--api-key", key): ""} if key else {})
         self.public_prefixes = content.public_prefixes
         self._tenant_of_key = {
             digest: Tenant(name, salt_of(name), content.shares.get(name, 1.0)) if name else EVERYBODY
             for digest, name in content.tenant_of_key.items()
         }
+
+    @classmethod
+    def of(cls, options: RouterOptions, salt_of: Callable[[str], bytes]) -> ApiKeys:
+        return cls(options.api_keys_file, salt_of, options.api_key)
 
     def check(self, headers: Headers) -> Tenant:
         """Raises AuthenticationError. Keys are looked up by digest: how long that takes says nothing about a key."""
@@ -79,16 +87,33 @@ def _read(path: str) -> _Content:
         raw = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"can't read the API keys file {path}: {error.strerror}") from error
-    content = _from_yaml(path, raw) if path.endswith(YAML_SUFFIXES) else _from_lines(path, raw)
+    content = _from_yaml(path, raw) if path.endswith(YAML_SUFFIXES) or _is_mapping(raw) else _from_lines(path, raw)
     if not content.tenant_of_key:
         raise ConfigError(f"the API keys file {path} holds no key; write one a line, or `key: tenant` as YAML")
     return content
 
 
+def _is_mapping(raw: bytes) -> bool:
+    try:
+        return isinstance(yaml.safe_load(raw), dict)
+    except (yaml.YAMLError, ValueError):
+        return False
+
+
 def _from_lines(path: str, raw: bytes) -> _Content:
-    """One key a line, no tenants."""
-    keys = [line.strip() for line in raw.splitlines() if line.strip() and not line.startswith(b"#")]
-    return _Content({_digest(path, key): "" for key in keys})
+    """One key a line, no tenants. A key that no client can send, since it holds white space, is a line of YAML."""
+    content = _Content()
+    for number, line in enumerate(raw.splitlines(), start=1):
+        key = line.strip()
+        if not key or key.startswith(b"#"):
+            continue
+        if len(key.split()) > 1 or key.endswith(b":"):
+            raise ConfigError(
+                f"{path}, line {number} is no key: write one key a line and nothing else, or make every line "
+                "`key: tenant` (docs/security.md)"
+            )
+        content.tenant_of_key[_digest(path, key)] = ""
+    return content
 
 
 def _from_yaml(path: str, raw: bytes) -> _Content:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import InvalidRequestError, TandemError, UnavailableError
+from tandem.engine.version import version
 from tandem.router.api_keys import ApiKeys
 from tandem.router.completion import check_model, check_text
 from tandem.router.completions_endpoint import CompletionsEndpoint
@@ -119,6 +120,10 @@ def _add_state_routes(app: FastAPI, service: CompletionService) -> None:
     @app.get("/health")
     async def health() -> Response:
         return _json({"status": "ok"})
+
+    @app.get("/version")
+    async def get_version() -> Response:
+        return _json({"version": version()})
 
     @app.get("/ready")
     async def ready() -> Response:

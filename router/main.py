@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import logging
 import os
 import socket
@@ -14,11 +13,12 @@ from dataclasses import replace
 import uvloop
 
 from tandem.engine.config import RouterOptions
+from tandem.engine.launcher_pipe import LauncherPipe
 from tandem.engine.process_log import start_log
-from tandem.router.server import bind
+from tandem.router.port import bind
 from tandem.router.siblings import Seat
 from tandem.router.sources import open_sources
-from tandem.router.worker import LauncherBeat, Worker, stop_on_signals
+from tandem.router.worker import Worker, stop_on_signals
 from tandem.router.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -31,22 +31,18 @@ YOUNG_OBJECTS = 50_000
 def run_router(options: RouterOptions) -> int:
     """Serves until SIGTERM or SIGINT, drains, returns the exit code. Raises ConfigError before serving.
 
-    When connections are accepted, `ready_fd` gets one line of JSON, `{"port": …}`, and is closed.
+    When connections are accepted, `ready_fd` gets one line of JSON, `{"port": …}`, and then heartbeats.
     """
-    start_log()
+    start_log(options.log_level)
+    launcher = LauncherPipe(options.ready_fd)
     options = replace(options, workers=options.workers or default_workers(os.cpu_count() or 1))
     if options.workers > 1:
         _say_defaults(Worker(options), options)  # what can't be used is said here, once
-        return WorkerGroup(options, run_worker, lambda port: _say_ready(options.ready_fd, port)).run()
+        return WorkerGroup(options, run_worker, lambda port: launcher.ready(port=port), launcher.beat).run()
     sock = bind(options.host, options.port, share_port=False)
     worker = Worker(options)
     _say_defaults(worker, options)
-    beat = LauncherBeat(options.launcher_address, worker.info.node_id) if options.launcher_address else None
-    try:
-        _run(worker, options, sock, lambda port: _say_ready(options.ready_fd, port), beat or (lambda: None))
-    finally:
-        if beat is not None:
-            beat.close()
+    _run(worker, options, sock, lambda port: launcher.ready(port=port), launcher.beat)
     return 0
 
 
@@ -72,7 +68,7 @@ def run_worker(
     on_beat: Callable[[], None],
 ) -> None:
     """One of several worker processes, with a listening socket of its own on the shared port."""
-    start_log()
+    start_log(options.log_level)
     sock = bind(options.host, port, share_port=True)
     _run(Worker(options, router_id, seat), options, sock, on_serving, on_beat)
 
@@ -104,9 +100,3 @@ def _run(
     finally:
         asyncio.set_event_loop(None)
         loop.close()
-
-
-def _say_ready(ready_fd: int, port: int) -> None:
-    if ready_fd >= 0:
-        os.write(ready_fd, json.dumps({"port": port}).encode() + b"\n")
-        os.close(ready_fd)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import socket
 from collections.abc import Generator
 
 import uvicorn
@@ -14,7 +13,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tandem.engine.errors import ConfigError, InvalidRequestError
+from tandem.engine.errors import InvalidRequestError
 from tandem.router.openai_api import error_body
 
 BACKLOG = 2048
@@ -97,22 +96,3 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         yield  # the process's main installs its own handlers
-
-
-def bind(host: str, port: int, share_port: bool) -> socket.socket:
-    """A bound TCP socket, not yet listening. `share_port`: others may bind the same port (SO_REUSEPORT).
-
-    Raises ConfigError when the port is taken.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if share_port:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        sock.bind((host, port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(f"can't listen on {host}:{port}: {error.strerror}; choose another --port") from error
-    sock.set_inheritable(True)
-    return sock

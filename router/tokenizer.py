@@ -32,7 +32,7 @@ class Tokenizer:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"{folder} has no tokenizer.json; point --model at a folder in Hugging Face format")
+            raise ConfigError(f"{folder} has no tokenizer.json; give a folder in Hugging Face format")
         try:
             self._tokenizer = RustTokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises bare Exception

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
@@ -13,16 +12,13 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
-import zmq
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import UnavailableError
 from tandem.engine.generation_config import sampling_defaults
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.messages import NodeInfo
+from tandem.engine.model_folder import resolve_model
 from tandem.engine.security import load_cluster_keys
 from tandem.router.api_keys import ApiKeys
 from tandem.router.app import make_app
@@ -62,9 +58,10 @@ class Worker:
         # Routers only connect; whether a control socket may leave loopback is decided where it is bound.
         self._cluster_keys = load_cluster_keys(options.cluster_secret_file, "127.0.0.1")
         self._options, self._seat = options, seat
-        self._api_keys = ApiKeys(options.api_keys_file, self._cluster_keys.tenant_salt)
-        self._tokenizer = Tokenizer(options.model.model)
-        self.sampling_defaults = sampling_defaults(Path(options.model.model), options.generation_config)
+        self._api_keys = ApiKeys.of(options, self._cluster_keys.tenant_salt)
+        folder = resolve_model(options.model.model, options.model.revision, with_weights=False)
+        self._tokenizer = Tokenizer(folder)
+        self.sampling_defaults = sampling_defaults(folder, options.generation_config)
         self.service: CompletionService  # made by `run`, on its event loop
         self._server: Server | None = None
 
@@ -140,26 +137,6 @@ async def _announce(server: Server, port: int, on_serving: Callable[[int], None]
     while not server.started:
         await asyncio.sleep(0.005)
     on_serving(port)
-
-
-class LauncherBeat:
-    """Heartbeats for the launcher, so that it can tell a hung process from a living one."""
-
-    def __init__(self, address: str, router_id: str) -> None:
-        self._payload = msgspec.msgpack.encode({"id": router_id, "pid": os.getpid(), "kind": "router"})
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, 4)
-        self._socket.connect(address)
-
-    def __call__(self) -> None:
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(self._payload, zmq.NOBLOCK)
-
-    def close(self) -> None:
-        self._socket.close()
-        self._context.term()
 
 
 def stop_on_signals(worker: Worker) -> None:

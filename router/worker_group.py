@@ -11,28 +11,26 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
 from prometheus_client import multiprocess as prometheus_multiprocess
 
 from tandem.engine.config import RouterOptions
-from tandem.router.server import bind
+from tandem.router.port import bind
+from tandem.router.shared_folder import shared_folder
 from tandem.router.siblings import Seat, make_seats
-from tandem.router.worker import LauncherBeat
 
 logger = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 0.5
+START_S = 60.0  # of silence while a worker imports and connects
 MAX_EARLY_DEATHS = 5  # workers that died before they served, in a row
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -61,8 +59,15 @@ class _Worker:
 class WorkerGroup:
     """`on_serving(port)` is called once, when every worker accepts connections."""
 
-    def __init__(self, options: RouterOptions, worker_main: WorkerMain, on_serving: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        options: RouterOptions,
+        worker_main: WorkerMain,
+        on_serving: Callable[[int], None],
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
         self._options, self._worker_main, self._on_serving = options, worker_main, on_serving
+        self._on_beat = on_beat
         self._context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
         self._stopping = False
@@ -73,29 +78,21 @@ class WorkerGroup:
     def run(self) -> int:
         """Until SIGTERM or SIGINT; the exit code is 0 unless workers can't be started."""
         # Bound, never listening: it keeps the port (port 0 included) while workers come and go.
-        reservation = bind(self._options.host, self._options.port, share_port=True)
-        self._port = reservation.getsockname()[1]
-        shared_dir = tempfile.mkdtemp(prefix="tandem-router-")
-        os.environ[METRICS_DIR] = shared_dir
-        seats = make_seats(Path(shared_dir) / "placements", self._options.workers)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        beat = self._launcher_beat()
-        try:
+        with (
+            bind(self._options.host, self._options.port, share_port=True) as reservation,
+            shared_folder() as folder,
+            _environment(METRICS_DIR, str(folder)),
+        ):
+            self._port = reservation.getsockname()[1]
+            seats = make_seats(folder / "placements", self._options.workers)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._on_signal)
             self._workers = [self._start(seat) for seat in seats]
             while not self._stopping and self._early_deaths < MAX_EARLY_DEATHS:
                 self._turn()
-                beat()
+                self._on_beat()
             self._stop_all()
-        finally:
-            reservation.close()
-            del os.environ[METRICS_DIR]
-            shutil.rmtree(shared_dir, ignore_errors=True)
         return 0 if self._stopping else 1
-
-    def _launcher_beat(self) -> Callable[[], None]:
-        address = self._options.launcher_address
-        return LauncherBeat(address, f"router-{os.getpid()}") if address else (lambda: None)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stopping = True
@@ -118,7 +115,8 @@ class WorkerGroup:
                 worker.serving = worker.reports.recv() == "serving" or worker.serving
                 worker.last_seen = time.monotonic()
         for index, worker in enumerate(self._workers):
-            if worker.process.exitcode is None and time.monotonic() - worker.last_seen > self._silence_s:
+            patience_s = self._silence_s if worker.serving else max(START_S, self._silence_s)
+            if worker.process.exitcode is None and time.monotonic() - worker.last_seen > patience_s:
                 logger.error("worker %d is silent and is killed", worker.process.pid)
                 worker.process.kill()
                 worker.process.join()
@@ -148,6 +146,15 @@ class WorkerGroup:
                 worker.process.kill()
                 worker.process.join()
             worker.reports.close()
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def _child(

@@ -50,6 +50,7 @@ def _run(commands: socket.socket) -> None:
     setup = receive_setup(commands)
     if setup is None:
         return
+    start_log(setup.options.log_level)
     options = replace(setup.options, device_index=setup.options.device_index + setup.rank)
     loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
     options = with_device_defaults(options, loaded.device)

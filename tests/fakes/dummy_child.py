@@ -1,15 +1,15 @@
 """A child of the launcher that only behaves: says it is ready, sends heartbeats, ends on SIGTERM or as told.
 
-    python dummy_child.py NAME MODE FOLDER --launcher-address=… --ready-fd=… [--port=…] [--node=…]
+    python dummy_child.py NAME MODE FOLDER --ready-fd=… [--port=…] [--node=…]
 
-MODE: serve, bad-config (exit code 2), mute (ready, but no heartbeat in its first life),
-stubborn (ignores SIGTERM). Each life appends a line to FOLDER/NAME.log: its pid, its arguments, its end.
+MODE: serve, bad-config (exit code 2), fails (an exception before it is ready), mute (ready, but no heartbeat in its
+first life), babbling (lines that nobody can read, first of all), loading (half of its weights), stubborn (ignores
+SIGTERM). Each life appends a line to FOLDER/NAME.log: its pid, its arguments, its end.
 """
 
 from __future__ import annotations
 
 import http.server
-import json
 import os
 import signal
 import sys
@@ -17,8 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-import msgspec
-import zmq
+from tandem.engine.launcher_pipe import LauncherPipe
 
 
 def main() -> None:
@@ -41,14 +40,20 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, on_term)
     port = serve_http(int(flags.get("port", 0)))
-    socket = zmq.Context().socket(zmq.PUSH)
-    socket.connect(flags["launcher-address"])
+    pipe = LauncherPipe(int(flags["ready-fd"]))
+    if mode == "fails":
+        raise RuntimeError("no such luck")
+    if mode == "babbling":
+        os.write(int(flags["ready-fd"]), b'\xa1\xff\n{"loaded": \n[1, 2]\nnull\n')
+    if mode == "loading":
+        pipe.loaded(0.5)
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.05)
     ready = {"port": port} if name == "router" else {"address": f"tcp://127.0.0.1:{port}"}
-    os.write(int(flags["ready-fd"]), json.dumps(ready).encode() + b"\n")
-    os.close(int(flags["ready-fd"]))
+    pipe.ready(**ready)
     while True:
         if mode != "mute" or not first_life:
-            socket.send(msgspec.msgpack.encode({"id": name, "pid": os.getpid(), "kind": name}))
+            pipe.beat()
         time.sleep(0.1)
 
 
@@ -56,6 +61,7 @@ class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
         self.end_headers()
+        self.wfile.write(b"tandem_router_active_prompts 3.0\n")
 
     def log_message(self, *_: object) -> None:
         pass

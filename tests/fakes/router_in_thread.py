@@ -15,7 +15,7 @@ import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from tandem.engine.config import ModelOptions, RouterOptions, Timeouts
-from tandem.router.server import bind
+from tandem.router.port import bind
 from tandem.router.siblings import Seat
 from tandem.router.worker import Sources, Worker
 

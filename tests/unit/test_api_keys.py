@@ -32,8 +32,8 @@ def test_without_a_file_everybody_asks_as_nobody() -> None:
 
 def test_lines_are_keys_without_tenants(tmp_path: Path) -> None:
     hashed = hashlib.sha256(b"second").hexdigest()
-    keys = opened(tmp_path, f"# comment\n first \n\nsha256:{hashed}\nwith: colon\n", "keys")
-    for key in ("first", "second", "with: colon"):
+    keys = opened(tmp_path, f"# comment\n first \n\nsha256:{hashed}\nwith:colon\n", "keys")
+    for key in ("first", "second", "with:colon"):
         assert asks(keys, key) is EVERYBODY
         assert asks(keys, key, "bearer") is EVERYBODY
     for key in ("", "First", "firs", "third", hashed, f"sha256:{hashed}"):
@@ -45,7 +45,7 @@ def test_lines_are_keys_without_tenants(tmp_path: Path) -> None:
         keys.check([])
 
 
-@pytest.mark.parametrize("name", ["keys.yaml", "keys.yml", "keys.json"])
+@pytest.mark.parametrize("name", ["keys.yaml", "keys.yml", "keys.json", "keys.txt", "keys"])
 def test_keys_map_to_tenants_whose_salts_are_apart(tmp_path: Path, name: str) -> None:
     hashed = "sha256:" + hashlib.sha256(b"three").hexdigest()
     keys = opened(tmp_path, json.dumps({"one": "acme", "two": "acme", hashed: "globex"}), name)
@@ -108,6 +108,26 @@ def test_sections(tmp_path: Path) -> None:
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         opened(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("sk-one\nsk-two: acme\n", 2), ("sk-one: acme\nsk-two\n", 1), ("# keys\n- sk-one\n", 2), ("sk-one acme", 1)],
+)
+def test_a_line_that_no_client_can_send_is_no_key(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(ConfigError, match=rf"line {line} is no key: write one key a line") as caught:
+        opened(tmp_path, text, "keys.txt")
+    assert "sk-" not in caught.value.message.replace(str(tmp_path), ""), "no secret in a message"
+
+
+# README says: "asks every client for that key"
+def test_one_key_without_a_file() -> None:
+    keys = ApiKeys("", KEYS.tenant_salt, "sk-one")
+    assert asks(keys, "sk-one") is EVERYBODY
+    with pytest.raises(AuthenticationError):
+        asks(keys, "sk-two")
+    with pytest.raises(ConfigError, match="both given"):
+        ApiKeys("keys", KEYS.tenant_salt, "sk-one")
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

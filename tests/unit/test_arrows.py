@@ -27,11 +27,13 @@ ROUTER_MAY = (
     "engine.hashing",
     "engine.interfaces",
     "engine.kv_layout",
+    "engine.launcher_pipe",
     "engine.messages",
     "engine.model_folder",
     "engine.process_log",
     "engine.sampling_params",
     "engine.security",
+    "engine.version",
     "kv_connector.directory",
 )
 SANS_IO = (

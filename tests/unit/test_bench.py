@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tandem.deploy.bench import Sample, distribution, make_bodies, summarize
-from tandem.deploy.cli import main, make_parser
+from tandem.deploy.cli import filled, main, make_parser
+from tandem.deploy.options import BENCH_OPTIONS
 
 MODELS = b'{"data": [{"id": "stand-in"}]}'
 NUM_TOKENS, GAP_S = 4, 0.02
@@ -150,8 +151,8 @@ def test_a_server_that_is_not_there_is_a_bad_flag(url: str, capsys: Any) -> None
 
 def test_prompts_repeat_with_the_seed_and_share_their_prefix() -> None:
     flags = ["bench", "--num-requests", "3", "--input-tokens", "8", "--shared-prefix", "6", "--vocab-size", "50"]
-    bodies = make_bodies(make_parser().parse_args(flags), "m")
-    assert bodies == make_bodies(make_parser().parse_args(flags), "m")
+    bodies = make_bodies(filled(BENCH_OPTIONS, make_parser().parse_args(flags)), "m")
+    assert bodies == make_bodies(filled(BENCH_OPTIONS, make_parser().parse_args(flags)), "m")
     prompts = [body["prompt"] for body in bodies]
     assert prompts[0][:6] == prompts[1][:6] == prompts[2][:6]
     assert prompts[0] != prompts[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -15,8 +16,10 @@ from pathlib import Path
 import dummy_child
 import psutil
 import pytest
+import redis
 
 from tandem.deploy.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
+from tandem.deploy.console import LINE_EVERY_S, Console
 from tandem.deploy.redis_server import PORTS, RedisServer, answers
 from tandem.engine.errors import ConfigError
 
@@ -24,8 +27,11 @@ SCRIPT = """
 import json, sys
 from tandem.deploy.cluster_plan import ChildPlan
 from tandem.deploy.launcher import Launcher
+from tandem.deploy.console import LINE_EVERY_S, Console
 from tandem.deploy.redis_server import RedisServer
+from tandem.deploy import console
 plans, values, with_redis = json.loads(sys.argv[1])
+console.LINE_EVERY_S = values.pop("progress_every_s", console.LINE_EVERY_S)
 redis = RedisServer() if with_redis else None
 if redis:
     redis.start()
@@ -149,6 +155,81 @@ def test_a_bad_configuration_ends_it_all_with_the_childs_words(launch: Callable[
     assert launcher.lives("router") == []
 
 
+def test_what_can_not_be_read_from_a_child_costs_nothing(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "babbling", "router": "serve"}, peer_lost_s=1.0)
+    assert launcher.first_line().startswith("serving m on ")
+    assert len(launcher.lives("node")) == 1
+    assert launcher.stop()[0] == 0
+
+
+def test_the_launcher_listens_nowhere(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    assert psutil.Process(launcher.process.pid).net_connections() == []
+    assert launcher.stop()[0] == 0
+
+
+def test_an_exception_before_a_child_serves_ends_it_all(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"other": "serve", "node": "fails", "router": "serve"})
+    code, errors = launcher.end()
+    assert code == 1
+    assert "node ended (exit code 1) before it served" in errors
+    assert "no such luck" in errors
+    assert len(launcher.lives("node")) == 1
+
+
+# README says: "`tandem serve` drains on Ctrl-C, SIGTERM and SIGHUP"
+def test_a_closed_terminal_drains(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    assert launcher.process.stderr is not None
+    launcher.process.stderr.close()  # what it writes from now on fails
+    launcher.process.send_signal(signal.SIGHUP)
+    assert launcher.process.wait(20) == 0
+    assert launcher.terminated_at("router") < launcher.terminated_at("node")
+
+
+# README says: "says how many requests it waits for"
+def test_it_says_what_it_drains(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    launcher.process.send_signal(signal.SIGINT)
+    code, errors = launcher.end()
+    assert code == 0
+    assert "tandem: draining 3 requests; stop again to kill" in errors
+
+
+def test_load_progress_is_a_line_on_a_terminal_and_now_and_then_one_elsewhere() -> None:
+    terminal, plain = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    for stream in (terminal, plain):
+        console = Console(stream)
+        for now, loaded in (
+            (0, {"b": 0.25, "a": 0.5}),
+            (1, {"b": 0.3, "a": 1.0}),
+            (LINE_EVERY_S, {"b": 0.5}),
+            (12, {}),
+        ):
+            console.progress(loaded, now)
+            console.line(f"other {now}")
+    assert [line for line in plain.getvalue().splitlines() if "other" not in line] == ["tandem: loading weights: b 50%"]
+    drawn = [part for part in re.split(r"\r\x1b\[K|\n", terminal.getvalue()) if "loading" in part]
+    assert list(dict.fromkeys(drawn)) == [
+        "loading weights: a 50%, b 25%", "loading weights: a 100%, b 30%", "loading weights: b 50%"
+    ]  # fmt: skip
+    assert terminal.getvalue().endswith("\r\x1b[Kother 12\n"), "nothing is left of it"
+
+
+def test_progress_reaches_the_launcher(launch: Callable[..., LauncherProcess], tmp_path: Path) -> None:
+    launcher = launch({"node": "loading", "router": "serve"}, progress_every_s=0.1)
+    assert launcher.process.stderr is not None
+    said = iter(launcher.process.stderr.readline, "")
+    assert any("loading weights: node 50%" in line for line in said)
+    (tmp_path / "go").touch()
+    assert launcher.first_line().startswith("serving")
+    assert launcher.stop()[0] == 0
+
+
 def test_who_ignores_the_drain_is_killed_by_a_second_signal(launch: Callable[..., LauncherProcess]) -> None:
     launcher = launch({"node": "stubborn", "router": "serve"})
     launcher.first_line()
@@ -188,7 +269,7 @@ def test_single_node_plan_has_one_node_and_a_router_that_connects_to_it() -> Non
 def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
     plans = plan_cluster({"model": "m", "prefill": 2, "decode": 1, "device": "cpu"}, "redis://r/0")
     assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
-    assert all("--redis-url=redis://r/0" in plan.arguments for plan in plans)
+    assert all(plan.environment == {"TANDEM_REDIS_URL": "redis://r/0"} for plan in plans)
 
 
 def test_processes_are_not_given_a_transport_within_one() -> None:
@@ -242,3 +323,28 @@ def test_redis_starts_again_on_its_port_after_a_crash() -> None:
     finally:
         server.stop()
     assert not answers(port)
+
+
+def test_a_redis_that_is_killed_with_its_starter_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from tandem.deploy.redis_server import RedisServer; server = RedisServer(); "
+        "server.start(); print(server.port, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    port = int(result.stdout)
+    soon(lambda: not answers(port))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_redis_writes_nothing_though_it_is_told_to(tmp_path: Path) -> None:
+    server = RedisServer()
+    server.start()
+    try:
+        with redis.Redis(port=server.port) as client:
+            client.set("key", "value")
+            with pytest.raises(redis.ResponseError):
+                client.save()
+            assert client.get("key") == b"value"
+    finally:
+        server.stop()

@@ -98,9 +98,9 @@ def test_five_quick_failures_end_everything_with_the_last_words(supervisor: Supe
     for _ in range(MAX_QUICK_FAILURES):
         now = max(now, supervisor.children["decode"].start_at)
         supervisor.tick(now)
-        actions = supervisor.exited("decode", 1, now, "ValueError: no")
+        actions = supervisor.exited("decode", -9, now, "out of memory")
     assert isinstance(actions[0], Report)
-    assert "ValueError: no" in actions[0].text
+    assert "out of memory" in actions[0].text
     assert actions[1:] == [Terminate("prefill")]
     assert supervisor.phase is Phase.STOPPING
     supervisor.exited("prefill", 0, now)
@@ -132,6 +132,26 @@ def test_a_bad_configuration_is_not_tried_again(supervisor: Supervisor) -> None:
     assert rest == [Terminate("decode")]
     supervisor.exited("decode", -15, 2)
     assert (supervisor.phase, supervisor.exit_code) == (Phase.ENDED, 2)
+
+
+def test_who_fails_before_it_was_ready_is_not_tried_again(supervisor: Supervisor) -> None:
+    supervisor.tick(0)
+    report, *rest = supervisor.exited("prefill", 1, 1, "OverflowError: no")
+    assert isinstance(report, Report)
+    assert "OverflowError: no" in report.text
+    assert rest == [Terminate("decode")]
+    supervisor.exited("decode", -15, 2)
+    assert (supervisor.phase, supervisor.exit_code) == (Phase.ENDED, 1)
+
+
+def test_who_was_ready_once_is_tried_again_though_it_fails_before_it_is(supervisor: Supervisor) -> None:
+    bring_up(supervisor)
+    supervisor.exited("decode", 1, 1)
+    now = supervisor.children["decode"].start_at
+    assert run_quietly(supervisor, now - 0.5, now, ("prefill", "router")) == [Start("decode")]
+    (report,) = supervisor.exited("decode", 1, now)
+    assert isinstance(report, Report)
+    assert supervisor.phase is Phase.RUNNING
 
 
 def test_a_silent_node_is_killed_once_and_started_again(supervisor: Supervisor) -> None:

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
-import zmq
 from router_in_thread import VOCAB_SIZE, make_tokenizer_folder, wait_until
 
 from stand_in_node import StandInNode
@@ -60,7 +58,11 @@ class RouterProcess:
         self._ready = os.fdopen(read_end)
 
     def url(self) -> str:
-        return f"http://127.0.0.1:{json.loads(self._ready.readline())['port']}"
+        return f"http://127.0.0.1:{self.said()['port']}"
+
+    def said(self) -> dict[str, Any]:
+        """The next line down the launcher's pipe."""
+        return json.loads(self._ready.readline())
 
     def __enter__(self) -> RouterProcess:
         return self
@@ -76,15 +78,10 @@ def ready(url: str) -> bool:
 
 
 def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode) -> None:
-    context = zmq.Context()
-    launcher = context.socket(zmq.PULL)
-    port = launcher.bind_to_random_port("tcp://127.0.0.1")
-    with RouterProcess(folder, nodes=[node.address], launcher_address=f"tcp://127.0.0.1:{port}") as router:
+    with RouterProcess(folder, nodes=[node.address]) as router:
         url = router.url()
         wait_until(lambda: ready(url), "the router to be ready")
-        assert launcher.poll(2000)
-        beat = msgspec.msgpack.decode(launcher.recv())
-        assert (beat["pid"], beat["kind"]) == (router.process.pid, "router")
+        assert router.said() == {"beat": 1}
         node.step_s = 0.01
         body = {"prompt": "the fox", "max_tokens": 50, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -99,8 +96,6 @@ def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode)
             r"^\d{4}-\d\d-\d\d .* INFO tandem\.router\.node_link: node .* is up at tcp:", said, re.MULTILINE
         )
         assert "uvicorn" not in said
-    launcher.close()
-    context.term()
 
 
 def test_a_folder_without_tokenizer_ends_it_at_once(tmp_path: Path) -> None:
@@ -144,3 +139,29 @@ def test_two_workers_share_the_port_and_are_replaced(folder: Path, node: StandIn
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (8, 2), (16, 4), (128, 8)])
 def test_workers_follow_the_cores_unless_given(cores: int, workers: int) -> None:
     assert default_workers(cores) == workers
+
+
+def test_the_next_router_removes_what_a_killed_one_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "tandem-workers-link").symlink_to(folder)
+    killed = RouterProcess(folder, workers=2)
+    with killed:
+        killed.said()
+        (abandoned,) = [path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()]
+        workers = workers_of(killed.process.pid)
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "its workers to end")
+    with RouterProcess(folder, workers=2) as first:
+        first.said()
+        assert not abandoned.exists()
+        (used,) = [path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()]
+        with RouterProcess(folder, workers=2) as second:
+            second.said()
+            assert used.exists(), "somebody uses it"
+            second.process.send_signal(signal.SIGTERM)
+            assert second.process.wait(20) == 0
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(20) == 0
+    assert (folder / "tokenizer.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["tandem-workers-link"]

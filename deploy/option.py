@@ -1,0 +1,128 @@
+"""One option out of a field of a configuration dataclass: its kind, its bounds, its help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import operator
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Meta
+
+from tandem.deploy.option_help import OPTION_HELP
+from tandem.engine.config import CacheOptions, ModelOptions, SchedulerOptions, Timeouts
+from tandem.engine.errors import ConfigError
+
+COMPONENTS: dict[str, type] = {
+    "model": ModelOptions,
+    "cache": CacheOptions,
+    "scheduler": SchedulerOptions,
+    "timeouts": Timeouts,
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One field of one or more components. `meta` holds the bounds of a number."""
+
+    name: str
+    kind: type  # int, float, str, bool or tuple (of str)
+    default: Any
+    choices: tuple[str, ...] = ()
+    meta: Meta | None = None
+    is_positional: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--node" if self.name == "nodes" else "--" + self.name.replace("_", "-")
+
+    @property
+    def help(self) -> str:
+        described = self.meta.description if self.meta is not None else None
+        return described or OPTION_HELP[self.name]
+
+    def parse(self, given: Any, origin: str) -> Any:
+        """`given` from the environment (text) or YAML (typed). Raises ConfigError that names `origin`."""
+        value: Any
+        if self.kind is bool:
+            value = _BOOLS.get(str(given).lower())
+        elif self.kind is tuple:
+            parts = given.split(",") if isinstance(given, str) else given
+            value = tuple(str(part).strip() for part in parts) if isinstance(parts, list | tuple) else None
+        else:
+            value = _number_or_text(self.kind, given)
+        if value is None or (self.choices and value not in self.choices) or not self._is_within(value):
+            raise ConfigError(f"{origin} is {given!r}: it must be {self._wanted()}")
+        return value
+
+    def from_flag(self, text: str) -> Any:
+        """For argparse, which names the flag."""
+        try:
+            return self.parse(text, "it")
+        except ConfigError:
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be {self._wanted()}") from None
+
+    def _is_within(self, value: Any) -> bool:
+        return all(holds(value, bound) for _, holds, bound in self._bounds())  # never so for nan
+
+    def _wanted(self) -> str:
+        bounds = " and ".join(f"{word} {bound:g}" for word, _, bound in self._bounds() if abs(bound) < 1e6)
+        return " or ".join(self.choices) or f"{_KIND_NAMES[self.kind]}{', ' * bool(bounds)}{bounds}"
+
+    def _bounds(self) -> list[tuple[str, Callable[[Any, Any], bool], Any]]:
+        if self.meta is None:
+            return []
+        found = [(word, holds, getattr(self.meta, name)) for name, word, holds in _BOUNDS]
+        return [(word, holds, bound) for word, holds, bound in found if bound is not None]
+
+
+_BOUNDS = (
+    ("ge", "at least", operator.ge),
+    ("gt", "more than", operator.gt),
+    ("le", "at most", operator.le),
+    ("lt", "less than", operator.lt),
+)
+_KIND_NAMES: dict[type, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    tuple: "a list",
+    str: "text",
+}
+_BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+
+
+def _number_or_text(kind: type, given: Any) -> Any:
+    if isinstance(given, bool) or (kind is int and isinstance(given, float)) or isinstance(given, list | dict):
+        return None
+    try:
+        return kind(given)
+    except (TypeError, ValueError):
+        return None
+
+
+def options_of(*components: type, positional: str = "") -> dict[str, Option]:
+    """The options of configuration dataclasses; where two share a name, the first one's default holds."""
+    found: dict[str, Option] = {}
+    for component in components:
+        hints = typing.get_type_hints(component, include_extras=True)
+        for field in dataclasses.fields(component):
+            if field.name in COMPONENTS and hints[field.name] is COMPONENTS[field.name]:
+                continue
+            if field.name != "role":
+                found.setdefault(field.name, _option(field, hints[field.name], field.name == positional))
+    return found
+
+
+def _option(field: dataclasses.Field[Any], hint: Any, is_positional: bool) -> Option:
+    default = "" if field.default is dataclasses.MISSING else field.default
+    meta, choices = None, ()
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, meta = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Literal:
+        hint, choices = str, typing.get_args(hint)
+    kind = tuple if typing.get_origin(hint) is tuple else hint
+    return Option(field.name, kind, default, choices, meta, is_positional)
