@@ -1,0 +1,113 @@
+"""A model that is named as on the hub: found in a cache laid out by hand, with the network off, by all processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from real_cluster import RealCluster
+from tandem.deploy.options import DEMO_MODEL
+from tandem.deploy.redis_server import free_port
+from tandem.engine.errors import CheckpointError
+from tandem.engine.model_folder import resolve_model, served_name
+
+MAIN, OLD = "a" * 40, "b" * 40
+START_S = 100
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`acme/tiny` twice: the demo model as `old`, and a newer revision, on `main`, that nothing could serve."""
+    model = tmp_path / "models--acme--tiny"
+    for commit, ref in ((MAIN, "main"), (OLD, "old")):
+        (model / "snapshots" / commit).mkdir(parents=True)
+        (model / "refs").mkdir(exist_ok=True)
+        (model / "refs" / ref).write_text(commit)
+    (model / "snapshots" / MAIN / "config.json").write_text('{"architectures": ["Nothing"]}')
+    for file in DEMO_MODEL.iterdir():
+        (model / "snapshots" / OLD / file.name).symlink_to(file)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return model
+
+
+# README says: "a Hugging Face folder, or a hub name"
+def test_serve_takes_a_hub_name_and_a_revision(cache: Path) -> None:
+    with RealCluster(Path("acme/tiny"), "--revision", "old", start_s=START_S) as served:
+        assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["tiny"]
+        assert served.client.post("/v1/completions", json={"model": "tiny", "prompt": "def"}).status_code == 200
+        assert "serving tiny on" in served.log()
+        for child in psutil.Process(served.process.pid).children():
+            assert str(cache / "snapshots" / OLD) in child.cmdline(), "all serve one snapshot"
+
+
+def test_a_node_and_a_router_take_one_each_for_themselves(cache: Path) -> None:
+    node, router = free_port(), free_port()
+    name = ("acme/tiny", "--revision", "old")
+    url = f"http://127.0.0.1:{router}"
+    with (
+        tandem("unified", *name, "--port", str(node), "--num-blocks", "16", "--num-threads", "1"),
+        tandem("router", *name, "--port", str(router), "--node", f"tcp://127.0.0.1:{node}"),
+    ):
+        soon(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
+        assert httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "def"}, timeout=60).is_success
+
+
+def test_so_do_their_parts_without_a_command_line(cache: Path) -> None:
+    code = """
+from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, RouterOptions
+from tandem.engine.node_setup import load
+from tandem.router.worker import Worker
+model = ModelOptions("acme/tiny", revision="old")
+Worker(RouterOptions(model))
+print(load(NodeOptions("unified", model, CacheOptions(num_blocks=16), device="cpu")).served_name)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "tiny\n"), result.stderr
+
+
+def test_what_is_not_in_the_cache_is_refused(cache: Path) -> None:
+    code = "from tandem.deploy.cli import main; raise SystemExit(main(['serve', 'acme/other', '--port', '0']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "not in the local hub cache" in result.stderr
+
+
+def test_served_names(tmp_path: Path) -> None:
+    assert served_name("acme/tiny") == "tiny"
+    assert served_name("acme/tiny", "mine") == "mine"
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert served_name(str(tmp_path / "link")) == tmp_path.name
+    with pytest.raises(CheckpointError, match="does not exist"):
+        resolve_model("/no/such/folder")
+
+
+@contextlib.contextmanager
+def tandem(*arguments: str) -> Iterator[None]:
+    process = subprocess.Popen([sys.executable, "-m", "tandem.deploy.cli", *arguments], env=os.environ)
+    try:
+        yield
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if condition():
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"not within {START_S} s")
