@@ -4,7 +4,7 @@
 # make soak    the long campaigns that `make test` leaves out (SOAK_MOMENTS, SOAK_SECONDS, SOAK_SEED: docs/verification.md)
 # make test-gpu    the tests that need a GPU, recorded in tests/gpu/RESULTS.md    make test-gpus   those of several GPUs alone
 #
-# Nothing needs to be installed by hand before: Python >= 3.10 and the system's package manager are enough.
+# Nothing else needs to be installed by hand before: make, Python >= 3.10 and the system's package manager are enough.
 # A stamp in .venv/.stamps marks each finished step, so the second run starts at once.
 #
 # TORCH_INDEX   package index for torch, e.g. one that carries CPU builds (without a GPU, PyPI's Linux build is gigabytes):

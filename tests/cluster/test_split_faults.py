@@ -8,6 +8,7 @@ from split_pair import GREEDY, SAMPLED, Alone, changed, make_pair
 from tiny_models import random_prompt
 
 
+# README says: "KV is digested end to end"
 @pytest.mark.parametrize("way", ["shm", "tcp"])
 @pytest.mark.parametrize("fault", ["corrupt:1", "drop:2", "duplicate:*", "delay:0.002", "drop:1,corrupt:4,duplicate:3"])
 def test_a_fault_on_the_way_is_caught_and_mended(way: str, fault: str, alone: Alone) -> None:

@@ -13,6 +13,7 @@ from tiny_models import random_prompt
 # --- sampling -----------------------------------------------------------------------------------------------
 
 
+# README says: "A seeded request draws the same random numbers wherever it runs"
 def test_a_seed_gives_the_same_tokens_alone_and_split(pair: Pair, alone: Alone) -> None:
     prompts = [random_prompt(length, seed=100 + length) for length in (1, 16, 77)]
     results = [pair.submit(prompt, SAMPLED) for prompt in prompts]

@@ -35,6 +35,7 @@ def sized() -> Iterator[PairOf]:
         yield get
 
 
+# README says: "KV is converted on the way"
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
 def test_greedy_tokens_of_one_node(sized: PairOf, alone: Alone, way: str, sizes: tuple[int, int]) -> None:

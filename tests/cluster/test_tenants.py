@@ -68,6 +68,7 @@ def soon(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+# README says: "maps keys to tenants, whose caches don't see each other"
 def test_a_tenant_finds_its_own_and_nobody_elses(cluster: RealCluster, prompt: list[int]) -> None:
     whole = LONG // BLOCK * BLOCK
     cached, output = ask(cluster, "a1", prompt)

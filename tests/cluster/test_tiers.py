@@ -33,6 +33,7 @@ def single(references: References) -> Iterator[Asker]:
     node.process.tiers.manager.check_integrity()
 
 
+# README says: "goes to host memory"
 def test_evicted_prompts_come_back_from_host_memory(single: Asker, references: References) -> None:
     (node,) = single.nodes
     for wanted in references:

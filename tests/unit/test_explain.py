@@ -40,12 +40,14 @@ def placed_at(router: RouterInThread, stream: bool = False, **headers: str) -> s
     return told.split("all=")[1]
 
 
+# README says: "say why one went where"
 def test_the_header_names_the_node_and_the_policy(router: RouterInThread) -> None:
     told = [placed_at(router, stream) for stream in (False, True, False)]
     assert sorted(text.split()[0] for text in told) == ["n0", "n1", "n2"]
     assert all("by=round_robin of=3" in text for text in told)
 
 
+# README says: "`X-Session-Id` pins a conversation"
 def test_a_session_has_one_home(router: RouterInThread) -> None:
     told = [placed_at(router, **{"X-Session-Id": "alice"}) for _ in range(4)]
     assert len({text.split()[0] for text in told}) == 1

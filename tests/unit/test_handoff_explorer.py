@@ -85,6 +85,7 @@ SLOW = [
 ]
 
 
+# README says: "The hand-off protocol is two pure transition tables"
 @pytest.mark.parametrize(("setting", "min_states"), QUICK, ids=lambda value: getattr(value, "name", ""))
 def test_every_reachable_state_keeps_the_promises(setting, min_states):
     report = explore(setting)

@@ -158,6 +158,7 @@ MUTATIONS = {
 }  # fmt: skip
 
 
+# README says: "a block that a peer may still write is never reused"
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_each_mutation_is_found(name):
     mutation, faults, message = MUTATIONS[name]

@@ -23,6 +23,7 @@ def load(folder: Path) -> DecoderModel:
     return load_model(folder, load_model_config(folder), ModelOptions(model=str(folder)), CPU, torch.float32)
 
 
+# README says: "Llama 2/3/3.x, Mistral, Qwen2 and Qwen3"
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_transformers(kind: str) -> None:
     folder = tiny_model(kind)

@@ -77,6 +77,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
 ]  # fmt: skip
 
 
+# README says: "Errors have OpenAI's shape and name the field"
 @pytest.mark.parametrize(("field", "value"), BAD_FIELDS, ids=lambda value: repr(value)[:24])
 def test_the_error_names_the_field(router: RouterInThread, field: str, value: Any) -> None:
     response = router.client.post("/v1/completions", json={"prompt": "the fox", field: value})
@@ -130,6 +131,7 @@ def test_every_value_of_a_repeated_field_is_checked(router: RouterInThread, fiel
             assert (field, raw[:2]) == ("prompt", b'{"')
 
 
+# README says: "at most 8 MiB (413)"
 def test_a_large_body_gets_its_answer_however_it_is_sent(router: RouterInThread) -> None:
     for path in ("/v1/completions", "/tokenize"):
         fault(router.client.post(path, json={"prompt": "x" * 10_000_000}), 413)
@@ -142,6 +144,7 @@ def test_a_large_body_gets_its_answer_however_it_is_sent(router: RouterInThread)
     assert exchange(router, head + b"Expect: 100-continue\r\n\r\n", end=False).startswith(b"HTTP/1.1 413 ")
 
 
+# README says: "Bodies are JSON (415"
 @pytest.mark.parametrize(
     "headers",
     [

@@ -24,6 +24,7 @@ def test_a_request_waits_for_room(folder: Path, nodes: Nodes) -> None:
         router.wait_idle()
 
 
+# README says: "then gets 429 with Retry-After"
 def test_it_does_not_wait_for_ever(folder: Path, nodes: Nodes) -> None:
     node = nodes.start()
     with RouterInThread(folder, addresses(node)) as router:

@@ -212,6 +212,7 @@ def test_nodes_that_fetch_find_what_peers_hold() -> None:
     assert [each.hits["peer"] > 0 for each in simulation.jobs] == [False, True, False, False]
 
 
+# README says: "it replays a trace on a simulated cluster of N nodes"
 def test_the_command_prints_policies_beside_the_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "trace", conversations(8, 3))
     flags = ["--trace", path, "--simulate", "2", "--policies", "round_robin,prefix_aware", "--redis", "local"]

@@ -44,6 +44,7 @@ def test_nothing_is_counted_while_steps_take_their_time() -> None:
     assert not turns.notes
 
 
+# README says: "`/metrics` says why steps were slow"
 @pytest.mark.parametrize("part", PARTS)
 def test_the_part_that_took_longer_than_usual_is_the_reason(part: str) -> None:
     turns = Turns().usual()
