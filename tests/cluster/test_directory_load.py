@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from split_pair import GREEDY, changed
+from waiting import PATIENCE_S
 
 from in_process_cluster import Client, Node, node_options
 from redis_process import running_redis
@@ -25,7 +26,7 @@ def test_a_nodes_record_follows_its_load() -> None:
             return decode_record(packed)
 
         def wait_for(condition: Callable[[NodeRecord], bool]) -> None:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + PATIENCE_S
             while not (redis.exists(KeySpace("load").node(node.info.node_id)) and condition(record())):
                 assert time.monotonic() < deadline, record()
                 client.poll(0.01)

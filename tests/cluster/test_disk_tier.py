@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tier_nodes import NUM_BLOCKS, NUM_HITS, Asker, References, always_loading, make_references
+from waiting import PATIENCE_S, wait_until
 
 from in_process_cluster import BLOCK, Node, node_options
 from tandem.engine.errors import ConfigError
@@ -41,15 +42,15 @@ def node_on(folder: Path, model: str = "llama", **changes: object) -> Iterator[A
 
 def until_on_disk(asker: Asker) -> None:
     pool, manager = asker.nodes[0].process.pool, asker.nodes[0].process.tiers.manager
-    deadline = time.monotonic() + 10
-    while not (pool.cached_hashes() and all(manager.is_on_disk(each) for each in pool.cached_hashes())):
-        assert time.monotonic() < deadline, "an idle node does not write to disk"
-        time.sleep(0.01)
+    wait_until(
+        lambda: pool.cached_hashes() and all(manager.is_on_disk(each) for each in pool.cached_hashes()),
+        "an idle node to write to disk",
+    )
 
 
 def until_idle(node: Node) -> None:
     """Until nothing has gone down for a while."""
-    write_back, quiet, deadline = node.process.tiers.manager._write_back, 0, time.monotonic() + 10
+    write_back, quiet, deadline = node.process.tiers.manager._write_back, 0, time.monotonic() + PATIENCE_S
     while quiet < 10:
         assert time.monotonic() < deadline, "blocks go down for ever"
         time.sleep(0.02)

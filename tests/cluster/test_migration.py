@@ -30,8 +30,8 @@ class Trio:
     def submit(self, name: str, prompt: list[int], sampling: SamplingParams, **options: object) -> Result:
         return self.client.submit(name, prompt, sampling, decode=self.first.info, prefill=self.prefill.info, **options)  # type: ignore[arg-type]
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        self.client.until(condition, timeout_s)
+    def until(self, condition: Callable[[], bool]) -> None:
+        self.client.until(condition)
 
     def until_decoding(self, result: Result, num_tokens: int = 5) -> None:
         self.until(lambda: all(len(result.tokens.get(s, ())) >= num_tokens for s in range(result.num_samples)))

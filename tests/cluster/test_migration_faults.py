@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from node_child import NodeChild
-from router_in_thread import RouterInThread, wait_until
+from router_in_thread import RouterInThread
 from stream_client import Stream
+from waiting import PATIENCE_S, wait_until
 
-from in_process_cluster import Node, node_options
-from tandem.engine.config import Timeouts
-from tiny_models import random_prompt, reference_greedy, tiny_model
+from in_process_cluster import FAST, Node, node_options
+from tiny_models import check_greedy, random_prompt, tiny_model
 
 LENGTH = 300
 PROMPT = random_prompt(250, seed=3)
-TIMES = Timeouts(heartbeat_s=0.1, peer_lost_s=2.0, connect_s=1.5, resend_s=0.1, request_s=40.0, drain_s=30.0)
+TIMES = replace(FAST, resend_s=0.1, drain_s=PATIENCE_S)
 
 
 @dataclass
@@ -38,7 +38,7 @@ class World:
         wait_until(lambda: len(cluster.views) > num_nodes, "the target")
 
     def check_end(self, stream: Stream, prompt: list[int] = PROMPT) -> None:
-        assert stream.finish() == {0: reference_greedy(tiny_model("llama"), prompt, LENGTH).token_ids}
+        check_greedy(tiny_model("llama"), prompt, stream.finish()[0], LENGTH)
         self.router.wait_idle()
         self.prefill.wait_until_whole()
 
@@ -81,7 +81,6 @@ def test_the_target_dies_while_it_is_written() -> None:
         wait_until(lambda: counter(source, "started") > 0, "the beginning")
         child.process.kill()
         world.check_end(stream)
-        assert stream.longest_gap_s < 3, "it goes on where it is as soon as nothing reads its blocks"
         child.stop()
         assert counter(source, "failed") >= 1
         assert counter(source, "finished") == 0
@@ -95,7 +94,7 @@ def test_the_source_dies_while_it_writes() -> None:
         world.add(target.info.control_address)
         child.drain()
         world.check_end(stream)
-        assert child.process.wait(5) < 0, "the fault did not strike: this test shows nothing"
+        assert child.process.wait(PATIENCE_S) < 0, "the fault did not strike: this test shows nothing"
         child.stop()
         target.wait_until_whole()
         assert target.process.logic.sink.num_quarantined == 0  # type: ignore[attr-defined]

@@ -11,21 +11,23 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from waiting import PATIENCE_S, wait_until
 
-from real_cluster import RealCluster
-from tiny_models import random_prompt, reference_greedy, tiny_model
+from real_cluster import HASTY, RealCluster
+from tiny_models import check_greedy, random_prompt, tiny_model
 
 HONEST = {429, 499, 500, 502, 503, 504}
 PROMPTS = [random_prompt(length, seed=length) for length in (5, 33, 64, 150, 333)]
 
 
-def expected(prompt: list[int], num_tokens: int = 32) -> list[int]:
-    return reference_greedy(tiny_model("llama"), prompt, num_tokens).token_ids
+def check(prompt: list[int], samples: list[list[int]], num_tokens: int = 32) -> None:
+    for token_ids in samples:
+        check_greedy(tiny_model("llama"), prompt, token_ids, num_tokens)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RealCluster]:
-    with RealCluster(tiny_model("llama"), "--prefill", "1", "--decode", "1") as running:
+    with RealCluster(tiny_model("llama"), "--prefill", "1", "--decode", "1", *HASTY) as running:
         running.wait_until_ready(2)
         yield running
 
@@ -55,20 +57,20 @@ class Load:
             "ignore_eos": True,
             "return_token_ids": True,
         }
-        return httpx.post(self._cluster.url + "/v1/completions", json=body, timeout=60)
+        return httpx.post(self._cluster.url + "/v1/completions", json=body, timeout=2 * PATIENCE_S)
 
     def check(self, may_break: bool = False) -> tuple[int, int]:
         """(results, errors). `may_break`: the router itself was hurt, so connections may end without an answer."""
         results = errors = 0
         for prompt, answer in zip(self._prompts, self._answers, strict=True):
             try:
-                response = answer.result(60)
+                response = answer.result(2 * PATIENCE_S)
             except httpx.TransportError:
                 assert may_break, "a connection ended without an answer"
                 errors += 1
                 continue
             if response.status_code == 200:
-                assert response.json()["choices"][0]["token_ids"] == expected(prompt, self._num_tokens)
+                check(prompt, [response.json()["choices"][0]["token_ids"]], self._num_tokens)
                 results += 1
             else:
                 assert response.status_code in HONEST, response.text
@@ -82,15 +84,16 @@ class Load:
 def test_one_plus_one_hands_over(cluster: RealCluster) -> None:
     before = cluster.counter("sink_commits")
     for prompt in PROMPTS:
-        assert cluster.tokens(prompt, 32) == [expected(prompt)]
-    time.sleep(0.5)
-    assert cluster.counter("sink_commits") > before
+        check(prompt, cluster.tokens(prompt, 32))
+    wait_until(lambda: cluster.counter("sink_commits") > before, "the nodes to report")
     cluster.wait_until_whole()
 
 
 def test_four_samples_of_one_prompt(cluster: RealCluster) -> None:
     prompt = random_prompt(100, seed=41)
-    assert cluster.tokens(prompt, 32, n=4) == [expected(prompt)] * 4
+    four = cluster.tokens(prompt, 32, n=4)
+    assert len(four) == 4
+    check(prompt, four)
     seeded = {"temperature": 0.8, "seed": 11, "n": 4}
     first = cluster.tokens(prompt, 24, **seeded)
     assert cluster.tokens(prompt, 24, **seeded) == first
@@ -100,10 +103,10 @@ def test_four_samples_of_one_prompt(cluster: RealCluster) -> None:
 
 def test_a_prefix_is_found_on_the_decode_node(cluster: RealCluster) -> None:
     prompt = random_prompt(200, seed=42)
-    assert cluster.tokens(prompt, 16) == [expected(prompt, 16)]
+    check(prompt, cluster.tokens(prompt, 16), 16)
     answer = cluster.complete(prompt, max_tokens=16).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 176
-    assert answer["choices"][0]["token_ids"] == expected(prompt, 16)
+    check(prompt, [answer["choices"][0]["token_ids"]], 16)
 
 
 # README says: "OpenAI-style HTTP requests"
@@ -175,11 +178,12 @@ def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: in
     results, errors = load.check(may_break=victim == "router")
     assert results + errors == 20
     cluster.wait_until_ready(2)
-    assert cluster.tokens(PROMPTS[3], 32) == [expected(PROMPTS[3])]
+    check(PROMPTS[3], cluster.tokens(PROMPTS[3], 32))
     cluster.wait_until_whole()
     if victim == "decode":
-        assert len(pools_mapped_by(prefill)) == 2, (
-            "its own and the living decode node's: a dead one's memory is given back"
+        wait_until(
+            lambda: len(pools_mapped_by(prefill)) == 2,
+            "its own and the living decode node's alone: a dead one's memory is given back",
         )
 
 
@@ -194,14 +198,12 @@ def test_two_plus_two_and_a_drain() -> None:
         assert load.check() == (8, 0), "a drained node's requests go on"
         assert Load(cluster, 6, num_tokens=30).check() == (6, 0)
         cluster.process.terminate()
-        assert cluster.process.wait(30) == 0, cluster.log()
+        assert cluster.process.wait(2 * PATIENCE_S) == 0, cluster.log()
 
 
-def test_a_bad_folder_ends_quickly_with_a_remedy(tmp_path: Path) -> None:
+def test_a_bad_folder_ends_it_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    started = time.monotonic()
     cluster = RealCluster(tmp_path)
-    assert cluster.process.wait(10) != 0
-    assert time.monotonic() - started < 5
+    assert cluster.process.wait(PATIENCE_S) != 0
     assert "GPT2LMHeadModel" in cluster.log()
     assert "config.json" in cluster.log()

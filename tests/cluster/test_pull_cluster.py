@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from router_in_thread import wait_until
+from waiting import wait_until
 
 from real_cluster import RealCluster
 from tandem.deploy.node_figures import hits_by_tier, read_when_still
-from tiny_models import random_prompt, reference_greedy, tiny_model
+from tiny_models import check_greedy, random_prompt, tiny_model
 
 BLOCK = 16
 PREFIX = random_prompt(60 * BLOCK, seed=41)
@@ -26,8 +26,7 @@ def test_the_second_prefill_node_pulls_what_the_first_computed() -> None:
     first, second = ([*PREFIX, *random_prompt(3 * BLOCK + 5, seed=seed)] for seed in (1, 2))
     nodes = ("--prefill", "2", "--decode", "1", "--placement", "round_robin", "--pull-s", "20")
     with RealCluster(tiny_model("llama"), *nodes) as cluster:
-        expected = [reference_greedy(tiny_model("llama"), prompt, 6).token_ids for prompt in (first, second)]
-        assert cluster.tokens(first, 6) == [expected[0]]
+        check_greedy(tiny_model("llama"), first, cluster.tokens(first, 6)[0], 6)
 
         def holders() -> list[str]:
             found = explained(cluster, second).values()
@@ -41,7 +40,7 @@ def test_the_second_prefill_node_pulls_what_the_first_computed() -> None:
 
         answer = cluster.complete(second, max_tokens=6)
         assert answer.status_code == 200, answer.text
-        assert answer.json()["choices"][0]["token_ids"] == expected[1]
+        check_greedy(tiny_model("llama"), second, answer.json()["choices"][0]["token_ids"], 6)
         assert f"prompt={idle['node_id']}" in answer.headers["x-tandem-placement"]
         assert f"fetched={len(PREFIX)} from=" in answer.headers["x-tandem-placement"]
         assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(PREFIX)
@@ -50,6 +49,6 @@ def test_the_second_prefill_node_pulls_what_the_first_computed() -> None:
         assert cluster.counter("pull_served_blocks") == len(PREFIX) // BLOCK
         figures = asyncio.run(read_when_still(cluster.url))
         assert hits_by_tier({}, figures) == {"gpu": 0, "cpu": 0, "disk": 0, "peer": len(PREFIX)}
-        assert all(0 < node.counters["busy_s"] < 60 for node in figures.values())
+        assert all(node.counters["busy_s"] > 0 for node in figures.values())
         assert all(node.capacity_tokens > 256 * BLOCK for node in figures.values()), "pool and host tier"
         cluster.wait_until_whole()

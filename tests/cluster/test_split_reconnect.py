@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from dataclasses import replace
 
 import pytest
 from split_pair import GREEDY, WAYS, Pair, changed, make_pair
+from waiting import PATIENCE_S
 
 from in_process_cluster import FAST
 from tiny_models import random_prompt
 
-TIMES = replace(FAST, peer_lost_s=0.5, connect_s=3.0, grant_lease_s=5.0)
+TIMES = replace(FAST, peer_lost_s=1.5, grant_lease_s=5.0)
 SHORT = changed(GREEDY, max_tokens=4)
 
 
 def fall_silent(pair: Pair) -> None:
-    """The prefill node's I/O thread stands still, the rest of it goes on; returns when the decode node has noticed."""
-    lost = pair.decode.process.control.counters.lost_peers
-    pair.prefill.process.control._command(lambda: time.sleep(1.2))
+    """The prefill node's I/O thread stands still, the rest of it goes on, until the decode node has noticed."""
+    lost, noticed = pair.decode.process.control.counters.lost_peers, threading.Event()
+    pair.prefill.process.control._command(lambda: noticed.wait(PATIENCE_S))
     pair.until(lambda: pair.decode.process.control.counters.lost_peers > lost)
+    noticed.set()
 
 
 @pytest.mark.parametrize("way", WAYS)

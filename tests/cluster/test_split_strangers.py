@@ -10,6 +10,7 @@ import torch
 import zmq
 from impostor_sink import ImpostorSink, sign_grant_for
 from split_pair import GREEDY, Pair, make_pair
+from waiting import PATIENCE_S
 
 from in_process_cluster import BLOCK, Client, Node, node_options
 from tandem.engine import messages as wire
@@ -78,7 +79,7 @@ def test_a_grant_from_a_connection_that_nobody_asked_for_is_not_heard(shm: Pair)
         socket.connect(shm.prefill.info.control_address)
         info = msgspec.structs.replace(shm.decode.info, node_id="decode-stranger", pid=0)
         socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
-        assert socket.poll(5000)
+        assert socket.poll(int(PATIENCE_S * 1000))
         assert isinstance(wire.decode_from_node(socket.recv()), Welcome)
         dropped, pushed = source.messages_dropped, shm.pushed_bytes
         claim = KVClaim(request_id="x", attempt=0, source_id="s", source_epoch=1, sink_epoch=2, num_prompt_tokens=BLOCK)

@@ -6,20 +6,21 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import httpx
 import pytest
 from node_child import NodeChild
-from router_in_thread import RouterInThread, wait_until
+from router_in_thread import RouterInThread
 from split_pair import NIXL
+from waiting import PATIENCE_S, wait_until
 
-from in_process_cluster import Node, node_options
-from tandem.engine.config import Timeouts
-from tiny_models import random_prompt, reference_greedy, tiny_model
+from in_process_cluster import FAST, Node, node_options
+from tiny_models import check_greedy, random_prompt, tiny_model
 
 NUM_TOKENS = 16
 PROMPTS = [random_prompt(length, seed=length) for length in (90, 150, 200, 250)]
-TIMES = Timeouts(heartbeat_s=0.1, peer_lost_s=2.0, connect_s=1.5, resend_s=0.1, request_s=20.0, drain_s=5.0)
+TIMES = replace(FAST, resend_s=0.1)
 
 
 @contextmanager
@@ -41,9 +42,10 @@ def surviving(role: str, transport: str) -> Iterator[Node]:
 
 
 @contextmanager
-def router_over(*addresses: str) -> Iterator[RouterInThread]:
+def router_over(*addresses: str, connect_s: float = TIMES.connect_s) -> Iterator[RouterInThread]:
     """Connected to every node of `addresses`, so that the requests that follow are spread over them."""
-    with RouterInThread(tiny_model("llama"), addresses, timeouts=TIMES, local_tail_tokens=0) as router:
+    timeouts = replace(TIMES, connect_s=connect_s)
+    with RouterInThread(tiny_model("llama"), addresses, timeouts=timeouts, local_tail_tokens=0) as router:
         wait_until(lambda: len(router.client.get("/ready").json().get("nodes", ())) == len(addresses), "all nodes")
         yield router
 
@@ -51,7 +53,7 @@ def router_over(*addresses: str) -> Iterator[RouterInThread]:
 def complete_all(router: RouterInThread) -> list[httpx.Response]:
     def one(prompt: list[int]) -> httpx.Response:
         body = {"model": "llama", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-        return router.client.post("/v1/completions", json={**body, "return_token_ids": True}, timeout=40)
+        return router.client.post("/v1/completions", json={**body, "return_token_ids": True}, timeout=2 * PATIENCE_S)
 
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         return list(pool.map(one, PROMPTS))
@@ -60,8 +62,7 @@ def complete_all(router: RouterInThread) -> list[httpx.Response]:
 def check_results(answers: list[httpx.Response]) -> None:
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert answer.status_code == 200, answer.text
-        expected = reference_greedy(tiny_model("llama"), prompt, NUM_TOKENS).token_ids
-        assert answer.json()["choices"][0]["token_ids"] == expected
+        check_greedy(tiny_model("llama"), prompt, answer.json()["choices"][0]["token_ids"], NUM_TOKENS)
 
 
 @pytest.mark.parametrize("spare", [True, False], ids=["another-prefill-node", "decode-node-alone"])
@@ -77,7 +78,9 @@ def test_a_prefill_node_dies_while_it_writes(way: str, spare: bool) -> None:
             with router_over(*addresses) as router:
                 check_results(complete_all(router))
                 router.wait_idle()
-            assert child.process.wait(5) == -signal.SIGKILL, "the fault did not strike: this test shows nothing"
+            assert child.process.wait(PATIENCE_S) == -signal.SIGKILL, (
+                "the fault did not strike: this test shows nothing"
+            )
             sink = decode.process.logic.sink  # type: ignore[attr-defined]
             decode.wait_until_whole()
             assert sink.num_quarantined == 0
@@ -89,10 +92,13 @@ def test_a_prefill_node_dies_while_it_writes(way: str, spare: bool) -> None:
 
 def test_both_nodes_of_one_process_die_in_the_middle_of_a_write() -> None:
     """Local transport: writer and pool end together, so all that is left is to say so, in time."""
-    with dying(("prefill", "decode"), "local", write=3) as child, router_over(*child.addresses) as router:
+    with (
+        dying(("prefill", "decode"), "local", write=3) as child,
+        router_over(*child.addresses, connect_s=1.5) as router,
+    ):
         for answer in complete_all(router):
             assert answer.status_code in (502, 503), answer.text
             assert answer.json()["error"]["message"]
-        assert child.process.wait(5) == -signal.SIGKILL
+        assert child.process.wait(PATIENCE_S) == -signal.SIGKILL
         router.wait_idle()
         assert router.client.get("/ready").status_code == 503

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 from real_cluster import RealCluster
 from tiny_models import random_prompt, tiny_model
@@ -61,13 +61,6 @@ def cached_by_placement(cluster: RealCluster, key: str, prompt: list[int]) -> li
     return [node["num_cached_tokens"] for node in answer.json()["prompts"][0]["nodes"]]
 
 
-def soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 # README says: "maps keys to tenants, whose caches don't see each other"
 def test_a_tenant_finds_its_own_and_nobody_elses(cluster: RealCluster, prompt: list[int]) -> None:
     whole = LONG // BLOCK * BLOCK
@@ -82,7 +75,10 @@ def test_a_tenant_finds_its_own_and_nobody_elses(cluster: RealCluster, prompt: l
 def test_the_router_looks_up_what_the_tenant_may_find(cluster: RealCluster, prompt: list[int]) -> None:
     ask(cluster, "a1", prompt)
     if cluster.has_directory:
-        soon(lambda: max(cached_by_placement(cluster, "a1", prompt)) == LONG // BLOCK * BLOCK)
+        wait_until(
+            lambda: max(cached_by_placement(cluster, "a1", prompt)) == LONG // BLOCK * BLOCK,
+            "the router to hear of it",
+        )
     assert not any(cached_by_placement(cluster, "g", prompt))
 
 

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import zmq
 from split_pair import GREEDY, Pair
+from waiting import PATIENCE_S
 
 from in_process_cluster import BLOCK, Result
 from tandem.engine import messages as wire
@@ -43,7 +44,7 @@ class ImpostorSink:
 
     def expect(self, kind: type, name: str):  # type: ignore[no-untyped-def]
         """The next message of `kind` about `name`; greets, answers KVDrained, drops all else."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             self.pair.client.poll(0.0)
             if not self._socket.poll(5):

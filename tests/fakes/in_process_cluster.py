@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
+from waiting import PATIENCE_S, wait_until
 
 from tandem.decode_node.main import make_logic as make_decode
 from tandem.engine import messages as wire
@@ -27,6 +28,7 @@ from tandem.engine.messages import (
     Ping,
     PrefixHint,
     PromptLogprobs,
+    Refused,
     RequestFailed,
     Status,
     Submit,
@@ -38,7 +40,8 @@ from tandem.kv_connector.node_shell import NodeProcess
 from tandem.prefill_node.main import make_logic as make_prefill
 
 BLOCK = 16
-FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=20.0, resend_s=0.2, drain_s=10.0)
+# What tests wait for comes soon; nobody is given up for being slow on a busy machine.
+FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_s=0.2, drain_s=20.0)
 
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
@@ -83,16 +86,13 @@ class Node:
     def stop(self) -> None:
         """Drains and ends the node; asserts that it came to an end and holds nothing."""
         self.process.loop.begin_drain()
-        self._thread.join(15)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the node did not drain"
         self.process.logic.check_integrity()
 
-    def wait_until_whole(self, timeout_s: float = 10.0) -> None:
-        """Every block is free again."""
-        pool, deadline = self.process.pool, time.monotonic() + timeout_s
-        while pool.num_free < pool.num_blocks:
-            assert time.monotonic() < deadline, f"{pool.num_blocks - pool.num_free} blocks leaked"
-            time.sleep(0.01)
+    def wait_until_whole(self) -> None:
+        pool = self.process.pool
+        wait_until(lambda: pool.num_free == pool.num_blocks, "every block to be free again")
 
 
 @dataclass
@@ -127,7 +127,11 @@ def _ref(node: NodeInfo) -> PeerRef:
 
 
 class Client:
-    """What a router says to nodes, without HTTP."""
+    """What a router says to nodes, without HTTP.
+
+    Messages are taken in when a test polls. Heartbeats go on meanwhile, from a thread: nodes forget a router that is
+    silent, and a test may be busy with something else for long, such as its reference.
+    """
 
     def __init__(self, *nodes: NodeInfo) -> None:
         self._context = zmq.Context()
@@ -135,18 +139,36 @@ class Client:
         self.results: dict[tuple[str, int], Result] = {}
         self.statuses: dict[str, Status] = {}
         self._ping_at = 0.0
+        self._turn = threading.Lock()  # threads may share a ZMQ socket if they take turns
+        self._closing = threading.Event()
         info = NodeInfo(node_id=f"router-{secrets.token_hex(3)}", epoch=secrets.randbits(64), role="router")
         for node in nodes:
             socket = self._context.socket(zmq.DEALER)
             socket.setsockopt(zmq.IDENTITY, info.node_id.encode())
             socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 0)  # nothing is lost while nobody polls
             socket.connect(node.control_address)
             self._sockets[node.node_id] = socket
             self.send(node, Hello(wire_version=wire.WIRE_VERSION, info=info))
-            assert isinstance(self._receive(socket, 10.0), Welcome)
+            assert isinstance(self._receive(socket), Welcome)
+        self._heart = threading.Thread(target=self._beat_on, daemon=True)
+        self._heart.start()
 
     def send(self, node: NodeInfo, message: wire.Message) -> None:
-        self._sockets[node.node_id].send(wire.encode(message))
+        with self._turn:
+            self._sockets[node.node_id].send(wire.encode(message))
+
+    def _beat_on(self) -> None:
+        while not self._closing.wait(FAST.heartbeat_s / 2):
+            with self._turn:
+                self._beat()
+
+    def _beat(self) -> None:
+        """If it is time: the answers would keep everybody busy."""
+        if time.monotonic() >= self._ping_at:
+            self._ping_at = time.monotonic() + FAST.heartbeat_s / 2
+            for socket in self._sockets.values():
+                socket.send(wire.encode(Ping(sequence=1)))
 
     def submit(
         self,
@@ -160,7 +182,7 @@ class Client:
         attempt: int = 0,
         num_prior: int = 0,
         priority: int = 0,
-        deadline_s: float = 60.0,
+        deadline_s: float = 2 * PATIENCE_S,
         holder: NodeInfo | None = None,
         num_held: int = 0,
         salt: bytes = b"",
@@ -197,9 +219,9 @@ class Client:
     def key_of(self, result: Result) -> tuple[str, int]:
         return next(key for key, known in self.results.items() if known is result)
 
-    def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+    def until(self, condition: Callable[[], bool]) -> None:
         """Polls meanwhile."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, "it did not happen"
             self.poll(0.005)
@@ -240,7 +262,7 @@ class Client:
             peer=_ref(to),
             successor=successor,
             num_tokens=len(known),
-            deadline_s=10.0,
+            deadline_s=PATIENCE_S,
         )
         self.send(here, order)
         return moved
@@ -249,9 +271,9 @@ class Client:
         for node in nodes:
             self.send(node, Cancel(request_id=request_id, attempt=attempt))
 
-    def wait(self, *results: Result, timeout_s: float = 60.0) -> None:
+    def wait(self, *results: Result) -> None:
         """Reads until each of `results` (default: all) has ended."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + 2 * PATIENCE_S
         pending = list(results or self.results.values())
         while any(not result.done for result in pending):
             assert time.monotonic() < deadline, "a request did not end"
@@ -259,23 +281,24 @@ class Client:
 
     def poll(self, timeout_s: float) -> None:
         poller = zmq.Poller()
-        for socket in self._sockets.values():
-            poller.register(socket, zmq.POLLIN)
-        for socket, _ in poller.poll(int(timeout_s * 1000)):
-            while socket.poll(0):
-                self._take(wire.decode_from_node(socket.recv()))
-        if time.monotonic() >= self._ping_at:  # not each time: the answers would keep everybody busy
-            self._ping_at = time.monotonic() + FAST.heartbeat_s / 2
+        with self._turn:
             for socket in self._sockets.values():
-                socket.send(wire.encode(Ping(sequence=1)))
+                poller.register(socket, zmq.POLLIN)
+            for socket, _ in poller.poll(int(timeout_s * 1000)):
+                while socket.poll(0):
+                    self._take(wire.decode_from_node(socket.recv()))
+            self._beat()  # as well: who polls all the time leaves the thread no turn
 
     def close(self) -> None:
+        self._closing.set()
+        self._heart.join()
         for socket in self._sockets.values():
             socket.close()
         self._context.term()
 
-    def _receive(self, socket: zmq.Socket, timeout_s: float) -> wire.Message:
-        assert socket.poll(int(timeout_s * 1000)), "the node does not answer"
+    @staticmethod
+    def _receive(socket: zmq.Socket) -> wire.Message:
+        assert socket.poll(int(PATIENCE_S * 1000)), "the node does not answer"
         return wire.decode_from_node(socket.recv())
 
     def _take(self, message: wire.Message) -> None:
@@ -305,3 +328,5 @@ class Client:
             self.results[message.request_id, message.attempt].cancelled = True
         elif isinstance(message, Status):
             self.statuses[message.node_id] = message
+        elif isinstance(message, Refused):
+            raise AssertionError(f"a node has forgotten this client: {message}")

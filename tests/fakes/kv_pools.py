@@ -6,11 +6,11 @@ import os
 import random
 import secrets
 import socket
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from tandem.engine.errors import TransportError
 from tandem.engine.kv_layout import KVGroup, KVLayout
@@ -59,7 +59,7 @@ class PoolNode:
         requested: str,
         num_blocks: int = 16,
         layout: KVLayout = SMALL,
-        timeout_s: float = 5.0,
+        timeout_s: float = PATIENCE_S,
         seed: int = 0,
         keys: ClusterKeys = KEYS,
         device: str = "cpu",
@@ -149,15 +149,6 @@ def random_write(
     return pairs, layers, num_valid
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 def refused(channel, grant: KVGrant, pairs) -> str:
     """The reason that a write gets, at the write or at the flush."""
     try:
@@ -170,7 +161,7 @@ def refused(channel, grant: KVGrant, pairs) -> str:
 
 def hangs_up(sock: socket.socket) -> bool:
     """Whether the other side closes, politely or by a reset."""
-    sock.settimeout(3)
+    sock.settimeout(PATIENCE_S)
     try:
         return sock.recv(1) == b""
     except ConnectionResetError:

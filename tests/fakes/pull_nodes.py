@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 
 import zmq
 from split_pair import WAYS
+from waiting import PATIENCE_S
 
 from in_process_cluster import FAST, Client, Node, Result, node_options
 from tandem.engine import messages as wire
 from tandem.engine.messages import Hello, NodeInfo, Welcome
 from tandem.engine.sampling_params import SamplingParams
-from tiny_models import reference_greedy, tiny_model
+from tiny_models import check_greedy, tiny_model
 
 __all__ = ["PATIENT", "WAYS", "Nodes", "greet", "make_nodes"]
 PATIENT = replace(FAST, pull_s=20.0)  # the machine is shared: nothing here is to fail for being slow
@@ -52,7 +53,7 @@ class Nodes:
 
     def check(self, result: Result, prompt: list[int]) -> Result:
         assert result.failed is None, result.failed
-        assert result.output() == reference_greedy(tiny_model("llama"), prompt, self.sampling.max_tokens).token_ids
+        check_greedy(tiny_model("llama"), prompt, result.output(), self.sampling.max_tokens)
         return result
 
     def ask(self, prompt: list[int], on: int, **options: object) -> Result:
@@ -67,8 +68,8 @@ class Nodes:
     def count(self, node: int, name: str) -> float:
         return self.nodes[node].process.logic.handoff_counters()[name]
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        self.client.until(condition, timeout_s)
+    def until(self, condition: Callable[[], bool]) -> None:
+        self.client.until(condition)
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def greet(address: str) -> NodeInfo:
         socket.connect(address)
         info = NodeInfo(node_id="asks-who", epoch=1, role="router")
         socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
-        assert socket.poll(10_000), "nobody answers"
+        assert socket.poll(int(PATIENCE_S * 1000)), "nobody answers"
         welcome = wire.decode_from_node(socket.recv())
         assert isinstance(welcome, Welcome)
         return welcome.info

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import httpx
 import psutil
+from waiting import PATIENCE_S, wait_until
 
 from tandem.deploy.redis_server import free_port
 
 TINY = ("--block-size", "16", "--hash-block-size", "16", "--num-blocks", "256", "--num-threads", "1")
-EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "3")
+EAGER = ("--local-tail-tokens", "0", "--heartbeat-s", "0.2", "--peer-lost-s", "20")
+HASTY = ("--peer-lost-s", "3")  # where a process that is stopped is to be given up
 
 
 class RealCluster:
@@ -29,7 +31,7 @@ class RealCluster:
         self,
         model: Path,
         *arguments: str,
-        start_s: float = 60.0,
+        start_s: float = 2 * PATIENCE_S,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -46,10 +48,10 @@ class RealCluster:
             stderr=self._log,
             env={**os.environ, **(environment or {})},
         )
-        self.client = httpx.Client(base_url=self.url, timeout=60)
+        self.client = httpx.Client(base_url=self.url, timeout=2 * PATIENCE_S)
 
     def __enter__(self) -> RealCluster:
-        self.wait_until_ready(timeout_s=self._start_s)
+        self.wait_until_ready(within_s=self._start_s)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -59,7 +61,7 @@ class RealCluster:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -69,9 +71,9 @@ class RealCluster:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
-    def wait_until_ready(self, num_nodes: int = 0, timeout_s: float = 60.0, without: str = "") -> None:
+    def wait_until_ready(self, num_nodes: int = 0, within_s: float = 2 * PATIENCE_S, without: str = "") -> None:
         """The router can use `num_nodes` nodes, and none of them is the one called `without`."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + within_s
         said = "nothing"
         while time.monotonic() < deadline:
             assert self.process.poll() is None, f"tandem serve ended: {self.log()}"
@@ -127,13 +129,6 @@ class RealCluster:
     def send(pid: int, number: int) -> None:
         psutil.Process(pid).send_signal(number)
 
-    @staticmethod
-    def wait_until_gone(pid: int, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline, f"process {pid} is still there"
-            time.sleep(0.05)
-
     def kill(self, kind: str, number: int = signal.SIGKILL) -> None:
         psutil.Process(self.pid_of(kind)).send_signal(number)
 
@@ -165,8 +160,5 @@ class RealCluster:
 
         return total("num_blocks") - total("num_free_blocks")
 
-    def wait_until_whole(self, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self.used_blocks() > 0:
-            assert time.monotonic() < deadline, f"{self.used_blocks()} blocks leaked"
-            time.sleep(0.1)
+    def wait_until_whole(self) -> None:
+        wait_until(lambda: self.used_blocks() == 0, "every block to be free again")

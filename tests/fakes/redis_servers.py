@@ -5,13 +5,13 @@ from __future__ import annotations
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import redis
+from waiting import wait_until
 
 from tandem.deploy.child_process import die_with_parent
 from tandem.deploy.redis_server import find_redis_server, free_port
@@ -19,23 +19,24 @@ from tandem.deploy.redis_server import find_redis_server, free_port
 NUM_SLOTS = 16_384
 
 
-def bus_port(below: int = 50_000) -> int:
-    """Free for a cluster's server, which also listens on its port + 10,000."""
+def bus_port(below: int = 22_000) -> int:
+    """Free for a cluster's server, which also listens on its port + 10,000: that, too, is no port that systems serve
+    connections from."""
     while (port := free_port()) >= below:
         pass
     return port
 
 
-def until(condition: Callable[[], bool], what: str, within_s: float = 15.0) -> None:
-    deadline = time.monotonic() + within_s
-    while True:
+def until(condition: Callable[[], bool], what: str) -> None:
+    """A server that is asked by the condition may be on its way up."""
+
+    def holds() -> bool:
         try:
-            if condition():
-                return
+            return condition()
         except redis.RedisError:
-            pass
-        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
-        time.sleep(0.05)
+            return False
+
+    wait_until(holds, what)
 
 
 class Server:

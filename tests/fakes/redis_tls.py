@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from waiting import PATIENCE_S
+
 from redis_process import running_redis
 
 
@@ -100,7 +102,7 @@ class TlsFront:
             data = source.recv(1 << 16)
         except TimeoutError:
             return True
-        sink.settimeout(10.0)
+        sink.settimeout(PATIENCE_S)
         sink.sendall(data)
         sink.settimeout(0.01)
         return bool(data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.config import ModelOptions, RouterOptions, Timeouts
 from tandem.router.port import bind
@@ -21,7 +21,15 @@ from tandem.router.worker import Sources, Worker
 
 BOS, EOS = "<|begin|>", "<|end|>"
 VOCAB_SIZE = 400
-FAST = Timeouts(heartbeat_s=0.05, peer_lost_s=0.5, connect_s=1.0, resend_s=0.1, request_s=20.0, drain_s=5.0)
+# What tests wait for comes soon; nobody is given up for being slow on a busy machine.
+FAST = Timeouts(
+    heartbeat_s=0.05,
+    peer_lost_s=PATIENCE_S,
+    connect_s=PATIENCE_S,
+    resend_s=0.1,
+    request_s=PATIENCE_S,
+    drain_s=PATIENCE_S,
+)
 TEXT = [
     "the quick brown fox jumps over the lazy dog; def function(argument): return argument + 1\n",
     "naïve café, Ελληνικά, 日本語のテキスト, 😀🎉 emoji and more text to learn merges from the the the",
@@ -72,14 +80,14 @@ class RouterInThread:
         self._sock = bind(self.options.host, 0, share_port=False)
         self.url = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         self._thread.start()
-        assert self._serving.wait(10), "the router did not start"
-        self.client = httpx.Client(base_url=self.url, timeout=15)
+        assert self._serving.wait(PATIENCE_S), "the router did not start"
+        self.client = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self.worker.stop()
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the router did not stop"
 
     def _main(self) -> None:
@@ -94,7 +102,7 @@ class RouterInThread:
         async def run() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(5)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(PATIENCE_S)
 
     def wait_ready(self) -> RouterInThread:
         wait_until(lambda: self.client.get("/ready").status_code == 200, "the router to be ready")
@@ -104,10 +112,3 @@ class RouterInThread:
         """Every request has ended, and every node has confirmed its cancels."""
         wait_until(lambda: self.worker.service.num_active == 0, "the router to be idle")
         self.call(self.worker.service.check_integrity)
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 8.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, f"waited {timeout_s} s for {what}"
-        time.sleep(0.01)

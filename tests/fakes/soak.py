@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import httpx
 import psutil
+from waiting import PATIENCE_S, wait_until_gone
 
 from real_cluster import RealCluster
 
@@ -48,12 +49,12 @@ class Load:
     def stop(self) -> None:
         self._stopping.set()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(2 * PATIENCE_S)
             assert not thread.is_alive(), "a request did not end"
 
     def _run(self, number: int) -> None:
         rng = random.Random(self._seed * 1000 + number)
-        with httpx.Client(base_url=self._cluster.url, timeout=90) as client:
+        with httpx.Client(base_url=self._cluster.url, timeout=2 * PATIENCE_S) as client:
             while not self._stopping.is_set():
                 ask, num_samples, streams = rng.choice(self._asks), rng.choice((1, 1, 2, 4)), rng.random() < 0.7
                 try:
@@ -127,12 +128,12 @@ class Campaign:
             return  # it is about to be started again
         self.hurts[f"{role} {how}"] += 1
         if how == PAUSE:
-            self.cluster.wait_until_ready(timeout_s=self.restart_s)
+            self.cluster.wait_until_ready(within_s=self.restart_s)
         elif self.rng.random() < self.patience:
-            self.cluster.wait_until_gone(pid, self.restart_s)
-            self.cluster.wait_until_ready(self.num_nodes, timeout_s=self.restart_s, without=node_id)
+            wait_until_gone(pid)
+            self.cluster.wait_until_ready(self.num_nodes, within_s=self.restart_s, without=node_id)
         else:
-            self.cluster.wait_until_ready(timeout_s=self.restart_s)
+            self.cluster.wait_until_ready(within_s=self.restart_s)
         assert not self.load.wrong, self.load.wrong
 
     def _hurt(self, pid: int, how: str) -> None:
@@ -151,7 +152,7 @@ class Campaign:
             print(f"{count:5} {message}")
         assert not self.load.wrong, self.load.wrong
         assert self.load.ends["result"] > self.load.ends["error"] + self.load.ends["error while streaming"]
-        self.cluster.wait_until_ready(self.num_nodes, timeout_s=self.restart_s)
+        self.cluster.wait_until_ready(self.num_nodes, within_s=self.restart_s)
         self.cluster.wait_until_whole()
         moved = self.cluster.router_metric("migration_pause_s_count")
         pulled, restored = self.cluster.counter("pull_completed"), self.cluster.counter("tier_loaded_bytes")

@@ -61,8 +61,8 @@ class Pair:
         self.client.wait(result)
         return result
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        self.client.until(condition, timeout_s)
+    def until(self, condition: Callable[[], bool]) -> None:
+        self.client.until(condition)
 
     @property
     def sink(self):  # type: ignore[no-untyped-def]
@@ -77,7 +77,7 @@ class Pair:
         return self.prefill.process.transfer.counters["kv_pushed_bytes"]
 
     def renew_client(self) -> None:
-        """A client that said nothing while other tests ran counts as lost."""
+        """The next test's results are its own."""
         self.client.close()
         self.client = Client(self.decode.info, self.prefill.info)
 

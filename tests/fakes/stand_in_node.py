@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 import zmq
+from waiting import PATIENCE_S
 
 from tandem.engine import messages as wire
 from tandem.engine.kv_layout import ModelIdentity
@@ -123,7 +124,7 @@ class StandInNode:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join(5)
+        self._thread.join(PATIENCE_S)
 
     die = stop
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
+from waiting import PATIENCE_S, wait_until
 
 
 class Stream:
-    """Token ids of each sample in the order in which they came, and when each event came."""
+    """Token ids of each sample in the order in which they came."""
 
     def __init__(self, url: str, model: str, prompt: list[int], num_tokens: int, **fields: object) -> None:
         self.tokens: dict[int, list[int]] = {}
-        self.times: list[float] = []
         self.error: dict[str, object] = {}
         self.ends: dict[int, str] = {}
         self._is_stopped = False
@@ -25,7 +24,7 @@ class Stream:
         self._done: Future[None] = ThreadPoolExecutor(1).submit(self._read, url, body)
 
     def _read(self, url: str, body: dict[str, object]) -> None:
-        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=90) as answer:
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=2 * PATIENCE_S) as answer:
             assert answer.status_code == 200, answer.read()
             for line in answer.iter_lines():
                 if self._is_stopped or line == "data: [DONE]":
@@ -35,27 +34,26 @@ class Stream:
 
     def _take(self, event: dict) -> None:
         self.error = event.get("error", self.error)
-        self.times.append(time.monotonic())
         for choice in event.get("choices", ()):
             self.tokens.setdefault(choice["index"], []).extend(choice["token_ids"])
             if choice["finish_reason"]:
                 self.ends[choice["index"]] = choice["finish_reason"]
 
-    def wait_for(self, num_tokens: int, num_samples: int = 1, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while len(self.tokens) < num_samples or min(map(len, self.tokens.values())) < num_tokens:
-            assert time.monotonic() < deadline, "no tokens"
-            assert not self._done.done(), self._done.result()
-            time.sleep(0.005)
+    def wait_for(self, num_tokens: int, num_samples: int = 1) -> None:
+        def has_come() -> bool:
+            assert not self._done.done(), f"it ended before: {self.error or self.ends or self._done.result()}"
+            return len(self.tokens) == num_samples and min(map(len, self.tokens.values())) >= num_tokens
+
+        wait_until(has_come, f"{num_tokens} tokens")
 
     def leave(self) -> None:
         """The client closes the connection."""
         self._is_stopped = True
-        self._done.result(30)
+        self._done.result(PATIENCE_S)
 
     def wait(self) -> None:
         """Until it has ended, one way or the other."""
-        self._done.result(90)
+        self._done.result(2 * PATIENCE_S)
 
     def finish(self) -> dict[int, list[int]]:
         self.wait()
@@ -65,7 +63,3 @@ class Stream:
     @property
     def is_over(self) -> bool:
         return self._done.done()
-
-    @property
-    def longest_gap_s(self) -> float:
-        return max(after - before for before, after in zip(self.times, self.times[1:], strict=False))

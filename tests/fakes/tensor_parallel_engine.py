@@ -16,6 +16,7 @@ from typing import Any
 
 import failing_ranks
 import numpy as np
+from waiting import PATIENCE_S
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
@@ -111,7 +112,7 @@ def _request(name: str, one: dict[str, Any]) -> Request:
     return Request(name, 0, np.array(one["prompt"], np.int32), sampling, tuple(one.get("samples", [0])))
 
 
-def run_in_child(spec: dict[str, Any], timeout_s: float = 110) -> list[dict[str, Any]]:
+def run_in_child(spec: dict[str, Any], timeout_s: float = 4 * PATIENCE_S) -> list[dict[str, Any]]:
     """For tests: one result for each of `sizes`."""
     text = json.dumps({**spec, "model": str(spec["model"])})
     command = [sys.executable, str(Path(__file__))]

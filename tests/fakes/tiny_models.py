@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -171,6 +172,18 @@ def _reference_greedy(folder: Path, prompt_token_ids: tuple[int, ...], num_token
     best = torch.stack(out.logits)[:, 0].topk(2).values
     tokens = out.sequences[0, len(prompt_token_ids) :].tolist()
     return Greedy(tokens, float((best[:, 0] - best[:, 1]).min()))
+
+
+def check_greedy(folder: Path, prompt_token_ids: Sequence[int], token_ids: Sequence[int], num_tokens: int) -> None:
+    """Asserts that these are `reference_greedy`'s tokens. In one pass, where generate takes one for each of them: every
+    token must be transformers' best after all before it."""
+    assert len(token_ids) == num_tokens, f"{len(token_ids)} of {num_tokens} tokens"
+    model = reference_model(folder)
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt_token_ids, *token_ids]])).logits[0, len(prompt_token_ids) - 1 : -1]
+    best = logits.argmax(-1).tolist()
+    wrong = [index for index, (token, expected) in enumerate(zip(token_ids, best, strict=True)) if token != expected]
+    assert not wrong, f"prompt of {len(prompt_token_ids)}: token {wrong[0]} of {num_tokens} differs"
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = VOCAB) -> list[int]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from waiting import PATIENCE_S, wait_until
+
 from tandem.engine.messages import KVReady
 from tandem.kv_connector.transfer import TransferWorker
-from tests.fakes.kv_pools import PoolNode, wait_until
+from tests.fakes.kv_pools import PoolNode
 
 
 class Side:
@@ -34,7 +36,7 @@ class Side:
         return [event for event in self.events if isinstance(event, kind)]
 
     def wait_for(self, kind: type, count: int = 1):
-        assert wait_until(lambda: len(self.events_of(kind)) >= count), f"no {kind.__name__} in {self.events}"
+        wait_until(lambda: len(self.events_of(kind)) >= count, f"{kind.__name__} number {count}")
         return self.events_of(kind)[count - 1]
 
 
@@ -58,5 +60,5 @@ def pairs() -> Iterator[Pairs]:
     made = Pairs()
     yield made
     for side in made.made:
-        assert side.transfer.stop(5.0)
+        assert side.transfer.stop(PATIENCE_S)
         side.node.close()

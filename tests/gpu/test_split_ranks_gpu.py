@@ -69,7 +69,7 @@ def run_all(prefill: NodeInfo, decode: NodeInfo, name: str) -> tuple[list[list[i
             client.submit(f"{name}-{n}", random_prompt(n, n, 2048), GREEDY, decode=decode, prefill=prefill)
             for n in LENGTHS
         ]
-        client.wait(timeout_s=20)
+        client.wait()
         client.statuses.clear()
         while not {decode.node_id, prefill.node_id} <= client.statuses.keys():
             client.poll(0.1)
@@ -113,15 +113,15 @@ def test_sequences_and_prefixes_move_to_another_number_of_ranks(
     client = Client(source, target)
     try:
         result = client.submit(f"moves-{here}", prompt, sampling, decode=source)
-        client.until(lambda: len(result.tokens.get(0, ())) >= 20, 20.0)
+        client.until(lambda: len(result.tokens.get(0, ())) >= 20)
         moved = client.migrate(result, 0, prompt, sampling, source, target)
-        client.wait(moved, timeout_s=20)
+        client.wait(moved)
         assert [message.reason for message in result.migrated] == [""]
         tokens = {**result.tokens[0], **moved.tokens[0]}
         output = [tokens[i] for i in range(long)]
         known = [*prompt, *output[:200]]
         pulled = client.submit(f"pulled-{here}", known, GREEDY, decode=source, holder=target)
-        client.wait(pulled, timeout_s=20)
+        client.wait(pulled)
     finally:
         client.close()
     check_against_reference(DEMO, prompt, output, torch.float32)

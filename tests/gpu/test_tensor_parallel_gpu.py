@@ -17,6 +17,7 @@ import torch
 from gpu_ranks import run_ranks
 from near_ties import check_against_reference
 from tensor_parallel_engine import run_in_child
+from waiting import wait_until_gone
 
 import tandem.deploy
 from real_cluster import RealCluster
@@ -112,6 +113,5 @@ def test_a_rank_that_dies_takes_its_node_along() -> None:
         request.start()
         time.sleep(0.1)
         rank.send_signal(signal.SIGKILL)
-        psutil.wait_procs([node], timeout=30)
-        assert not node.is_running()
+        wait_until_gone(node.pid)
     request.join()

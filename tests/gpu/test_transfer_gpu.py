@@ -6,11 +6,12 @@ import random
 
 import pytest
 import torch
+from waiting import wait_until
 
 from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, SourceStepMeta, Verified, Verify, WholePush
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.worker import ConnectorWorker
-from tests.fakes.kv_pools import MEGABYTE_BLOCKS, SMALL, PoolNode, expected_after, make_layout, random_write, wait_until
+from tests.fakes.kv_pools import MEGABYTE_BLOCKS, SMALL, PoolNode, expected_after, make_layout, random_write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 KEY = ("r", 0)
@@ -94,7 +95,7 @@ def test_pushes_wait_for_the_layer_that_the_device_has_not_computed_yet(make_pai
         worker.save_kv_layer(str(layer), source.pool[:, :, layer], object())
     worker.wait_for_save()
     transfer.submit(Finalize(KEY, grant, 0, (1, 2, 3), 64, 7, ()))
-    assert wait_until(lambda: any(isinstance(event, ReadySent) for event in events), 30), events
+    wait_until(lambda: any(isinstance(event, ReadySent) for event in events), "ReadySent")
     torch.cuda.synchronize()
     for layer in range(8):
         assert bool((sink.pool[9, :, layer] == 10.0 + layer).all())
@@ -102,6 +103,6 @@ def test_pushes_wait_for_the_layer_that_the_device_has_not_computed_yet(make_pai
     assert torch.equal(sink.pool[5].cpu(), source.pool[3].cpu())
     ready = events[-1].ready
     transfer.submit(Verify(KEY, grant.grant_id, 0, (1, 2, 3), ready.digests, 7, 64))
-    assert wait_until(lambda: isinstance(events[-1], Verified), 10)
+    wait_until(lambda: isinstance(events[-1], Verified), "Verified")
     assert events[-1].bad_indices == ()
     assert transfer.stop(5.0)

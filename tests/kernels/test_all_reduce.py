@@ -12,6 +12,7 @@ from pathlib import Path
 import mail_ranks
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from tandem.kernels.all_reduce import MOST_ROW_BYTES, Mail, MailLayout, way_to_sum
 
@@ -32,7 +33,7 @@ def test_every_rank_gets_the_sum_and_the_token_of_all(tmp_path: Path) -> None:
     ]
     try:
         for rank in ranks:
-            _, errors = rank.communicate(timeout=110)
+            _, errors = rank.communicate(timeout=4 * PATIENCE_S)
             assert rank.returncode == 0, errors.decode()
     finally:
         for rank in ranks:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 CASES = sorted(Path(__file__).parent.glob("interpreted_*.py"))
 
@@ -19,7 +20,7 @@ def test_kernels_agree_with_their_references_under_the_interpreter(cases: Path) 
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(cases)]
     finished = subprocess.run(
-        command, env=environment, cwd=cases.parent, capture_output=True, text=True, timeout=110, check=False
+        command, env=environment, cwd=cases.parent, capture_output=True, text=True, timeout=4 * PATIENCE_S, check=False
     )
     assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
     assert re.search(r"\b[1-9]\d* passed", finished.stdout), finished.stdout[-2000:]

@@ -6,10 +6,12 @@ import ctypes
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
+from waiting import PATIENCE_S, wait_until
 
 from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
@@ -32,7 +34,9 @@ from tandem.engine.messages import (
 )
 from tandem.engine.security import ClusterKeys, load_cluster_keys
 
-QUICK = Timeouts(heartbeat_s=0.04, peer_lost_s=0.4, connect_s=0.5)
+PATIENT = Timeouts(heartbeat_s=0.04, peer_lost_s=2.0, connect_s=PATIENCE_S)
+QUICK = replace(PATIENT, peer_lost_s=0.4)  # where somebody is to be lost
+HASTY = replace(PATIENT, connect_s=0.5)  # where nobody is to answer
 PLAIN = ClusterKeys(b"loopback only", curve=False)
 
 
@@ -60,9 +64,10 @@ class Plane:
         keys: ClusterKeys = PLAIN,
         host_id: str = "",
         port: int = 0,
+        timeouts: Timeouts = PATIENT,
     ) -> None:
         self.events: list = []
-        self.control = ControlPlane(keys, QUICK, self.events.append, self._check)
+        self.control = ControlPlane(keys, timeouts, self.events.append, self._check)
         address = self.control.bind("127.0.0.1", port)
         self.info = NodeInfo(
             node_id=node_id, epoch=epoch, role="decode", control_address=address, model_name=model, host_id=host_id
@@ -118,16 +123,9 @@ def dial() -> Iterator[Callable[[Plane], zmq.Socket]]:
     context.term()
 
 
-def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
-
-def ask(socket: zmq.Socket, message: wire.Message | bytes, timeout_s: float = 5.0) -> wire.Message:
+def ask(socket: zmq.Socket, message: wire.Message | bytes) -> wire.Message:
     socket.send(message if isinstance(message, bytes) else wire.encode(message))
-    assert socket.poll(int(timeout_s * 1000)), "no answer"
+    assert socket.poll(int(PATIENCE_S * 1000)), "no answer"
     return wire.decode_from_node(socket.recv())
 
 
@@ -135,10 +133,10 @@ def hello(node_id: str = "router", epoch: int = 1, version: int = wire.WIRE_VERS
     return Hello(wire_version=version, info=NodeInfo(node_id=node_id, epoch=epoch, role="router"))
 
 
-def connected(make: Callable[..., Plane]) -> tuple[Plane, Plane]:
-    sink, source = make("sink"), make("source", 2)
+def connected(make: Callable[..., Plane], timeouts: Timeouts = PATIENT) -> tuple[Plane, Plane]:
+    sink, source = make("sink", timeouts=timeouts), make("source", 2, timeouts=timeouts)
     source.control.connect(sink.ref)
-    until(lambda: source.of(PeerUp) and sink.of(PeerUp))
+    wait_until(lambda: source.of(PeerUp) and sink.of(PeerUp))
     return sink, source
 
 
@@ -149,10 +147,10 @@ def test_two_nodes_greet_and_talk_both_ways(make: Callable[..., Plane]) -> None:
     source.control.send(sink.peer_id, Cancel(request_id="r", attempt=0))
     wait = KVWait(request_id="r", attempt=0)
     sink.control.send(source.peer_id, wait)
-    until(lambda: sink.of(Received) and source.of(Received))
+    wait_until(lambda: sink.of(Received) and source.of(Received))
     assert sink.of(Received) == [Received(source.peer_id, Cancel(request_id="r", attempt=0))]
     assert source.of(Received) == [Received(sink.peer_id, wait)]
-    time.sleep(2 * QUICK.peer_lost_s)
+    time.sleep(1.25 * PATIENT.peer_lost_s)
     assert not sink.of(PeerLost), "heartbeats did not keep the connection"
     assert not source.of(PeerLost)
 
@@ -160,14 +158,14 @@ def test_two_nodes_greet_and_talk_both_ways(make: Callable[..., Plane]) -> None:
 def test_connecting_again_is_answered_again(make: Callable[..., Plane]) -> None:
     sink, source = connected(make)
     source.control.connect(sink.ref)
-    until(lambda: len(source.of(PeerUp)) == 2)
+    wait_until(lambda: len(source.of(PeerUp)) == 2)
     assert len(sink.of(PeerUp)) == 1
 
 
 def test_another_model_is_refused_by_name(make: Callable[..., Plane]) -> None:
     sink, source = make("sink"), make("source", 2, model="other")
     source.control.connect(sink.ref)
-    until(lambda: source.of(PeerRefused))
+    wait_until(lambda: source.of(PeerRefused))
     (refused,) = source.of(PeerRefused)
     assert refused.ref == sink.ref
     assert "identity.config" in refused.reason
@@ -178,14 +176,14 @@ def test_another_model_is_refused_by_name(make: Callable[..., Plane]) -> None:
 def test_a_sink_of_another_life_is_refused(make: Callable[..., Plane]) -> None:
     sink, source = make("sink", 5), make("source", 2)
     source.control.connect(PeerRef("sink", 4, sink.info.control_address))
-    until(lambda: source.of(PeerRefused))
+    wait_until(lambda: source.of(PeerRefused))
     assert "epoch" in source.of(PeerRefused)[0].reason
 
 
 def test_nobody_there_is_refused_in_time(make: Callable[..., Plane]) -> None:
-    source = make("source")
+    source = make("source", timeouts=HASTY)
     source.control.connect(PeerRef("nobody", 1, "tcp://127.0.0.1:1"))
-    until(lambda: source.of(PeerRefused), timeout_s=3.0)
+    wait_until(lambda: source.of(PeerRefused))
     assert "no answer" in source.of(PeerRefused)[0].reason
 
 
@@ -228,21 +226,21 @@ def test_hello_comes_first(make: Callable[..., Plane], dial: Callable[[Plane], z
 
 
 def test_silence_is_loss(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
-    node = make("node")
+    node = make("node", timeouts=QUICK)
     socket = dial(node)
     ask(socket, hello())
-    until(lambda: node.of(PeerLost))
+    wait_until(lambda: node.of(PeerLost))
     assert "silent" in node.of(PeerLost)[0].reason
     socket.send(wire.encode(Cancel(request_id="r", attempt=0)))
-    assert socket.poll(5000)
+    assert socket.poll(int(PATIENCE_S * 1000))
     assert isinstance(wire.decode_from_node(socket.recv()), Refused), "a lost peer must greet again"
     assert not node.of(Received), "a message of a lost peer was delivered"
 
 
 def test_a_stopped_node_is_lost_to_its_source(make: Callable[..., Plane]) -> None:
-    sink, source = connected(make)
+    sink, source = connected(make, QUICK)
     sink.stop()
-    until(lambda: source.of(PeerLost))
+    wait_until(lambda: source.of(PeerLost))
     assert source.of(PeerLost)[0].peer_id == sink.peer_id
 
 
@@ -251,7 +249,7 @@ def test_a_new_life_ends_the_old_one(make: Callable[..., Plane], dial: Callable[
     old, new = dial(node), dial(node)
     ask(old, hello(epoch=1))
     ask(new, hello(epoch=2))
-    until(lambda: len(node.of(PeerUp)) == 2)
+    wait_until(lambda: len(node.of(PeerUp)) == 2)
     kinds = [(type(event), event.peer_id) for event in node.events[:3]]
     first, second = peer_id_of("router", 1), peer_id_of("router", 2)
     assert kinds == [(PeerUp, first), (PeerLost, first), (PeerUp, second)]
@@ -262,13 +260,13 @@ def test_a_new_life_ends_the_old_one(make: Callable[..., Plane], dial: Callable[
 def test_a_message_to_nobody_is_counted(make: Callable[..., Plane]) -> None:
     node = make("node")
     node.control.send("nobody@0000000000000001", Cancel(request_id="r", attempt=0))
-    until(lambda: node.control.counters.unroutable == 1)
+    wait_until(lambda: node.control.counters.unroutable == 1)
 
 
 def test_a_taken_port_is_a_configuration_error(make: Callable[..., Plane]) -> None:
     port = int(make("node").info.control_address.rpartition(":")[2])
     with pytest.raises(ConfigError, match="--port"):
-        ControlPlane(PLAIN, QUICK, print, print).bind("127.0.0.1", port)
+        ControlPlane(PLAIN, PATIENT, print, print).bind("127.0.0.1", port)
 
 
 def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
@@ -278,12 +276,13 @@ def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
         (tmp_path / name).write_text(f"a secret of {name} that is long enough")
     ours = load_cluster_keys(str(tmp_path / "ours"), "127.0.0.1")
     theirs = load_cluster_keys(str(tmp_path / "theirs"), "127.0.0.1")
-    sink, friend, stranger = make("sink", keys=ours), make("friend", 2, keys=ours), make("stranger", 3, keys=theirs)
+    sink, friend = make("sink", keys=ours), make("friend", 2, keys=ours)
+    stranger = make("stranger", 3, keys=theirs, timeouts=HASTY)
     plain = dial(sink)
     plain.send(wire.encode(hello()))
     friend.control.connect(sink.ref)
     stranger.control.connect(sink.ref)
-    until(lambda: friend.of(PeerUp) and stranger.of(PeerRefused))
+    wait_until(lambda: friend.of(PeerUp) and stranger.of(PeerRefused))
     assert [event.peer_id for event in sink.of(PeerUp)] == [friend.peer_id]
     assert not plain.poll(100), "a client without keys was answered"
     assert (sink.control.counters.undecodable, sink.control.counters.unknown_peer) == (0, 0)
@@ -296,7 +295,7 @@ def both_ways(first: Plane, second: Plane) -> None:
     for sender, to in ((first, second), (second, first)):
         for message in (claim, KVWait(request_id="r", attempt=0)):
             sender.control.send(to.peer_id, message)
-        until(lambda to=to: len(to.of(Received)) == 2)
+        wait_until(lambda to=to: len(to.of(Received)) == 2)
         assert [event.peer_id for event in to.of(Received)] == [sender.peer_id] * 2
         assert len(to.of(PeerUp)) in (1, 2)
         assert not to.of(PeerLost)
@@ -306,8 +305,8 @@ def test_two_that_connect_to_each_other_are_one_link(make: Callable[..., Plane])
     first, second = make("first"), make("second", 2)
     first.control.connect(second.ref)
     second.control.connect(first.ref)
-    until(lambda: first.of(PeerUp) and second.of(PeerUp))
-    time.sleep(3 * QUICK.peer_lost_s)
+    wait_until(lambda: first.of(PeerUp) and second.of(PeerUp))
+    time.sleep(1.25 * PATIENT.peer_lost_s)
     both_ways(first, second)
 
 
@@ -332,12 +331,12 @@ def test_a_greeting_over_a_connection_that_was_replaced_does_not_shut_out_its_su
 
 def test_a_node_whose_step_loop_is_stuck_counts_as_silent(make: Callable[..., Plane]) -> None:
     """Its own thread for messages lives on, and would answer for ever."""
-    d, p = connected(make)
-    for stuck, other in ((d, p), (p, d)):
-        stuck.control.is_stuck = lambda: True
-        until(lambda other=other: other.of(PeerLost))
-        assert "silent" in other.of(PeerLost)[0].reason
-        stuck.control.is_stuck = lambda: False
+    for stuck, other in ((0, 1), (1, 0)):
+        pair = connected(make, QUICK)
+        assert not pair[other].of(PeerLost)
+        pair[stuck].control.is_stuck = lambda: True
+        wait_until(lambda other=pair[other]: other.of(PeerLost))
+        assert "silent" in pair[other].of(PeerLost)[0].reason
 
 
 def test_a_thread_for_messages_that_stood_still_says_what_the_others_did(
@@ -347,9 +346,7 @@ def test_a_thread_for_messages_that_stood_still_says_what_the_others_did(
     make("d1")
     time.sleep(0.05)
     ctypes.PyDLL(None).usleep(500_000)  # with the interpreter, as some calls of drivers are made
-    until(lambda: caplog.messages)
-    message = caplog.messages[-1]
-    assert re.search(r"tandem-io stood still for 0\.\d s \(\d\.\d s of CPU", message)
-    main = message.split("MainThread in ")[1]
-    assert main.startswith("test_control_plane.py")
-    assert "test_a_thread_for_messages_that_stood_still" in main
+    time.sleep(0.5)  # still here while that thread looks around
+    wait_until(lambda: caplog.messages, "the log to tell of it")
+    assert re.search(r"tandem-io stood still for \d+\.\d s \(\d+\.\d s of CPU", caplog.messages[-1])
+    assert "test_a_thread_for_messages_that_stood_still" in caplog.messages[-1].split("MainThread in ")[1]

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import random
 import struct
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import pytest
+from waiting import PATIENCE_S, soon
 
 from redis_process import RedisProcess, running_redis
 from tandem.engine.interfaces import BlockEvent
@@ -17,7 +18,7 @@ from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublish
 from tandem.kv_connector.directory.reader import RedisDirectory
 from tandem.kv_connector.directory.records import Batch, KeySpace, NodeLoad, NodeRecord, decode_event, decode_record
 
-TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=3.0, io_timeout_s=0.5)
+TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=10.0, io_timeout_s=2.0)
 
 
 @pytest.fixture
@@ -53,23 +54,14 @@ def publishing(url: str, namespace: str = "t", of: NodeRecord | None = None) -> 
 
 @contextlib.asynccontextmanager
 async def reading(
-    url: str, namespace: str = "t", grace_s: float = 3.0, check_s: float = 5.0
+    url: str, namespace: str = "t", grace_s: float = 10.0, check_s: float = 5.0
 ) -> AsyncIterator[RedisDirectory]:
-    directory = RedisDirectory(url, namespace, grace_s=grace_s, io_timeout_s=0.5, check_s=check_s)
+    directory = RedisDirectory(url, namespace, grace_s=grace_s, io_timeout_s=2.0, check_s=check_s)
     directory.start()
     try:
         yield directory
     finally:
         await directory.close()
-
-
-async def soon(condition: Callable[[], bool], within_s: float = 5.0) -> float:
-    """Seconds until `condition` held."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < within_s, f"not within {within_s} s"
-        await asyncio.sleep(0.01)
-    return time.monotonic() - started
 
 
 async def test_published_blocks_reach_a_reader_that_was_there_and_one_that_comes_later(server: RedisProcess) -> None:
@@ -101,7 +93,7 @@ async def test_watch_tells_of_nodes_that_come_leave_and_return(server: RedisProc
         changes = directory.watch()
 
         async def next_change() -> tuple[bool, str]:
-            change = await asyncio.wait_for(anext(changes), 5.0)
+            change = await asyncio.wait_for(anext(changes), PATIENCE_S)
             return change.present, change.address
 
         with publishing(server.url):
@@ -117,9 +109,9 @@ async def test_a_node_started_again_under_another_name_keeps_its_address(server:
     async with reading(server.url) as directory:
         changes = directory.watch()
         with publishing(server.url, of=record("decode-new")):
-            assert (await asyncio.wait_for(anext(changes), 5.0)).address == "tcp://127.0.0.1:1001"
+            assert (await asyncio.wait_for(anext(changes), PATIENCE_S)).address == "tcp://127.0.0.1:1001"
             with publishing(server.url, of=record("decode-old")):
-                await asyncio.wait_for(anext(changes), 5.0)
+                await asyncio.wait_for(anext(changes), PATIENCE_S)
                 await soon(lambda: len(directory.records()) == 2)
             await soon(lambda: len(directory.records()) == 1)
             with pytest.raises(asyncio.TimeoutError):
@@ -159,11 +151,11 @@ async def test_everything_that_is_written_expires_with_its_node(server: RedisPro
         await soon(lambda: client.dbsize() == 5)
         for key in client.scan_iter():
             if key.decode() != keys.nodes:
-                assert 0 < client.pttl(key) <= 3000, key
+                assert 0 < client.pttl(key) <= 1000 * TIMES.lease_s, key
         assert client.config_get("lazyfree-lazy-expire") == {"lazyfree-lazy-expire": "yes"}
 
 
-async def test_an_emptied_and_restarted_redis_is_whole_again_within_five_seconds(server: RedisProcess) -> None:
+async def test_an_emptied_and_restarted_redis_is_whole_again(server: RedisProcess) -> None:
     everything, owner = range(2_000), ("decode-1", 1)
     with publishing(server.url) as publisher:
         async with reading(server.url) as directory:
@@ -172,8 +164,7 @@ async def test_an_emptied_and_restarted_redis_is_whole_again_within_five_seconds
             server.restart_empty()
             for number in everything[1_000:]:
                 publisher.publish(stored(number))
-            took_s = await soon(lambda: directory.longest_prefix(hashes(*everything)) == {owner: 2_000})
-            assert took_s < 5.0
+            await soon(lambda: directory.longest_prefix(hashes(*everything)) == {owner: 2_000})
             await soon(lambda: server.client().scard(KeySpace("t").blocks(owner, "gpu")) == 2_000)
             assert [node.node_id for node in directory.records()] == ["decode-1"]
 
@@ -258,7 +249,7 @@ async def test_whatever_happens_to_redis_under_load_the_mirror_ends_up_whole(ser
                 await asyncio.sleep(0.005)
             for number in range(2_000):  # every block alone: what holds it, and nobody else
                 wanted = {(name, 9): 1 for name in names if number in held[name]}
-                await soon(lambda n=number, w=wanted: directory.longest_prefix(hashes(n)) == w, within_s=6.0)
+                await soon(lambda n=number, w=wanted: directory.longest_prefix(hashes(n)) == w)
             directory.mirror.check_integrity()
             for name in names:
                 stored_there = server.client().smembers(KeySpace("t").blocks((name, 9), "gpu"))
@@ -280,22 +271,23 @@ async def test_the_reader_serves_what_it_knows_while_redis_is_away(server: Redis
 
 
 async def test_a_paused_redis_never_blocks_publish_or_close(server: RedisProcess) -> None:
-    publisher = RedisPublisher(server.url, "t", record(), TIMES)
-    publisher.publish(stored(1))
-    await soon(lambda: server.client().dbsize() == 4)
+    """Whoever waited for it in `publish` would do so for ever."""
+    publishers = [
+        RedisPublisher(server.url, "t", record(f"decode-{number}"), times)
+        for number, times in enumerate((replace(TIMES, io_timeout_s=10 * PATIENCE_S), TIMES))
+    ]
+    for publisher in publishers:
+        publisher.publish(stored(1))
+    await soon(lambda: server.client().dbsize() == 7)
     server.pause()
-    slowest_s = 0.0
     for number in range(2, 2_000):
-        started = time.perf_counter()
-        publisher.publish(stored(number))
-        slowest_s = max(slowest_s, time.perf_counter() - started)
+        for publisher in publishers:
+            publisher.publish(stored(number))
         if number % 20 == 0:
             await asyncio.sleep(0.01)
-    assert slowest_s < 0.1
-    started = time.monotonic()
-    publisher.close()
-    assert time.monotonic() - started < 2.0
+    publishers[1].close()
     server.resume()
+    publishers[0].close()
 
 
 async def test_without_any_redis_a_publisher_lives_and_closes() -> None:

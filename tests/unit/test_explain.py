@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder, wait_until
+from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+from waiting import wait_until
 
 from stand_in_node import StandInNode
 from tandem.deploy.cli import main

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import dummy_child
 import psutil
 import pytest
 import redis
+from waiting import PATIENCE_S, is_gone, wait_until
 
 from tandem.deploy.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
 from tandem.deploy.console import LINE_EVERY_S, Console
@@ -78,7 +78,7 @@ class LauncherProcess:
         return self.end()
 
     def end(self) -> tuple[int, str]:
-        _, errors = self.process.communicate(timeout=20)
+        _, errors = self.process.communicate(timeout=2 * PATIENCE_S)
         return self.process.returncode, errors
 
 
@@ -96,17 +96,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., LauncherProcess]]:
         launcher.process.communicate()
 
 
-def soon(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.02)
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 def test_children_start_in_order_are_announced_and_drain_router_first(launch: Callable[..., LauncherProcess]) -> None:
     launcher = launch({"node": "serve", "router": "serve"})
     assert re.fullmatch(r"serving m on http://127\.0\.0\.1:\d+", launcher.first_line())
@@ -122,7 +111,7 @@ def test_a_killed_child_comes_back_at_its_address(launch: Callable[..., Launcher
     launcher = launch({"node": "serve", "router": "serve"})
     launcher.first_line()
     os.kill(int(launcher.lives("node")[0][0]), signal.SIGKILL)
-    soon(lambda: len(launcher.lives("node")) == 2)
+    wait_until(lambda: len(launcher.lives("node")) >= 2)
     assert launcher.lives("node")[1][1] == launcher.lives("router")[0][2].rpartition(":")[2]
     assert len(launcher.lives("router")) == 1
     code, errors = launcher.stop()
@@ -135,14 +124,14 @@ def test_a_stopped_child_is_killed_and_comes_back(launch: Callable[..., Launcher
     launcher.first_line()
     pid = int(launcher.lives("node")[0][0])
     os.kill(pid, signal.SIGSTOP)
-    soon(lambda: len(launcher.lives("node")) == 2)
-    assert gone(pid)
+    wait_until(lambda: len(launcher.lives("node")) >= 2)
+    assert is_gone(pid)
     assert "killing node: silent for 1 s" in launcher.stop()[1]
 
 
 def test_a_child_without_heartbeats_is_killed(launch: Callable[..., LauncherProcess]) -> None:
     launcher = launch({"node": "mute", "router": "serve"}, peer_lost_s=0.5)
-    soon(lambda: len(launcher.lives("node")) == 2)
+    wait_until(lambda: len(launcher.lives("node")) >= 2)
     launcher.stop()
 
 
@@ -234,10 +223,10 @@ def test_who_ignores_the_drain_is_killed_by_a_second_signal(launch: Callable[...
     launcher = launch({"node": "stubborn", "router": "serve"})
     launcher.first_line()
     launcher.process.send_signal(signal.SIGTERM)
-    soon(lambda: "term" in "".join(launcher._log("node")))
+    wait_until(lambda: "term" in "".join(launcher._log("node")))
     code, _ = launcher.stop()
     assert code == 1
-    assert gone(int(launcher.lives("node")[0][0]))
+    assert is_gone(int(launcher.lives("node")[0][0]))
 
 
 def test_children_and_redis_die_with_a_killed_launcher(launch: Callable[..., LauncherProcess]) -> None:
@@ -245,10 +234,10 @@ def test_children_and_redis_die_with_a_killed_launcher(launch: Callable[..., Lau
     redis_pid, port = map(int, launcher.first_line().split())
     launcher.first_line()
     os.kill(redis_pid, signal.SIGKILL)
-    soon(lambda: answers(port))
+    wait_until(lambda: answers(port))
     pids = [int(launcher.lives(name)[0][0]) for name in ("node", "router")]
     launcher.process.kill()
-    soon(lambda: all(map(gone, pids)) and not answers(port), within_s=5)
+    wait_until(lambda: all(map(is_gone, pids)) and not answers(port))
 
 
 # --- plans ----------------------------------------------------------------------------------------------------
@@ -316,7 +305,7 @@ def test_redis_starts_again_on_its_port_after_a_crash() -> None:
     try:
         port = server.port
         os.kill(server.pid, signal.SIGKILL)
-        soon(lambda: not server.is_running())
+        wait_until(lambda: not server.is_running())
         server.start()
         assert server.port == port
         assert answers(port)
@@ -333,7 +322,7 @@ def test_a_redis_that_is_killed_with_its_starter_leaves_nothing_behind(tmp_path:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     port = int(result.stdout)
-    soon(lambda: not answers(port))
+    wait_until(lambda: not answers(port))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,13 +142,15 @@ def test_a_file_that_is_no_safetensors_file_is_named(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_a_broken_last_shard_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_broken_last_shard_is_found_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.engine.loader.safe_open", lambda *_, **__: pytest.fail("a shard was opened"))
     folder = copy_of("llama_sharded", tmp_path)
     shards = sorted(folder.glob("model-*.safetensors"))
     assert len(shards) > 2
     last = shards[-1]
     last.write_bytes(last.read_bytes()[:-1])
-    start = time.monotonic()
     with pytest.raises(CheckpointError, match=f"{last.name} is truncated"):
         load(folder)
     last.unlink()
@@ -158,7 +159,6 @@ def test_a_broken_last_shard_is_found_before_anything_is_loaded(tmp_path: Path) 
     (folder / INDEX).unlink()
     with pytest.raises(CheckpointError, match=f"{INDEX} does not exist"):
         load(folder)
-    assert time.monotonic() - start < 5
 
 
 def test_an_index_that_lies_is_named(tmp_path: Path) -> None:

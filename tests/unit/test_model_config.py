@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from tandem.engine.errors import CheckpointError
 from tandem.engine.model_config import ModelConfig, load_model_config, resolve_model
@@ -155,7 +156,7 @@ def test_reading_a_config_takes_no_torch() -> None:
 
 
 @pytest.mark.parametrize("hub", ["silent", "absent"])
-def test_a_hub_that_does_not_answer_is_given_up_within_seconds(hub: str, tmp_path: Path) -> None:
+def test_a_hub_that_does_not_answer_is_given_up_soon(hub: str, tmp_path: Path) -> None:
     """In a process of its own, because the hub client reads its address when it is imported."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -164,14 +165,19 @@ def test_a_hub_that_does_not_answer_is_given_up_within_seconds(hub: str, tmp_pat
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
         code = "from tandem.engine.model_config import resolve_model; resolve_model('someone/some-model')"
-        start = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={**kept, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "NO_PROXY": "*"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=4 * PATIENCE_S,
         )
+        server.setblocking(False)
+        num_probes = 0
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].close()
+                num_probes += 1
     assert "CheckpointError: there is no folder 'someone/some-model' here" in done.stderr
     assert "give its folder" in done.stderr
-    assert time.monotonic() - start < 10  # the wait itself is bounded by two probes; the rest is a busy machine
+    assert num_probes <= 2, "it is asked again and again, and each time waited for"

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Callable
-
 import zmq
+from waiting import PATIENCE_S, soon
 
 from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
@@ -25,9 +22,9 @@ class HandNode:
         self._socket = self._context.socket(zmq.ROUTER)
         self.address = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
 
-    def hear(self) -> bytes:
+    async def hear(self) -> bytes:
         """Who spoke."""
-        assert self._socket.poll(5000), "the router says nothing"
+        await soon(lambda: self._socket.poll(0), "the router to speak")
         identity, _ = self._socket.recv_multipart()
         return identity
 
@@ -60,13 +57,6 @@ class Heard:
         self.events += [f"token {delta.output_index}" for delta in message.deltas]
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        await asyncio.sleep(0.005)
-
-
 async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
     """However late the router looks: its loop stands still while the node speaks and goes."""
     node, heard, context = HandNode(), Heard(), zmq.Context()
@@ -74,13 +64,12 @@ async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
     link = NodeLink(node.address, hello, context, ClusterKeys(b"", curve=False), Timeouts(), heard)  # type: ignore[arg-type]
     link.open()
     try:
-        await asyncio.sleep(0.05)
-        identity = node.hear()
+        identity = await node.hear()
         node.say(identity, Welcome(info=NODE), Status(node_id="d", epoch=2))
-        await until(lambda: heard.events == ["up"])
+        await soon(lambda: heard.events == ["up"], "the node to be up")
         node.say(identity, *(Tokens(deltas=(TokenDelta("r", 0, 0, index, (7,)),)) for index in range(300)))
         node.end()
-        time.sleep(0.1)
+        assert link._monitor.poll(int(PATIENCE_S * 1000)), "the end of the connection was not seen"
         link._read_monitor()
         assert heard.events[1:] == [*(f"token {index}" for index in range(300)), "lost: the connection broke"]
     finally:

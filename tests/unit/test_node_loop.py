@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
+from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.node_loop import NodeLoop
 
@@ -116,83 +118,114 @@ def test_a_loop_that_is_not_told_what_is_urgent_serves_nothing_meanwhile() -> No
     assert log[:5] == ["scheduled", "sent claim", "launched", "read", "urgent 1"]
 
 
+class Reacting(Sender):
+    """Does what a test wants done when that message is sent."""
+
+    def __init__(self, log: list[str], **reactions: Callable[[], None]) -> None:
+        super().__init__(log)
+        self.reactions = reactions
+
+    def send(self, peer_id: str, message: str) -> None:
+        super().send(peer_id, message)
+        self.reactions.get(message.split()[0], lambda: None)()
+
+
 def test_the_next_step_is_decided_late_by_what_is_there_then() -> None:
     """Everything may be served meanwhile: one step alone is under way, as always between two turns."""
     log: list[str] = []
     core = OneStep(log, num_polls=3)
-    decide_at = time.monotonic() + 0.05
-    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, launch_at=lambda: decide_at)
-    threading.Timer(0.02, loop.post, ("other",)).start()
-    threading.Timer(0.1, loop.begin_drain).start()
+
+    def decide_at() -> float:
+        return time.monotonic() + (-1.0 if "sent answer to other" in log else PATIENCE_S)
+
+    sender = Reacting(log, claim=lambda: loop.post("other"))
+    loop = NodeLoop(Logic(log), core, sender, drain_s=0.0, launch_at=decide_at)
+    launch = core.launch
+
+    def launch_last(before_execution) -> None:
+        launch(before_execution)
+        loop.begin_drain()
+
+    core.launch = launch_last  # type: ignore[method-assign]
     loop.run()
     assert log[:4] == ["sent claim", "other", "sent answer to other", "scheduled"]
 
 
 def test_answers_do_not_wait_for_the_decision_nor_for_the_next_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.engine.node_loop.HOLD_POLL_S", 5.0)
+    """Nothing else comes before the decision, and the loop looks up for nothing else."""
+    monkeypatch.setattr("tandem.engine.node_loop.HOLD_POLL_S", 10 * PATIENCE_S)
     log: list[str] = []
     core = OneStep(log, num_polls=3)
-    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, launch_at=lambda: time.monotonic() + 60.0)
-    loop.post("other")
-    answered: list[bool] = []
 
-    def look() -> None:
-        answered.append("sent answer to other" in log)
+    def end() -> None:
         core.polls_left = 0
         loop.begin_drain()
 
-    threading.Timer(0.1, look).start()
+    decide_at = time.monotonic() + PATIENCE_S
+    loop = NodeLoop(Logic(log), core, Reacting(log, answer=end), drain_s=0.0, launch_at=lambda: decide_at)
+    loop.post("other")
     loop.run()
-    assert answered == [True]
+    assert log == ["other", "sent claim", "sent answer to other"]
 
 
-def test_a_step_that_ends_early_is_followed_at_once() -> None:
+def test_a_step_that_ends_early_is_followed_before_its_time() -> None:
     log: list[str] = []
-    core = OneStep(log, num_polls=3)
-    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, launch_at=lambda: time.monotonic() + 60.0)
-    threading.Timer(0.02, setattr, (core, "polls_left", 0)).start()
-    threading.Timer(0.1, loop.begin_drain).start()
+    core, logic = OneStep(log, num_polls=3), Logic(log)
+    decide_at, ticked_at = time.monotonic() + PATIENCE_S, list[float]()
+
+    def tick(now: float) -> None:
+        ticked_at.append(now)
+        loop.begin_drain()
+
+    logic.on_tick = tick  # type: ignore[method-assign]
+    sender = Reacting(log, claim=lambda: setattr(core, "polls_left", 0))
+    loop = NodeLoop(logic, core, sender, drain_s=0.0, launch_at=lambda: decide_at)
     loop.run()
     assert log == ["sent claim"]
+    assert ticked_at[0] < decide_at
 
 
 def test_a_step_that_ends_sooner_than_expected_is_read_when_it_ends() -> None:
-    """And urgent events are served meanwhile, whatever the estimate says."""
+    """And urgent events are served meanwhile, whatever the estimate says. No other event wakes the loop."""
     log: list[str] = []
-    core = OneStep(log, num_polls=1 << 30)
-    loop = NodeLoop(
-        Logic(log), core, Sender(log), drain_s=0.0, is_urgent=lambda _: True, ends_at=lambda: time.monotonic() + 3600
-    )
-    threading.Timer(0.05, loop.post, ("urgent 1",)).start()
-    threading.Timer(0.1, setattr, (core, "polls_left", 0)).start()
+    core = OneStep(log, num_polls=50)
+    is_urgent, ends_at = (lambda _: True), (lambda: time.monotonic() + 3600)
+    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, is_urgent=is_urgent, ends_at=ends_at)
+    launch = core.launch
+
+    def launch_and_post(before_execution) -> None:
+        launch(before_execution)
+        loop.post("urgent 1")
+
+    core.launch = launch_and_post  # type: ignore[method-assign]
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 60
-    while "read" not in log:  # and no other event wakes the loop
-        assert time.monotonic() < deadline, log
-        time.sleep(0.01)
+    wait_until(lambda: "read" in log, "the step to be read")
     loop.begin_drain()
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert log[:6] == ["scheduled", "sent claim", "launched", "urgent 1", "sent answer to urgent 1", "read"]
 
 
 def test_a_turn_that_does_not_end_is_noticed_by_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.engine.node_loop.STUCK_S", 0.1)
     log: list[str] = []
     logic = Logic(log)
     loop = NodeLoop(logic, OneStep(log, num_polls=3), Sender(log), drain_s=0.0)
-    seen = [loop.is_stuck()]
+    seen: list[bool] = []
+
+    def is_stuck(after_s: float) -> bool:
+        monkeypatch.setattr("tandem.engine.node_loop.STUCK_S", after_s)
+        return loop.is_stuck()
 
     def hangs(now: float) -> None:
-        for _ in range(2):
-            seen.append(loop.is_stuck())
-            time.sleep(0.15)
-        seen.append(loop.is_stuck())
+        seen.append(is_stuck(PATIENCE_S))
+        time.sleep(0.1)
+        seen.append(is_stuck(0.09))
         loop.begin_drain()
 
     logic.on_tick = hangs  # type: ignore[method-assign]
+    assert not is_stuck(0.0), "it does not run yet"
     loop.run()
-    assert seen[:4] == [False, False, True, True]
+    assert seen[:2] == [False, True]
 
 
 class SlowLaunch(OneStep):

@@ -7,7 +7,6 @@ import logging
 import socket
 import subprocess
 import sys
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -242,10 +241,8 @@ def test_options_cover_every_field() -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "decode", "router"])
-def test_a_folder_that_is_no_model_is_refused_at_once(command: str, tmp_path: Path, capsys: Any) -> None:
-    started = time.monotonic()
+def test_a_folder_that_is_no_model_is_refused(command: str, tmp_path: Path, capsys: Any) -> None:
     assert main([command, str(tmp_path)]) == 2
-    assert time.monotonic() - started < 5.0
     assert "config.json" in capsys.readouterr().err
 
 

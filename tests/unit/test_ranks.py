@@ -1,4 +1,4 @@
-"""Ranks as processes: whose end ends whom, and how fast. No model is computed here."""
+"""Ranks as processes: whose end ends whom. No model is computed here."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
+from waiting import PATIENCE_S, wait_until_gone
 
 from tandem.engine.config import ModelOptions, NodeOptions
 from tandem.engine.errors import ConfigError
@@ -34,7 +33,7 @@ from tandem.engine.config import ModelOptions, NodeOptions
 from tandem.engine.parallel.ranks import start_ranks
 options = NodeOptions("unified", ModelOptions(sys.argv[1]), device="cpu", tensor_parallel_size=2)
 print(start_ranks(options).pids[0], flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -43,20 +42,13 @@ def options_of(size: int, role: str = "unified") -> NodeOptions:
     return NodeOptions(role, model, device="cpu", tensor_parallel_size=size)  # type: ignore[arg-type]
 
 
-def wait_until_gone(pid: int, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} still runs after {limit_s} s"
-        time.sleep(0.01)
-
-
-def test_the_death_of_a_rank_is_told_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_death_of_a_rank_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks_module, "END_S", 0.1)
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     ranks = Ranks(options_of(3), on_death=told.put)
     try:
         os.kill(ranks.pids[1], signal.SIGKILL)
-        assert "rank 2" in told.get(timeout=1.0)
+        assert "rank 2" in told.get(timeout=PATIENCE_S)
     finally:
         ranks.close()
     assert told.empty()
@@ -68,7 +60,7 @@ def test_closing_ends_the_ranks_and_is_no_death(monkeypatch: pytest.MonkeyPatch)
     ranks = Ranks(options_of(2), on_death=told.put)
     (pid,) = ranks.pids
     ranks.close()
-    wait_until_gone(pid, 1.0)
+    wait_until_gone(pid)
     assert told.empty()
 
 
@@ -78,7 +70,7 @@ def test_ranks_end_with_rank_0() -> None:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         parent.kill()
-        wait_until_gone(pid, 1.0)
+        wait_until_gone(pid)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+from waiting import PATIENCE_S
 
 from stand_in_node import StandInNode
 
@@ -167,7 +167,7 @@ def test_wrong_methods_and_paths(router: RouterInThread, path: str) -> None:
 
 def exchange(router: RouterInThread, data: bytes, end: bool = True) -> bytes:
     """Sends raw bytes, ends the client's side, returns all that comes back."""
-    with socket.create_connection(("127.0.0.1", int(router.url.rsplit(":", 1)[1])), timeout=5) as sock:
+    with socket.create_connection(("127.0.0.1", int(router.url.rsplit(":", 1)[1])), timeout=PATIENCE_S) as sock:
         sock.sendall(data)
         if end:
             sock.shutdown(socket.SHUT_WR)
@@ -201,15 +201,13 @@ def test_a_long_text_holds_nobody_up(tmp_path: Path, path: str) -> None:
     body = {"prompt": "the quick brown fox " * 60_000}
     with RouterInThread(folder, (node.address,)) as router, ThreadPoolExecutor(1) as pool:
         router.wait_ready()
-        begin, slowest = time.monotonic(), 0.0
+        num_answers = 0
         answer = pool.submit(router.client.post, path, json=body)
         while not answer.done():
-            asked = time.monotonic()
             assert router.client.get("/health").status_code == 200
-            slowest = max(slowest, time.monotonic() - asked)
-        took = time.monotonic() - begin
+            num_answers += 1
         assert answer.result().status_code == (200 if path == "/tokenize" else 400)
-        assert slowest < took / 2, f"of {took:.2f} s it held the event loop's thread for {slowest:.2f} s"
+        assert num_answers > 5, "others were answered before it was begun, perhaps, and when it was done"
     node.stop()
 
 

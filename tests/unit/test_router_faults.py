@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from router_in_thread import RouterInThread, wait_until
+from router_in_thread import FAST, RouterInThread
 from router_nodes import (
     LONG,
     PROMPT,
@@ -16,8 +17,7 @@ from router_nodes import (
     output,
     stream_events,
 )
-
-from tandem.engine.config import Timeouts
+from waiting import PATIENCE_S, wait_until
 
 
 def test_another_node_continues_the_stream_of_one_that_died(folder: Path, nodes: Nodes) -> None:
@@ -54,7 +54,7 @@ def test_the_death_of_either_half_is_survived(folder: Path, nodes: Nodes, dies: 
             victim.die()
             for node in prefill:
                 node.hold_tokens = False
-            ids, error = result.result(10)
+            ids, error = result.result(PATIENCE_S)
         assert (ids, error) == (output(40, LONG), None)
         router.wait_idle()
 
@@ -74,14 +74,14 @@ def test_samples_of_a_lost_node_continue_one_by_one(folder: Path, nodes: Nodes) 
 
 def test_silence_counts_as_loss_and_the_node_may_come_back(folder: Path, nodes: Nodes) -> None:
     first, second = nodes.start(step_s=0.01), nodes.start(draining=True)
-    with RouterInThread(folder, addresses(first, second)) as router:
+    with RouterInThread(folder, addresses(first, second), timeouts=replace(FAST, peer_lost_s=0.5)) as router:
         router.wait_ready()
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(stream_events, router.client, max_tokens=30)
             wait_until(lambda: first.num_tokens > 5, "some tokens")
             first.silent = True
             second.draining = False
-            ids, error = result.result(10)
+            ids, error = result.result(PATIENCE_S)
         assert (ids, error) == (output(30), None)
         first.silent = False  # goes on with its old attempt: late tokens are dropped
         wait_until(lambda: len(router.client.get("/ready").json()["nodes"]) == 2, "the first node's return")
@@ -90,8 +90,7 @@ def test_silence_counts_as_loss_and_the_node_may_come_back(folder: Path, nodes: 
 
 def test_a_node_that_may_be_lost_soon_gets_nothing_that_another_can_take(folder: Path, nodes: Nodes) -> None:
     here = [nodes.start(), nodes.start()]
-    timeouts = Timeouts(heartbeat_s=0.05, peer_lost_s=5.0, connect_s=1.0, resend_s=0.1)
-    with RouterInThread(folder, addresses(*here), placement="round_robin", timeouts=timeouts) as router:
+    with RouterInThread(folder, addresses(*here), placement="round_robin") as router:
         router.wait_ready()
         cluster = router.worker.service.cluster
         wait_until(lambda: len(cluster.serving()) == 2, "both nodes")
@@ -117,7 +116,7 @@ def test_a_broken_connection_to_a_living_node(folder: Path, nodes: Nodes) -> Non
             result = pool.submit(stream_events, router.client, max_tokens=30)
             wait_until(lambda: node.num_tokens > 5, "some tokens")
             wire.cut()
-            assert result.result(10) == (output(30), None)
+            assert result.result(PATIENCE_S) == (output(30), None)
         assert {s.attempt for s in node.submits} == {1, 2}
         assert [c.attempt for c in node.cancels] == [1]
         router.wait_idle()
@@ -126,7 +125,7 @@ def test_a_broken_connection_to_a_living_node(folder: Path, nodes: Nodes) -> Non
 
 def test_a_connection_on_which_nobody_answers_is_made_again(folder: Path, nodes: Nodes) -> None:
     wire = Wire(nodes.start().port, num_mute=2)
-    with RouterInThread(folder, (wire.address,)) as router:
+    with RouterInThread(folder, (wire.address,), timeouts=replace(FAST, peer_lost_s=0.5)) as router:
         router.wait_ready()
         assert stream_events(router.client, max_tokens=5) == (output(5), None)
     wire.close()
@@ -151,8 +150,7 @@ def test_an_unanswered_submit_is_sent_again(folder: Path, nodes: Nodes) -> None:
 
 def test_a_node_that_never_accepts_is_given_up(folder: Path, nodes: Nodes) -> None:
     deaf, other = nodes.start(deaf_to_submit=True), nodes.start(draining=True)
-    timeouts = Timeouts(heartbeat_s=0.05, peer_lost_s=0.5, connect_s=0.3, resend_s=0.1)
-    with RouterInThread(folder, addresses(deaf, other), timeouts=timeouts) as router:
+    with RouterInThread(folder, addresses(deaf, other), timeouts=replace(FAST, connect_s=1.0)) as router:
         router.wait_ready()
         other.draining = False
         assert stream_events(router.client, max_tokens=5) == (output(5), None)

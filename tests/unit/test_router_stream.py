@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_in_thread import make_tokenizer_folder
+from waiting import PATIENCE_S
 
 from tandem.engine.errors import UnavailableError
 from tandem.engine.sampling_params import SamplingParams
@@ -88,7 +89,7 @@ def test_events_arrive_in_order(tokenizer: Tokenizer, first: list[str], moves: l
                 client.willing = move == "willing"
         stream.finished(0) if ends else stream.failed(0, UnavailableError("gone"))
         if sent or ends:
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, PATIENCE_S)
         else:
             with pytest.raises(UnavailableError):
                 await task

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder, wait_until
+from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+from waiting import wait_until
 
 from stand_in_node import StandInNode
 from tandem.engine.config import Timeouts
@@ -51,7 +52,7 @@ def num_placed(node: StandInNode) -> int:
 
 def test_a_router_counts_what_its_sibling_placed_before_the_node_reports_it(tmp_path: Path) -> None:
     folder, seats = make_tokenizer_folder(tmp_path / "tokenizer"), make_seats(tmp_path / "placements", 2)
-    slow = Timeouts(heartbeat_s=5.0, peer_lost_s=60.0, connect_s=10.0, drain_s=0.1)
+    slow = Timeouts(heartbeat_s=20.0, peer_lost_s=240.0, connect_s=60.0, drain_s=0.1)
     nodes = [StandInNode(vocab_size=VOCAB_SIZE, hold_tokens=True).start() for _ in range(2)]
     addresses = tuple(node.address for node in nodes)
     with (

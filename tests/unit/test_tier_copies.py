@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import PATIENCE_S
 
 from tandem.engine.errors import ConfigError
 from tandem.kv_connector.tiers.disk import DiskTier
@@ -52,7 +53,7 @@ class Tiers:
 
     def run(self, job: Save | Load | Spill | Fetch) -> tuple[bytes, ...]:
         (self.host if isinstance(job, Save | Load) else self.disk).submit(job)  # type: ignore[arg-type]
-        done = self.done.get(timeout=10)
+        done = self.done.get(timeout=PATIENCE_S)
         assert done.job is job
         assert done.seconds >= 0
         return done.bad
@@ -94,7 +95,7 @@ def test_beside_a_forward_pass_each_layer_is_there_when_its_event_says_so(tiers:
         for target, source in ((4, 0), (2, 1)):
             got, wanted = tiers.block(target)[:, layer], tiers.block(source)[:, layer]
             assert torch.equal(got, wanted), f"layer {layer} is late"
-    assert tiers.done.get(timeout=10).bad == ()
+    assert tiers.done.get(timeout=PATIENCE_S).bad == ()
 
 
 def test_layers_go_in_a_few_groups() -> None:
@@ -193,6 +194,6 @@ def test_a_thread_of_jobs_begins_with_what_it_needs() -> None:
     thread = JobThread("kv-test", done.put, lambda: seen.append(threading.current_thread().name))
     job = Load(1, (), (), ())
     thread.submit(job, lambda: seen.append("job"))
-    assert done.get(timeout=10).job is job
+    assert done.get(timeout=PATIENCE_S).job is job
     assert seen == ["kv-test", "job"]
     assert thread.stop()

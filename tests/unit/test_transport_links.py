@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
 from tandem.engine.security import ClusterKeys
@@ -26,7 +27,6 @@ from tests.fakes.kv_pools import (
     PoolNode,
     hangs_up,
     refused,
-    wait_until,
 )
 
 # --- who may connect ----------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ from tests.fakes.kv_pools import (
 
 def raw_socket(sink: PoolNode) -> socket.socket:
     port = msgspec.msgpack.decode(sink.info.transports["tcp"], type=LinkExport).port
-    return socket.create_connection(("127.0.0.1", port), 3)
+    return socket.create_connection(("127.0.0.1", port), PATIENCE_S)
 
 
 def test_tcp_refuses_strangers_and_other_epochs(make_node, make_pair):
@@ -162,13 +162,13 @@ def test_a_fenced_epoch_is_barred_and_its_successor_is_not(make_node, make_pair,
     source, sink, channel = make_pair(transport)
     grant = sink.grant(source.info, [1])
     before = sink.pool.clone()
-    sink.transports.fence(source.info.node_id, source.epoch).result(5)
+    sink.transports.fence(source.info.node_id, source.epoch).result(PATIENCE_S)
     assert refused(channel, grant, [(0, 1)])
     with pytest.raises(GrantError):
         sink.grant(source.info, [1])
     assert torch.equal(sink.pool, before)
     if transport != "local":
-        assert wait_until(lambda: len(source.lost) == 1)
+        wait_until(lambda: len(source.lost) == 1)
         with pytest.raises(PeerLostError, match="fenced"):
             source.connect(sink.info)
     reborn = make_node("p", transport, seed=9)
@@ -189,7 +189,7 @@ def test_a_fenced_epoch_that_lives_is_served_again_once_admitted(make_pair, tran
     fence = sink.transports.fence(source.info.node_id, source.epoch)
     sink.admit(source.info)
     channel = source.connect(sink.info)
-    fence.result(5)  # it waits for connections from before, not for the new one
+    fence.result(PATIENCE_S)  # it waits for connections from before, not for the new one
     assert refused(channel, old, [(0, 1)])
     assert torch.equal(sink.pool, before)
     new = sink.grant(source.info, [2])
@@ -213,7 +213,7 @@ def test_writes_and_flushes_after_close_fail(make_pair, transport):
 
 def test_closing_a_node_ends_its_threads(make_pair):
     _, sink, _ = make_pair("tcp")
-    assert wait_until(lambda: any(thread.name == "kv-tcp-receiver" for thread in threading.enumerate()))
+    wait_until(lambda: any(thread.name == "kv-tcp-receiver" for thread in threading.enumerate()))
     sink.close()
     assert not any(thread.name == "kv-tcp-receiver" for thread in threading.enumerate())
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from waiting import wait_until
 
 from tandem.engine.errors import ConfigError, PeerLostError, TransportError
 from tandem.kv_connector.transports import nixl as nixl_module
@@ -18,7 +19,7 @@ from tandem.kv_connector.transports.block_slots import NUM_SLOTS
 from tandem.kv_connector.transports.landing_wire import LandFrame
 from tandem.kv_connector.transports.nixl import MAX_WRITE_BYTES, MIN_RUN_BYTES
 from tandem.kv_connector.transports.nixl_agent import NixlAgent, nixl_problem, unsafe_ways
-from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, make_layout, needs, wait_until
+from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, make_layout, needs
 
 pytestmark = needs("nixl")
 
@@ -103,7 +104,7 @@ def test_who_says_drained_without_a_flush_loses_its_link_before_it_is_believed(p
     grant = sink.grant(source.info, [3, 4])
     channel.write(grant, [(0, 3)], None, [64])
     assert not sink.transports.is_settled(grant.grant_id)
-    assert wait_until(lambda: sink.transports.is_settled(grant.grant_id))
+    wait_until(lambda: sink.transports.is_settled(grant.grant_id))
     quiet = sink.pool.clone()
     with pytest.raises(PeerLostError):
         channel.flush(grant)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import PATIENCE_S, happens, wait_until
 
 from tandem.engine.errors import GrantError, PeerLostError, TransportError
 from tandem.kv_connector.fence import ProcessRef, host_id, process_watcher
 from tandem.kv_connector.transports.nixl_agent import nixl_problem
 from tandem.kv_connector.transports.ucx import ucx_problem
 from tests.fakes.kv_peer import KVPeer
-from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, grant_of, needs, wait_until
+from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, grant_of, needs
 
 TRANSPORTS = ["shm", *(pytest.param(name, marks=needs(name)) for name in ("nixl", "ucx")), "tcp"]
 PROBLEMS = {"shm": "", "nixl": nixl_problem(), "ucx": ucx_problem(), "tcp": ""}
@@ -35,9 +36,9 @@ def peers():
         peer.kill()
 
 
-def is_changing(pool: torch.Tensor) -> bool:
+def is_changing(pool: torch.Tensor, within_s: float = 0.3) -> bool:
     before = pool.clone()
-    return wait_until(lambda: not torch.equal(pool, before), timeout_s=0.3)
+    return happens(lambda: not torch.equal(pool, before), within_s=within_s)
 
 
 def pool_inodes() -> set[str]:
@@ -65,9 +66,8 @@ def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transpor
 
     grant = sink.grant(peer.info, range(8, 16))
     peer.tell("write_for_ever", grant)
-    assert wait_until(lambda: not torch.equal(sink.pool[15], before[15]))
-    assert is_changing(sink.pool)
-    started = time.monotonic()
+    wait_until(lambda: not torch.equal(sink.pool[15], before[15]))
+    assert is_changing(sink.pool, PATIENCE_S)
     if transport in ("tcp", "ucx"):  # the receiver writes: neither the gate nor the fence waits for the source's end
         peer.signal(signal.SIGSTOP)
         sink.transports.close_grant(grant.grant_id)
@@ -76,32 +76,31 @@ def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transpor
         time.sleep(0.1)
         assert torch.equal(sink.pool, quiet)
         peer.signal(signal.SIGSTOP)
-        sink.transports.fence(peer.info.node_id, peer.info.epoch).result(1)
+        sink.transports.fence(peer.info.node_id, peer.info.epoch).result(PATIENCE_S)
     elif transport == "nixl":  # the source writes, but through an agent of the sink's, which ends here
         sink.transports.close_grant(grant.grant_id)
-        assert is_changing(sink.pool)
+        assert is_changing(sink.pool, PATIENCE_S)
         peer.signal(signal.SIGSTOP)  # with bytes of it in the sockets' buffers
-        sink.transports.fence(peer.info.node_id, peer.info.epoch).result(3)
+        sink.transports.fence(peer.info.node_id, peer.info.epoch).result(PATIENCE_S)
         quiet = sink.pool.clone()
         peer.signal(signal.SIGCONT)
         assert not is_changing(sink.pool)
         assert torch.equal(sink.pool, quiet)
     else:
         fence = sink.transports.fence(peer.info.node_id, peer.info.epoch)
-        assert is_changing(sink.pool)  # nothing stops a one-sided writer but its end
+        assert is_changing(sink.pool, PATIENCE_S)  # nothing stops a one-sided writer but its end
         peer.signal(signal.SIGSTOP)
         time.sleep(0.1)
         assert not fence.done()  # a stopped process may go on
         peer.signal(signal.SIGCONT)
-        assert is_changing(sink.pool)
+        assert is_changing(sink.pool, PATIENCE_S)
         peer.signal(signal.SIGKILL)
-        fence.result(5)
-        assert peer.process.wait(5) == -signal.SIGKILL
+        fence.result(PATIENCE_S)
+        assert peer.process.wait(PATIENCE_S) == -signal.SIGKILL
     quiet = sink.pool.clone()
     assert not is_changing(sink.pool)
     assert torch.equal(sink.pool, quiet)
     assert torch.equal(sink.pool[:8], before[:8])
-    assert time.monotonic() - started < 5
     with pytest.raises(GrantError):
         sink.grant(peer.info, [1])
     peer.kill()
@@ -112,7 +111,7 @@ def test_fence_of_a_source_that_died_before_is_done_at_once(make_node, peers):
     sink = make_node("d", "shm", layout=MEGABYTE_BLOCKS)
     sink.admit(dead.info)
     dead.kill()
-    sink.transports.fence("brief", dead.info.epoch).result(5)
+    sink.transports.fence("brief", dead.info.epoch).result(PATIENCE_S)
     with pytest.raises(PeerLostError):
         sink.admit(dead.info)
 
@@ -139,12 +138,11 @@ def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
 
     writer = threading.Thread(target=keep_writing)
     writer.start()
-    time.sleep(0.05)
     peer.kill()
-    writer.join(5)
+    writer.join(PATIENCE_S)
     assert isinstance(failures[0], PeerLostError)
-    assert wait_until(lambda: source.lost == [(peer.info.node_id, peer.info.epoch, "its process exited")])
-    assert wait_until(lambda: not peers_pool & pool_inodes())
+    wait_until(lambda: source.lost == [(peer.info.node_id, peer.info.epoch, "its process exited")])
+    wait_until(lambda: not peers_pool & pool_inodes())
     with pytest.raises(PeerLostError):
         channel.flush(grant)
     with pytest.raises(PeerLostError):
@@ -162,14 +160,12 @@ def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transpo
     started = time.monotonic()
     with pytest.raises(TransportError, match="no progress in time"):
         write_until_it_fails(channel, grant, everything)
-    assert 0.4 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.4
     assert len(source.lost) == 1
     with pytest.raises(PeerLostError):
         channel.write(grant, everything[:1], None, [64])
-    started = time.monotonic()
     with pytest.raises(TransportError):
         source.connect(peer.info)  # the kernel takes the connection, nobody answers
-    assert time.monotonic() - started < 5
     peer.kill()
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from waiting import PATIENCE_S, wait_until
 
 from tandem.kv_connector.meta import LayerPush, SourceStepMeta, WholePush
 from tandem.kv_connector.transfer import TransferWorker
 from tandem.kv_connector.worker import ConnectorWorker
-from tests.fakes.kv_pools import SMALL, PoolNode, wait_until
+from tests.fakes.kv_pools import SMALL, PoolNode
 
 LAYERS = {f"model.layers.{index}.attn": index for index in range(3)}
 KEY = ("r", 0)
@@ -69,7 +70,7 @@ def worker(nodes, channel):
     made = ConnectorWorker(transfer, LAYERS)
     made.register_kv_cache(source.pool)
     yield made
-    assert transfer.stop(5.0)
+    assert transfer.stop(PATIENCE_S)
 
 
 def run_step(worker: ConnectorWorker, pool: torch.Tensor, meta: object | None, block: int, value: float) -> None:
@@ -90,14 +91,14 @@ def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, wo
     new = LayerPush(KEY, grant, (1,), (9,), (5,))
     tail_before = sink.pool[9].clone()
     run_step(worker, source.pool, SourceStepMeta(5, (new,), (old, of_this_step)), block=1, value=10.0)
-    assert wait_until(lambda: len(channel.writes) == 4)
+    wait_until(lambda: len(channel.writes) == 4)
     assert channel.writes == [
         (((2, 7),), None),
         (((1, 9),), range(2)),
         (((1, 9),), range(2, 3)),
         (((3, 8),), None),
     ]
-    assert wait_until(lambda: torch.equal(sink.pool[8], source.pool[3]))
+    wait_until(lambda: torch.equal(sink.pool[8], source.pool[3]))
     assert torch.equal(sink.pool[7], source.pool[2])
     tail_before[:, :, :, :5] = source.pool[1][:, :, :, :5]
     assert torch.equal(sink.pool[9], tail_before)
@@ -108,11 +109,11 @@ def test_behind_a_step_that_ran_as_a_whole_blocks_go_out_whole(nodes, channel, w
     grant = sink.grant(source.info, [7, 8])
     old, of_this_step = WholePush(KEY, grant, (2,), (7,), (8,), step_id=4), WholePush(KEY, grant, (3,), (8,), (5,), 5)
     worker.start_load_kv(SourceStepMeta(5, (), (old, of_this_step), by_layer=False))
-    assert wait_until(lambda: channel.writes == [(((2, 7),), None)])
+    wait_until(lambda: channel.writes == [(((2, 7),), None)])
     source.pool[3] = 42.0
     worker.wait_for_save()
-    assert wait_until(lambda: channel.writes[1:] == [(((3, 8),), None)])
-    assert wait_until(lambda: bool((sink.pool[8][:, :, :, :5] == 42.0).all()))
+    wait_until(lambda: channel.writes[1:] == [(((3, 8),), None)])
+    wait_until(lambda: bool((sink.pool[8][:, :, :, :5] == 42.0).all()))
 
 
 def test_with_other_ranks_a_layer_goes_out_when_the_next_one_has_begun(nodes, channel, worker, monkeypatch):
@@ -167,7 +168,7 @@ class HostLoad:
         done = {layer: threading.Event() for layer in range(3)}
 
         def copy() -> None:
-            assert self.go.wait(5)
+            assert self.go.wait(PATIENCE_S)
             for layer in reversed(range(3)):
                 pool[self.block, :, layer] = self.content[:, layer]
                 done[layer].set()
