@@ -100,13 +100,14 @@ def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) 
             if sampling.num_logprobs is None:
                 assert min(moved.tokens[0]) == moved.num_prior, "what the source may not have told is told again"
         assert nodes.count("migrations_finished") == 3
-        assert 0 < nodes.count("migrations_pause_s") < 1
+        assert nodes.count("migrations_pause_s") > 0
         nodes.check_whole()
 
 
 def test_samples_of_one_prompt_share_its_blocks_at_the_target(alone: Alone) -> None:
     prompt, sampling, samples = random_prompt(200, seed=8), changed(SAMPLED, max_tokens=LONG), (0, 1, 2, 3)
     with trio() as nodes:
+        nodes.first.hold_after(20)
         result = nodes.submit("r", prompt, sampling, samples=samples)
         nodes.until_decoding(result)
         moved, pushed = [], []
@@ -115,6 +116,7 @@ def test_samples_of_one_prompt_share_its_blocks_at_the_target(alone: Alone) -> N
             moved.append(nodes.migrate(result, prompt, sampling, sample))
             nodes.until(lambda: len(result.migrated) == len(moved))
             pushed.append(nodes.first.process.transfer.counters["kv_pushed_bytes"] - before)
+        nodes.first.go_on()
         nodes.client.wait(*moved)
         assert [joined(result, each, sample) for sample, each in enumerate(moved)] == alone.run(
             prompt, sampling, samples
@@ -126,17 +128,21 @@ def test_samples_of_one_prompt_share_its_blocks_at_the_target(alone: Alone) -> N
 def test_there_and_back_again(alone: Alone) -> None:
     prompt, sampling = random_prompt(120, seed=9), changed(SAMPLED, max_tokens=300)
     with trio() as nodes:
-        here, there = nodes.first.info, nodes.second.info
+        here, there = nodes.first, nodes.second
+        here.hold_after(20)
         result = nodes.submit("r", prompt, sampling)
         nodes.until_decoding(result)
         output: list[int] = []
         for _ in range(3):
-            moved = nodes.client.migrate(result, 0, prompt, sampling, here, there, prior=output)
+            there.hold_after(40)
+            moved = nodes.client.migrate(result, 0, prompt, sampling, here.info, there.info, prior=output)
             nodes.until(lambda moved=moved: len(moved.tokens.get(0, ())) >= 20)  # type: ignore[misc]
             assert not result.finished
             output = [*output, *result.output()][: min(moved.tokens[0])]
             assert len(output) == min(moved.tokens[0]), "a token is missing"
             result, here, there = moved, there, here
+        here.go_on()
+        there.go_on()
         nodes.client.wait(result)
         assert [[*output, *result.output()]] == alone.run(prompt, sampling)
         nodes.check_whole()

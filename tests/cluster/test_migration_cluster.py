@@ -41,19 +41,22 @@ def test_a_draining_node_gives_its_streams_away(cluster: RealCluster) -> None:
     alone = stream(cluster, prompt, **SEEDED).finish()
     four = stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED).finish()
     cluster.wait_until_whole()
-    before = cluster.router_metric("migration_pause_s_count")
-    streams = [stream(cluster, random_prompt(80 + 10 * i, seed=63 + i)) for i in range(3)]
-    streams += [stream(cluster, prompt, **SEEDED), stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED)]
-    for each in streams:
-        each.wait_for(20)
-    victim, _ = decoders_by_load(cluster)
-    cluster.send(victim, signal.SIGTERM)
-    wait_until_gone(victim)
-    assert not all(each.is_over for each in streams), "they ended before the node did: this test shows nothing"
-    results = [each.finish() for each in streams]
-    for i, result in enumerate(results[:3]):
-        check_greedy(tiny_model("llama"), random_prompt(80 + 10 * i, seed=63 + i), result[0], LENGTH)
-    assert results[3:] == [alone, four]
-    assert cluster.router_metric("migration_pause_s_count") > before
-    cluster.wait_until_ready(3)
-    cluster.wait_until_whole()
+
+    def num_moved_by_a_drain() -> float:
+        before = cluster.router_metric("migration_pause_s_count")
+        streams = [stream(cluster, random_prompt(80 + 10 * i, seed=63 + i)) for i in range(3)]
+        streams += [stream(cluster, prompt, **SEEDED), stream(cluster, random_prompt(90, seed=62), n=4, **SEEDED)]
+        for each in streams:
+            each.wait_for(20)
+        victim, _ = decoders_by_load(cluster)
+        cluster.send(victim, signal.SIGTERM)
+        wait_until_gone(victim)
+        results = [each.finish() for each in streams]
+        for i, result in enumerate(results[:3]):
+            check_greedy(tiny_model("llama"), random_prompt(80 + 10 * i, seed=63 + i), result[0], LENGTH)
+        assert results[3:] == [alone, four]
+        cluster.wait_until_ready(3)
+        cluster.wait_until_whole()
+        return cluster.router_metric("migration_pause_s_count") - before
+
+    assert any(num_moved_by_a_drain() > 0 for _ in range(3)), "each time they ended before they could move"

@@ -9,13 +9,13 @@ import pytest
 from router_in_thread import RouterInThread
 from split_pair import GREEDY, Alone, changed
 from stream_client import Stream
+from waiting import wait_until
 
 from in_process_cluster import FAST, Node, node_options
-from tandem.deploy.redis_server import free_port
 from tandem.engine.sampling_params import SamplingParams
 from tiny_models import random_prompt, tiny_model
 
-LENGTH = 300
+LENGTH = 600
 DRAWN: dict[str, Any] = {"temperature": 0.8, "seed": 77, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
@@ -32,16 +32,18 @@ def num_moved(router: RouterInThread) -> int:
 def test_streams_go_on_where_it_hands_them(role: str, alone: Alone) -> None:
     folder, prompts = tiny_model("llama"), [random_prompt(90, seed=71), random_prompt(40, seed=72)]
     first = Node(node_options("unified", folder, transport="shm"))
-    nodes = [first]
+    nodes = [first, Node(node_options(role, folder, transport="shm"))]
     try:
-        port = free_port()  # of the second node, which comes when all streams are at the first
-        with RouterInThread(folder, (first.info.control_address, f"tcp://127.0.0.1:{port}"), timeouts=FAST) as router:
+        with RouterInThread(folder, (first.info.control_address,), timeouts=FAST) as router:
+            router.wait_ready()
+            cluster = router.worker.service.cluster
             model = router.client.get("/v1/models").json()["data"][0]["id"]
             greedy = Stream(router.url, model, prompts[0], LENGTH)
             pair = Stream(router.url, model, prompts[1], LENGTH, n=2, **DRAWN)
             for stream, num_samples in ((greedy, 1), (pair, 2)):
                 stream.wait_for(10, num_samples)
-            nodes.append(Node(node_options(role, folder, transport="shm", port=port)))
+            router.call(lambda: cluster.add(nodes[1].info.control_address))
+            wait_until(lambda: len(cluster.views) == 2, "the second node")
             first.process.loop.begin_drain()
             results = [greedy.finish(), pair.finish()]
             moved = num_moved(router)

@@ -81,11 +81,14 @@ def test_cancel_before_submit_leaves_nothing(shm: Pair) -> None:
 def test_cancel_of_one_sample(pair: Pair, alone: Alone) -> None:
     prompt, samples = random_prompt(60, seed=22), (0, 1, 2)
     sampling = changed(SAMPLED, max_tokens=60)
+    pair.decode.hold_after(20)
     result = pair.submit(prompt, sampling, samples=samples)
     pair.until(lambda: len(result.tokens.get(1, ())) >= 3)
     request_id, attempt = pair.client.key_of(result)
     for node in (pair.decode, pair.prefill):
         pair.client.send(node.info, Cancel(request_id=request_id, attempt=attempt, sample_indices=(1,)))
+    pair.until(lambda: result.cancelled)
+    pair.decode.go_on()
     pair.until(lambda: {0, 2} <= result.finished.keys())
     assert 1 not in result.finished
     expected = alone.run(prompt, sampling, samples)

@@ -88,7 +88,7 @@ def test_drawn_tokens_are_those_of_one_rank(nodes: Nodes) -> None:
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1)])
 def test_a_running_sequence_moves_to_another_number_of_ranks(nodes: Nodes, here: int, there: int) -> None:
     source, target = nodes.get("decode", "auto", here), nodes.get("decode", "auto", there)
-    prompt, sampling = random_prompt(100, seed=40 + here), changed(GREEDY, max_tokens=90)
+    prompt, sampling = random_prompt(100, seed=40 + here), changed(GREEDY, max_tokens=500)
     client = Client(source, target)
     try:
         result = client.submit(f"moves-{here}", prompt, sampling, decode=source)
@@ -99,7 +99,7 @@ def test_a_running_sequence_moves_to_another_number_of_ranks(nodes: Nodes, here:
         client.close()
     assert [message.reason for message in result.migrated] == [""]
     tokens = {**result.tokens[0], **moved.tokens[0]}
-    check_greedy(tiny_model(MODEL), prompt, [tokens[i] for i in range(90)], 90)
+    check_greedy(tiny_model(MODEL), prompt, [tokens[i] for i in range(500)], 500)
 
 
 @pytest.mark.parametrize(("here", "there"), [(1, 2), (2, 1)])

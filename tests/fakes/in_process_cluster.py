@@ -36,12 +36,13 @@ from tandem.engine.messages import (
     Welcome,
 )
 from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.step import SchedulerOutput
 from tandem.kv_connector.node_shell import NodeProcess
 from tandem.prefill_node.main import make_logic as make_prefill
 
 BLOCK = 16
 # What tests wait for comes soon; nobody is given up for being slow on a busy machine.
-FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_s=0.2, drain_s=20.0)
+FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_s=0.2, drain_s=PATIENCE_S)
 
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
@@ -86,9 +87,25 @@ class Node:
     def stop(self) -> None:
         """Drains and ends the node; asserts that it came to an end and holds nothing."""
         self.process.loop.begin_drain()
-        self._thread.join(PATIENCE_S)
+        self._thread.join(2 * PATIENCE_S)
         assert not self._thread.is_alive(), "the node did not drain"
         self.process.logic.check_integrity()
+
+    def hold_after(self, num_steps: int) -> None:
+        """It takes so many more steps; then, until `go_on`, it hears, answers and moves KV but computes nothing."""
+        scheduler, left = self.process.logic.scheduler, num_steps
+        schedule = type(scheduler).schedule
+
+        def counted() -> SchedulerOutput | None:
+            nonlocal left
+            output = schedule(scheduler) if left > 0 else None
+            left -= output is not None
+            return output
+
+        scheduler.schedule = counted
+
+    def go_on(self) -> None:
+        del self.process.logic.scheduler.schedule
 
     def wait_until_whole(self) -> None:
         pool = self.process.pool

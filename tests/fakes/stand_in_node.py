@@ -90,6 +90,7 @@ class StandInNode:
     draining: bool = False
     repeat_deltas: bool = False  # each token message twice, and once more under the attempt before
     hold_tokens: bool = False  # accepts, computes nothing
+    hold_after_tokens: int = -1  # holds them once it has made so many, until `go_on`
     die_after_tokens: int = -1  # vanishes once it has made this many tokens
     failures: list[RequestFailed] = field(default_factory=list)  # answers to the next Submits, ids filled in
     fail_after_tokens: int = -1  # RequestFailed (retryable) for every request that has made so many tokens here
@@ -127,6 +128,9 @@ class StandInNode:
         self._thread.join(PATIENCE_S)
 
     die = stop
+
+    def go_on(self) -> None:
+        self.hold_after_tokens, self.hold_tokens = -1, False
 
     @property
     def info(self) -> NodeInfo:
@@ -274,6 +278,7 @@ class StandInNode:
             if ends or index + 1 >= running.last_index:
                 del running.next_index[sample]
             self.num_tokens += 1
+            self.hold_tokens |= self.num_tokens == self.hold_after_tokens
             if 0 <= self.die_after_tokens <= self.num_tokens:
                 self._stop.set()
         return made

@@ -42,7 +42,7 @@ class Stream:
     def wait_for(self, num_tokens: int, num_samples: int = 1) -> None:
         def has_come() -> bool:
             assert not self._done.done(), f"it ended before: {self.error or self.ends or self._done.result()}"
-            return len(self.tokens) == num_samples and min(map(len, self.tokens.values())) >= num_tokens
+            return len(self.tokens) >= num_samples and min(map(len, self.tokens.values())) >= num_tokens
 
         wait_until(has_come, f"{num_tokens} tokens")
 

@@ -122,7 +122,7 @@ def test_the_deadline_of_a_request(folder: Path, nodes: Nodes) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_cancels_on_every_node(folder: Path, nodes: Nodes, stream: bool) -> None:
-    decode, prefill = nodes.start("decode", step_s=0.01), nodes.start("prefill")
+    decode, prefill = nodes.start("decode", step_s=0.01, hold_after_tokens=4), nodes.start("prefill")
     with RouterInThread(folder, addresses(decode, prefill), local_tail_tokens=64) as router:
         router.wait_ready()
         body = json.dumps({"prompt": LONG, "max_tokens": 150, "stream": stream}).encode()

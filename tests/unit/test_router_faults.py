@@ -108,7 +108,7 @@ def test_a_node_that_may_be_lost_soon_gets_nothing_that_another_can_take(folder:
 
 def test_a_broken_connection_to_a_living_node(folder: Path, nodes: Nodes) -> None:
     """Tokens on the way are lost with it, so the attempt is given up, cancelled when the node is back, and repeated."""
-    node = nodes.start(step_s=0.01)
+    node = nodes.start(step_s=0.01, hold_after_tokens=6)
     wire = Wire(node.port)
     with RouterInThread(folder, (wire.address,)) as router:
         router.wait_ready()
@@ -116,6 +116,7 @@ def test_a_broken_connection_to_a_living_node(folder: Path, nodes: Nodes) -> Non
             result = pool.submit(stream_events, router.client, max_tokens=30)
             wait_until(lambda: node.num_tokens > 5, "some tokens")
             wire.cut()
+            node.go_on()
             assert result.result(PATIENCE_S) == (output(30), None)
         assert {s.attempt for s in node.submits} == {1, 2}
         assert [c.attempt for c in node.cancels] == [1]

@@ -129,7 +129,7 @@ def refuses(url: str) -> bool:
 
 
 def test_stopping_finishes_streams_and_takes_no_new_ones(folder: Path, nodes: Nodes) -> None:
-    node = nodes.start(step_s=0.01)
+    node = nodes.start(step_s=0.01, hold_after_tokens=4)
     router = RouterInThread(folder, addresses(node))
     with router:
         router.wait_ready()
@@ -139,12 +139,13 @@ def test_stopping_finishes_streams_and_takes_no_new_ones(folder: Path, nodes: No
             stopper = threading.Thread(target=router.worker.stop)
             stopper.start()
             wait_until(lambda: refuses(router.url), "the router to take nothing new")
+            node.go_on()
             assert result.result(PATIENCE_S) == (output(40), None)
         stopper.join()
 
 
 def test_streams_that_outlive_the_drain_end_with_an_error(folder: Path, nodes: Nodes) -> None:
-    node = nodes.start(step_s=0.01)
+    node = nodes.start(step_s=0.01, hold_after_tokens=4)
     timeouts = replace(FAST, drain_s=0.3)
     with RouterInThread(folder, addresses(node), timeouts=timeouts) as router, ThreadPoolExecutor(1) as pool:
         router.wait_ready()
