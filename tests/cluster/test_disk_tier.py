@@ -144,17 +144,22 @@ def test_a_tenant_fills_no_more_than_its_share_of_each_tier(tmp_path: Path) -> N
     with node_on(tmp_path, **sizes) as asker:
         (node,) = asker.nodes
 
-        def blocks_of(tenant: str, share: float) -> tuple[int, float, float]:
+        def num_blocks() -> tuple[int, float, float]:
+            counts = asker.counts(node)
+            return node.process.pool.num_cached, counts["tier_host_blocks"], counts["tier_disk_blocks"]
+
+        def check_fills(tenant: str, share: float, expected: tuple[int, int, int]) -> None:
             for seed in range(4):
                 prompt, salt = random_prompt(17 * BLOCK, seed=seed), tenant.encode() * 16
                 asker.client.submit(f"{tenant}{seed}", prompt, sampling, decode=node.info, salt=salt, cache_share=share)
                 asker.client.wait()
                 until_idle(node)
-            counts = asker.counts(node)
-            return node.process.pool.num_cached, counts["tier_host_blocks"], counts["tier_disk_blocks"]
+            wait_until(lambda: num_blocks() == expected, f"{tenant} to fill its share")
+            until_idle(node)
+            assert num_blocks() == expected
 
-        assert blocks_of("s", 0.25) == (6, 10, 12)
-        assert blocks_of("l", 1.0) == (24, 40, 48)
+        check_fills("s", 0.25, (6, 10, 12))
+        check_fills("l", 1.0, (24, 40, 48))
 
 
 def test_options_that_contradict_each_other(tmp_path: Path) -> None:

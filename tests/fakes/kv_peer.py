@@ -66,7 +66,7 @@ class KVPeer:
     def kill(self) -> None:
         """Idempotent, reaps."""
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from waiting import PATIENCE_S
 
 from tandem.engine.config import ModelOptions
 from tandem.engine.messages import NodeInfo
@@ -57,7 +58,7 @@ class NodeChild:
         """Ends it if it still lives."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE_S)
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
