@@ -13,13 +13,13 @@ from waiting import wait_until_gone
 from real_cluster import RealCluster
 from tiny_models import check_greedy, random_prompt, tiny_model
 
-LENGTH = 600
+LENGTH = 350
 SEEDED = {"temperature": 0.8, "seed": 77, "top_p": 0.9, "repetition_penalty": 1.1}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RealCluster]:
-    with RealCluster(tiny_model("llama"), "--prefill", "1", "--decode", "2", "--num-blocks", "512") as running:
+    with RealCluster(tiny_model("llama"), "--prefill", "1", "--decode", "2") as running:
         running.wait_until_ready(3)
         yield running
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -104,7 +105,8 @@ class Wire:
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
             for end in pair:
-                end.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # its other end has gone before
+                    end.shutdown(socket.SHUT_RDWR)
                 end.close()
 
     def close(self) -> None:
