@@ -14,7 +14,7 @@ from waiting import PATIENCE_S, wait_until
 from in_process_cluster import FAST, Node, node_options
 from tiny_models import check_greedy, random_prompt, tiny_model
 
-LENGTH = 800  # long enough to be on its way when something happens
+LENGTH = 500  # long enough to be on its way when something happens
 PROMPT = random_prompt(250, seed=3)
 TIMES = replace(FAST, resend_s=0.1)
 
@@ -136,8 +136,8 @@ def test_a_full_target_leaves_it_where_it_is() -> None:
 def test_a_fuller_node_gives_sequences_away() -> None:
     prompts = [random_prompt(120, seed=seed) for seed in range(3)]
     with (
-        node("decode", num_blocks=220) as source,
-        node("decode", num_blocks=220) as target,
+        node("decode", num_blocks=130) as source,
+        node("decode", num_blocks=130) as target,
         world_of(source.info.control_address, rebalance_kv=0.2) as world,
     ):
         streams = [world.stream(prompt) for prompt in prompts]
