@@ -126,10 +126,14 @@ class Result:
     num_samples: int = 1
     num_prior: int = 0  # of a sequence that moved: the client's tokens when it was told to
     migrated: list[Migrated] = field(default_factory=list)
+    first_index: int | None = None  # of the token that another node sends than all after it, perhaps after them
 
     @property
     def done(self) -> bool:
-        return self.failed is not None or self.cancelled or len(self.finished) == self.num_samples
+        if self.failed is not None or self.cancelled:
+            return True
+        has_first = all(self.first_index in (None, *self.tokens.get(sample, ())) for sample in self.finished)
+        return len(self.finished) == self.num_samples and has_first
 
     def output(self, sample: int = 0) -> list[int]:
         """Tokens in order; asserts that none is missing."""
@@ -207,7 +211,9 @@ class Client:
     ) -> Result:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
         it is said to have `num_held` tokens (0: all)."""
-        result = self.results[request_id, attempt] = Result(num_samples=len(samples))
+        result = self.results[request_id, attempt] = Result(
+            num_samples=len(samples), first_index=None if prefill is None else num_prior
+        )
 
         def message(mode: str, peer: NodeInfo | None) -> Submit:
             return Submit(
