@@ -160,5 +160,5 @@ class RealCluster:
 
         return total("num_blocks") - total("num_free_blocks")
 
-    def wait_until_whole(self) -> None:
-        wait_until(lambda: self.used_blocks() == 0, "every block to be free again")
+    def wait_until_whole(self, within_s: float = PATIENCE_S) -> None:
+        wait_until(lambda: self.used_blocks() == 0, "every block to be free again", within_s)
