@@ -24,7 +24,7 @@ from tandem.engine.config import Timeouts
 from tandem.engine.control_events import ControlCounters, ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.control_links import ControlLinks, Link
 from tandem.engine.control_sockets import ControlSockets
-from tandem.engine.errors import HandshakeError
+from tandem.engine.errors import DecodeError, HandshakeError
 from tandem.engine.messages import Hello, Message, NodeInfo, PeerRef, Ping, Refused, Status, Welcome, peer_id_of
 from tandem.engine.security import ClusterKeys
 from tandem.engine.standstill import TurnClock
@@ -130,7 +130,7 @@ class ControlPlane:
         link = self._links.inbound(identity)
         try:
             message = wire.decode_to_node(payload)
-        except msgspec.DecodeError as error:
+        except DecodeError as error:
             self.counters.undecodable += 1
             if link is None:
                 self._reply(identity, Refused(field="wire_version", ours=str(wire.WIRE_VERSION), theirs=str(error)))
@@ -198,7 +198,7 @@ class ControlPlane:
                 message = wire.decode_from_node(link.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
                 return
-            except msgspec.DecodeError:
+            except DecodeError:
                 self.counters.undecodable += 1
                 continue
             link.last_seen = now

@@ -8,6 +8,7 @@ TandemError                    500 server_error
 ├── ConfigError (ValueError)   -                           bad flag, file or folder: ends the process with a remedy
 │   └── CheckpointError        -                           the model folder can't be served; names the file
 ├── HandshakeError             -                           two processes refuse each other; names the field
+├── DecodeError                -                           bytes from outside are no message; they are dropped
 ├── GrantError                 -                           a grant is forged, foreign, replayed or out of date
 ├── TransportError             -                           bytes could not be moved; retried or recomputed
 │   └── PeerLostError          -                           the peer is gone or fenced
@@ -68,6 +69,10 @@ class HandshakeError(TandemError):
     def __init__(self, field: str, ours: object, theirs: object) -> None:
         super().__init__(f"handshake refused: {field} differs (ours {ours!r}, theirs {theirs!r})")
         self.field, self.ours, self.theirs = field, ours, theirs
+
+
+class DecodeError(TandemError):
+    code = "bad_message"
 
 
 class GrantError(TandemError):

@@ -40,6 +40,7 @@ from tandem.engine.message_parts import (
     peer_id_of,
 )
 from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.wire_decode import WireDecoder
 
 __all__ = [  # with the parts and the hand-off's messages, which have files of their own
     "Continuation",
@@ -257,5 +258,6 @@ FromNode = (
 )
 
 encode = msgspec.msgpack.Encoder().encode
-decode_to_node = msgspec.msgpack.Decoder(ToNode).decode
-decode_from_node = msgspec.msgpack.Decoder(FromNode).decode
+# They raise DecodeError for whatever is no message, text that is not UTF-8 included.
+decode_to_node: WireDecoder[Message] = WireDecoder(ToNode)
+decode_from_node: WireDecoder[Message] = WireDecoder(FromNode)

@@ -14,12 +14,12 @@ import math
 import time
 from typing import Protocol
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
+from tandem.engine.errors import DecodeError
 from tandem.engine.messages import (
     Accepted,
     Cancel,
@@ -174,7 +174,7 @@ class NodeLink:
             now = time.monotonic()
             try:
                 message = wire.decode_from_node(payload)
-            except msgspec.DecodeError:
+            except DecodeError:
                 self.num_undecodable += 1
                 continue
             self._last_seen = now

@@ -13,10 +13,10 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-import msgspec
 from redis import RedisError
 from redis.asyncio.client import PubSub
 
+from tandem.engine.errors import DecodeError
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.outage import Outage
@@ -154,7 +154,7 @@ class RedisDirectory:
     async def _take(self, data: bytes) -> None:
         try:
             event = decode_event(data)
-        except msgspec.DecodeError as error:
+        except DecodeError as error:
             log.warning("directory: a message on %s can't be read: %s", self._keys.events, error)
             return
         if isinstance(event, NodeUp):
@@ -222,7 +222,7 @@ class RedisDirectory:
     def _decode(self, packed: bytes | str) -> NodeRecord | None:
         try:
             return decode_record(_raw(packed))
-        except msgspec.DecodeError as error:
+        except DecodeError as error:
             log.warning("directory: a node record can't be read: %s", error)
             return None
 

@@ -18,6 +18,7 @@ import msgspec
 
 from tandem.engine.errors import ConfigError
 from tandem.engine.messages import Role, Status
+from tandem.engine.wire_decode import WireDecoder
 
 HASH_BYTES = 16
 TIERS = ("gpu", "cpu", "disk")
@@ -105,8 +106,9 @@ class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
 DirectoryEvent = Batch | NodeUp | NodeLeft
 
 encode = msgspec.msgpack.Encoder().encode
-decode_record = msgspec.msgpack.Decoder(NodeRecord).decode
-decode_event = msgspec.msgpack.Decoder(DirectoryEvent).decode
+# They raise DecodeError for whatever is none, text that is not UTF-8 included.
+decode_record: WireDecoder[NodeRecord] = WireDecoder(NodeRecord)
+decode_event: WireDecoder[DirectoryEvent] = WireDecoder(DirectoryEvent)
 
 
 @dataclass(frozen=True)

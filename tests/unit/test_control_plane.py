@@ -202,12 +202,13 @@ def test_a_wrong_wire_version_is_refused(make: Callable[..., Plane], dial: Calla
 def test_bytes_that_are_no_message(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
     node = make("node")
     socket = dial(node)
-    for number, payload in enumerate((b"", b"\xff" * 100, b"\x81\xa4type\xa4Nope"), 1):
+    not_utf8 = wire.encode(Cancel(request_id="r", attempt=1)).replace(b"\xa1r", b"\xa1\xff")
+    for number, payload in enumerate((b"", b"\xff" * 100, b"\x81\xa4type\xa4Nope", not_utf8), 1):
         assert isinstance(ask(socket, payload), Refused)
         assert node.control.counters.undecodable == number
     socket.send_multipart([b"two", b"parts"])
     assert isinstance(ask(socket, hello()), Welcome), "the node survives, and the sender may still say Hello"
-    assert node.control.counters.undecodable == 4
+    assert node.control.counters.undecodable == 5
 
 
 def test_hello_comes_first(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:

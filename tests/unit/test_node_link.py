@@ -30,7 +30,10 @@ class HandNode:
 
     def say(self, identity: bytes, *messages: Message) -> None:
         for message in messages:
-            self._socket.send_multipart([identity, wire.encode(message)])
+            self.say_bytes(identity, wire.encode(message))
+
+    def say_bytes(self, identity: bytes, payload: bytes) -> None:
+        self._socket.send_multipart([identity, payload])
 
     def end(self) -> None:
         """As a process that ends: what was said goes out first."""
@@ -74,4 +77,24 @@ async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
         assert heard.events[1:] == [*(f"token {index}" for index in range(300)), "lost: the connection broke"]
     finally:
         link.close()
+        context.destroy(linger=0)
+
+
+async def test_messages_that_nobody_can_read_are_counted_and_the_link_goes_on() -> None:
+    node, heard, context = HandNode(), Heard(), zmq.Context()
+    hello = NodeInfo(node_id="r", epoch=1, role="router")
+    link = NodeLink(node.address, hello, context, ClusterKeys(b"", curve=False), Timeouts(), heard)  # type: ignore[arg-type]
+    link.open()
+    try:
+        await asyncio.sleep(0.05)
+        identity = node.hear()
+        refused = wire.encode(wire.Refused(field="f", ours="o", theirs="t"))
+        for payload in (b"", refused[:-1] + b"\xff", refused.replace(b"Refused", b"Ref\xff\xffed")):
+            node.say_bytes(identity, payload)
+        node.say(identity, Welcome(info=NODE), Status(node_id="d", epoch=2))
+        await until(lambda: heard.events == ["up"])
+        assert link.num_undecodable == 3
+    finally:
+        link.close()
+        node.end()
         context.destroy(linger=0)
