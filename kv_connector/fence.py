@@ -41,8 +41,8 @@ class ProcessRef:
         """A pidfd of exactly this process. Raises PeerLostError when it is gone."""
         try:
             pidfd = os.pidfd_open(self.pid)
-        except OSError as error:
-            raise PeerLostError(f"process {self.pid} is gone: {error.strerror}") from error
+        except (OSError, OverflowError) as error:  # the latter: no process can have this number
+            raise PeerLostError(f"process {self.pid} is gone: {error}") from error
         try:
             # Read after the pidfd is held: from here on the pid can't be given to another process unnoticed.
             if _start_time(self.pid) != self.start_time:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from tandem.kv_connector.transports.base import Channel, OnLost
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
+logger = logging.getLogger(__name__)
 Connect = Callable[[NodeInfo, OnLost], Channel]
 
 
@@ -41,6 +43,10 @@ class PeerChannels:
             channel = self._connect(peer, self._lost)
         except TandemError as error:
             self._on_lost(peer.node_id, peer.epoch, error.message)
+            return
+        except Exception as error:  # out of descriptors, say, or an export that makes no sense: it costs this peer
+            logger.exception("can't open a channel to %s", peer.node_id)
+            self._on_lost(peer.node_id, peer.epoch, repr(error))
             return
         if self._faults is not None:
             assert isinstance(channel, PoolChannel), "faults are injected into channels that read a pool"

@@ -11,6 +11,7 @@ import numpy as np
 
 from tandem.engine.config import NodeOptions
 from tandem.engine.step import SchedulerOutput
+from tandem.engine.wire_decode import WireDecoder
 
 LENGTH_BYTES = 4
 STEP_BYTES = 8
@@ -57,9 +58,9 @@ def as_announced(step: SchedulerOutput) -> SchedulerOutput:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
-_commands = msgspec.msgpack.Decoder(Command, dec_hook=_from_bytes)
-_setups = msgspec.msgpack.Decoder(RankSetup)
-_pool_files = msgspec.msgpack.Decoder(PoolFile)
+_decode_command: WireDecoder[Command] = WireDecoder(Command, dec_hook=_from_bytes)
+_decode_setup: WireDecoder[RankSetup] = WireDecoder(RankSetup)
+_decode_pool_file: WireDecoder[PoolFile] = WireDecoder(PoolFile)
 
 
 def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Command) -> None:
@@ -89,18 +90,18 @@ def receive_failed(end: socket.socket) -> Iterator[int]:
 
 def receive_setup(end: socket.socket) -> RankSetup | None:
     body = _receive(end)
-    return None if body is None else _setups.decode(body)
+    return None if body is None else _decode_setup(body)
 
 
 def receive_pool_file(end: socket.socket) -> PoolFile | None:
     body = _receive(end)
-    return None if body is None else _pool_files.decode(body)
+    return None if body is None else _decode_pool_file(body)
 
 
 def receive_command(end: socket.socket) -> Command | None:
     """Waits for the next command. None: rank 0 has closed its end, or is gone."""
     body = _receive(end)
-    return None if body is None else _commands.decode(body)
+    return None if body is None else _decode_command(body)
 
 
 def _receive(end: socket.socket) -> bytearray | None:

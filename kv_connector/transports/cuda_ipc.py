@@ -27,8 +27,9 @@ from tandem.engine.cuda_driver import (
     map_memory,
     unmap_memory,
 )
-from tandem.engine.errors import TransportError
+from tandem.engine.errors import DecodeError, TransportError
 from tandem.engine.kv_layout import KVLayout
+from tandem.engine.wire_decode import WireDecoder
 from tandem.kernels.move_blocks import BlockPlaces
 from tandem.kernels.push_blocks import can_push, list_pairs, push_listed
 from tandem.kv_connector.transports.base import BlockPairs, PairSums
@@ -73,6 +74,9 @@ class CudaIpcHandle(msgspec.Struct, frozen=True):
     offset: int
     stride_bytes: int
     num_heads: int
+
+
+_decode_handles: WireDecoder[list[CudaIpcHandle]] = WireDecoder(list[CudaIpcHandle])
 
 
 class CudaMapping(Mapping):
@@ -225,8 +229,8 @@ class CudaIpcTransport(MappedTransport):
     def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
         assert self.pool is not None
         try:
-            handles = msgspec.msgpack.decode(export.handle, type=list[CudaIpcHandle])
-        except msgspec.MsgspecError as error:
+            handles = _decode_handles(export.handle)
+        except DecodeError as error:
             raise TransportError(f"process {export.pid} exports no pool that cuda_ipc understands: {error}") from error
         if not fits(handles, layout):
             raise TransportError(f"process {export.pid} exports a pool that does not fit its layout")

@@ -21,6 +21,7 @@ import torch
 
 from tandem.engine.errors import PeerLostError, TandemError, TransportError
 from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.wire_decode import WireDecoder
 from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
 from tandem.kv_connector.transports.block_slots import NUM_SLOTS, BlockSlots
 from tandem.kv_connector.transports.geometry import BlockGeometry, pool_stride_bytes
@@ -110,9 +111,10 @@ class LandingChannel(PoolChannel):
             self._sock.close()
 
     def _receive_offer(self, kind: type[OfferT]) -> OfferT:
-        """Raises TransportError when the sink refuses, PeerLostError when it is gone."""
+        """Raises TransportError when the sink refuses, PeerLostError when it is gone, DecodeError for no such offer."""
         self._sock.settimeout(max(self._timeout_s, LIBRARY_START_S))
-        offer = msgspec.msgpack.decode(receive_header(self._sock), type=kind | Refusal)  # type: ignore[arg-type]
+        decode_offer: WireDecoder[OfferT | Refusal] = WireDecoder(kind | Refusal)  # type: ignore[operator]
+        offer = decode_offer(receive_header(self._sock))
         self._sock.settimeout(self._timeout_s)
         if isinstance(offer, Refusal):
             raise TransportError(f"{self.peer_id}: {offer.error}")

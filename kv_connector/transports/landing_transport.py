@@ -6,10 +6,9 @@ import socket
 from abc import abstractmethod
 from typing import ClassVar
 
-import msgspec
 import torch
 
-from tandem.engine.errors import TransportError
+from tandem.engine.errors import DecodeError, TransportError
 from tandem.engine.messages import NodeInfo
 from tandem.kv_connector.transports.base import OnLost
 from tandem.kv_connector.transports.landing_channel import LandingChannel
@@ -31,5 +30,5 @@ class LandingTransport(LinkTransport):
         assert self.pool is not None, "register the pool first"
         try:
             return self.channel(self.pool, sock, peer, on_lost, self._timeout_s)
-        except msgspec.MsgspecError as error:
+        except DecodeError as error:
             raise TransportError(f"{peer.node_id} sent no offer that {self.name} understands: {error}") from error

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.engine.wire_decode import WireDecoder
+
 
 class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     """Instead of an offer: this node can't do it, whatever its export says."""
@@ -56,5 +58,5 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 Frame = WakeFrame | OpenFrame | LandFrame | FlushFrame
-decode_frame = msgspec.msgpack.Decoder(Frame).decode
-decode_answer = msgspec.msgpack.Decoder(Answer).decode
+decode_frame: WireDecoder[Frame] = WireDecoder(Frame)
+decode_answer: WireDecoder[Answer] = WireDecoder(Answer)

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from tandem.engine.errors import PeerLostError, TandemError, TransportError
@@ -67,7 +66,7 @@ class LinkReceiver(ABC):
             self._serve_link()
         except PeerLostError:
             pass
-        except (TandemError, msgspec.MsgspecError) as error:
+        except TandemError as error:
             logger.warning("dropped the KV link of %s: %s", self.source[0], error)
         except Exception:
             logger.exception("KV link of %s failed", self.source[0])

@@ -18,15 +18,19 @@ from typing import ClassVar
 import msgspec
 import torch
 
-from tandem.engine.errors import PeerLostError, TransportError
+from tandem.engine.errors import DecodeError, PeerLostError, TandemError, TransportError
 from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.process_log import RateLimited
 from tandem.engine.security import ClusterKeys
+from tandem.engine.wire_decode import WireDecoder
 from tandem.kv_connector.transports.base import OnLost, RegisteredPool
 from tandem.kv_connector.transports.grants import GrantTable
+from tandem.kv_connector.transports.link_door import LinkDoor
 from tandem.kv_connector.transports.link_receiver import Link, LinkReceiver
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 from tandem.kv_connector.transports.tcp_channel import dial
 from tandem.kv_connector.transports.tcp_wire import (
+    MAX_PREFACE_BYTES,
     PrefaceReply,
     decode_preface,
     new_nonce,
@@ -37,13 +41,16 @@ from tandem.kv_connector.transports.tcp_wire import (
     send_views,
 )
 
-logger = logging.getLogger(__name__)
+limited = RateLimited(logging.getLogger(__name__))
 _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class LinkExport(msgspec.Struct, frozen=True):
     host: str  # a wildcard: take the host of the node's control address
     port: int
+
+
+_decode_export: WireDecoder[LinkExport] = WireDecoder(LinkExport)
 
 
 class LinkTransport(ABC):
@@ -63,7 +70,7 @@ class LinkTransport(ABC):
         self._channels: dict[str, PoolChannel] = {}  # by sink's node_id: the newest epoch
         self._receivers: dict[LinkReceiver, threading.Thread] = {}
         self._fences: list[tuple[set[LinkReceiver], Future[None]]] = []  # with the receivers each waits for
-        self._listener: socket.socket | None = None
+        self._door: LinkDoor | None = None
         self._closed = False
 
     @abstractmethod
@@ -77,25 +84,22 @@ class LinkTransport(ABC):
         return None
 
     def register(self, pool: RegisteredPool) -> None:
-        """Starts to listen. Raises OSError when the address can't be bound."""
+        """Starts to listen. Raises ConfigError when the address can't be bound, OSError when no socket is left."""
         assert self.pool is None, "a pool is registered once"
         self.pool = pool
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        self._listener = socket.create_server((self._host, 0), family=family, backlog=64)
-        name = f"kv-{self.name}-listener"
-        threading.Thread(target=self._accept, args=(self._listener,), name=name, daemon=True).start()
+        self._door = LinkDoor(self.name, self._host, self._greet)
 
     def export(self) -> bytes:
-        assert self._listener is not None, "register the pool first"
-        return msgspec.msgpack.encode(LinkExport(self._host, self._listener.getsockname()[1]))
+        assert self._door is not None, "register the pool first"
+        return msgspec.msgpack.encode(LinkExport(self._host, self._door.port))
 
     # --- source ---------------------------------------------------------------------------------------------
 
     def connect(self, peer: NodeInfo, on_lost: OnLost) -> PoolChannel:
         assert self.pool is not None, "register the pool first"
         try:
-            export = msgspec.msgpack.decode(peer.transports[self.name], type=LinkExport)
-        except (KeyError, msgspec.MsgspecError) as error:
+            export = _decode_export(peer.transports[self.name])
+        except (KeyError, DecodeError) as error:
             raise TransportError(f"{peer.node_id} exports no pool for {self.name}") from error
         # Where a peer is reached may not be what it listens on; its control address says it.
         host = _control_host(peer) if peer.control_address or export.host in _WILDCARDS else export.host
@@ -148,39 +152,23 @@ class LinkTransport(ABC):
             self._closed = True
             channels, self._channels = list(self._channels.values()), {}
             receivers = dict(self._receivers)
-        if self._listener is not None:
-            try:
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; close alone does not
-            except OSError:
-                pass
-            self._listener.close()
+        if self._door is not None:
+            self._door.close()
         for channel in channels:
             channel.close()
         for receiver, thread in receivers.items():
             receiver.drop()
             thread.join()
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, address = listener.accept()
-            except OSError as error:
-                with self._lock:
-                    if self._closed:
-                        return
-                logger.warning("can't accept KV connections for a moment: %s", error)
-                time.sleep(0.1)  # out of file descriptors: the kernel would refuse at once again
-                continue
-            name = f"kv-{self.name}-receiver"
-            threading.Thread(target=self._greet, args=(sock, address), name=name, daemon=True).start()
-
     def _greet(self, sock: socket.socket, address: object) -> None:
         """Thread of one connection: who is it, then its frames."""
         try:
             receiver = self._authenticate(sock)
-        except (TransportError, msgspec.MsgspecError) as error:
-            logger.warning("refused a KV connection from %s: %s", address, error)
-            sock.close()
+        except TandemError as error:
+            limited.warning("refused a KV connection from %s: %s", address, error)
+            return
+        except Exception:  # out of descriptors, say: it costs this connection
+            limited.exception("can't serve a KV connection from %s", address)
             return
         if not self.receiver_writes:
             self._end_older_links(receiver)
@@ -202,12 +190,16 @@ class LinkTransport(ABC):
 
     def _authenticate(self, sock: socket.socket) -> LinkReceiver:
         assert self.pool is not None
+        assert self._door is not None
+        deadline = time.monotonic() + self._timeout_s
         sock.settimeout(self._timeout_s)
         nonce = new_nonce()
         send_views(sock, [memoryview(nonce)])
-        preface = decode_preface(receive_header(sock))
+        preface = decode_preface(receive_header(sock, MAX_PREFACE_BYTES, deadline))
         if not preface_is_genuine(self._key, preface, nonce):
             raise TransportError("it doesn't hold this cluster's secret")
+        self._door.admit(sock)
+        sock.settimeout(self._timeout_s)
         source = (preface.node_id, preface.epoch)
         error = ""
         if (preface.sink_id, preface.sink_epoch) != (self.pool.node_id, self.pool.epoch):

@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from tandem.engine.errors import GrantError, PeerLostError, TransportError
+from tandem.engine.errors import DecodeError, GrantError, PeerLostError, TransportError
 from tandem.engine.kv_layout import KVLayout
 from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.wire_decode import WireDecoder
 from tandem.kv_connector.fence import ProcessRef, Watch, host_id, process_watcher
 from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, PairSums, RegisteredPool
 from tandem.kv_connector.transports.pool_channel import PoolChannel
@@ -37,6 +38,9 @@ class MappedExport(msgspec.Struct, frozen=True):
     @property
     def process(self) -> ProcessRef:
         return ProcessRef(self.pid, self.start_time)
+
+
+_decode_export: WireDecoder[MappedExport] = WireDecoder(MappedExport)
 
 
 class Mapping(ABC):
@@ -195,8 +199,8 @@ class MappedTransport(ABC):
         if peer.host_id != self._host_id:
             raise TransportError(f"{self.name} needs {peer.node_id} on this host, in this pid namespace")
         try:
-            return msgspec.msgpack.decode(peer.transports[self.name], type=MappedExport)
-        except (KeyError, msgspec.MsgspecError) as error:
+            return _decode_export(peer.transports[self.name])
+        except (KeyError, DecodeError) as error:
             raise TransportError(f"{peer.node_id} exports no pool for {self.name}") from error
 
     @staticmethod

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
-from tandem.engine.errors import PeerLostError, TransportError
+from tandem.engine.errors import DecodeError, PeerLostError, TransportError
 from tandem.engine.kv_layout import KVLayout
+from tandem.engine.wire_decode import WireDecoder
 from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.geometry import copy_blocks, pool_stride_bytes, shape_pool
 from tandem.kv_connector.transports.mapped import MappedExport, MappedTransport, Mapping
@@ -31,6 +32,9 @@ class ShmHandle(msgspec.Struct, frozen=True):
     fd: int
     nonce: bytes
     stride_bytes: int
+
+
+_decode_handle: WireDecoder[ShmHandle] = WireDecoder(ShmHandle)
 
 
 class ShmMapping(Mapping):
@@ -104,8 +108,8 @@ class ShmTransport(MappedTransport):
 
     def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
         try:
-            handle = msgspec.msgpack.decode(export.handle, type=ShmHandle)
-        except msgspec.MsgspecError as error:
+            handle = _decode_handle(export.handle)
+        except DecodeError as error:
             raise TransportError(f"process {export.pid} exports no pool that shm understands: {error}") from error
         if handle.stride_bytes != layout.stride_bytes:
             raise TransportError(f"the exported pool's stride {handle.stride_bytes} is not its layout's")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hmac
 import socket
+import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
 import torch
 
-from tandem.engine.errors import PeerLostError, TransportError
+from tandem.engine.errors import DecodeError, PeerLostError, TransportError
 from tandem.engine.messages import KVGrant, NodeInfo
 from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
 from tandem.kv_connector.transports.geometry import BlockGeometry, byte_view, pool_stride_bytes
@@ -17,6 +18,7 @@ from tandem.kv_connector.transports.pool_channel import PoolChannel
 from tandem.kv_connector.transports.staging import Staging
 from tandem.kv_connector.transports.tcp_wire import (
     MAX_FRAME_BYTES,
+    MAX_PREFACE_BYTES,
     NONCE_BYTES,
     FlushFrame,
     Preface,
@@ -40,26 +42,31 @@ def dial(
     """A connection on which both sides have proven the cluster's key. Raises TransportError, PeerLostError."""
     try:
         sock = socket.create_connection(address, timeout=timeout_s)
-    except OSError as error:
+    except (OSError, OverflowError, ValueError) as error:  # the latter two: no address at all
         raise PeerLostError(f"can't connect to {sink[0]} at {address[0]}:{address[1]}: {error}") from error
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        deadline = time.monotonic() + timeout_s
         sink_nonce = bytearray(NONCE_BYTES)
-        receive_into(sock, memoryview(sink_nonce))
+        receive_into(sock, memoryview(sink_nonce), deadline)
         preface = Preface(*me, *sink, nonce=new_nonce())
         send_frame(sock, sign_preface(key, preface, bytes(sink_nonce)))
-        reply = decode_preface_reply(receive_header(sock))
+        reply = decode_preface_reply(receive_header(sock, MAX_PREFACE_BYTES, deadline))
         if not hmac.compare_digest(reply.mac, reply_mac(key, reply.error, preface.nonce)):
             raise TransportError(f"what answers at {address[0]}:{address[1]} doesn't hold this cluster's secret")
         if reply.error:
             raise PeerLostError(f"{sink[0]} refused the KV connection: {reply.error}")
-    except msgspec.MsgspecError as error:
+    except DecodeError as error:
         sock.close()
         raise TransportError(f"what answers at {address[0]}:{address[1]} is no Tandem node: {error}") from error
+    except OSError as error:
+        sock.close()
+        raise PeerLostError(f"can't speak to {sink[0]} at {address[0]}:{address[1]}: {error}") from error
     except BaseException:
         sock.close()
         raise
+    sock.settimeout(timeout_s)
     return sock
 
 
@@ -100,7 +107,7 @@ class TcpChannel(PoolChannel):
         self._send(FlushFrame(self._sequence, grant.grant_id))
         try:
             reply = decode_flush_reply(receive_header(self._sock))
-        except (TransportError, msgspec.MsgspecError) as error:
+        except (TransportError, DecodeError) as error:
             self.lose(str(error))
             raise TransportError(f"no answer to a flush from {self.peer_id}: {error}") from error
         assert reply.sequence == self._sequence, "flushes are answered one by one"

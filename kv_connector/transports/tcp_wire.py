@@ -17,16 +17,22 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Sequence
 
 import msgspec
 
 from tandem.engine.errors import PeerLostError, TransportError
+from tandem.engine.wire_decode import WireDecoder
 
 NONCE_BYTES = 16
 MAX_HEADER_BYTES = 1 << 20
+MAX_PREFACE_BYTES = 4 << 10  # of whoever has proven nothing yet
 MAX_FRAME_BYTES = 8 << 20  # payload, unless a single block is larger
 _MAX_IOVECS = 512  # below every system's IOV_MAX
+# Past a deadline what has arrived is still read, since it may have come while this process was stopped; a stranger who
+# sends a byte at a time gains no more than this for each of them.
+_LEAST_WAIT_S = 1e-3
 _LENGTH = struct.Struct("!I")
 
 
@@ -65,10 +71,10 @@ class FlushReply(msgspec.Struct, frozen=True):
 
 
 Frame = WriteFrame | FlushFrame
-decode_frame = msgspec.msgpack.Decoder(Frame).decode
-decode_preface = msgspec.msgpack.Decoder(Preface).decode
-decode_preface_reply = msgspec.msgpack.Decoder(PrefaceReply).decode
-decode_flush_reply = msgspec.msgpack.Decoder(FlushReply).decode
+decode_frame: WireDecoder[Frame] = WireDecoder(Frame)
+decode_preface: WireDecoder[Preface] = WireDecoder(Preface)
+decode_preface_reply: WireDecoder[PrefaceReply] = WireDecoder(PrefaceReply)
+decode_flush_reply: WireDecoder[FlushReply] = WireDecoder(FlushReply)
 
 
 def new_nonce() -> bytes:
@@ -99,15 +105,16 @@ def send_frame(sock: socket.socket, header: msgspec.Struct, payload: Sequence[me
     send_views(sock, [memoryview(_LENGTH.pack(len(encoded)) + encoded), *payload])
 
 
-def receive_header(sock: socket.socket) -> bytes:
-    """The next header. Raises PeerLostError at the end of the stream, TransportError past the socket's timeout."""
+def receive_header(sock: socket.socket, most_bytes: int = MAX_HEADER_BYTES, deadline: float | None = None) -> bytes:
+    """The next header. Raises PeerLostError at the end of the stream; TransportError for more than `most_bytes`, and past
+    the socket's timeout (of each wait) or `deadline` (monotonic, of all of it)."""
     length = bytearray(_LENGTH.size)
-    receive_into(sock, memoryview(length))
+    receive_into(sock, memoryview(length), deadline)
     (header_bytes,) = _LENGTH.unpack(length)
-    if header_bytes > MAX_HEADER_BYTES:
+    if header_bytes > most_bytes:
         raise TransportError(f"a frame header of {header_bytes} bytes: not a Tandem node, or out of step")
     header = bytearray(header_bytes)
-    receive_into(sock, memoryview(header))
+    receive_into(sock, memoryview(header), deadline)
     return bytes(header)
 
 
@@ -122,9 +129,12 @@ def send_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
         first = advance(pending, first, sent)
 
 
-def receive_into(sock: socket.socket, view: memoryview) -> None:
+def receive_into(sock: socket.socket, view: memoryview, deadline: float | None = None) -> None:
+    """Fills `view`; `deadline` as in `receive_header`, it sets the socket's timeout."""
     while view:
         try:
+            if deadline is not None:
+                sock.settimeout(max(deadline - time.monotonic(), _LEAST_WAIT_S))
             received = sock.recv_into(view)
         except OSError as error:
             raise transport_error(error, "receive") from error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import socket
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -15,11 +17,20 @@ from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
 from tandem.engine.security import ClusterKeys
+from tandem.kv_connector.transports import link_door
+from tandem.kv_connector.transports.link_door import MAX_STRANGERS
 from tandem.kv_connector.transports.link_transport import LinkExport
 from tandem.kv_connector.transports.mapped import MappedExport
 from tandem.kv_connector.transports.selection import candidates, choose_transport
 from tandem.kv_connector.transports.shm import ShmHandle
-from tandem.kv_connector.transports.tcp_wire import NONCE_BYTES, Preface, new_nonce, send_frame, sign_preface
+from tandem.kv_connector.transports.tcp_wire import (
+    MAX_PREFACE_BYTES,
+    NONCE_BYTES,
+    Preface,
+    new_nonce,
+    send_frame,
+    sign_preface,
+)
 from tests.fakes.kv_pools import (
     ALL,
     KEYS,
@@ -88,6 +99,93 @@ def test_tcp_goes_to_the_advertised_host_on_the_port_of_the_export(make_pair):
         thread.join()
 
 
+def test_tcp_gives_a_stranger_no_memory_and_little_time(make_node):
+    sink = make_node("d", "tcp", timeout_s=0.5)
+    with raw_socket(sink) as sock:
+        sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        sock.sendall((MAX_PREFACE_BYTES + 1).to_bytes(4, "big"))
+        assert hangs_up(sock), "it would wait for more than any preface has"
+    with raw_socket(sink) as sock:
+        sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        sock.sendall(MAX_PREFACE_BYTES.to_bytes(4, "big"))
+        assert any(is_cut_off(sock) for _ in range(500)), "each byte is progress, and the whole is none"
+
+
+def is_cut_off(sock: socket.socket) -> bool:
+    time.sleep(0.02)
+    try:
+        sock.sendall(b"\0")
+    except OSError:
+        return True
+    return False
+
+
+def test_tcp_bounds_strangers_and_lets_nodes_in_beside_them(make_node):
+    source, sink = make_node("p", "tcp"), make_node("d", "tcp", timeout_s=60.0)
+    sink.admit(source.info)
+    strangers = [raw_socket(sink) for _ in range(MAX_STRANGERS + 8)]
+    channel = source.connect(sink.info)
+    grant = sink.grant(source.info, [1])
+    channel.write(grant, [(0, 1)], None, [8])
+    channel.flush(grant)
+    assert torch.equal(sink.pool[1], source.pool[0])
+    for sock in strangers[:8]:
+        sock.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        assert hangs_up(sock), "the oldest make room"
+    assert num_threads("kv-tcp-receiver") <= MAX_STRANGERS + 1
+    for sock in strangers:
+        sock.close()
+    assert wait_until(lambda: num_threads("kv-tcp-receiver") == 1)
+
+
+def num_threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
+def test_tcp_has_a_bound_on_all_links(make_node, monkeypatch):
+    monkeypatch.setattr(link_door, "MAX_CONNECTIONS", 1)
+    source, other, sink = make_node("p", "tcp"), make_node("p2", "tcp"), make_node("d", "tcp")
+    channel = source.connect(sink.info)
+    with pytest.raises(TransportError):
+        other.connect(sink.info)
+    channel.close()
+    assert wait_until(lambda: num_threads("kv-tcp-receiver") == 0)
+    other.connect(sink.info)
+
+
+def test_tcp_outlives_a_moment_without_threads_or_descriptors(make_node, monkeypatch):
+    source, sink = make_node("p", "tcp"), make_node("d", "tcp")
+
+    def none_left(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "eventfd", none_left)  # a receiver needs one
+        with pytest.raises(PeerLostError):
+            source.connect(sink.info)
+    start = threading.Thread.start
+
+    def refuse(thread):
+        if thread.name == "kv-tcp-receiver":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(PeerLostError):
+            source.connect(sink.info)
+    source.connect(sink.info)
+
+
+@pytest.mark.parametrize("port", [0, -1, 1 << 16, 1 << 40])
+@pytest.mark.parametrize("host", ["127.0.0.1", "no\0host", "x" * 70])
+def test_an_address_that_is_none_costs_the_channel(make_node, host, port):
+    source, sink = make_node("p", "tcp"), make_node("d", "tcp")
+    wrong = msgspec.structs.replace(sink.info, transports={"tcp": msgspec.msgpack.encode(LinkExport(host, port))})
+    with pytest.raises(PeerLostError, match="can't connect"):
+        source.connect(wrong)
+
+
 def altered_export(info, **changes):
     export = msgspec.structs.replace(msgspec.msgpack.decode(info.transports["shm"], type=MappedExport), **changes)
     return msgspec.structs.replace(info, transports={"shm": msgspec.msgpack.encode(export)})
@@ -98,8 +196,9 @@ def test_shm_maps_nothing_but_the_pool_that_was_exported(make_node, make_pair):
     export = msgspec.msgpack.decode(sink.info.transports["shm"], type=MappedExport)
     with pytest.raises(PeerLostError, match="pid belongs to another"):
         source.connect(altered_export(sink.info, start_time=export.start_time + 1))
-    with pytest.raises(PeerLostError, match="is gone"):
-        source.connect(altered_export(sink.info, pid=2**22 - 3))
+    for pid in (2**22 - 3, 2**40, -1):
+        with pytest.raises(PeerLostError, match="is gone"):
+            source.connect(altered_export(sink.info, pid=pid))
     other = make_node("d2", "shm")
     other_export = msgspec.msgpack.decode(other.info.transports["shm"], type=MappedExport)
     handle = msgspec.msgpack.decode(export.handle, type=ShmHandle)
