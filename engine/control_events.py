@@ -47,6 +47,7 @@ class ControlCounters:
     refused: int = 0
     lost_peers: int = 0
     unroutable: int = 0
+    failures: int = 0  # of ours, with what a peer sent: each cost a connection
 
     def as_dict(self) -> dict[str, float]:
         return {f"control_{name}": float(value) for name, value in vars(self).items()}

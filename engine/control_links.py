@@ -74,7 +74,7 @@ class ControlLinks:
         if link.info.pid and link.info.host_id and link.info.host_id == own_host_id:
             try:
                 link.pidfd = os.pidfd_open(link.info.pid)
-            except (OSError, AttributeError):
+            except (OSError, OverflowError, AttributeError):  # gone, no number of a process, or an old Python
                 return
             self._sockets.watch(link.pidfd)
 
@@ -83,7 +83,14 @@ class ControlLinks:
         link = self._by_id.get(peer_id)
         if link is None or link.info is None:
             return False
-        if link.socket is None:
-            return self._sockets.reply(link.identity, payload)
-        link.socket.send(payload, zmq.NOBLOCK)
+        return self._sockets.reply(link.identity, payload) if link.socket is None else self.tell(link, payload)
+
+    def tell(self, link: Link, payload: bytes) -> bool:
+        """Over the link's own socket. False: it takes nothing, as when the other side refused its keys; silence will
+        tell."""
+        assert link.socket is not None
+        try:
+            link.socket.send(payload, zmq.NOBLOCK)
+        except zmq.ZMQError:
+            return False
         return True

@@ -13,7 +13,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,15 +24,18 @@ from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
 from tandem.engine.control_events import ControlCounters, ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.control_links import ControlLinks, Link
-from tandem.engine.control_sockets import ControlSockets
-from tandem.engine.errors import DecodeError, HandshakeError
+from tandem.engine.control_sockets import ControlSockets, Socket
+from tandem.engine.errors import DecodeError
+from tandem.engine.handshake import MAX_SHOWN, Handshake
 from tandem.engine.messages import Hello, Message, NodeInfo, PeerRef, Ping, Refused, Status, Welcome, peer_id_of
+from tandem.engine.process_log import RateLimited
 from tandem.engine.security import ClusterKeys
 from tandem.engine.standstill import TurnClock
 
 READ_BURST = 512  # messages read from one socket before the others get their turn
 STANDSTILL_S = 1.0  # a turn that takes longer is told in the log: peers may take this node for lost
 logger = logging.getLogger(__name__)
+limited = RateLimited(logger)
 
 
 @dataclass
@@ -52,6 +56,7 @@ class ControlPlane:
         self._sockets = ControlSockets(self.keys)
         self._commands: deque[Callable[[], None]] = deque()
         self._links = ControlLinks(self._sockets)
+        self._handshake = Handshake(self.check_peer)
         self._stopping = False
         self._next_heartbeat = 0.0
         self._sequence = 0
@@ -100,13 +105,30 @@ class ControlPlane:
             if self._sockets.router in ready:
                 self._read_router(now)
             for link in self._links.all():
-                if link.socket is not None and link.socket in ready:
-                    self._read_dealer(link, now)
-                elif link.pidfd >= 0 and link.pidfd in ready:
-                    self._drop(link.peer_id, "its process exited")
+                with self._contained(link):
+                    self._attend(link, ready, now)
             self._heartbeat(now)
             self._judge(now)
         self._close()
+
+    @contextmanager
+    def _contained(self, link: Link | None) -> Iterator[None]:
+        """What goes wrong with a peer, and nobody expected, costs the link to it. Anything else that is raised on this
+        thread ends it, and with it the process."""
+        try:
+            yield
+        except Exception as error:
+            self.counters.failures += 1
+            peer = "a stranger" if link is None else link.peer_id
+            limited.exception("control messages of %s failed; its connection is dropped", peer)
+            if link is not None:
+                self._give_up(link, f"its messages failed here: {error!r}")
+
+    def _attend(self, link: Link, ready: set[Socket | int], now: float) -> None:
+        if link.socket is not None and link.socket in ready:
+            self._read_dealer(link, now)
+        elif link.pidfd >= 0 and link.pidfd in ready:
+            self._drop(link.peer_id, "its process exited")
 
     def _forgive_own_pause(self, gap: float) -> None:
         """When this process itself stood still, the peers' silence proves nothing."""
@@ -124,7 +146,8 @@ class ControlPlane:
             except ValueError:
                 self.counters.undecodable += 1
                 continue
-            self._on_inbound(identity, payload, now)
+            with self._contained(self._links.inbound(identity)):
+                self._on_inbound(identity, payload, now)
 
     def _on_inbound(self, identity: bytes, payload: bytes, now: float) -> None:
         link = self._links.inbound(identity)
@@ -152,14 +175,10 @@ class ControlPlane:
 
     def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         assert self.info is not None
-        try:
-            if hello.wire_version != wire.WIRE_VERSION:
-                raise HandshakeError("wire_version", wire.WIRE_VERSION, hello.wire_version)
-            if hello.info.role != "router":
-                self.check_peer(hello.info)
-        except HandshakeError as error:
+        refusal = self._handshake.refusal(hello)
+        if refusal is not None:
             self.counters.refused += 1
-            self._reply(identity, Refused(field=error.field, ours=str(error.ours), theirs=str(error.theirs)))
+            self._reply(identity, refusal)
             return
         peer_id = peer_id_of(hello.info.node_id, hello.info.epoch)
         link = self._links.get(peer_id)
@@ -213,14 +232,9 @@ class ControlPlane:
         assert link.ref is not None
         if link.was_welcomed:
             return
-        if info.epoch != link.ref.epoch or info.node_id != link.ref.node_id:
-            ours, theirs = peer_id_of(link.ref.node_id, link.ref.epoch), peer_id_of(info.node_id, info.epoch)
-            self._refuse(link, f"epoch differs (expected {ours}, found {theirs})")
-            return
-        try:
-            self.check_peer(info)
-        except HandshakeError as error:
-            self._refuse(link, error.message)
+        problem = self._handshake.problem(link.ref, info)
+        if problem:
+            self._refuse(link, problem)
             return
         link.was_welcomed = True
         self._note_up(link, info)
@@ -247,7 +261,12 @@ class ControlPlane:
             return
         assert self.info is not None
         identity = peer_id_of(self.info.node_id, self.info.epoch).encode()
-        socket = self._sockets.open_dealer(ref.control_address, identity)
+        try:
+            socket = self._sockets.open_dealer(ref.control_address, identity)
+        except zmq.ZMQError as error:  # no address, or no descriptor is left: it costs this peer, for now
+            self.counters.refused += 1
+            self.deliver(PeerRefused(ref, f"can't connect: {str(error)[:MAX_SHOWN]}"))
+            return
         self._links.add(Link(peer_id, time.monotonic(), socket=socket, ref=ref))
         self._next_heartbeat = 0.0
 
@@ -263,7 +282,7 @@ class ControlPlane:
             if link.socket is not None:
                 hello = Hello(wire_version=wire.WIRE_VERSION, info=self.info)
                 message: Message = Ping(sequence=self._sequence) if link.was_welcomed else hello
-                link.socket.send(wire.encode(message), zmq.NOBLOCK)
+                self._links.tell(link, wire.encode(message))
         self.on_beat()
 
     def _judge(self, now: float) -> None:
@@ -272,6 +291,12 @@ class ControlPlane:
                 self._drop(link.peer_id, f"silent for {self.timeouts.peer_lost_s:g} s")
             elif link.info is None and now - link.last_seen > self.timeouts.connect_s:
                 self._refuse(link, f"no answer within {self.timeouts.connect_s:g} s")
+
+    def _give_up(self, link: Link, reason: str) -> None:
+        if link.info is None and link.ref is not None:
+            self._refuse(link, reason)
+        else:
+            self._drop(link.peer_id, reason)
 
     def _drop(self, peer_id: str, reason: str, is_alive: bool = False) -> None:
         link = self._links.remove(peer_id)

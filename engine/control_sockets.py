@@ -6,7 +6,9 @@ import contextlib
 import os
 
 import zmq
+from zmq.utils import z85
 
+from tandem.engine.client_keys import ClientKeys
 from tandem.engine.errors import ConfigError
 from tandem.engine.security import ClusterKeys
 
@@ -27,6 +29,7 @@ class ControlSockets:
         self._keys = keys
         self._context: zmq.Context[Socket] = zmq.Context()
         self.router = self._context.socket(zmq.ROUTER)
+        self._client_keys: ClientKeys | None = None
         self._poller = zmq.Poller()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
@@ -49,10 +52,15 @@ class ControlSockets:
         return self.router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def open_dealer(self, address: str, identity: bytes) -> Socket:
+        """Raises ZMQError when `address` is none, or no descriptor is left."""
         socket = self._context.socket(zmq.DEALER)
-        self._configure(socket, server=False)
-        socket.setsockopt(zmq.IDENTITY, identity)
-        socket.connect(address)
+        try:
+            self._configure(socket, server=False)
+            socket.setsockopt(zmq.IDENTITY, identity)
+            socket.connect(address)
+        except BaseException:
+            socket.close(linger=0)
+            raise
         self.watch(socket)
         return socket
 
@@ -70,6 +78,8 @@ class ControlSockets:
 
     def poll(self, timeout_s: float) -> set[Socket | int]:
         ready = {source for source, _ in self._poller.poll(int(timeout_s * 1000))}
+        if self._client_keys is not None and self._client_keys.socket in ready:
+            self._client_keys.answer()
         if self._wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
@@ -86,6 +96,8 @@ class ControlSockets:
     def close(self) -> None:
         """After every dealer was closed."""
         self.router.close(linger=500)
+        if self._client_keys is not None:
+            self._client_keys.close()
         self._context.term()
         os.close(self._wake_read)
 
@@ -98,6 +110,9 @@ class ControlSockets:
         if not self._keys.curve:
             return
         if server:
+            self._client_keys = ClientKeys(self._context, z85.decode(self._keys.curve_keypair("client")[0]))
+            self._client_keys.require(socket)
+            self.watch(self._client_keys.socket)
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = self._keys.curve_keypair("server")
         else:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import logging
+import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
 from tandem.engine.errors import ConfigError, GrantError
 from tandem.engine.hashing import TENANT_BYTES
 from tandem.engine.messages import KVGrant
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,17 @@ def load_cluster_keys(secret_file: str, bind_host: str) -> ClusterKeys:
     """Reads the secret; raises ConfigError when there is none and `bind_host` is reachable from other machines."""
     if secret_file:
         try:
-            secret = Path(secret_file).read_bytes().strip()
+            with open(secret_file, "rb") as file:
+                secret, mode = file.read().strip(), os.fstat(file.fileno()).st_mode
         except OSError as error:
             raise ConfigError(f"can't read the cluster secret {secret_file}: {error.strerror}") from error
         if len(secret) < 16:
             raise ConfigError(f"the cluster secret in {secret_file} is shorter than 16 bytes: `openssl rand -hex 32`")
+        if mode & 0o077:  # not refused: secrets that an orchestrator mounts can't always be narrower
+            logger.warning(
+                "the cluster secret %s can be read or changed by other users of this machine (mode %o): "
+                "chmod 600, unless only trusted users are here", secret_file, mode & 0o777,
+            )  # fmt: skip
         return ClusterKeys(secret, curve=True)
     if not _is_loopback(bind_host):
         raise ConfigError(f"binding to {bind_host} needs --cluster-secret-file; without one only loopback is allowed")

@@ -20,6 +20,7 @@ from tandem.engine.messages import (
     NodeInfo,
     Submit,
 )
+from tandem.engine.process_log import RateLimited
 from tandem.kv_connector.meta import (
     CloseGrant,
     OpenGrant,
@@ -37,6 +38,7 @@ from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.kv_connector.worker import ConnectorWorker
 
 logger = logging.getLogger(__name__)
+limited = RateLimited(logger)
 _URGENT_MESSAGES = (KVPull, KVClaim, KVWait, KVGrant, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
 _URGENT_EVENTS = (PeerUp, ReadySent, Retired, Verified, JobDone)
 
@@ -101,8 +103,8 @@ class Effects:
         elif isinstance(effect, AdmitSource):
             try:
                 self._transports.admit(self._info, effect.peer)
-            except TandemError as error:
-                logger.warning("%s can't hand KV to this node: %s", effect.peer.node_id, error.message)
+            except Exception as error:  # of what it says it exports, or no descriptor is left: it costs this peer
+                limited.warning("%s can't hand KV to this node: %r", effect.peer.node_id, error)
         else:
             fenced = Fenced(effect.node_id, effect.epoch)
             self._transports.fence(effect.node_id, effect.epoch).add_done_callback(lambda _: self._post(fenced))

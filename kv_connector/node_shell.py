@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import torch
+import zmq
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.config import NodeOptions
@@ -27,6 +28,7 @@ from tandem.engine.control_sockets import advertised
 from tandem.engine.core import EngineCore
 from tandem.engine.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
+from tandem.engine.fail_fast import end_with_any_thread
 from tandem.engine.interfaces import LowerTiers, NoTiers
 from tandem.engine.launcher_pipe import LauncherPipe
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
@@ -66,14 +68,19 @@ logger = logging.getLogger(__name__)
 
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
-    """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine failed, 2 for a bad configuration."""
+    """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine or a thread failed or the node could
+    not start, 2 for a bad configuration."""
     start_log(options.log_level)
+    end_with_any_thread()
     try:
         process = NodeProcess(options, make_logic)
         process.warm_up()
     except (ConfigError, BackendUnavailableError, UnsupportedOptionError) as error:
         print(f"tandem: {error}", file=sys.stderr)
         return 2
+    except (OSError, zmq.ZMQError) as error:  # no descriptor or port is left, say: it may go better the next time
+        logger.critical("this node can't start: %s", error, exc_info=True)
+        return 1
     return process.serve()
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from tandem.engine.config import NodeOptions
 from tandem.engine.errors import ConfigError
+from tandem.engine.fail_fast import end_process
 from tandem.engine.model_config import load_model_config, resolve_model
 from tandem.engine.parallel.channel import Command, PoolFile, RankSetup, Verb, as_announced, receive_failed, send
 from tandem.engine.parallel.group import STUCK_S, Membership
@@ -75,7 +76,9 @@ class Ranks:
         size = options.tensor_parallel_size
         store = make_store()
         self.membership = Membership(Shard(0, size), store.port, store)
-        self._on_death = on_death or _end_process
+        self._on_death = (
+            on_death or end_process
+        )  # at once: other threads may wait for the device, which waits for the rank
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen] = []
         self._sockets: list[socket.socket] = []
@@ -144,10 +147,3 @@ class Ranks:
                 os.close(fd)
         if not self._closing.is_set():
             self._on_death(f"rank {ended[0]} (process {self.pids[ended[0] - 1]}) ended")
-
-
-def _end_process(reason: str) -> None:
-    """At once: other threads may wait for the device, which waits for the rank."""
-    logger.critical("%s; this node ends with it", reason)
-    logging.shutdown()
-    os._exit(1)

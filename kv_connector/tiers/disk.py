@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import torch
 
+from tandem.engine.process_log import RateLimited
 from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Spill
 
-logger = logging.getLogger(__name__)
+limited = RateLimited(logging.getLogger(__name__))  # a disk that is full is so for every block
 
 
 class DiskTier:
@@ -45,7 +46,7 @@ class DiskTier:
             try:
                 self._file.write(slot)
             except OSError as error:
-                logger.warning("a block is not kept on disk: %s", error)
+                limited.warning("a block is not kept on disk: %s", error)
                 bad.append(block_hash)
                 continue
             digest = self._digest(host_slot, block_hash)
@@ -65,13 +66,13 @@ class DiskTier:
         try:
             self._file.read(slot)
         except OSError as error:
-            logger.warning("a block can't be read from disk: %s", error)
+            limited.warning("a block can't be read from disk: %s", error)
             return False
         self._host.raw[host_slot].copy_(self._buffer)
         self.counters["tier_fetched_bytes"] += self._file.slot_bytes
         if self._file.digest(slot, block_hash) == self._digest(host_slot, block_hash):
             return True
-        logger.warning("a block on disk is not what was written: it is dropped")
+        limited.warning("a block on disk is not what was written: it is dropped")
         return False
 
     def _digest(self, host_slot: int, block_hash: bytes) -> int:

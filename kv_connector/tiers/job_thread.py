@@ -8,9 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
+from tandem.engine.process_log import RateLimited
 from tandem.kv_connector.tiers.jobs import JobDone, TierJob
 
-logger = logging.getLogger(__name__)
+limited = RateLimited(logging.getLogger(__name__))
 Work = Callable[[], Iterable[bytes] | None]
 STOP_S = 2.0
 
@@ -42,6 +43,6 @@ class JobThread:
             try:
                 bad = tuple(work() or ())
             except Exception:  # of a copy, never of the node: whoever asked computes instead
-                logger.exception("%s of %d blocks failed", type(job).__name__, len(job.hashes))
+                limited.exception("%s of %d blocks failed", type(job).__name__, len(job.hashes))
                 bad = job.hashes
             self._post(JobDone(job, time.monotonic() - began, bad))

@@ -106,7 +106,7 @@ def send_frame(sock: socket.socket, header: msgspec.Struct, payload: Sequence[me
 
 
 def receive_header(sock: socket.socket, most_bytes: int = MAX_HEADER_BYTES, deadline: float | None = None) -> bytes:
-    """The next header. Raises PeerLostError at the end of the stream; TransportError for more than `most_bytes`, and past
+    """The next header. Raises PeerLostError at the end of the stream; TransportError beyond `most_bytes`, and past
     the socket's timeout (of each wait) or `deadline` (monotonic, of all of it)."""
     length = bytearray(_LENGTH.size)
     receive_into(sock, memoryview(length), deadline)
