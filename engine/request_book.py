@@ -25,6 +25,7 @@ from tandem.engine.messages import (
     Tokens,
 )
 from tandem.engine.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.submit_check import problem_of
 from tandem.engine.tenants import TenantShares, tenant_of_salt
 
 Key = tuple[str, int]
@@ -59,9 +60,15 @@ class RequestBook:
         self._deadlines: list[tuple[float, Key]] = []
         self._outbox: list[tuple[str, Message]] = []
         self._deltas: dict[str, list[TokenDelta]] = {}
+        self._attempts: dict[str, set[int]] = {}  # of live entries, by request id
         self._arrivals = 0
 
     # --- requests in ----------------------------------------------------------------------------------------
+
+    def older_attempts(self, submit: Submit) -> list[Entry]:
+        """Live ones of the same request."""
+        older = sorted(each for each in self._attempts.get(submit.request_id, ()) if each < submit.attempt)
+        return [self.entries[submit.request_id, attempt] for attempt in older]
 
     def open(self, router_id: str, submit: Submit, now: float) -> Entry | None:
         """A new entry to be started by the caller, or None when `submit` was answered here (duplicate, invalid)."""
@@ -72,7 +79,7 @@ class RequestBook:
         if key in self._tombstones:
             self._send(router_id, Accepted(request_id=submit.request_id, attempt=submit.attempt))
             return None
-        problem = self._problem(submit)
+        problem = problem_of(submit, self.vocab_size, self.max_model_len)
         if problem:
             self.refuse(router_id, submit, "invalid_request", problem, retryable=False)
             return None
@@ -80,6 +87,7 @@ class RequestBook:
         request = self._make_request(router_id, submit)
         entry = Entry(request, router_id, submit, now + submit.deadline_s, set(submit.sample_indices))
         self.entries[key] = entry
+        self._attempts.setdefault(submit.request_id, set()).add(submit.attempt)
         heapq.heappush(self._deadlines, (entry.deadline, key))
         self.num_accepted += 1
         return entry
@@ -187,25 +195,13 @@ class RequestBook:
 
     def check_integrity(self) -> None:
         assert self.num_accepted == self.num_ended + len(self.entries), "an accepted request ended not exactly once"
+        attempts = {(name, attempt) for name, numbers in self._attempts.items() for attempt in numbers}
+        assert attempts == self.entries.keys(), "attempts are miscounted"
         for key, entry in self.entries.items():
             assert entry.open_samples, f"{key} lives without an open sample"
             assert key not in self._tombstones, f"{key} lives and is buried"
 
     # --- inside ---------------------------------------------------------------------------------------------
-
-    def _problem(self, submit: Submit) -> str:
-        if len(submit.prompt_token_ids) % 4 or not submit.prompt_token_ids:
-            return "prompt_token_ids must hold at least one int32"
-        if not submit.sample_indices or len(set(submit.sample_indices)) != len(submit.sample_indices):
-            return "sample_indices must be distinct and not empty"
-        token_ids = np.frombuffer(submit.prompt_token_ids, "<i4")
-        if token_ids.min() < 0 or token_ids.max() >= self.vocab_size:
-            return f"a prompt token id is outside of [0, {self.vocab_size})"
-        if len(token_ids) >= self.max_model_len:
-            return f"the prompt has {len(token_ids)} tokens; with one output token the model takes {self.max_model_len}"
-        if not 0 <= submit.num_prior_output_tokens < len(token_ids):
-            return "num_prior_output_tokens must leave at least one prompt token"
-        return ""
 
     def _make_request(self, router_id: str, submit: Submit) -> Request:
         self._arrivals += 1
@@ -262,6 +258,10 @@ class RequestBook:
 
     def _end(self, key: Key) -> None:
         del self.entries[key]
+        request_id, attempt = key
+        self._attempts[request_id].remove(attempt)
+        if not self._attempts[request_id]:
+            del self._attempts[request_id]
         self.num_ended += 1
         self._bury(key)
 

@@ -6,14 +6,18 @@ deadlines, lost routers, draining and load reports is here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 from tandem.engine.block_pool import BlockPool
 from tandem.engine.control_events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.messages import Cancel, FlushBlocks, Message, NodeInfo, PeerRef, Status, Submit
+from tandem.engine.process_log import RateLimited
 from tandem.engine.request import EngineEvent
 from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
+
+limited = RateLimited(logging.getLogger(__name__))
 
 
 class ServingNode:
@@ -118,17 +122,24 @@ class ServingNode:
         if not known and self.scheduler.num_waiting >= self.max_queue:
             self.book.refuse(router_id, submit, "overloaded", "the node's queue is full", retryable=True)
             return
-        self._stop_older_attempts(submit, now)
         entry = self.book.open(router_id, submit, now)
         if entry is not None:
+            self._stop_older_attempts(submit, now)
+            self._start_contained(entry, now)
+
+    def _start_contained(self, entry: Entry, now: float) -> None:
+        """A request that can't be started, whatever nobody expected of it, ends alone."""
+        try:
             self.start(entry, now)
+        except Exception:
+            limited.exception("request %s attempt %d can't be started", *entry.request.key, key="start")
+            self.book.fail(entry.request.key, "internal_error", "the node can't start this request", retryable=True)
+            self.stop(entry, now)
 
     def _stop_older_attempts(self, submit: Submit, now: float) -> None:
-        for attempt in range(submit.attempt):
-            entry = self.book.entries.get((submit.request_id, attempt))
-            if entry is not None:
-                self.book.cancel_samples(entry.router_id, entry.request.key, ())
-                self.stop(entry, now)
+        for entry in self.book.older_attempts(submit):
+            self.book.cancel_samples(entry.router_id, entry.request.key, ())
+            self.stop(entry, now)
 
     def on_tick(self, now: float) -> None:
         for entry in self.book.expired(now):

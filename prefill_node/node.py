@@ -14,9 +14,7 @@ class PrefillNode(HandoffNode):
     def start(self, entry: Entry, now: float) -> None:
         if entry.submit.mode == "prefill":
             peer = entry.submit.peer
-            if peer is None:
-                self.book.fail(entry.request.key, "invalid_request", "mode prefill needs a peer", retryable=False)
-                return
+            assert peer is not None, "a prefill node is told whom to hand over to"
             self.source.expect(
                 entry.request.request_id,
                 entry.request.attempt,

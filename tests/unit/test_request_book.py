@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestFailed, Submit, Tokens
+from tandem.engine.messages import (
+    Accepted,
+    Cancelled,
+    PeerRef,
+    PrefixHint,
+    PromptLogprobs,
+    RequestFailed,
+    Submit,
+    Tokens,
+)
 from tandem.engine.request import FailedEvent, PromptLogprobsEvent, TokenEvent
 from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.sampling_params import SamplingParams
@@ -158,6 +168,47 @@ def test_a_lost_router_ends_its_requests_without_a_word(book: RequestBook) -> No
         ({"sample_indices": (1, 1)}, "sample_indices"),
         ({"num_prior_output_tokens": 3}, "num_prior"),
         ({"num_prior_output_tokens": -1}, "num_prior"),
+        ({"num_prior_output_tokens": 2, "sampling": SamplingParams(max_tokens=2)}, "max_tokens"),
+        ({"sample_indices": (-1,)}, "sample_indices"),
+        ({"sample_indices": (1 << 40,)}, "sample_indices"),
+        ({"num_public_tokens": 4}, "num_public"),
+        ({"attempt": 1 << 40}, "attempt"),
+        ({"attempt": -1}, "attempt"),
+        ({"priority": 1 << 40}, "priority"),
+        ({"deadline_s": math.nan}, "deadline_s"),
+        ({"deadline_s": math.inf}, "deadline_s"),
+        ({"cache_share": math.nan}, "cache_share"),
+        ({"salt": bytes(65)}, "salt"),
+        ({"mode": "decode"}, "peer"),
+        ({"mode": "prefill"}, "peer"),
+        ({"mode": "decode", "peer": PeerRef("", 1, "")}, "peer"),
+        ({"mode": "decode", "peer": PeerRef("p", -1, "")}, "peer"),
+        ({"is_running": True}, "is_running"),
+        ({"prefix": PrefixHint(PeerRef("p", 1, ""), -1)}, "prefix"),
+        *(
+            ({"sampling": SamplingParams(**{name: value})}, words)
+            for name, value, words in (
+                ("max_tokens", 0, "max_tokens"),
+                ("max_tokens", 1 << 40, "max_tokens"),
+                ("min_tokens", -1, "min_tokens"),
+                ("temperature", math.nan, "temperature"),
+                ("temperature", -1.0, "temperature"),
+                ("top_k", 1 << 40, "top_k"),
+                ("top_p", 0.0, "top_p"),
+                ("min_p", math.nan, "min_p"),
+                ("repetition_penalty", 0.0, "repetition_penalty"),
+                ("presence_penalty", math.inf, "presence_penalty"),
+                ("seed", -1, "seed"),
+                ("num_logprobs", -1, "num_logprobs"),
+                ("num_prompt_logprobs", 1 << 40, "num_prompt_logprobs"),
+                ("logit_bias", ((100, 1.0),), "logit_bias"),
+                ("logit_bias", ((1 << 40, 1.0),), "logit_bias"),
+                ("logit_bias", ((1, math.nan),), "logit_bias"),
+                ("logit_bias", ((1, 1.0),) * 101, "logit_bias"),
+                ("stop_token_ids", (-1,), "stop token"),
+                ("stop_token_ids", (1 << 40,), "stop token"),
+            )
+        ),
     ],
 )
 def test_a_bad_submit_is_refused_for_good(book: RequestBook, fields: dict, words: str) -> None:

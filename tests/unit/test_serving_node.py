@@ -133,3 +133,32 @@ def test_a_node_reports_what_it_measured_and_nothing_before() -> None:
     node.info = msgspec.structs.replace(INFO, layout=layout)
     node.extra_counters = lambda: {"kv_pushed_bytes": 4.0 * layout.payload_bytes, "kv_push_s": 0.008}
     assert node.status().transfer_s_per_token == pytest.approx(0.0005)
+
+
+def test_an_invalid_newer_attempt_stops_nothing() -> None:
+    node = make_node()
+    say(node, submit("r"))
+    assert failure(say(node, submit("r", attempt=1 << 40))) == ("invalid_request", False)
+    assert failure(say(node, submit("r", attempt=1, deadline_s=float("nan")))) == ("invalid_request", False)
+    assert set(node.book.entries) == {("r", 0)}
+
+
+def test_a_far_newer_attempt_stops_the_older_ones_at_once() -> None:
+    node = make_node()
+    answers = say(node, submit("r"), submit("r", attempt=(1 << 31) - 1))
+    assert answers[1:] == [Cancelled(request_id="r", attempt=0), Accepted(request_id="r", attempt=(1 << 31) - 1)]
+
+
+def test_a_request_that_cannot_be_started_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = make_node()
+    add = node.scheduler.add
+
+    def fail_late(request: object) -> None:
+        add(request)  # type: ignore[arg-type]
+        raise KeyError("nobody expected this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.scheduler, "add", fail_late)
+        assert failure(say(node, submit("bad"))) == ("internal_error", True)
+    assert node.is_empty
+    assert say(node, submit("good")) == [Accepted(request_id="good", attempt=0)]
