@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.engine.message_parts import Continuation, FirstToken, Message
+from tandem.engine.message_parts import Continuation, Count, FirstToken, Message, Seconds
 
 
 class KVPull(Message, frozen=True, kw_only=True):
@@ -17,9 +17,9 @@ class KVPull(Message, frozen=True, kw_only=True):
     attempt: int
     source_epoch: int
     sink_epoch: int
-    first_block: int
+    first_block: Count
     block_hashes: bytes
-    deadline_s: float
+    deadline_s: Seconds
 
 
 class KVClaim(Message, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class KVClaim(Message, frozen=True, kw_only=True):
     source_id: str
     source_epoch: int
     sink_epoch: int
-    num_prompt_tokens: int
+    num_prompt_tokens: Count
 
 
 class KVWait(Message, frozen=True, kw_only=True):
@@ -55,10 +55,10 @@ class KVGrant(Message, frozen=True, kw_only=True):
     source_epoch: int
     sink_id: str
     sink_epoch: int
-    first_block: int
-    block_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    lease_s: float
+    first_block: Count
+    block_ids: tuple[Count, ...]
+    num_prompt_tokens: Count
+    lease_s: Seconds
     signature: bytes = b""
 
 
@@ -97,7 +97,7 @@ class KVResend(Message, frozen=True, kw_only=True):
     request_id: str
     attempt: int
     grant_id: int
-    indices: tuple[int, ...]
+    indices: tuple[Count, ...]
     round: int = 1  # counts from 1; a KVReady of an older round is a late duplicate
 
 

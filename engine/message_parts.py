@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from tandem.engine.kv_layout import KVLayout, ModelIdentity
 
+# What is decoded within these bounds can be counted and calculated with; anything else is no message.
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Role = Literal["router", "prefill", "decode", "unified"]
 FinishReason = Literal["stop", "length"]
 
@@ -70,11 +74,11 @@ class Continuation(msgspec.Struct, frozen=True, array_like=True):
     """What a running sequence hands over besides blocks. `token_ids`: those behind its Submit's prompt, oldest first;
     the client has them all. Blocks hold the KV of `num_tokens` tokens: all but the newest."""
 
-    num_tokens: int
-    token_ids: tuple[int, ...]
+    num_tokens: Count
+    token_ids: tuple[Count, ...]
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    sample_index: int
-    token_id: int
+    sample_index: Count
+    token_id: Count
     finished: bool

@@ -28,6 +28,7 @@ from tandem.engine.kv_messages import (
 )
 from tandem.engine.message_parts import (
     Continuation,
+    Count,
     FinishReason,
     FirstToken,
     Message,
@@ -35,6 +36,7 @@ from tandem.engine.message_parts import (
     PeerRef,
     PrefixHint,
     Role,
+    Seconds,
     TokenLogprobs,
     parts_of_peer_id,
     peer_id_of,
@@ -220,8 +222,8 @@ class Migrate(Message, frozen=True, kw_only=True):
     sample_index: int
     peer: PeerRef
     successor: tuple[str, int]
-    num_tokens: int
-    deadline_s: float
+    num_tokens: Count
+    deadline_s: Seconds
 
 
 class Migrated(Message, frozen=True, kw_only=True):

@@ -216,21 +216,29 @@ class SinkManager(SinkPeers):
         if record.grant is not None and ready.grant_signature != record.grant.signature:
             self.counters.foreign_messages += 1
             return
-        if record.grant is not None and record.ready is None:
-            named = {token.sample_index for token in ready.first_tokens}
-            if record.request is not None and not named <= set(record.request.sample_indices):
-                self.counters.foreign_messages += 1
-                return
-            if record.follows != (ready.continuation is not None) or not record.fits(
-                ready.continuation, self._block_size
-            ):
-                self.counters.foreign_messages += 1
-                return
+        if record.grant is not None and record.ready is None and not self._makes_sense(record, ready):
+            self.counters.foreign_messages += 1
+            return
         before = record.machine.state
         actions = record.machine.on_ready(ready.grant_id, ready.source_epoch, ready.sink_epoch, ready.round)
         if record.machine.state is S.VERIFYING and before is not S.VERIFYING:
             record.ready = ready
         self._run(record, actions)
+
+    def _makes_sense(self, record: SinkRecord, ready: KVReady) -> bool:
+        """Whether sequences can go on behind what it says: tokens of this model, of samples that were asked for."""
+        named = [token.sample_index for token in ready.first_tokens]
+        if record.request is not None and not set(named) <= set(record.request.sample_indices):
+            return False
+        continuation = ready.continuation
+        tokens = [token.token_id for token in ready.first_tokens]
+        if continuation is not None:
+            tokens += continuation.token_ids
+            if self.info.max_model_len and continuation.num_tokens >= self.info.max_model_len:
+                return False
+        if len(set(named)) < len(named) or (self.info.vocab_size and max(tokens, default=0) >= self.info.vocab_size):
+            return False
+        return record.follows == (continuation is not None) and record.fits(continuation, self._block_size)
 
     def _on_verified(self, record: SinkRecord, event: Verified) -> None:
         record.bad_indices = event.bad_indices

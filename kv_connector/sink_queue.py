@@ -67,9 +67,9 @@ class SinkQueue(SinkActionRunner):
         self._run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
 
     def _take_claimed(self, record: SinkRecord) -> None:
-        """Of a sequence that runs its source alone knows how long it may become."""
-        if record.follows and record.num_claimed:
-            record.num_tokens = record.num_claimed
+        """Of a sequence that runs its source alone knows how long it may become; it is no shorter than its prompt."""
+        if record.follows and record.num_claimed and record.request is not None:
+            record.num_tokens = max(record.num_claimed, record.request.num_prompt_tokens)
             record.num_blocks = -(-record.num_tokens // self._block_size)
 
     def _grant_in_order(self) -> None:

@@ -158,8 +158,7 @@ class SourceManager(SourcePeers):
         elif isinstance(message, KVCommitted):
             self._run(record, machine.on_committed(message.grant_id))
         elif isinstance(message, KVResend):
-            record.resend_indices = message.indices
-            self._run(record, machine.on_resend(message.grant_id, message.round))
+            self._on_resend(record, message)
         elif isinstance(message, KVRefused):
             record.reason = message.reason
             self._run(record, machine.on(E.REFUSED))
@@ -259,6 +258,13 @@ class SourceManager(SourcePeers):
             record.adopt(grant)
             record.resend_at = 0.0
         self._run(record, actions)
+
+    def _on_resend(self, record: SourceRecord, resend: KVResend) -> None:
+        if record.grant is None or not all(index < len(record.grant.block_ids) for index in resend.indices):
+            self.counters.messages_dropped += 1
+            return
+        record.resend_indices = resend.indices
+        self._run(record, record.machine.on_resend(resend.grant_id, resend.round))
 
     def _answer_stranger(self, peer_id: str, message: Message) -> None:
         """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""
