@@ -113,6 +113,8 @@ class ShmTransport(MappedTransport):
             raise TransportError(f"process {export.pid} exports no pool that shm understands: {error}") from error
         if handle.stride_bytes != layout.stride_bytes:
             raise TransportError(f"the exported pool's stride {handle.stride_bytes} is not its layout's")
+        if export.num_blocks < 1:
+            raise TransportError(f"process {export.pid} exports a pool of {export.num_blocks} blocks")
         memory = _open_memfd(export, handle)
         pool_bytes = export.num_blocks * handle.stride_bytes
         if len(memory) < _HEADER_BYTES + pool_bytes:
