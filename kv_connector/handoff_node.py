@@ -8,7 +8,18 @@ since it may be source and sink at once. Sans-IO.
 from __future__ import annotations
 
 from tandem.engine.block_pool import BlockPool
-from tandem.engine.messages import KVClaim, KVDrained, KVPull, KVReady, KVRelease, Message, Migrate, NodeInfo, PeerRef
+from tandem.engine.messages import (
+    KVClaim,
+    KVDrained,
+    KVPull,
+    KVReady,
+    KVRelease,
+    Message,
+    Migrate,
+    NodeInfo,
+    PeerRef,
+    parts_of_peer_id,
+)
 from tandem.engine.request_book import Entry, RequestBook
 from tandem.engine.scheduler import Scheduler
 from tandem.engine.serving_node import ServingNode
@@ -76,11 +87,13 @@ class HandoffNode(ServingNode):
     # --- events in ------------------------------------------------------------------------------------------
 
     def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
-        if isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
-            self.sink.on_message(peer_id, message, now)
-        elif isinstance(message, Migrate):
+        if isinstance(message, Migrate):
             if self.migrations.begin(peer_id, message, now):
                 self._connects.append(message.peer)
+        elif self.source.peer(*parts_of_peer_id(peer_id)) is None:
+            self.sink.counters.foreign_messages += 1  # of a router, whose loss would fence nothing that it was granted
+        elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
+            self.sink.on_message(peer_id, message, now)
         elif isinstance(message, KVPull):
             self.holder.on_pull(peer_id, message, now)
         else:
