@@ -68,6 +68,12 @@ class ControlLinks:
             os.close(link.pidfd)
         return link
 
+    def forgive(self, silence_s: float) -> None:
+        """So much of everybody's silence, if any, does not count."""
+        if silence_s > 0:
+            for link in self._by_id.values():
+                link.last_seen += silence_s
+
     def watch_process(self, link: Link, own_host_id: str) -> None:
         """On the same host the exit of the peer's process is seen at once."""
         assert link.info is not None

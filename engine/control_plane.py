@@ -98,7 +98,8 @@ class ControlPlane:
             now = time.monotonic()
             if standstill := clock.turned(now):
                 logger.warning("no message was read or answered: %s", standstill)
-            self._forgive_own_pause(now - last_turn)
+            # When this process itself stood still, the peers' silence proves nothing.
+            self._links.forgive(now - last_turn - 2 * self.timeouts.heartbeat_s)
             last_turn = now
             while self._commands:
                 self._commands.popleft()()
@@ -107,8 +108,8 @@ class ControlPlane:
             for link in self._links.all():
                 with self._contained(link):
                     self._attend(link, ready, now)
+                    self._judge(link, now)
             self._heartbeat(now)
-            self._judge(now)
         self._close()
 
     @contextmanager
@@ -129,13 +130,6 @@ class ControlPlane:
             self._read_dealer(link, now)
         elif link.pidfd >= 0 and link.pidfd in ready:
             self._drop(link.peer_id, "its process exited")
-
-    def _forgive_own_pause(self, gap: float) -> None:
-        """When this process itself stood still, the peers' silence proves nothing."""
-        pause = gap - 2 * self.timeouts.heartbeat_s
-        if pause > 0:
-            for link in self._links.all():
-                link.last_seen += pause
 
     def _read_router(self, now: float) -> None:
         for _ in range(READ_BURST):
@@ -285,12 +279,11 @@ class ControlPlane:
                 self._links.tell(link, wire.encode(message))
         self.on_beat()
 
-    def _judge(self, now: float) -> None:
-        for link in self._links.all():
-            if link.info is not None and now - link.last_seen > self.timeouts.peer_lost_s:
-                self._drop(link.peer_id, f"silent for {self.timeouts.peer_lost_s:g} s")
-            elif link.info is None and now - link.last_seen > self.timeouts.connect_s:
-                self._refuse(link, f"no answer within {self.timeouts.connect_s:g} s")
+    def _judge(self, link: Link, now: float) -> None:
+        if link.info is not None and now - link.last_seen > self.timeouts.peer_lost_s:
+            self._drop(link.peer_id, f"silent for {self.timeouts.peer_lost_s:g} s")
+        elif link.info is None and now - link.last_seen > self.timeouts.connect_s:
+            self._refuse(link, f"no answer within {self.timeouts.connect_s:g} s")
 
     def _give_up(self, link: Link, reason: str) -> None:
         if link.info is None and link.ref is not None:

@@ -124,7 +124,11 @@ class Impostor:
         me = PeerRef(self.info.node_id, self.info.epoch, self.info.control_address)
         other = self.pair.prefill.info if node is self.pair.decode else self.pair.decode.info
         there = PeerRef(other.node_id, other.epoch, other.control_address)
-        peer, name, attempt = rng.choice((me, me, there)), f"{self.role}{self._life}.{rng.randrange(5)}", rng.randrange(2)
+        peer, name, attempt = (
+            rng.choice((me, me, there)),
+            f"{self.role}{self._life}.{rng.randrange(5)}",
+            rng.randrange(2),
+        )
         about = {"request_id": name, "attempt": attempt}
         grant = rng.choice(self.grants) if self.grants and rng.random() < 0.8 else _grant(about, me, to)
         submit = Submit(
