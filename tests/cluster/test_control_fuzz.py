@@ -164,10 +164,6 @@ class Impostor:
             wire.KVPull(
                 **about, source_epoch=to.epoch, sink_epoch=me.epoch, first_block=0, block_hashes=hashes, deadline_s=1.0
             ),
-            wire.KVLayers(
-                **told, grant_signature=grant.signature, source_id=me.node_id, source_epoch=me.epoch,
-                sink_epoch=to.epoch, num_layers=1, sums=bytes(16),
-            ),
             ready, ready, grant,
             wire.KVRelease(**about, source_epoch=me.epoch, reason="x"),
             wire.KVDrained(**about, source_epoch=me.epoch, grant_id=grant.grant_id),
