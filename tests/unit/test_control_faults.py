@@ -149,7 +149,7 @@ def test_what_fails_with_one_peers_messages_costs_its_link_alone(make):
     still_connects(node, other)
     node.fails_on = lambda event: isinstance(event, Received) and event.message.request_id == "bad"
     for sender in (wrong, other):  # over a connection that it made, and over one that the node made
-        sender.control.send(node.peer_id, KVWait(request_id="bad", attempt=0, queue_position=0))
+        sender.control.send(node.peer_id, KVWait(request_id="bad", attempt=0))
         assert wait_until(lambda sender=sender: any(lost.peer_id == sender.peer_id for lost in node.of(PeerLost)))
         assert "nobody expected this" in node.of(PeerLost)[-1].reason
     assert len(node.of(PeerLost)) == node.control.counters.failures == 2
@@ -163,7 +163,7 @@ def test_a_process_that_stood_still_takes_nobody_for_lost(make, monkeypatch):
     node, other = make("node"), make("other", 2)
     still_connects(node, other)
     ctypes.PyDLL(None).usleep(3_000_000)  # with the interpreter: no thread of this process runs
-    node.control.send(other.peer_id, KVWait(request_id="r", attempt=0, queue_position=0))
+    node.control.send(other.peer_id, KVWait(request_id="r", attempt=0))
     assert wait_until(lambda: other.of(Received))
     assert not node.of(PeerLost)
     assert not other.of(PeerLost)
