@@ -87,8 +87,8 @@ class SinkChecks:
     def verify(self, job: Verify) -> Verified:
         """Names the places, in the hand-off's order, of blocks that are not what the source sent; all that can't be
         checked."""
-        expected = np.frombuffer(job.digests, dtype="<i8")
         try:
+            expected = np.frombuffer(job.digests, dtype="<i8")
             actual = self._digests(job)
             matches = expected == actual if len(expected) == len(actual) else np.zeros(len(actual), dtype=bool)
         except Exception:  # the sink asks again or recomputes

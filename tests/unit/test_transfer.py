@@ -123,6 +123,9 @@ def test_digests_belong_to_their_grant_and_may_be_left_out(make_sides):
     assert sink.wait_for(Verified, 2).bad_indices == (0, 1)  # too few digests: nothing can be trusted
     sink.transfer.submit(Verify(KEY, grant.grant_id, 2, (999,), np.zeros(1, "<i8").tobytes(), key, 8))
     assert sink.wait_for(Verified, 3).bad_indices == (0,)
+    for number, digests in enumerate((b"", first.digests[:-1]), 4):  # no whole numbers: they cost the hand-off alone
+        sink.transfer.submit(Verify(KEY, grant.grant_id, 2, (4,), digests, key, 8))
+        assert sink.wait_for(Verified, number).bad_indices == (0,)
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
