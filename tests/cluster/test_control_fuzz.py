@@ -14,7 +14,7 @@ import zmq
 from split_pair import GREEDY, Alone, Pair, make_pair
 from wire_fuzz import WireFuzz
 
-from in_process_cluster import BLOCK, FAST, Node
+from in_process_cluster import BLOCK, FAST, Node, Result
 from tandem.engine import messages as wire
 from tandem.engine.messages import NodeInfo, PeerRef, PrefixHint, Submit
 from tandem.engine.sampling_params import SamplingParams
@@ -192,6 +192,16 @@ def live() -> Iterator[Pair]:
         yield pair
 
 
+def served(pair: Pair) -> Result:
+    """As a router asks: again when a node says that it may go better. A Submit that names a living node under another
+    epoch makes its peer connect to it once more, which costs the hand-offs between the two."""
+    for _ in range(3):
+        result = pair.run(PROMPT, GREEDY)
+        if result.failed is None or not result.failed.retryable:
+            break
+    return result
+
+
 def campaign(pair: Pair, alone: Alone, seed: int, num_messages: int) -> None:
     fuzz = WireFuzz(seed)
     expected = alone.run(PROMPT, GREEDY)[0]
@@ -205,7 +215,7 @@ def campaign(pair: Pair, alone: Alone, seed: int, num_messages: int) -> None:
             for sender in senders:
                 sender.reborn()
             pair.renew_client()
-            result = pair.run(PROMPT, GREEDY)
+            result = served(pair)
             assert result.failed is None, (batch, result.failed)
             assert result.output() == expected, batch
     finally:
