@@ -225,7 +225,7 @@ def campaign(pair: Pair, alone: Alone, seed: int, num_messages: int) -> None:
             sender.close()
     for node in (pair.decode, pair.prefill):  # who was greeted under a mutated name is lost when it was silent for long
         pool, logic = node.process.pool, node.process.logic
-        pair.until(lambda pool=pool, logic=logic: pool.num_free == pool.num_blocks and logic.is_empty, 60.0)
+        pair.until(lambda pool=pool, logic=logic: pool.num_free == pool.num_blocks and logic.is_empty)
     assert senders[1].num_grants, "no message got as far as a hand-off"
     for node in (pair.decode, pair.prefill):
         node.process.logic.check_integrity()

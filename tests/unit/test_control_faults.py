@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from waiting import wait_until
 
 from tandem.engine import fail_fast
 from tandem.engine import messages as wire
@@ -23,7 +24,6 @@ from tandem.engine.control_events import PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.control_plane import ControlPlane
 from tandem.engine.messages import Hello, KVWait, NodeInfo, PeerRef, Refused, Status, Welcome, peer_id_of
 from tandem.engine.security import ClusterKeys, load_cluster_keys
-from tests.fakes.kv_pools import wait_until
 
 QUICK = Timeouts(heartbeat_s=0.04, peer_lost_s=5.0, connect_s=5.0)
 PLAIN = ClusterKeys(b"loopback only", curve=False)
@@ -105,14 +105,14 @@ def hello(**changes: object) -> Hello:
 
 def still_connects(node: Plane, other: Plane) -> None:
     node.control.connect(other.ref)
-    assert wait_until(lambda: any(event.peer_id == other.peer_id for event in node.of(PeerUp)))
+    wait_until(lambda: any(event.peer_id == other.peer_id for event in node.of(PeerUp)))
 
 
 @pytest.mark.parametrize("address", ["garbage", "", "udp://127.0.0.1:1", "tcp://nowhere:x", "tcp://" + "x" * 100_000])
 def test_a_peer_whose_address_is_none_is_refused_alone(make, address):
     node, other = make("node"), make("other", 2)
     node.control.connect(PeerRef("wrong", 3, address))
-    assert wait_until(lambda: node.of(PeerRefused))
+    wait_until(lambda: node.of(PeerRefused))
     (refused,) = node.of(PeerRefused)
     assert refused.ref.node_id == "wrong"
     assert "can't connect" in refused.reason
@@ -129,7 +129,7 @@ def test_a_peer_that_finds_no_descriptor_is_refused_and_may_be_asked_again(make,
     with monkeypatch.context() as patch:
         patch.setattr(node.control._sockets._context, "socket", none_left)
         node.control.connect(other.ref)
-        assert wait_until(lambda: node.of(PeerRefused))
+        wait_until(lambda: node.of(PeerRefused))
     still_connects(node, other)
 
 
@@ -150,7 +150,7 @@ def test_what_fails_with_one_peers_messages_costs_its_link_alone(make):
     node.fails_on = lambda event: isinstance(event, Received) and event.message.request_id == "bad"
     for sender in (wrong, other):  # over a connection that it made, and over one that the node made
         sender.control.send(node.peer_id, KVWait(request_id="bad", attempt=0))
-        assert wait_until(lambda sender=sender: any(lost.peer_id == sender.peer_id for lost in node.of(PeerLost)))
+        wait_until(lambda sender=sender: any(lost.peer_id == sender.peer_id for lost in node.of(PeerLost)))
         assert "nobody expected this" in node.of(PeerLost)[-1].reason
     assert len(node.of(PeerLost)) == node.control.counters.failures == 2
     node.events.clear()
@@ -164,7 +164,7 @@ def test_a_process_that_stood_still_takes_nobody_for_lost(make, monkeypatch):
     still_connects(node, other)
     ctypes.PyDLL(None).usleep(3_000_000)  # with the interpreter: no thread of this process runs
     node.control.send(other.peer_id, KVWait(request_id="r", attempt=0))
-    assert wait_until(lambda: other.of(Received))
+    wait_until(lambda: other.of(Received))
     assert not node.of(PeerLost)
     assert not other.of(PeerLost)
 
@@ -178,12 +178,12 @@ def test_a_client_needs_the_key_of_the_cluster_and_not_only_the_servers(make, de
     own = dealer(node, keys, b"")
     own.send(wire.encode(hello()))
     assert isinstance(ask(dealer(node, keys), hello(epoch=2)), Welcome)
-    assert wait_until(lambda: node.control._sockets._client_keys.num_refused == 1)
+    wait_until(lambda: node.control._sockets._client_keys.num_refused == 1)
     assert not own.poll(200), "a client with a key of its own was answered"
     assert [event.peer_id for event in node.of(PeerUp)] == [peer_id_of("router", 2)]
     own_server = dealer(node, keys, b"server")  # a pair of the cluster, but not that of clients
     own_server.send(wire.encode(hello(epoch=3)))
-    assert wait_until(lambda: node.control._sockets._client_keys.num_refused == 2)
+    wait_until(lambda: node.control._sockets._client_keys.num_refused == 2)
 
 
 @pytest.mark.parametrize(("mode", "is_told"), [(0o600, False), (0o400, False), (0o640, True), (0o604, True)])

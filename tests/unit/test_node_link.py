@@ -86,13 +86,12 @@ async def test_messages_that_nobody_can_read_are_counted_and_the_link_goes_on() 
     link = NodeLink(node.address, hello, context, ClusterKeys(b"", curve=False), Timeouts(), heard)  # type: ignore[arg-type]
     link.open()
     try:
-        await asyncio.sleep(0.05)
-        identity = node.hear()
+        identity = await node.hear()
         refused = wire.encode(wire.Refused(field="f", ours="o", theirs="t"))
         for payload in (b"", refused[:-1] + b"\xff", refused.replace(b"Refused", b"Ref\xff\xffed")):
             node.say_bytes(identity, payload)
         node.say(identity, Welcome(info=NODE), Status(node_id="d", epoch=2))
-        await until(lambda: heard.events == ["up"])
+        await soon(lambda: heard.events == ["up"], "the node to be up")
         assert link.num_undecodable == 3
     finally:
         link.close()

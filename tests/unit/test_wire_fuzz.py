@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from waiting import wait_until
 from wire_fuzz import WireFuzz
 
 from tandem.engine import messages as wire
@@ -22,7 +23,7 @@ from tandem.kv_connector.transports.link_transport import LinkExport
 from tandem.kv_connector.transports.mapped import MappedExport
 from tandem.kv_connector.transports.shm import ShmHandle
 from tandem.kv_connector.transports.tcp_wire import FlushFrame, Preface, WriteFrame, new_nonce, sign_preface
-from tests.fakes.kv_pools import KEYS, SMALL, PoolNode, wait_until
+from tests.fakes.kv_pools import KEYS, SMALL, PoolNode
 
 REF = wire.PeerRef("d", 1 << 60, "tcp://127.0.0.1:7001")
 INFO = wire.NodeInfo(node_id="p", epoch=1 << 63, role="prefill", layout=SMALL, transports={"tcp": b"\x92\xa1h\x01"})
@@ -126,7 +127,7 @@ def test_a_kv_port_outlives_strangers(make_node, count: int) -> None:
             genuine = sign_preface(KEYS.derive("tcp"), there, nonce)
             payload = fuzz.absurd(genuine) if fuzz.rng.random() < 0.5 else fuzz.mutated(framed(_packed(genuine)))
             sock.sendall(payload if fuzz.rng.random() < 0.5 else framed(payload))
-    assert wait_until(lambda: num_receivers() == 0, 20.0), "a stranger's thread lives on"
+    wait_until(lambda: num_receivers() == 0, "a stranger's thread lives on")
     moves_right(source, sink, before)
 
 
@@ -148,7 +149,7 @@ def test_a_kv_link_outlives_what_a_node_may_send(make_node, count: int) -> None:
             except OSError:
                 pass  # the link was ended meanwhile
         sink.transports.close_grant(grant.grant_id)
-    assert wait_until(lambda: num_receivers() == 0, 20.0), "a link's thread lives on"
+    wait_until(lambda: num_receivers() == 0, "a link's thread lives on")
     moves_right(source, sink, before)
 
 
