@@ -101,9 +101,11 @@ class Effects:
         elif isinstance(effect, CloseChannel):
             self._transfer.drop_peer(effect.node_id, effect.epoch)
         elif isinstance(effect, AdmitSource):
+            # Where no descriptor is left to watch it by, this node ends: a source that nobody watches could write into
+            # blocks that are given to others.
             try:
                 self._transports.admit(self._info, effect.peer)
-            except Exception as error:  # of what it says it exports, or no descriptor is left: it costs this peer
+            except TandemError as error:  # of what it says it exports, or it is gone: it costs this peer
                 limited.warning("%s can't hand KV to this node: %r", effect.peer.node_id, error)
         else:
             fenced = Fenced(effect.node_id, effect.epoch)

@@ -6,6 +6,7 @@ that we share with it. A stopped (SIGSTOP) process has not exited: it may store 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
@@ -38,10 +39,15 @@ class ProcessRef:
         return ProcessRef(os.getpid(), _start_time(os.getpid()))
 
     def open_pidfd(self) -> int:
-        """A pidfd of exactly this process. Raises PeerLostError when it is gone."""
+        """A pidfd of exactly this process. Raises PeerLostError when it is gone, and OSError when this process has no
+        descriptor left: whoever can't be watched must not count as one that can't write any more."""
         try:
             pidfd = os.pidfd_open(self.pid)
-        except (OSError, OverflowError) as error:  # the latter: no process can have this number
+        except (ProcessLookupError, OverflowError) as error:  # the latter: no process can have this number
+            raise PeerLostError(f"process {self.pid} is gone: {error}") from error
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # that is: 0, or a negative number
+                raise
             raise PeerLostError(f"process {self.pid} is gone: {error}") from error
         try:
             # Read after the pidfd is held: from here on the pid can't be given to another process unnoticed.
@@ -56,7 +62,7 @@ class ProcessRef:
 def _start_time(pid: int) -> int:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError as error:
+    except (FileNotFoundError, ProcessLookupError) as error:
         raise PeerLostError(f"process {pid} is gone: {error.strerror}") from error
     fields_after_name = stat[stat.rindex(")") + 2 :].split()
     return int(fields_after_name[19])  # field 22 of proc(5)

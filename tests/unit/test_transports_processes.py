@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -180,6 +183,28 @@ def sink_grant(peer: KVPeer, source: PoolNode, block_ids):
     grant = grant_of(peer.info, source.info, block_ids)
     peer.call("open_grant", grant)
     return grant
+
+
+def test_who_cannot_be_watched_for_want_of_descriptors_does_not_count_as_gone():
+    """Else its fence would be done while it can still write."""
+    code = """
+import errno
+import os, resource
+from tandem.engine.errors import PeerLostError
+from tandem.kv_connector.fence import ProcessRef, process_watcher
+process_watcher()
+me = ProcessRef.current()
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+try:
+    me.open_pidfd()
+except PeerLostError as error:
+    print("gone:", error)
+except OSError as error:
+    print("errno", error.errno)
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True).stdout
+    assert out.strip() == f"errno {errno.EMFILE}"
 
 
 def test_watches_end_when_nobody_needs_them():
