@@ -9,6 +9,7 @@ import uuid
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.errors import ClientGoneError, TandemError
+from tandem.engine.watched import log_only, watched_task
 from tandem.router.api_keys import ApiKeys
 from tandem.router.completion import PromptPlan
 from tandem.router.explain import placement_headers, session_of
@@ -77,7 +78,7 @@ class CompletionsEndpoint:
         service, session = self._service, session_of(scope["headers"])
         collector = Collector(completion_id, body, plans, service.facts(), service.tokenizer)
         generations = collector.generations = service.start(completion_id, body, plans, collector, session)
-        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
             response = await collector.done
@@ -115,7 +116,7 @@ class CompletionsEndpoint:
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )
         generations = stream.generations = service.start(completion_id, body, plans, stream, session)
-        watcher = asyncio.ensure_future(wait_for_disconnect(receive))
+        watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
             headers = placement_headers(generations)  # before there is something to write

@@ -12,6 +12,11 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from functools import partial
+
+import msgspec
+import zmq
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import UnavailableError
@@ -20,6 +25,7 @@ from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.messages import NodeInfo
 from tandem.engine.model_folder import resolve_model
 from tandem.engine.security import load_cluster_keys
+from tandem.engine.watched import lasting_task, watched_task
 from tandem.router.api_keys import ApiKeys
 from tandem.router.app import make_app
 from tandem.router.cluster import Cluster
@@ -94,10 +100,10 @@ class Worker:
         self._server = server = Server(make_app(service, self._api_keys), last_resort_s)
         for address in self._options.nodes:
             cluster.add(address)
-        tasks = [asyncio.ensure_future(self._tick(server, on_beat))]
+        tasks = [watched_task(self._tick(server, on_beat), "tick")]
         if sources.discovery is not None:
-            tasks.append(asyncio.ensure_future(cluster.follow(sources.discovery)))
-        tasks.append(asyncio.ensure_future(_announce(server, sock.getsockname()[1], on_serving)))
+            tasks.append(lasting_task(partial(cluster.follow, sources.discovery), "discovery"))
+        tasks.append(watched_task(_announce(server, sock.getsockname()[1], on_serving), "announce"))
         try:
             await server.serve(sockets=[sock])
             await self._finish()

@@ -17,6 +17,7 @@ from redis import RedisError
 from redis.asyncio.client import PubSub
 
 from tandem.engine.errors import DecodeError
+from tandem.engine.watched import lasting_task
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.outage import Outage
@@ -72,7 +73,7 @@ class RedisDirectory:
 
     def start(self) -> None:
         assert self._task is None, "started already"
-        self._task = asyncio.create_task(self._run(), name="tandem-directory")
+        self._task = lasting_task(self._run, "tandem-directory")
 
     async def close(self) -> None:
         self._closing = True

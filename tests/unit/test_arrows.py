@@ -34,6 +34,8 @@ ROUTER_MAY = (
     "engine.sampling_params",
     "engine.security",
     "engine.version",
+    "engine.watched",
+    "engine.wire_decode",
     "kv_connector.directory",
 )
 SANS_IO = (
@@ -76,6 +78,7 @@ SANS_IO = (
     "engine/step_pace.py",
     "engine/step_times.py",
     "engine/turn_times.py",
+    "engine/wire_decode.py",
     "engine/prompt_order.py",
     "engine/prefix_tree.py",
     "engine/step_builder.py",

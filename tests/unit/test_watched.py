@@ -1,0 +1,178 @@
+"""Threads and tasks that nobody waits for: none ends unseen, and nothing in the product starts one unwatched."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.engine import watched
+from tandem.engine.watched import EXIT_FAULT, lasting_task, log_only, watched_task, watched_thread
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("router", "prefill_node", "decode_node", "kv_connector", "kernels", "engine", "deploy")
+STARTERS = {
+    "Thread",
+    "Timer",
+    "start_new_thread",
+    "ThreadPoolExecutor",
+    "create_task",
+    "ensure_future",
+    "run_in_executor",
+    "TaskGroup",
+}
+# Those that may, beside engine/watched.py itself, and why.
+ALLOWED = {
+    "engine/identity.py": "a pool whose results are all read on the spot",
+    "deploy/bench.py": "a command for people: every task is gathered, and an exception ends the command",
+    "deploy/trace_replay.py": "a command for people: every task is gathered, and an exception ends the command",
+}
+# Not mended yet: what a failure of these costs is not decided anywhere.
+UNWATCHED = {
+    "engine/control_plane.py": "the thread of messages",
+    "engine/parallel/ranks.py": "the watcher of ranks",
+    "kv_connector/directory/publisher.py": "the publisher of blocks and leases",
+    "kv_connector/fence.py": "the watcher of processes",
+    "kv_connector/tiers/host_blocks.py": "touching a host tier's pages",
+    "kv_connector/tiers/job_thread.py": "jobs of the tiers",
+    "kv_connector/transfer.py": "writes to peers",
+    "kv_connector/transports/link_transport.py": "accepting and greeting peers",
+}
+
+
+def starters(tree: ast.AST) -> Iterator[int]:
+    """Lines that start a thread or task, or derive from one."""
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Call) and _name(node.func) in STARTERS) or (
+            isinstance(node, ast.ClassDef) and any(_name(base) in STARTERS for base in node.bases)
+        ):
+            yield node.lineno
+
+
+def _name(node: ast.AST) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def files_that_start() -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            lines = list(starters(ast.parse(path.read_text())))
+            if lines:
+                found[path.relative_to(ROOT).as_posix()] = lines
+    return found
+
+
+def test_every_thread_and_task_of_the_product_is_watched():
+    found = files_that_start()
+    del found["engine/watched.py"]
+    new = {path: lines for path, lines in found.items() if path not in ALLOWED | UNWATCHED}
+    assert not new, f"start these through tandem.engine.watched: {new}"
+    mended = sorted((ALLOWED | UNWATCHED).keys() - found)
+    assert not mended, f"take these out of the lists of this test: {mended}"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "threading.Thread(target=f)",
+        "Thread(target=f)",
+        "class Mine(threading.Thread): pass",
+        "asyncio.create_task(f())",
+        "loop.create_task(f())",
+        "asyncio.ensure_future(f())",
+        "loop.run_in_executor(None, f)",
+        "threading.Timer(1, f)",
+    ],
+)
+def test_the_rule_sees_every_way_to_start_one(code):
+    assert list(starters(ast.parse(code))) == [1]
+
+
+FAILING = """
+import asyncio, sys, time
+from tandem.engine.process_log import start_log
+from tandem.engine.watched import watched_task, watched_thread
+start_log()
+
+def fail():
+    raise KeyError("nobody expected this")
+
+async def task():
+    async def work():
+        fail()
+    watched_task(work(), "a task")
+    await asyncio.sleep(60)
+
+if sys.argv[1] == "thread":
+    watched_thread(fail, "a thread").start()
+    time.sleep(60)
+asyncio.run(task())
+"""
+
+
+@pytest.mark.parametrize("kind", ["thread", "task"])
+def test_an_unexpected_exception_ends_the_process(kind: str):
+    ended = subprocess.run([sys.executable, "-c", FAILING, kind], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == EXIT_FAULT
+    assert "KeyError: 'nobody expected this'" in ended.stderr
+
+
+def test_a_thread_may_say_what_its_failure_costs():
+    errors: list[BaseException] = []
+
+    def divide(numerator: int, denominator: int) -> float:
+        return numerator / denominator
+
+    thread = watched_thread(divide, "t", 1, 0, on_failure=errors.append)
+    thread.start()
+    thread.join(10)
+    assert isinstance(errors[0], ZeroDivisionError)
+    assert thread.daemon
+    assert threading.current_thread() is not thread
+
+
+async def test_a_task_that_ends_or_is_cancelled_has_not_failed():
+    errors: list[BaseException] = []
+    await watched_task(asyncio.sleep(0), "ends", errors.append)
+    task = watched_task(asyncio.sleep(60), "is cancelled", errors.append)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not errors
+
+
+async def test_a_failure_that_costs_nothing_is_logged(caplog):
+    async def work() -> None:
+        raise KeyError("why")
+
+    await watched_task(work(), "odd", log_only)
+    assert "KeyError: 'why'" in caplog.text
+
+
+async def test_work_that_fails_or_ends_is_started_again(monkeypatch):
+    monkeypatch.setattr(watched, "FIRST_PAUSE_S", 0.001)
+    runs: list[int] = []
+    done = asyncio.Event()
+
+    async def work() -> None:
+        runs.append(1)
+        if len(runs) == 1:
+            raise KeyError("the first")
+        if len(runs) == 3:
+            done.set()
+            await asyncio.sleep(60)
+
+    task = lasting_task(work, "work")
+    await asyncio.wait_for(done.wait(), 10)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(runs) == 3
