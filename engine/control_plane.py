@@ -307,5 +307,7 @@ class ControlPlane:
         while self._commands:
             self._commands.popleft()()
         for link in self._links.all():
+            if self.status is not None and self.status.draining and link.info is not None and link.identity:
+                self._reply(link.identity, self.status)  # so that this end is no failure to a router
             self._links.remove(link.peer_id)
         self._sockets.close()

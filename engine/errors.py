@@ -13,7 +13,8 @@ TandemError                    500 server_error
 ├── TransportError             -                           bytes could not be moved; retried or recomputed
 │   └── PeerLostError          -                           the peer is gone or fenced
 ├── OverloadedError            429 rate_limit_error        queues are full; `retry_after_s` says when to come back
-├── UnavailableError           503 service_unavailable     no node can take the request now
+├── UnavailableError           503 service_unavailable     not now; `retry_after_s` says when to come back
+│   └── NoNodeError            503                         no node could take the request in time
 ├── DeadlineError              504 timeout                 the request's deadline passed
 ├── ClientGoneError            499                         the client closed the connection
 └── NodeFailedError            502 server_error            a node failed the request and no attempt is left
@@ -28,6 +29,7 @@ class TandemError(Exception):
     status = 500
     type = "server_error"
     code: str | None = "internal_error"
+    retry_after_s: float | None = None
 
     def __init__(self, message: str, *, param: str | None = None, request_id: str | None = None) -> None:
         super().__init__(message)
@@ -97,6 +99,11 @@ class OverloadedError(TandemError):
 
 class UnavailableError(TandemError):
     status, type, code = 503, "service_unavailable", "unavailable"
+    retry_after_s = 5.0  # a guess: a process that ended is there again, a lost node is replaced
+
+
+class NoNodeError(UnavailableError):
+    pass
 
 
 class DeadlineError(TandemError):

@@ -236,6 +236,7 @@ class NodeLoop:
                 self._stopping = True
             self._drain_deadline = now + self._drain_s
             self._logic.drain()
+            self._next_status = 0.0  # whoever places requests here should know at once
         elif handler := self._handlers.get(type(event)):
             handler(event)
         else:

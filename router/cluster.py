@@ -9,22 +9,25 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.hashing import PromptHashes, Secrecy, every_kth, root_hash
 from tandem.engine.interfaces import DirectoryReader
 from tandem.engine.kv_layout import ModelIdentity
 from tandem.engine.messages import Cancel, Migrate, NodeInfo, RequestFailed, Submit
+from tandem.engine.process_log import RateLimited
 from tandem.engine.security import ClusterKeys
 from tandem.router.completion import ModelFacts
 from tandem.router.discovery import NodeDiscovery
 from tandem.router.node_link import NodeLink, RequestMessage
+from tandem.router.node_socket import new_context
 from tandem.router.placement import NodeKey, NodeView, Placement, PlacementRequest, find_placement, offers
 from tandem.router.placement_policies import Choice, make_policy
+from tandem.router.readiness import describe, difference, missing_roles
 from tandem.router.siblings import Siblings, Told
 
 logger = logging.getLogger(__name__)
+repeated = RateLimited(logger)
 
 
 class Cluster:
@@ -40,7 +43,7 @@ class Cluster:
     ) -> None:
         self._options, self._keys, self._hello, self._directory = options, keys, hello, directory
         self._siblings = siblings
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         self._links: dict[str, NodeLink] = {}
         self._links_by_key: dict[NodeKey, NodeLink] = {}
         self._views_by_tag: dict[int, NodeView] = {}
@@ -66,9 +69,10 @@ class Cluster:
             link.open()
 
     def remove(self, address: str) -> None:
-        """The record is gone: an unreachable node is forgotten, a reachable one is kept until it is lost."""
+        """The record is gone: an unreachable node is forgotten, a reachable one is kept until it is lost. Addresses
+        that were given (`--node`) are kept always."""
         link = self._links.get(address)
-        if link is None:
+        if link is None or address in self._options.nodes:
             return
         if link.view is not None:
             self._unlisted.add(address)
@@ -84,20 +88,34 @@ class Cluster:
         self._last_tick = now
         self._hear_siblings(now)  # before the next pings: what they placed so far may be in the answers
         for address, link in list(self._links.items()):
-            if link.view is None and address in self._unlisted:
-                self._unlisted.discard(address)
-                self._links.pop(address).close()
-            else:
-                link.tick(now, pause_s)
+            try:
+                if link.view is None and address in self._unlisted:
+                    self._unlisted.discard(address)
+                    self._links.pop(address).close()
+                else:
+                    link.tick(now, pause_s)
+            except Exception:  # costs this node's connection: the others have their heartbeats and deadlines
+                repeated.exception("the connection to %s failed", address)
+                self._fail(link)
+
+    @staticmethod
+    def _fail(link: NodeLink) -> None:
+        try:
+            link.fail()
+        except Exception:
+            repeated.exception("the connection to %s failed, and so did ending it", link.address)
 
     def close(self) -> None:
         for link in self._links.values():
-            link.close()
+            try:
+                link.close()
+            except Exception:
+                logger.exception("the connection to %s can't be closed", link.address)
         self._links.clear()
         self._links_by_key.clear()
         self._views_by_tag.clear()
         self._serving = None
-        self._context.term()
+        self._context.destroy(linger=0)  # of what a failure left open: a `term` would wait for it without end
 
     # --- what is there ----------------------------------------------------------------------------------------
 
@@ -115,18 +133,34 @@ class Cluster:
     @property
     def ready(self) -> bool:
         """A unified node, or a decode node and a prefill node, can take requests."""
-        roles = {view.info.role for view in self.serving() if view.usable}
-        return "unified" in roles or {"prefill", "decode"} <= roles
+        return not missing_roles(self.serving())
 
     def missing(self) -> str:
         """Why `ready` is False, for people."""
-        roles = sorted(view.info.role for view in self.serving() if view.usable)
-        refusals = [f"{link.address}: {link.refusal}" for link in self._links.values() if link.refusal]
-        return "; ".join([f"usable nodes: {', '.join(roles) or 'none'}", *refusals])
+        reasons = []
+        for link in self._links.values():
+            view = link.view
+            differs = difference(self.identity, view.info.identity) if view is not None else ""
+            if link.refusal or differs:
+                reasons.append(f"{link.address}: {link.refusal or differs}")
+            elif link.trouble:
+                reasons.append(link.trouble)
+        return describe(self.serving(), reasons)
 
-    @property
-    def num_resent(self) -> int:
-        return sum(link.outbox.num_resent for link in self._links.values())
+    def missing_roles(self) -> str:
+        """What kinds of nodes are needed before a request can be served, for people; "" when none is missing."""
+        return missing_roles(self.serving())
+
+    def counters(self) -> dict[str, float]:
+        """Figures of all connections, for /metrics."""
+        links = self._links.values()
+        return {
+            "nodes_known": float(len(links)),
+            "nodes_unreachable": float(sum(link.view is None for link in links)),
+            "failed_handshakes": float(sum(link.num_failed_handshakes for link in links)),
+            "undecodable_messages": float(sum(link.num_undecodable for link in links)),
+            "resent_messages": float(sum(link.outbox.num_resent for link in links)),
+        }
 
     # --- placing ----------------------------------------------------------------------------------------------
 
@@ -198,8 +232,8 @@ class Cluster:
         self._serving = None
         if self.identity is None or not self.serving():
             self._serve(view.info)
-        elif view.info.identity != self.identity:
-            logger.error("node %s serves another model; nothing is sent to it", view.info.node_id)
+        elif differs := difference(self.identity, view.info.identity):
+            logger.error("node %s at %s: %s; nothing is sent to it", view.info.node_id, link.address, differs)
         self._update_facts(self.serving())
         self.on_up(view.key)
         self.on_room()

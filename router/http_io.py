@@ -12,7 +12,6 @@ from tandem.engine.errors import (
     BodyTooLargeError,
     ClientGoneError,
     InvalidRequestError,
-    OverloadedError,
     TandemError,
 )
 from tandem.router.openai_api import error_body
@@ -100,7 +99,7 @@ def our_fault() -> TandemError:
 
 def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
     headers = [JSON_TYPE]
-    if isinstance(error, OverloadedError):
+    if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
     if isinstance(error, BodyTooLargeError):
         headers.append((b"connection", b"close"))  # the rest of the body is not read

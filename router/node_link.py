@@ -3,7 +3,8 @@
 A ZMQ DEALER read by the event loop through its file descriptor, without a task. That descriptor is edge-triggered, so
 everything is read until the socket is empty, and after each send the socket is looked at again.
 The link lives as long as the router wants the address: a node that was lost is greeted until it answers again, over a
-new connection every `peer_lost_s`.
+new connection every `peer_lost_s`. What can't be opened, or fails in a way that nobody expected, costs this link alone:
+it closes, and opens again after a pause.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from typing import Protocol
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from tandem.engine import messages as wire
 from tandem.engine.config import Timeouts
@@ -38,14 +38,19 @@ from tandem.engine.messages import (
     Tokens,
     Welcome,
 )
+from tandem.engine.process_log import RateLimited
 from tandem.engine.security import ClusterKeys
+from tandem.router.node_socket import FAILED, NodeSocket
 from tandem.router.outbox import Outbox
 from tandem.router.placement import NodeKey, NodeView
 
 logger = logging.getLogger(__name__)
+repeated = RateLimited(logger)
 
 READ_BURST_S = 0.01  # reading before other work gets its turn
 SILENT_HEARTBEATS = 3  # unanswered, before a node gets nothing that others can take
+REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
 RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | Migrated
 
 
@@ -77,14 +82,19 @@ class NodeLink:
         self.view: NodeView | None = None  # None until Welcome and the first Status
         self.ping_sequence = 0
         self.refusal = ""
+        self.trouble = ""  # why no connection comes about, for people
         self.outbox = Outbox(timeouts.resend_s, timeouts.connect_s)
         self.num_undecodable = 0
+        self.num_failed_handshakes = 0  # of ZMQ: the keys differ, or whatever listens there speaks otherwise
         self._hello = wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=hello))
         self._identity = f"{hello.node_id}@{hello.epoch:016x}".encode()
         self._context, self._keys, self._timeouts, self._listener = context, keys, timeouts, listener
         self._welcomed: NodeInfo | None = None
         self._last_seen = self._next_beat = 0.0
-        self._socket: zmq.Socket[bytes] | None = None
+        self._socket: NodeSocket | None = None
+        self._is_closed = True
+        self._next_open, self._pause_s = 0.0, FIRST_PAUSE_S
+        self._num_refused_in_row = 0
         # What is said goes to finished connections only. (ZMQ's own IMMEDIATE drops, when one ends, what came over it.)
         self._is_connected = False
 
@@ -93,35 +103,35 @@ class NodeLink:
         return self.view.key if self.view is not None else None
 
     def open(self) -> None:
+        """On a running event loop. What can't be opened now is tried again by `tick`."""
         assert self._socket is None
-        loop = asyncio.get_running_loop()
-        self._socket = socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.IDENTITY, self._identity)
-        for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RECONNECT_IVL_MAX, 1000)):
-            socket.setsockopt(option, value)
-        if self._keys.curve:
-            socket.curve_publickey, socket.curve_secretkey = self._keys.curve_keypair("client")
-            socket.curve_serverkey = self._keys.curve_keypair("server")[0]
-        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        socket.connect(self.address)
-        loop.add_reader(socket.fileno(), self._read)
-        loop.add_reader(self._monitor.fileno(), self._read_monitor)
-        self._welcomed, self._last_seen, self._next_beat = None, time.monotonic(), 0.0
-        self._is_connected = False
-        loop.call_soon(self._read_monitor)
+        self._is_closed, self._is_connected = False, False
+        now = time.monotonic()
+        self._welcomed, self._last_seen, self._next_beat = None, now, 0.0
+        try:
+            self._socket = NodeSocket(
+                self._context, self.address, self._identity, self._keys, self._read, self._read_monitor
+            )
+        except Exception as error:  # whatever an address may do to ZMQ, and no descriptors or sockets left
+            self._pause(now, f"no connection to {self.address[:200]!r} can be opened: {error}")
+            return
+        asyncio.get_running_loop().call_soon(self._read_monitor)
+
+    def _pause(self, now: float, trouble: str) -> None:
+        if trouble != self.trouble:
+            self.trouble = trouble
+            repeated.error("%s; it is tried again", trouble[:500], key=self.address)
+        self._next_open = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def close(self, linger_ms: int = 200) -> None:
-        """`linger_ms`: how long what was said last may still go out."""
-        if self._socket is None:
-            return
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._socket.fileno())
-        loop.remove_reader(self._monitor.fileno())
-        self._socket.disable_monitor()
-        self._monitor.close()
-        self._socket.close(linger=linger_ms)
-        self._socket, self.view, self._welcomed = None, None, None
+        """`linger_ms`: how long what was said last may still go out. May be called in every state, and again."""
+        self._is_closed, self._is_connected = True, False
+        socket, self._socket = self._socket, None
+        self.view, self._welcomed = None, None
         self.outbox.clear()
+        if socket is not None:
+            socket.close(linger_ms)
 
     def send(self, message: Submit | Cancel | Migrate, now: float) -> None:
         """Sends a verb, and again until it is answered, the node is lost or the deadline passed."""
@@ -132,9 +142,14 @@ class NodeLink:
     def tick(self, now: float, own_pause_s: float = 0.0) -> None:
         """`own_pause_s`: how long this process itself stood still; the node's silence then proves nothing."""
         self._last_seen += own_pause_s
+        if self._socket is None:
+            if not self._is_closed and now >= self._next_open:
+                self.open()
+            return
         if self.view is not None and now - self._last_seen > self._timeouts.peer_lost_s:
             self._lost(f"silent for {now - self._last_seen:.1f} s")
-        elif self.view is None and now - self._last_seen > self._timeouts.peer_lost_s and self._socket is not None:
+        elif self.view is None and now - self._last_seen > self._timeouts.peer_lost_s:
+            self._is_unreachable()
             self.close()  # whatever answers no greeting: another connection may reach it
             self.open()
         if self.view is not None:
@@ -147,6 +162,21 @@ class NodeLink:
         self._read()
         self._read_monitor()
 
+    def fail(self) -> None:
+        """Something failed here in a way that nobody expected: the connection ends, the link goes on after a pause."""
+        now = time.monotonic()
+        try:
+            self._forget("an error of this router")
+        finally:
+            self.close(linger_ms=0)
+            self._is_closed = False
+            self._pause(now, f"the connection to {self.address} failed by an error of this router")
+
+    def _is_unreachable(self) -> None:
+        if not self.trouble:
+            self.trouble = f"{self.address} does not answer"
+            logger.warning("no node answers at %s, which is among the nodes that this router knows", self.address)
+
     def _beat(self) -> None:
         if self._welcomed is None:
             self._send(self._hello)
@@ -157,8 +187,7 @@ class NodeLink:
     def _send(self, payload: bytes) -> None:
         if self._socket is None or not self._is_connected:  # verbs and heartbeats are sent again
             return
-        self._socket.send(payload, zmq.NOBLOCK)
-        if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+        if self._socket.send(payload):
             asyncio.get_running_loop().call_soon(self._read)
 
     def _read(self, burst_s: float = READ_BURST_S) -> None:
@@ -167,9 +196,8 @@ class NodeLink:
         while now < end:
             if self._socket is None:
                 return
-            try:
-                payload = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
+            payload = self._socket.receive()
+            if payload is None:
                 return
             now = time.monotonic()
             try:
@@ -178,7 +206,10 @@ class NodeLink:
                 self.num_undecodable += 1
                 continue
             self._last_seen = now
-            self._on_message(message)
+            try:
+                self._on_message(message)
+            except Exception:  # of what the message is about, never of the messages after it
+                repeated.exception("a %s of the node at %s failed", type(message).__name__, self.address)
         asyncio.get_running_loop().call_soon(self._read)
 
     def _on_message(self, message: Message) -> None:
@@ -203,6 +234,7 @@ class NodeLink:
         if self.view is not None:
             self._forget("it came back with another epoch")
         self._welcomed, self.refusal = info, ""
+        self.trouble, self._pause_s = "", FIRST_PAUSE_S
         self._beat()
 
     def _on_status(self, status: Status) -> None:
@@ -228,30 +260,42 @@ class NodeLink:
             logger.error("the node at %s refuses this router: %s", self.address, refusal)
 
     def _read_monitor(self) -> None:
-        while self._socket is not None:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
-            except zmq.Again:
-                return
+        while self._socket is not None and (event := self._socket.event()) is not None:
             self._is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if self._is_connected:
+                self._num_refused_in_row = 0
                 self._beat()
+            elif event in FAILED:
+                self._on_failed_handshake()
             elif self._welcomed is not None:
                 # Mostly the process ended: a drained one says its last words just before. If it lives: tokens that were
                 # on the way are gone, and nobody sends them again.
                 self._read(math.inf)
                 self._lost("the connection broke")
 
+    def _on_failed_handshake(self) -> None:
+        """ZMQ does not tell apart a wrong key, a missing one and a program that speaks otherwise."""
+        self.num_failed_handshakes += 1
+        self._num_refused_in_row += 1
+        if self._num_refused_in_row == REFUSED_HANDSHAKES:
+            self.trouble = f"{self.address} refuses our key: is --cluster-secret-file the same file there?"
+            logger.error("%s (Or another program than Tandem listens there.)", self.trouble)
+
     def _lost(self, reason: str) -> None:
         """What is still queued for it must not reach a successor at its address."""
-        self._forget(reason)
-        self.close(linger_ms=0)
-        self.open()
+        try:
+            self._forget(reason)
+        finally:  # whatever the listener does
+            self.close(linger_ms=0)
+            self.open()
 
     def _forget(self, reason: str) -> None:
         view, self.view, self._welcomed = self.view, None, None
         self.outbox.clear()
         if view is not None:
             view.lost = True
-            logger.warning("node %s at %s is lost: %s", view.info.node_id, self.address, reason)
+            if view.draining:
+                logger.info("node %s at %s left", view.info.node_id, self.address)
+            else:
+                logger.warning("node %s at %s is lost: %s", view.info.node_id, self.address, reason)
             self._listener.node_lost(view, reason)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-from tandem.engine.errors import DeadlineError, NodeFailedError, TandemError, UnavailableError
+from tandem.engine.errors import DeadlineError, NodeFailedError, NoNodeError, TandemError
 from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestFailed, TokenDelta
 from tandem.router.placement import NodeKey, Placement, node_key
 from tandem.router.request_actions import Action, EmitPromptLogprobs, EmitTokens, Place, Send
@@ -154,7 +154,7 @@ class RequestMachine(RequestMoves):
             if now - attempt.waits_since >= self.spec.queue_s:
                 message = f"no node could take the request within {self.spec.queue_s:g} s"
                 if attempt.error is None:
-                    return self._fail(UnavailableError(message, request_id=self.spec.request_id))
+                    return self._fail(NoNodeError(message, request_id=self.spec.request_id))
                 attempt.error.message += f"; since then {message}"
                 return self._fail(attempt.error)
             return [Place(attempt.request_id)] if now >= attempt.not_before else []

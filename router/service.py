@@ -6,13 +6,16 @@ choice of nodes is placement's, text is the samples'.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
 from tandem.engine.generation_config import SamplingDefaults
+from tandem.engine.errors import NoNodeError, OverloadedError, TandemError, UnavailableError
 from tandem.engine.messages import Accepted, Cancel, Cancelled, Migrated, PromptLogprobs, RequestFailed, Tokens
+from tandem.engine.process_log import RateLimited
 from tandem.router.api_keys import Tenant
 from tandem.router.cluster import Cluster
 from tandem.router.completion import ModelFacts, PromptPlan, check_model, plan_prompts
@@ -38,6 +41,9 @@ from tandem.router.request_actions import (
 from tandem.router.request_machine import RequestMachine
 from tandem.router.token_times import TokenTimes
 from tandem.router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+repeated = RateLimited(logger)
 
 
 class CompletionService:
@@ -126,13 +132,23 @@ class CompletionService:
         self.abort(list(self._active), error)
 
     def tick(self) -> None:
+        """Each part, and each request, by itself: deadlines hold whatever else fails."""
         now = self._clock()
-        self.cluster.tick(now)
+        try:
+            self.cluster.tick(now)
+        except Exception:
+            repeated.exception("a tick of the nodes failed")
         for generation in list(self._active):
-            actions = generation.machine.tick(now)
-            if actions:
-                self._carry_out(generation, actions)
-        self._migrations.tick(self._active, now)
+            try:
+                actions = generation.machine.tick(now)
+                if actions:
+                    self._carry_out(generation, actions)
+            except Exception:
+                self._give_up(generation)
+        try:
+            self._migrations.tick(self._active, now)
+        except Exception:
+            repeated.exception("a tick of the migrations failed")
 
     def check_integrity(self) -> None:
         for generation in self._active:
@@ -150,7 +166,10 @@ class CompletionService:
             return
         generation = self._by_id.get(message.request_id)
         if generation is not None:
-            self._carry_out(generation, self._answer(generation.machine, node, message, now))
+            try:
+                self._carry_out(generation, self._answer(generation.machine, node, message, now))
+            except Exception:
+                self._give_up(generation)
 
     def _on_tokens(self, node: NodeKey, message: Tokens, now: float) -> None:
         self._times.begin(now)
@@ -161,10 +180,13 @@ class CompletionService:
                 continue
             machine = generation.machine
             dropped = machine.num_dropped_deltas
-            actions = machine.tokens(node, delta, now)
-            if machine.num_dropped_deltas != dropped:
-                self.metrics.dropped_deltas.inc()
-            self._carry_out(generation, actions)
+            try:
+                actions = machine.tokens(node, delta, now)
+                if machine.num_dropped_deltas != dropped:
+                    self.metrics.dropped_deltas.inc()
+                self._carry_out(generation, actions)
+            except Exception:
+                self._give_up(generation)
         self._times.end()
 
     @staticmethod
@@ -194,13 +216,37 @@ class CompletionService:
         now = self._clock()
         orphans: Work = set()
         for generation in list(self._active):
-            orphans |= generation.machine.work_on(node)
-            self._carry_out(generation, generation.machine.node_lost(node, reason, now))
+            try:
+                orphans |= generation.machine.work_on(node)
+                self._carry_out(generation, generation.machine.node_lost(node, reason, now))
+            except Exception:
+                self._give_up(generation)
         self._orphans.lost(node, orphans)
 
     def _on_room(self) -> None:
         for request_id, generation in list(self._waiting.items()):
-            self._carry_out(generation, [Place(request_id)])
+            try:
+                self._carry_out(generation, [Place(request_id)])
+            except Exception:
+                self._give_up(generation)
+
+    def _give_up(self, generation: Generation) -> None:
+        """In the handler of an exception that nobody expected: it costs this request, and no other."""
+        request_id = generation.machine.spec.request_id
+        repeated.exception("request %s failed by an error of this router", request_id)
+        error = TandemError("the server made an error; its log says more", request_id=request_id)
+        try:
+            was_over = generation.machine.outcome is not None  # then nobody told the listener so
+            self._carry_out(generation, generation.machine.abort(error))
+            if was_over:
+                generation.listener.failed(generation.prompt_index, error)
+        except Exception:
+            repeated.exception("request %s can't be cancelled either; it is forgotten", request_id)
+            self._forget(generation)
+            try:
+                generation.listener.failed(generation.prompt_index, error)
+            except Exception:
+                repeated.exception("request %s: nobody can be told", request_id)
 
     # --- actions ----------------------------------------------------------------------------------------------
 
@@ -219,10 +265,15 @@ class CompletionService:
             else:
                 self._end(generation, action)
         if generation.machine.closed:
-            self._active.discard(generation)
-            for request_id in generation.submitted_ids:
-                self._by_id.pop(request_id, None)
-            self.metrics.active.set(len(self._active))
+            self._forget(generation)
+
+    def _forget(self, generation: Generation) -> None:
+        self._active.discard(generation)
+        for request_id in generation.submitted_ids:
+            self._by_id.pop(request_id, None)
+        for request_id in [key for key, waiting in self._waiting.items() if waiting is generation]:
+            del self._waiting[request_id]
+        self.metrics.active.set(len(self._active))
 
     def _emit(self, generation: Generation, action: EmitTokens) -> None:
         sample = generation.samples[action.sample_index]
@@ -282,8 +333,6 @@ class CompletionService:
         return True
 
     def _end(self, generation: Generation, outcome: Finish | Fail) -> None:
-        for request_id in [key for key, waiting in self._waiting.items() if waiting is generation]:
-            del self._waiting[request_id]
         machine = generation.machine
         self.metrics.e2e_s.observe(self._clock() - generation.started_at)
         self.metrics.cached_tokens.inc(machine.num_cached_tokens)
@@ -291,5 +340,8 @@ class CompletionService:
             self.metrics.ends.labels("finished").inc()
             generation.listener.finished(generation.prompt_index)
         else:
-            self.metrics.ends.labels(outcome.error.code or outcome.error.type).inc()
-            generation.listener.failed(generation.prompt_index, outcome.error)
+            error = outcome.error
+            if isinstance(error, NoNodeError) and (missing := self.cluster.missing_roles()):
+                error.message += f": {missing} is connected"
+            self.metrics.ends.labels(error.code or error.type).inc()
+            generation.listener.failed(generation.prompt_index, error)

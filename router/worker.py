@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import contextlib
 import math
 import os
 import secrets
@@ -36,8 +37,6 @@ from tandem.router.server import Server
 from tandem.router.service import CompletionService
 from tandem.router.siblings import Seat, Siblings
 from tandem.router.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels
@@ -86,7 +85,7 @@ class Worker:
         """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
         siblings = Siblings(self._seat) if self._seat is not None else None
         cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory, siblings)
-        metrics = RouterMetrics(lambda: cluster.views, sources.counters)
+        metrics = RouterMetrics(lambda: cluster.views, lambda: {**cluster.counters(), **sources.counters()})
         self.service = service = CompletionService(
             self._options,
             cluster,
@@ -119,10 +118,7 @@ class Worker:
         timeouts, next_beat, stopping_since = self._options.timeouts, 0.0, math.inf
         while True:
             now = time.monotonic()
-            try:
-                self.service.tick()
-            except Exception:
-                logger.exception("a tick failed")  # one request's fault must not stop the heartbeats of all
+            self.service.tick()
             if now >= next_beat:
                 next_beat = now + timeouts.heartbeat_s
                 on_beat()

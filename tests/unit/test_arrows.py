@@ -22,6 +22,7 @@ ALLOWED = {
 # What a router may import: contracts and pure logic, nothing that loads a model.
 ROUTER_MAY = (
     "engine.config",
+    "engine.descriptors",
     "engine.errors",
     "engine.generation_config",
     "engine.hashing",

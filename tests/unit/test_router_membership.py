@@ -58,13 +58,26 @@ def test_a_node_of_another_model_gets_nothing(folder: Path, nodes: Nodes) -> Non
 
 def test_an_unlisted_node_is_kept_while_it_can_be_reached(folder: Path, nodes: Nodes) -> None:
     node = nodes.start()
-    with RouterInThread(folder, addresses(node)) as router:
-        router.wait_ready()
+    with RouterInThread(folder, ()) as router:
         cluster = router.worker.service.cluster
+        router.call(lambda: cluster.add(node.address))
+        router.wait_ready()
         router.call(lambda: cluster.remove(node.address))
         assert status_of(router)[0] == 200
         node.die()
         wait_until(lambda: not cluster._links, "the node to be forgotten")
+
+
+def test_an_address_that_was_given_is_kept_whatever_discovery_says(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start()
+    with RouterInThread(folder, (*addresses(node), "tcp://127.0.0.1:1")) as router:
+        router.wait_ready()
+        cluster = router.worker.service.cluster
+        for address in list(cluster._links):
+            router.call(lambda address=address: cluster.remove(address))
+        node.die()
+        wait_until(lambda: router.client.get("/ready").status_code == 503, "the loss")
+        assert len(cluster._links) == 2
 
 
 @dataclass(frozen=True)
