@@ -22,9 +22,9 @@ from tandem.router.http_io import (
     send_whole,
     wait_for_disconnect,
 )
+from tandem.router.http_protocol import Client
 from tandem.router.listeners import Collector, EventStream
 from tandem.router.openai_api import CompletionBody
-from tandem.router.server import Client
 from tandem.router.service import CompletionService
 
 logger = logging.getLogger(__name__)

@@ -1,86 +1,42 @@
-"""uvicorn, told three things more: faults below HTTP look like OpenAI's errors, a stuck client's connection can be
-aborted, and a signal drains without ending the process by that signal."""
+"""uvicorn with our protocol, and without its handling of signals: they drain, and don't end the process."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import functools
+import logging
 import math
 from collections.abc import Generator
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from tandem.engine.errors import InvalidRequestError
-from tandem.router.openai_api import error_body
+from tandem.engine.descriptors import descriptor_limit
+from tandem.engine.process_log import RateLimitFilter
+from tandem.router.http_protocol import HttpLimits, HttpProtocol
 
 BACKLOG = 2048
+# Of a process's descriptors: what it needs itself, and how much of the rest clients may have. Connections to nodes,
+# which take about five each, and to Redis get what is left: 1,024 descriptors serve 720 clients and some 45 nodes.
+OWN_DESCRIPTORS, CLIENTS_SHARE = 64, 0.75
+
+_limit_of_lines = RateLimitFilter()  # anybody who can connect makes uvicorn log "Invalid HTTP request received."
 
 
-class Client:
-    """What an endpoint may do with its client's connection past ASGI."""
-
-    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
-        self._transport, self._flow = transport, flow
-
-    @property
-    def is_leaving(self) -> bool:
-        """True from the moment at which nothing more can be written, which is before `http.disconnect` arrives."""
-        return self._transport.is_closing()
-
-    def write_chunk(self, body: bytes) -> bool:
-        """Writes a part of a response that was started without a length. False: the client must read first, or is
-        leaving. Each call is a system call."""
-        if self._flow.write_paused or self._transport.is_closing():
-            return False
-        self._transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        return True
-
-    def abort(self) -> None:
-        """Closes the connection without waiting for the client to read what was written."""
-        self._transport.abort()
-
-
-class HttpProtocol(HttpToolsProtocol):
-    _in_message = False  # between a request's first byte and its last
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_message = True
-        self.scope["extensions"] = {"tandem.client": Client(self.transport, self.flow)}  # type: ignore[dict-item]
-
-    def on_message_complete(self) -> None:
-        super().on_message_complete()
-        self._in_message = False
-
-    def eof_received(self) -> None:
-        """The client ended its side. In the middle of a request: say so before closing."""
-        cycle = self.cycle
-        answering = cycle is not None and cycle.response_started and not cycle.response_complete
-        if self._in_message and not answering and not self.transport.is_closing():
-            self.send_400_response("the request ended before it was complete")
-
-    def send_400_response(self, msg: str) -> None:
-        body = error_body(InvalidRequestError(msg))
-        head = [
-            STATUS_LINE[400],
-            b"content-type: application/json\r\nconnection: close\r\n",
-            b"content-length: %d\r\n\r\n" % len(body),
-        ]
-        self.transport.write(b"".join(head) + body)
-        self.transport.close()
+def max_connections() -> int:
+    """How many clients may be connected, so that descriptors are left for nodes."""
+    return max(8, int((descriptor_limit() - OWN_DESCRIPTORS) * CLIENTS_SHARE))
 
 
 class Server(uvicorn.Server):
     """Set `should_exit` to stop accepting, finish what runs within `patience_s`, and return from `serve`."""
 
-    def __init__(self, app: ASGIApp, patience_s: float) -> None:
+    def __init__(self, app: ASGIApp, patience_s: float, limits: HttpLimits) -> None:
+        logging.getLogger("uvicorn.error").addFilter(_limit_of_lines)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=HttpProtocol,
+                http=functools.partial(HttpProtocol, limits),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -88,7 +44,7 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 backlog=BACKLOG,
-                timeout_keep_alive=75,
+                timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=math.ceil(patience_s),
             )
         )

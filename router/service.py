@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from tandem.engine.config import RouterOptions
-from tandem.engine.errors import OverloadedError, TandemError, UnavailableError
-from tandem.engine.generation_config import SamplingDefaults
 from tandem.engine.errors import NoNodeError, OverloadedError, TandemError, UnavailableError
+from tandem.engine.generation_config import SamplingDefaults
 from tandem.engine.messages import Accepted, Cancel, Cancelled, Migrated, PromptLogprobs, RequestFailed, Tokens
 from tandem.engine.process_log import RateLimited
 from tandem.router.api_keys import Tenant

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-import contextlib
 import math
 import os
 import secrets
@@ -13,11 +11,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from functools import partial
-
-import msgspec
-import zmq
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import UnavailableError
@@ -31,9 +25,10 @@ from tandem.router.api_keys import ApiKeys
 from tandem.router.app import make_app
 from tandem.router.cluster import Cluster
 from tandem.router.discovery import NodeDiscovery
+from tandem.router.http_protocol import HttpLimits
 from tandem.router.metrics import RouterMetrics
 from tandem.router.privacy import Privacy
-from tandem.router.server import Server
+from tandem.router.server import Server, max_connections
 from tandem.router.service import CompletionService
 from tandem.router.siblings import Seat, Siblings
 from tandem.router.tokenizer import Tokenizer
@@ -96,7 +91,7 @@ class Worker:
         )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
-        self._server = server = Server(make_app(service, self._api_keys), last_resort_s)
+        self._server = server = Server(make_app(service, self._api_keys), last_resort_s, self._http_limits())
         for address in self._options.nodes:
             cluster.add(address)
         tasks = [watched_task(self._tick(server, on_beat), "tick")]
@@ -113,6 +108,11 @@ class Worker:
             cluster.close()
             if siblings is not None:
                 siblings.close()
+
+    def _http_limits(self) -> HttpLimits:
+        options = self._options
+        most = options.max_connections or max_connections()
+        return HttpLimits(most, options.http_header_s, options.http_body_s, options.http_keep_alive_s)
 
     async def _tick(self, server: Server, on_beat: Callable[[], None]) -> None:
         timeouts, next_beat, stopping_since = self._options.timeouts, 0.0, math.inf
