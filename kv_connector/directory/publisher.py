@@ -18,6 +18,8 @@ import redis
 from redis.client import Pipeline
 
 from tandem.engine.interfaces import BlockEvent
+from tandem.engine.process_log import RateLimited
+from tandem.engine.watched import watched_thread
 from tandem.kv_connector.directory.outage import Outage
 from tandem.kv_connector.directory.own_view import OwnView
 from tandem.kv_connector.directory.records import (
@@ -30,9 +32,10 @@ from tandem.kv_connector.directory.records import (
     encode,
     split_hashes,
 )
-from tandem.kv_connector.directory.servers import RedisServers
+from tandem.kv_connector.directory.servers import RedisServers, is_wrong_type
 
 log = logging.getLogger(__name__)
+once = RateLimited(log, repeat_s=3600.0)  # what is wrong in Redis stays so until somebody takes it out
 
 FLUSH_S = 0.01  # pending events are gathered this long into one batch
 MAX_BACKOFF_S = 1.0
@@ -73,7 +76,7 @@ class RedisPublisher:
         self._connected = False
         self._servers = RedisServers(url, self._times.io_timeout_s)
         self._outage = Outage()
-        self._thread = threading.Thread(target=self._run, name="tandem-directory", daemon=True)
+        self._thread = watched_thread(self._run, "tandem-directory")
         self._thread.start()
 
     def publish(self, events: Sequence[BlockEvent]) -> None:
@@ -112,7 +115,8 @@ class RedisPublisher:
                         error,
                     )
                 self._connected = False
-                self._servers.disconnect()
+                with contextlib.suppress(*REDIS_ERRORS):
+                    self._servers.disconnect()
                 with self._lock:
                     self._view.publish_all_again()
                 self._pause(backoff_s)
@@ -164,9 +168,19 @@ class RedisPublisher:
                 pipe.pexpire(key, ttl_ms)
             pipe.get(keys.sequence(record.owner))
             stored_sequence = pipe.execute()[-1]
-        self._servers.client_for(keys.nodes).sadd(keys.nodes, record.node_id)
+        self._register()
         if int(stored_sequence or 0) != self._view.sequence:
             self._start_over()
+
+    def _register(self) -> None:
+        keys = self._keys
+        try:
+            self._servers.client_for(keys.nodes).sadd(keys.nodes, self._record.node_id)
+        except redis.ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            once.error("directory: %s is not a set: this node is found by what it announces alone", keys.nodes)
+            self._client().publish(keys.events, encode(NodeUp(record=self._record)))
 
     def _flush(self) -> None:
         with self._lock:

@@ -2,7 +2,8 @@
 
 The task subscribes first and reads snapshots after, on another connection, while the stream waits in the socket;
 batches that a snapshot already contains are recognised by their sequence. Nothing here raises into the router:
-without Redis the mirror serves what it last knew.
+without Redis the mirror serves what it last knew. Whatever somebody wrote into Redis that is no record of ours costs
+that record alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 
-from redis import RedisError
+from redis import RedisError, ResponseError
 from redis.asyncio.client import PubSub
 
 from tandem.engine.errors import DecodeError
+from tandem.engine.process_log import RateLimited
 from tandem.engine.watched import lasting_task
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
@@ -24,6 +26,7 @@ from tandem.kv_connector.directory.outage import Outage
 from tandem.kv_connector.directory.records import (
     TIERS,
     Batch,
+    DirectoryEvent,
     KeySpace,
     NodeLeft,
     NodeRecord,
@@ -32,9 +35,10 @@ from tandem.kv_connector.directory.records import (
     decode_event,
     decode_record,
 )
-from tandem.kv_connector.directory.servers import AsyncRedisServers
+from tandem.kv_connector.directory.servers import AsyncRedisServers, is_wrong_type
 
 log = logging.getLogger(__name__)
+once = RateLimited(log, repeat_s=3600.0)  # what is wrong in Redis stays so until somebody takes it out
 
 SWEEP_S = 1.0  # leases are read this often besides the stream's announcements
 CHECK_S = 5.0  # what should have been heard by now is compared with what was
@@ -153,11 +157,20 @@ class RedisDirectory:
         self._outage.over()
 
     async def _take(self, data: bytes) -> None:
+        event: DirectoryEvent | None = None
         try:
             event = decode_event(data)
+            await self._note(event)
         except DecodeError as error:
-            log.warning("directory: a message on %s can't be read: %s", self._keys.events, error)
-            return
+            once.warning("directory: a message on %s can't be read: %s", self._keys.events, error)
+        except REDIS_ERRORS:
+            raise
+        except Exception:  # costs this message; an owner that it was of is read anew
+            once.exception("directory: a message on %s can't be taken in", self._keys.events)
+            if isinstance(event, Batch) and event.owner in self.mirror.owners():
+                self.mirror.distrust(event.owner)
+
+    async def _note(self, event: DirectoryEvent) -> None:
         if isinstance(event, NodeUp):
             self._found(self._discovery.up(event.record, time.monotonic()))
         elif isinstance(event, NodeLeft):
@@ -169,20 +182,37 @@ class RedisDirectory:
         """A batch that can't be applied: of a node not met yet, if its lease says so. Known owners get a snapshot."""
         if batch.owner in self.mirror.owners():
             return
-        packed = await self._servers.client.get(self._keys.node(batch.node_id))
-        record = self._decode(packed) if packed else None
+        (packed,) = await self._servers.get_many([self._keys.node(batch.node_id)])
+        record = self._decode(batch.node_id, packed) if packed else None
         if record is not None and record.epoch == batch.epoch:
             self._found(self._discovery.up(record, time.monotonic()))
 
     async def _sweep(self) -> None:
-        names = sorted(_text(name) for name in await self._servers.client.smembers(self._keys.nodes))
+        names = await self._names()
         leases = await self._servers.get_many([self._keys.node(name) for name in names])
         expired = [name for name, lease in zip(names, leases, strict=True) if lease is None]
         if expired:
             # A node that returns adds itself again with its next heartbeat.
             await self._servers.client.srem(self._keys.nodes, *expired)
-        present = [record for lease in leases if lease and (record := self._decode(lease)) is not None]
+        found = [self._decode(name, lease) for name, lease in zip(names, leases, strict=True) if lease]
+        present = [record for record in found if record is not None]
         self._found(self._discovery.observe(present, time.monotonic()))
+
+    async def _names(self) -> list[str]:
+        try:
+            members = await self._servers.client.smembers(self._keys.nodes)
+        except ResponseError as error:
+            if not is_wrong_type(error):
+                raise
+            once.error("directory: %s is not a set: nodes are found by what they announce alone", self._keys.nodes)
+            return sorted(self._discovery.records)
+        names = []
+        for member in members:
+            try:
+                names.append(_raw(member).decode())
+            except UnicodeDecodeError:
+                once.warning("directory: %s names %r, which is no node", self._keys.nodes, member[:100], key=member)
+        return sorted(names)
 
     async def _check_sequences(self, now: float) -> None:
         """A gap shows with the next batch, a loss of the last one only here: a cluster's bus may lose messages."""
@@ -193,12 +223,25 @@ class RedisDirectory:
         stored = await self._servers.get_many([self._keys.sequence(owner) for owner in owners])
         before, self._should_have = self._should_have, {}
         for owner, sequence in zip(owners, stored, strict=True):
-            self._should_have[owner] = int(sequence or 0)
+            try:
+                self._should_have[owner] = int(sequence or 0)
+            except ValueError:
+                once.warning("directory: the sequence of %s is no number", owner[0], key=("sequence", owner[0]))
+                continue
             if before.get(owner, 0) > self.mirror.sequence(owner):
                 log.warning("directory: a message of %s was lost; taking a snapshot", owner[0])
                 self.mirror.distrust(owner)
 
     async def _snapshot(self, owner: Owner) -> None:
+        try:
+            await self._load(owner)
+        except (ResponseError, ValueError) as error:
+            if isinstance(error, ResponseError) and not is_wrong_type(error):
+                raise
+            once.warning("directory: the blocks of %s can't be read: %s", owner[0], error, key=("blocks", owner[0]))
+            self.mirror.await_reset(owner)
+
+    async def _load(self, owner: Owner) -> None:
         stored_sequence = await self._servers.client.get(self._keys.sequence(owner))
         if stored_sequence is None:
             # Redis lost it, or it is not published yet: a reset is on its way, the old entries serve on.
@@ -220,18 +263,14 @@ class RedisDirectory:
             if not change.is_address_taken:
                 self._changes.put_nowait(change)
 
-    def _decode(self, packed: bytes | str) -> NodeRecord | None:
+    def _decode(self, name: str, packed: bytes | str) -> NodeRecord | None:
         try:
             return decode_record(_raw(packed))
         except DecodeError as error:
-            log.warning("directory: a node record can't be read: %s", error)
+            once.warning("directory: the record of %r can't be read: %s", name[:100], error, key=("record", name))
             return None
 
 
 def _raw(value: bytes | str) -> bytes:
     """The client's types allow str; it answers bytes unless a URL asks it to decode."""
     return value if isinstance(value, bytes) else value.encode()
-
-
-def _text(value: bytes | str) -> str:
-    return _raw(value).decode()

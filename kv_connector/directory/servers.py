@@ -45,6 +45,11 @@ SENTINEL_OPTION = "sentinel_"
 BEGINNING = re.compile(r"(?P<scheme>[a-z+]+)://(?P<netloc>[^/?#]*)")
 
 
+def is_wrong_type(error: redis.ResponseError) -> bool:
+    """Somebody keeps something else under a name of ours. Other errors are the server's, and may pass."""
+    return str(error).startswith("WRONGTYPE")
+
+
 @dataclass(frozen=True)
 class RedisAddress:
     """A parsed URL. `options` are keyword arguments of connections; for a single server they name it too."""

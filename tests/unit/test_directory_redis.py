@@ -16,7 +16,16 @@ from redis_process import RedisProcess, running_redis
 from tandem.engine.interfaces import BlockEvent
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
-from tandem.kv_connector.directory.records import Batch, KeySpace, NodeLoad, NodeRecord, decode_event, decode_record
+from tandem.kv_connector.directory.records import (
+    Batch,
+    KeySpace,
+    NodeLoad,
+    NodeRecord,
+    TierChange,
+    decode_event,
+    decode_record,
+    encode,
+)
 
 TIMES = PublisherTimes(heartbeat_s=0.2, lease_s=10.0, io_timeout_s=2.0)
 
@@ -330,3 +339,70 @@ async def test_rubbish_on_the_stream_is_ignored(server: RedisProcess) -> None:
             await soon(lambda: directory.longest_prefix(hashes(1)) == {("decode-1", 1): 1})
             await soon(lambda: not client.sismember(keys.nodes, "long gone"))
             assert len(directory.records()) == 1
+
+
+async def test_names_that_are_no_text_are_passed_over_and_said_once(server: RedisProcess, caplog) -> None:
+    client, keys = server.client(), KeySpace("t")
+    client.sadd(keys.nodes, b"\xff\xfe", b"\xc3")
+    async with reading(server.url) as directory:
+        with publishing(server.url):
+            await soon(lambda: [node.node_id for node in directory.records()] == ["decode-1"])
+            assert directory.connected
+        await soon(lambda: not directory.records())
+    assert caplog.text.count("which is no node") == 2
+
+
+async def test_nodes_are_found_beside_a_key_of_another_type(server: RedisProcess, caplog) -> None:
+    client, keys = server.client(), KeySpace("t")
+    client.set(keys.nodes, "not a set")
+    async with reading(server.url) as early:
+        with publishing(server.url) as publisher:
+            publisher.publish(stored(1))
+            await soon(lambda: early.longest_prefix(hashes(1)) == {("decode-1", 1): 1})
+            async with reading(server.url) as late:
+                await soon(lambda: [node.node_id for node in late.records()] == ["decode-1"])
+                client.delete(keys.nodes)
+                await soon(lambda: client.type(keys.nodes) == b"set")
+            assert early.connected
+    assert caplog.text.count("is not a set") == 2, "each reader says it once"
+
+
+@pytest.mark.parametrize("kind", ["sequence", "sequence of another type", "blocks", "blocks of another type"])
+async def test_odd_records_of_one_node_cost_that_node_its_prefixes(server: RedisProcess, kind: str) -> None:
+    client, keys, odd, good = server.client(), KeySpace("t"), ("odd", 5), ("decode-1", 1)
+    client.sadd(keys.nodes, "odd")
+    client.set(keys.node("odd"), encode(record("odd", 5)))
+    client.set(keys.sequence(odd), "nonsense" if kind == "sequence" else "1")
+    if kind == "sequence of another type":
+        client.delete(keys.sequence(odd))
+        client.rpush(keys.sequence(odd), "1")
+    elif kind == "blocks":
+        client.sadd(keys.blocks(odd, "gpu"), b"too short")
+    elif kind == "blocks of another type":
+        client.set(keys.blocks(odd, "gpu"), "no set")
+    with publishing(server.url) as publisher:
+        publisher.publish(stored(1, 2))
+        async with reading(server.url, check_s=0.1) as directory:
+            await soon(lambda: directory.longest_prefix(hashes(1, 2)) == {good: 2})
+            assert {node.node_id for node in directory.records()} == {"odd", "decode-1"}
+            publisher.publish(stored(3))
+            await soon(lambda: directory.longest_prefix(hashes(1, 2, 3)) == {good: 3})
+            assert directory.connected
+
+
+async def test_a_message_that_cannot_be_taken_in_costs_its_owner_a_snapshot(server: RedisProcess) -> None:
+    owner, keys = ("decode-1", 1), KeySpace("t")
+    async with reading(server.url) as directory:
+        with publishing(server.url) as publisher:
+            publisher.publish(stored(1))
+            await soon(lambda: directory.longest_prefix(hashes(1)) == {owner: 1})
+            change = TierChange("gpu", stored=b"no whole hash")
+            next_one = directory.mirror.sequence(owner) + 1
+            forged = Batch(node_id="decode-1", epoch=1, generation=1, sequence=next_one, reset=False, changes=(change,))
+            num_snapshots = directory.num_snapshots
+            server.client().publish(keys.events, encode(forged))
+            await soon(lambda: directory.num_snapshots > num_snapshots)
+            assert directory.longest_prefix(hashes(1)) == {owner: 1}
+            publisher.publish(stored(2))
+            await soon(lambda: directory.longest_prefix(hashes(1, 2)) == {owner: 2})
+            directory.mirror.check_integrity()

@@ -37,7 +37,6 @@ ALLOWED = {
 UNWATCHED = {
     "engine/control_plane.py": "the thread of messages",
     "engine/parallel/ranks.py": "the watcher of ranks",
-    "kv_connector/directory/publisher.py": "the publisher of blocks and leases",
     "kv_connector/fence.py": "the watcher of processes",
     "kv_connector/tiers/host_blocks.py": "touching a host tier's pages",
     "kv_connector/tiers/job_thread.py": "jobs of the tiers",
