@@ -24,6 +24,7 @@ from tandem.deploy.options import (
     from_command_line,
 )
 from tandem.engine.config import NodeOptions, RouterOptions, Timeouts
+from tandem.engine.descriptors import raise_descriptor_limit
 from tandem.engine.errors import ConfigError
 from tandem.engine.version import version
 
@@ -39,6 +40,7 @@ TRACES_HELP = "in Mooncake's format; against --url, or against simulated nodes"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code: 0, 1 when it failed, 2 for a bad flag, file or folder."""
     parsed = make_parser().parse_args(arguments)
+    raise_descriptor_limit()
     try:
         return parsed.run(parsed)
     except ConfigError as error:

@@ -41,7 +41,8 @@ def plan_single_node(values: Mapping[str, Any]) -> list[ChildPlan]:
 
 
 def plan_cluster(values: Mapping[str, Any], redis_url: str) -> list[ChildPlan]:
-    """Prefill and decode nodes and a router that discovers them through Redis. Raises ConfigError."""
+    """Prefill and decode nodes and a router that discovers them through Redis. It is given their addresses, too: when
+    started again while Redis does not answer, it would find nobody. Raises ConfigError."""
     if values.get("transport") == "local":
         raise ConfigError(
             "--transport local moves KV inside one process, and these nodes are processes of their own: choose auto, "
@@ -49,7 +50,9 @@ def plan_cluster(values: Mapping[str, Any], redis_url: str) -> list[ChildPlan]:
         )
     roles = ["prefill"] * values["prefill"] + ["decode"] * values["decode"]
     shared = {**values, "redis_url": redis_url}
-    return [*_plan_nodes(roles, shared), _child("router", ROUTER, "router", ROUTER_OPTIONS, shared)]
+    nodes = _plan_nodes(roles, shared)
+    names = tuple(node.name for node in nodes)
+    return [*nodes, _child("router", ROUTER, "router", ROUTER_OPTIONS, shared, connects_to=names)]
 
 
 def _plan_nodes(roles: list[str], values: Mapping[str, Any]) -> list[ChildPlan]:

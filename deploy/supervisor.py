@@ -22,6 +22,7 @@ MAX_BACKOFF_S = 10.0
 QUICK_FAILURE_S = 10.0  # a child that served for less counts as failed quickly
 MAX_QUICK_FAILURES = 5  # in a row
 START_TIMEOUT_S = 1200.0  # loading a large model from cold storage takes minutes
+ROUTER_NAME = "router"
 STOP_MARGIN_S = 10.0  # beyond drain_s, for children to come down
 
 
@@ -90,7 +91,7 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """`peer_lost_s`: silence of a ready child that gets it killed. `exit_code` holds once `phase` is ENDED."""
+    """`peer_lost_s`: silence of a ready node that gets it killed. `exit_code` holds once `phase` is ENDED."""
 
     peer_lost_s: float
     drain_s: float
@@ -120,8 +121,8 @@ class Supervisor:
                 actions.append(Start(child.name))
             elif child.state is ChildState.STARTING and now - child.started_at > START_TIMEOUT_S:
                 actions.append(self._kill(child, f"not ready within {START_TIMEOUT_S:g} s"))
-            elif child.state is ChildState.READY and now - child.last_beat > self.peer_lost_s:
-                actions.append(self._kill(child, f"silent for {self.peer_lost_s:g} s"))
+            elif child.state is ChildState.READY and now - child.last_beat > (most_s := self._silence_s(child)):
+                actions.append(self._kill(child, f"silent for {most_s:g} s"))
         return actions
 
     def ready(self, name: str, now: float) -> list[Action]:
@@ -165,6 +166,11 @@ class Supervisor:
         return self._kill_all("stopped twice", now)
 
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _silence_s(self, child: Child) -> float:
+        """A router that is starved of its cores is late, and killing it ends every request: it gets the time that the
+        workers of a router of several processes get."""
+        return self.peer_lost_s * (4 if child.name == ROUTER_NAME else 1)
 
     def _stage_open(self, stage: int) -> bool:
         return all(child.was_ready for child in self.children.values() if child.stage < stage)

@@ -259,6 +259,7 @@ def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
     plans = plan_cluster({"model": "m", "prefill": 2, "decode": 1, "device": "cpu"}, "redis://r/0")
     assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
     assert all(plan.environment == {"TANDEM_REDIS_URL": "redis://r/0"} for plan in plans)
+    assert plans[-1].connects_to == ("prefill-0", "prefill-1", "decode-0"), "the router needs no Redis to find them"
 
 
 def test_processes_are_not_given_a_transport_within_one() -> None:

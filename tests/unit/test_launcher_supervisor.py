@@ -154,6 +154,14 @@ def test_who_was_ready_once_is_tried_again_though_it_fails_before_it_is(supervis
     assert supervisor.phase is Phase.RUNNING
 
 
+def test_a_router_that_is_starved_gets_more_time_than_a_node(supervisor: Supervisor) -> None:
+    bring_up(supervisor)
+    assert run_quietly(supervisor, 0, 4 * LOST_S, beating=("prefill", "decode")) == []
+    assert run_quietly(supervisor, 4 * LOST_S, 5 * LOST_S, beating=("prefill", "decode")) == [
+        Kill("router", "silent for 20 s")
+    ]
+
+
 def test_a_silent_node_is_killed_once_and_started_again(supervisor: Supervisor) -> None:
     bring_up(supervisor)
     actions = run_quietly(supervisor, 0, LOST_S + 3, beating=("prefill", "router"))

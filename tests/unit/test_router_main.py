@@ -98,6 +98,12 @@ def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode)
         assert "uvicorn" not in said
 
 
+def test_with_given_nodes_it_serves_while_redis_is_away(folder: Path, node: StandInNode) -> None:
+    with RouterProcess(folder, nodes=[node.address], redis_url="redis://127.0.0.1:1") as router:
+        url = router.url()
+        wait_until(lambda: ready(url), "the router to be ready")
+
+
 def test_a_folder_without_tokenizer_ends_it(tmp_path: Path) -> None:
     with RouterProcess(tmp_path, workers=2) as router:
         _, errors = router.process.communicate(timeout=PATIENCE_S)
