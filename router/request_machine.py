@@ -16,7 +16,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.engine.errors import DeadlineError, NodeFailedError, NoNodeError, TandemError
-from tandem.engine.messages import Accepted, Cancelled, PromptLogprobs, RequestFailed, TokenDelta
+from tandem.engine.messages import Accepted, Cancelled, Migrated, PromptLogprobs, RequestFailed, TokenDelta
 from tandem.router.placement import NodeKey, Placement, node_key
 from tandem.router.request_actions import Action, EmitPromptLogprobs, EmitTokens, Place, Send
 from tandem.router.request_moves import RequestMoves, contradicts
@@ -47,6 +47,20 @@ class RequestMachine(RequestMoves):
         decode = msgspec.structs.replace(base, mode="decode", peer=placement.prefill)
         prefill = msgspec.structs.replace(computes, mode="prefill", peer=placement.primary)
         return [Send(attempt.primary, decode), Send(attempt.prefill, prefill)]
+
+    def answered(
+        self, node: NodeKey, message: Accepted | PromptLogprobs | RequestFailed | Cancelled | Migrated, now: float
+    ) -> list[Action]:
+        """Whatever a node says about this request besides tokens."""
+        if isinstance(message, Accepted):
+            return self.accepted(node, message, now)
+        if isinstance(message, PromptLogprobs):
+            return self.prompt_logprobs(node, message)
+        if isinstance(message, RequestFailed):
+            return self.request_failed(node, message, now)
+        if isinstance(message, Migrated):
+            return self.migrated(node, message, now)
+        return self.cancelled(node, message)
 
     def accepted(self, node: NodeKey, message: Accepted, now: float) -> list[Action]:
         attempt = self._current(node, message.request_id, message.attempt)

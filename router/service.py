@@ -14,6 +14,7 @@ from tandem.engine.config import RouterOptions
 from tandem.engine.errors import NoNodeError, OverloadedError, TandemError, UnavailableError
 from tandem.engine.generation_config import SamplingDefaults
 from tandem.engine.messages import Accepted, Cancel, Cancelled, Migrated, PromptLogprobs, RequestFailed, Tokens
+from tandem.engine.messages import Cancel, Tokens
 from tandem.engine.process_log import RateLimited
 from tandem.router.api_keys import Tenant
 from tandem.router.cluster import Cluster
@@ -25,6 +26,7 @@ from tandem.router.node_link import RequestMessage
 from tandem.router.openai_api import CompletionBody, parse_body, parse_prompts
 from tandem.router.orphans import Orphans, Work
 from tandem.router.placement import Choice, NodeKey, PlacementRequest
+from tandem.router.placing import find_nodes
 from tandem.router.privacy import Privacy
 from tandem.router.prompt_encoder import PromptEncoder
 from tandem.router.request_actions import (
@@ -37,7 +39,6 @@ from tandem.router.request_actions import (
     Place,
     Send,
 )
-from tandem.router.request_machine import RequestMachine
 from tandem.router.token_times import TokenTimes
 from tandem.router.tokenizer import Tokenizer
 
@@ -133,10 +134,7 @@ class CompletionService:
     def tick(self) -> None:
         """Each part, and each request, by itself: deadlines hold whatever else fails."""
         now = self._clock()
-        try:
-            self.cluster.tick(now)
-        except Exception:
-            repeated.exception("a tick of the nodes failed")
+        self._try("the nodes", self.cluster.tick, now)
         for generation in list(self._active):
             try:
                 actions = generation.machine.tick(now)
@@ -144,10 +142,14 @@ class CompletionService:
                     self._carry_out(generation, actions)
             except Exception:
                 self._give_up(generation)
+        self._try("migrations", self._migrations.tick, self._active, now)
+
+    @staticmethod
+    def _try(what: str, tick: Callable[..., None], *arguments: object) -> None:
         try:
-            self._migrations.tick(self._active, now)
+            tick(*arguments)
         except Exception:
-            repeated.exception("a tick of the migrations failed")
+            repeated.exception("a tick of %s failed", what)
 
     def check_integrity(self) -> None:
         for generation in self._active:
@@ -166,7 +168,7 @@ class CompletionService:
         generation = self._by_id.get(message.request_id)
         if generation is not None:
             try:
-                self._carry_out(generation, self._answer(generation.machine, node, message, now))
+                self._carry_out(generation, generation.machine.answered(node, message, now))
             except Exception:
                 self._give_up(generation)
 
@@ -187,23 +189,6 @@ class CompletionService:
             except Exception:
                 self._give_up(generation)
         self._times.end()
-
-    @staticmethod
-    def _answer(
-        machine: RequestMachine,
-        node: NodeKey,
-        message: Accepted | PromptLogprobs | RequestFailed | Cancelled | Migrated,
-        now: float,
-    ) -> list[Action]:
-        if isinstance(message, Accepted):
-            return machine.accepted(node, message, now)
-        if isinstance(message, PromptLogprobs):
-            return machine.prompt_logprobs(node, message)
-        if isinstance(message, RequestFailed):
-            return machine.request_failed(node, message, now)
-        if isinstance(message, Migrated):
-            return machine.migrated(node, message, now)
-        return machine.cancelled(node, message)
 
     def _on_up(self, node: NodeKey) -> None:
         """A node whose connection broke, and that lives, must not go on with attempts that were given up."""
@@ -301,23 +286,8 @@ class CompletionService:
             self._waiting[request_id] = generation
 
     def _find_nodes(self, generation: Generation, request_id: str) -> bool:
-        if not any(view.usable for view in self.cluster.serving()):
-            return False
-        machine = generation.machine
-        prompt = machine.prompt_of(request_id)
-        spec = machine.spec
-        hashes = self.cluster.hash_prompt(prompt, spec.secrecy)
-        num_done = len(prompt) - len(spec.prompt_token_ids)
-        request = PlacementRequest(
-            num_prompt_tokens=len(prompt),
-            max_tokens=spec.sampling.max_tokens - num_done,
-            num_samples=len(machine.live[request_id].sample_indices),
-            prompt_logprobs=machine.wants_prompt_logprobs(),
-            avoid=machine.nodes_to_avoid(request_id),
-            session=spec.session,
-        )
-        now = self._clock()
-        placement = self.cluster.place(request, hashes if spec.use_prefix_cache else [], now)
+        machine, now = generation.machine, self._clock()
+        placement = find_nodes(self.cluster, machine, request_id, now)
         if placement is None:
             return False
         is_first = machine.live[request_id].number == 1

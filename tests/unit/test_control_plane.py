@@ -245,6 +245,21 @@ def test_a_stopped_node_is_lost_to_its_source(make: Callable[..., Plane]) -> Non
     assert source.of(PeerLost)[0].peer_id == sink.peer_id
 
 
+def test_the_last_words_of_a_drained_node_say_so(
+    make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]
+) -> None:
+    """Without a ping in between: nothing was left to finish, so that it ends at once."""
+    node = make("node")
+    socket = dial(node)
+    assert isinstance(ask(socket, hello()), Welcome)
+    node.control.status = Status(node_id="node", epoch=1, draining=True)
+    node.stop()
+    assert socket.poll(5000), "it said nothing"
+    last = wire.decode_from_node(socket.recv())
+    assert isinstance(last, Status)
+    assert last.draining
+
+
 def test_a_new_life_ends_the_old_one(make: Callable[..., Plane], dial: Callable[[Plane], zmq.Socket]) -> None:
     node = make("node")
     old, new = dial(node), dial(node)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,13 +47,18 @@ def node() -> Iterator[StandInNode]:
 
 
 class RouterProcess:
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, descriptors: int = 0, **options: Any) -> None:
+        """`descriptors`: how many it may have; 0: as many as the test."""
         read_end, write_end = os.pipe()
         given = {"model": str(folder), "ready_fd": write_end, **options}
         script = folder / "main.py"
         script.write_text(MAIN)
+        limit = f"ulimit -n {descriptors}; " if descriptors else ""
         self.process = subprocess.Popen(
-            [sys.executable, str(script), json.dumps(given)], pass_fds=[write_end], stderr=subprocess.PIPE, text=True
+            ["sh", "-c", f'{limit}exec "$0" "$@"', sys.executable, str(script), json.dumps(given)],
+            pass_fds=[write_end],
+            stderr=subprocess.PIPE,
+            text=True,
         )
         os.close(write_end)
         self._ready = os.fdopen(read_end)
@@ -96,6 +102,30 @@ def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode)
             r"^\d{4}-\d\d-\d\d .* INFO tandem\.router\.node_link: node .* is up at tcp:", said, re.MULTILINE
         )
         assert "uvicorn" not in said
+
+
+def test_clients_that_only_connect_leave_descriptors_for_a_node_that_restarts(folder: Path, node: StandInNode) -> None:
+    other = StandInNode(vocab_size=VOCAB_SIZE).start()
+    with RouterProcess(folder, descriptors=128, nodes=[node.address, other.address], workers=1) as router:
+        url = router.url()
+        with httpx.Client(base_url=url) as client:
+            wait_until(lambda: client.get("/ready").status_code == 200, "the router to be ready")
+            place = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+            idle = [socket.create_connection(place) for _ in range(228)]
+            other.stop()
+            second = StandInNode(vocab_size=VOCAB_SIZE, port=other.port).start()
+            wait_until(lambda: bool(second.hellos), "the node that came again", 30)
+            node.draining = True
+
+            def is_served() -> bool:
+                return client.post("/v1/completions", json={"prompt": "the fox", "max_tokens": 2}).status_code == 200
+
+            wait_until(lambda: is_served() and bool(second.submits), "a request on it", 30)
+            for each in idle:
+                each.close()
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(20) == 0
+        second.stop()
 
 
 def test_with_given_nodes_it_serves_while_redis_is_away(folder: Path, node: StandInNode) -> None:
