@@ -6,12 +6,13 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from router_in_thread import RouterInThread, wait_until
+from router_in_thread import FAST, RouterInThread, wait_until
 from router_nodes import PROMPT, Nodes, addresses, output, stream_events
 
 from tandem.engine.descriptors import descriptor_limit
@@ -142,7 +143,7 @@ def test_requests_sent_at_once_are_all_answered_after_the_end(folder: Path, node
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_closes_altogether_is_noticed(folder: Path, nodes: Nodes, stream: bool) -> None:
     node = nodes.start(hold_tokens=True)
-    with RouterInThread(folder, addresses(node)) as router:
+    with RouterInThread(folder, addresses(node), timeouts=replace(FAST, request_s=600.0)) as router:
         router.wait_ready()
         with connected(router) as sock:
             sock.sendall(request(max_tokens=100, stream=stream))

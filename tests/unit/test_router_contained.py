@@ -87,6 +87,9 @@ def test_deadlines_hold_beside_a_connection_that_fails_at_each_tick(folder: Path
         assert (status, error["code"]) == (504, "deadline_exceeded")
         node.hold_tokens = False
         assert status_of(router)[0] == 200
+        link = router.worker.service.cluster._links[node.address]
+        pings = link.ping_sequence
+        wait_until(lambda: link.ping_sequence > pings, "a heartbeat of the connection behind the one that fails")
 
 
 def test_a_request_that_fails_inside_the_router_ends_alone(folder: Path, nodes: Nodes, monkeypatch) -> None:
