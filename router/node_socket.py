@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import Callable
 
 import zmq
@@ -20,6 +21,8 @@ EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED[0] | FA
 # A connection takes three of a context's sockets: itself, and both ends of its monitor. This is enough for 5,000 nodes,
 # ZMQ's own limit of 1,023 for 341.
 MAX_SOCKETS = 16_384
+
+_numbers = itertools.count()
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -47,7 +50,7 @@ class NodeSocket:
         self._monitor: zmq.Socket[bytes] | None = None
         self._socket: zmq.Socket[bytes] | None = context.socket(zmq.DEALER)
         try:
-            self._set_up(self._socket, address, identity, keys)
+            self._set_up(context, self._socket, address, identity, keys)
             for socket, callback in ((self._socket, on_readable), (self._monitor, on_event)):
                 assert socket is not None
                 descriptor = socket.fileno()
@@ -57,14 +60,25 @@ class NodeSocket:
             self.close(linger_ms=0)
             raise
 
-    def _set_up(self, socket: zmq.Socket[bytes], address: str, identity: bytes, keys: ClusterKeys) -> None:
+    def _set_up(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        address: str,
+        identity: bytes,
+        keys: ClusterKeys,
+    ) -> None:
         socket.setsockopt(zmq.IDENTITY, identity)
         for option, value in ((zmq.SNDHWM, 0), (zmq.RCVHWM, 0), (zmq.RECONNECT_IVL_MAX, 1000)):
             socket.setsockopt(option, value)
         if keys.curve:
             socket.curve_publickey, socket.curve_secretkey = keys.curve_keypair("client")
             socket.curve_serverkey = keys.curve_keypair("server")[0]
-        self._monitor = socket.get_monitor_socket(EVENTS)
+        # Not `get_monitor_socket`, which loses its socket when it has no descriptor to connect it with.
+        events_at = f"inproc://monitor-{next(_numbers)}"
+        socket.monitor(events_at, EVENTS)
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.connect(events_at)
         socket.connect(address)
 
     def send(self, payload: bytes) -> bool:
