@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import NoNodeError, OverloadedError, TandemError, UnavailableError
 from tandem.engine.generation_config import SamplingDefaults
-from tandem.engine.messages import Accepted, Cancel, Cancelled, Migrated, PromptLogprobs, RequestFailed, Tokens
 from tandem.engine.messages import Cancel, Tokens
 from tandem.engine.process_log import RateLimited
 from tandem.router.api_keys import Tenant

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from tandem.engine.config import RouterOptions
 from tandem.engine.errors import UnavailableError

@@ -72,7 +72,7 @@ async def test_the_last_words_of_a_node_that_ends_are_heard() -> None:
         await soon(lambda: heard.events == ["up"], "the node to be up")
         node.say(identity, *(Tokens(deltas=(TokenDelta("r", 0, 0, index, (7,)),)) for index in range(300)))
         node.end()
-        assert link._monitor.poll(int(PATIENCE_S * 1000)), "the end of the connection was not seen"
+        assert link._socket._monitor.poll(int(PATIENCE_S * 1000)), "the end of the connection was not seen"
         link._read_monitor()
         assert heard.events[1:] == [*(f"token {index}" for index in range(300)), "lost: the connection broke"]
     finally:
