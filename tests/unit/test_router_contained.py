@@ -36,6 +36,7 @@ BAD_ADDRESSES = [
     "tcp://a\0b:1",
 ]
 NO_ONE = "tcp://127.0.0.1:1"
+IMPATIENT = Timeouts(heartbeat_s=0.05, peer_lost_s=1.0, connect_s=1.0, resend_s=0.1, request_s=600.0, drain_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ def test_another_key_is_said_and_counted(folder: Path, nodes: Nodes, tmp_path: P
 
 
 def test_a_node_that_does_not_answer_is_named(folder: Path, caplog) -> None:
-    with RouterInThread(folder, (NO_ONE,)) as router:
+    with RouterInThread(folder, (NO_ONE,), timeouts=IMPATIENT) as router:
         wait_until(lambda: f"no node answers at {NO_ONE}" in caplog.text, "the line")
         assert f"{NO_ONE} does not answer" in router.client.get("/ready").json()["error"]["message"]
 
@@ -253,7 +254,7 @@ def test_a_node_that_drains_has_left_and_one_that_vanishes_is_lost(folder: Path,
 
 def test_without_a_role_the_error_names_it_and_says_when_to_come_back(folder: Path, nodes: Nodes) -> None:
     prefill, decode = nodes.start("prefill"), nodes.start("decode")
-    with RouterInThread(folder, addresses(prefill, decode)) as router:
+    with RouterInThread(folder, addresses(prefill, decode), timeouts=IMPATIENT) as router:
         router.wait_ready()
         decode.die()
         wait_until(lambda: len(router.worker.service.cluster.views) == 1, "the loss")
