@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.engine.errors import ConfigError
-from tandem.kernels.digest import BlockSums, block_digests
+from tandem.kernels.digest import SEGMENT_WORDS, BlockSums, block_digests
 from tandem.kv_connector.transports.base import PairSums
 from tandem.kv_connector.transports.cuda_ipc import CudaIpcHandle, fits, sum_blocks
 from tandem.kv_connector.transports.node_transports import make_transports
@@ -43,8 +43,25 @@ def test_every_memory_gets_its_heads(num_heads: tuple[int, int]) -> None:
     assert torch.equal(torch.cat(parts, 1), before)
 
 
-def test_digests_are_of_blocks_with_all_heads() -> None:
+def add_layers_eagerly(
+    self: BlockSums, pool_NHLPBD: torch.Tensor, listed_4N: torch.Tensor, layers: range | None
+) -> None:
+    """What the kernel behind `BlockSums.add_layers` does, on a CPU."""
+    words_NHLW = pool_NHLPBD.flatten(3).view(torch.int64)
+    _, heads, num_layers, layer_words = words_NHLW.shape
+    chosen = layers or range(num_layers)
+    at_HL = torch.arange(heads)[:, None] * num_layers + torch.arange(chosen.start, chosen.stop)
+    at_HLW = at_HL[..., None] * layer_words + torch.arange(layer_words)
+    keys_HLW2 = self.keys_S2[at_HLW // SEGMENT_WORDS]
+    first, second = ((self.table[i][at_HLW % SEGMENT_WORDS] ^ keys_HLW2[..., i]) | 1 for i in (0, 1))
+    for block, index in zip(listed_4N[0].tolist(), listed_4N[3].tolist(), strict=True):
+        words = words_NHLW[block, :, chosen.start : chosen.stop]
+        self.sums_N[index] += (words * first + (words >> 32) * second).sum()
+
+
+def test_digests_are_of_blocks_with_all_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here of whole blocks alone: what sums others is a kernel."""
+    monkeypatch.setattr(BlockSums, "add_layers", add_layers_eagerly)
     parts, source = [pool(2), pool(2)], pool(4)
     runs = (range(2), range(2, 4))
     mapping = SplitMapping([(heads, ShmMapping(part)) for heads, part in zip(runs, parts, strict=True)], sum_blocks)
