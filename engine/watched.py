@@ -27,12 +27,26 @@ GOOD_RUN_S = 30.0  # after which a failure counts as the first again
 OnFailure = Callable[[BaseException], object]
 
 
-def end_process(error: BaseException) -> None:
+def end_process(cause: BaseException | str) -> None:
     """At once, without finally clauses, which may wait for what has failed. Others clean up as after a SIGKILL."""
-    logger.critical("this process ends, so that it can be started again")
+    logger.critical("%s; this process ends, so that it can be started again", cause)
     logging.shutdown()
     sys.stderr.flush()
     os._exit(EXIT_FAULT)
+
+
+def end_with_any_thread() -> None:
+    """For a process none of whose threads can be spared: from here on an exception that leaves one ends it. Tests run
+    several nodes in one process, so nodes' threads are watched here and not one by one."""
+    threading.excepthook = _on_thread_exception
+
+
+def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is None or isinstance(args.exc_value, SystemExit):
+        return
+    name = "?" if args.thread is None else args.thread.name
+    logger.critical("thread %s failed", name, exc_info=args.exc_value)
+    end_process(args.exc_value)
 
 
 def log_only(error: BaseException) -> None:

@@ -28,7 +28,6 @@ from tandem.engine.control_sockets import advertised
 from tandem.engine.core import EngineCore
 from tandem.engine.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.errors import ConfigError, HandshakeError, TandemError
-from tandem.engine.fail_fast import end_with_any_thread
 from tandem.engine.interfaces import LowerTiers, NoTiers
 from tandem.engine.launcher_pipe import LauncherPipe
 from tandem.engine.messages import WIRE_VERSION, Hello, KVReady, NodeInfo, peer_id_of
@@ -41,6 +40,7 @@ from tandem.engine.security import load_cluster_keys
 from tandem.engine.serving_node import ServingNode
 from tandem.engine.step_measure import measure_step_times
 from tandem.engine.turn_times import TurnTimes
+from tandem.engine.watched import end_with_any_thread
 from tandem.kernels.compilations import CompilationCounter
 from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kv_connector.effects import Effects, is_urgent
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
-    """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine or a thread failed or the node could
+    """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine failed or the node could
     not start, 2 for a bad configuration."""
     start_log(options.log_level)
     end_with_any_thread()

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from tandem.engine.config import NodeOptions
 from tandem.engine.errors import ConfigError
-from tandem.engine.fail_fast import end_process
 from tandem.engine.model_config import load_model_config, resolve_model
 from tandem.engine.parallel.channel import Command, PoolFile, RankSetup, Verb, as_announced, receive_failed, send
 from tandem.engine.parallel.group import STUCK_S, Membership
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.step import SchedulerOutput
+from tandem.engine.watched import end_process
 
 logger = logging.getLogger(__name__)
 END_S = 5.0  # how long a rank that was told to end may take
@@ -76,9 +76,8 @@ class Ranks:
         size = options.tensor_parallel_size
         store = make_store()
         self.membership = Membership(Shard(0, size), store.port, store)
-        self._on_death = (
-            on_death or end_process
-        )  # at once: other threads may wait for the device, which waits for the rank
+        # At once: other threads may wait for the device, which waits for the rank.
+        self._on_death = on_death or end_process
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen] = []
         self._sockets: list[socket.socket] = []

@@ -17,8 +17,8 @@ import pytest
 import zmq
 from waiting import wait_until
 
-from tandem.engine import fail_fast
 from tandem.engine import messages as wire
+from tandem.engine import watched
 from tandem.engine.config import Timeouts
 from tandem.engine.control_events import PeerLost, PeerRefused, PeerUp, Received
 from tandem.engine.control_plane import ControlPlane
@@ -198,14 +198,15 @@ def test_a_secret_that_others_can_read_is_told(tmp_path, caplog, mode, is_told):
 def test_an_exception_that_leaves_a_thread_ends_the_process():
     program = (
         "import sys, threading, time; sys.path.remove('')\n"
-        "from tandem.engine.fail_fast import end_with_any_thread\n"
+        "from tandem.engine.watched import end_with_any_thread\n"
         "end_with_any_thread()\n"
         "threading.Thread(target=lambda: [][1], name='t-one', daemon=True).start()\n"
         "time.sleep(60)\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
-    assert ended.returncode == 1
-    assert "thread t-one failed: IndexError" in ended.stderr
+    assert ended.returncode == watched.EXIT_FAULT
+    assert "thread t-one failed" in ended.stderr
+    assert "IndexError" in ended.stderr
 
 
 def test_a_node_ends_when_its_thread_for_messages_fails():
@@ -224,10 +225,10 @@ def test_a_node_ends_when_its_thread_for_messages_fails():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": fakes}
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
-    assert ended.returncode == 1, ended.stderr
-    assert "thread tandem-io failed: IndexError" in ended.stderr
+    assert ended.returncode == watched.EXIT_FAULT, ended.stderr
+    assert "thread tandem-io failed" in ended.stderr
 
 
 def test_a_thread_that_exits_on_purpose_ends_nothing(monkeypatch):
-    monkeypatch.setattr(fail_fast, "end_process", lambda reason: pytest.fail(reason))
-    fail_fast._on_exception(threading.ExceptHookArgs((SystemExit, SystemExit(), None, None)))
+    monkeypatch.setattr(watched, "end_process", lambda reason: pytest.fail(reason))
+    watched._on_thread_exception(threading.ExceptHookArgs((SystemExit, SystemExit(), None, None)))
