@@ -21,7 +21,6 @@ VENV := .venv
 STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-SOURCES := router prefill_node decode_node kv_connector kernels engine deploy
 
 .PHONY: serve test dev check soak test-gpu test-gpus clean
 .DEFAULT_GOAL := test
@@ -47,15 +46,15 @@ test-gpu: $(STAMPS)/test
 test-gpus: $(STAMPS)/test
 	$(BIN)/python tests/gpu/run.py --several $(ARGS)
 
-dev: $(STAMPS)/dev
+dev: $(STAMPS)/test
 
-check: $(STAMPS)/dev
+check: $(STAMPS)/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .typing .mypy_cache .pytest_cache .ruff_cache build *.egg-info
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache build *.egg-info
 
 $(STAMPS)/venv:
 	@echo "setting up $(VENV)"
@@ -79,9 +78,3 @@ $(STAMPS)/test: $(STAMPS)/torch-$(TORCH_VERSION) pyproject.toml deploy/setup/fin
 	@$(PIP) install --editable ".[local,test,dev]"
 	@deploy/setup/find_redis.sh $(BIN)/python
 	@touch $@ $(STAMPS)/serve
-
-# Type checkers can't follow the editable install's import hook; they get the packages as links.
-$(STAMPS)/dev: $(STAMPS)/test Makefile
-	@mkdir -p .typing/tandem
-	@for folder in $(SOURCES); do ln -sfn ../../$$folder .typing/tandem/$$folder; done
-	@touch $@

@@ -4,7 +4,7 @@
 
 32 query and 8 KV heads of 128, bf16 queries, blocks of 64 in a block-major pool, every layer of a step over memory of
 its own. fp8: the time over that of a bf16 cache. Shared prefixes: reading them once against every row for itself;
-`--prefixes` adds the batches by which kernels/prefix_groups.py was tuned.
+`--prefixes` adds the batches by which kernels/prefixes/prefix_groups.py was tuned.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tandem.kernels.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.measure import median_event_seconds
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.prefix_groups import SharingCosts, choose_groups, chunk_members
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.shared_prefix import PrefixBuffers, SharedPrefixes
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.measure import median_event_seconds
+from tandem.kernels.prefixes.prefix_groups import SharingCosts, choose_groups, chunk_members
+from tandem.kernels.prefixes.shared_prefix import PrefixBuffers, SharedPrefixes
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
 MOST_LAYERS = 32

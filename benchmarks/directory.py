@@ -22,7 +22,7 @@ from collections.abc import Callable
 import redis
 
 from tandem.deploy.redis_server import RedisServer
-from tandem.engine.interfaces import BlockEvent
+from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.mirror import Mirror
 from tandem.kv_connector.directory.publisher import RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory

@@ -20,20 +20,20 @@ import numpy as np
 import torch
 from engine_workloads import WORKLOADS, Floors, Limits, Workload
 
-from tandem.deploy.bench import percentile
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import ModelOptions, NodeOptions, SchedulerOptions
-from tandem.engine.core import EngineCore
-from tandem.engine.hashing import root_hash
-from tandem.engine.node_setup import LoadedModel, load, size_pool, with_device_defaults
-from tandem.engine.parallel.ranks import start_ranks
-from tandem.engine.request import FailedEvent, Request, TokenEvent
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.scheduler import Scheduler
-from tandem.kernels.compilations import CompilationCounter
-from tandem.kv_connector.node_pool import allocate_node_pool
+from tandem.deploy.bench.load import percentile
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.core import EngineCore
+from tandem.engine.scheduling.request import FailedEvent, Request, TokenEvent
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kernels.check.compilations import CompilationCounter
 from tandem.kv_connector.transports.node_transports import NodeTransports
+from tandem.node.pool import allocate_node_pool
+from tandem.node.ranks.leader import start_ranks
+from tandem.node.setup import LoadedModel, load, size_pool, with_device_defaults
 
 
 @dataclass

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.node_setup import LoadedModel
-from tandem.kernels.measure import median_event_seconds
+from tandem.kernels.check.measure import median_event_seconds
+from tandem.node.setup import LoadedModel
 
 
 @dataclass(frozen=True)

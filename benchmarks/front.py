@@ -36,8 +36,8 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from tandem.deploy.redis_server import free_port
-from tandem.engine.config import ModelOptions, RouterOptions
-from tandem.router.main import run_router
+from tandem.engine.contracts.config import ModelOptions, RouterOptions
+from tandem.router.process.main import run_router
 
 SPAWN = multiprocessing.get_context("spawn")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")

@@ -27,8 +27,8 @@ from front_clients import Counts, clients_main
 from front_node import MODEL, node_main
 
 from tandem.deploy.redis_server import free_port
-from tandem.engine.config import ModelOptions, RouterOptions
-from tandem.router.main import run_router
+from tandem.engine.contracts.config import ModelOptions, RouterOptions
+from tandem.router.process.main import run_router
 
 CLIENTS_PER_ROUTER = 2
 FEW_PER_S = 50

@@ -8,22 +8,12 @@ from pathlib import Path
 
 import zmq
 
-from tandem.engine import messages as wire
-from tandem.engine.kv_layout import ModelIdentity
-from tandem.engine.messages import (
-    Accepted,
-    Cancel,
-    Cancelled,
-    Hello,
-    NodeInfo,
-    Ping,
-    Status,
-    Submit,
-    TokenDelta,
-    Tokens,
-    Welcome,
-)
-from tandem.router.tokenizer import Tokenizer
+from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import Hello, Ping, Status, Welcome
+from tandem.engine.contracts.wire.parts import Message, NodeInfo
+from tandem.engine.contracts.wire.requests import Accepted, Cancel, Cancelled, Submit, TokenDelta, Tokens
+from tandem.router.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[1] / "deploy" / "demo_model"
 MAX_MODEL_LEN = 10_000_000
@@ -63,7 +53,7 @@ class StandInNode:
         while True:
             while self._socket.poll(max(0.0, 1000 * (next_step - time.monotonic()))):
                 peer, payload = self._socket.recv_multipart()
-                self._on_message(peer, wire.decode_to_node(payload))
+                self._on_message(peer, codec.decode_to_node(payload))
             next_step = max(next_step + self._step_s, time.monotonic() - self._step_s)
             for peer, streams in self._running.items():
                 if streams:
@@ -81,7 +71,7 @@ class StandInNode:
             del streams[key]
         return TokenDelta(*key, 0, index, (ids[index % len(ids)],), "length" if ends else None)
 
-    def _on_message(self, peer: bytes, message: wire.Message) -> None:
+    def _on_message(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):
             self._send(peer, Welcome(info=self._info))
         elif isinstance(message, Ping):
@@ -107,8 +97,8 @@ class StandInNode:
             block_size=64,
         )
 
-    def _send(self, peer: bytes, message: wire.Message) -> None:
-        self._socket.send_multipart([peer, wire.encode(message)])
+    def _send(self, peer: bytes, message: Message) -> None:
+        self._socket.send_multipart([peer, codec.encode(message)])
 
 
 def node_main(address: str, steps_per_s: float, node_id: str = "node") -> None:

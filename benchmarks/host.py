@@ -22,21 +22,23 @@ import numpy as np
 import torch
 import zmq
 
-from tandem.engine import messages as wire
-from tandem.engine.batch_state import BatchState
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import SchedulerOptions, Timeouts
-from tandem.engine.control_events import Received
-from tandem.engine.control_plane import ControlPlane
-from tandem.engine.decode_graphs import DecodeBatch
-from tandem.engine.hashing import root_hash
-from tandem.engine.messages import Hello, Message, NodeInfo, Submit, TokenDelta, Tokens, peer_id_of
-from tandem.engine.request_book import RequestBook
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.scheduler import Scheduler
-from tandem.engine.security import load_cluster_keys
-from tandem.engine.serving_node import ServingNode
-from tandem.engine.step import RunnerOutput, SchedulerOutput
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import SchedulerOptions, Timeouts
+from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.security import load_cluster_keys
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Status, Welcome
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, peer_id_of
+from tandem.engine.contracts.wire.requests import Submit, TokenDelta, Tokens
+from tandem.engine.running.batch_state import BatchState
+from tandem.engine.running.decode_graphs import DecodeBatch
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
+from tandem.node.control.events import Received
+from tandem.node.control.plane import ControlPlane
+from tandem.node.requests import RequestBook
+from tandem.node.serving import ServingNode
 
 VOCAB, MAX_MODEL_LEN, BLOCK = 32000, 4096, 64
 NUM_ROUTERS = 4
@@ -127,7 +129,7 @@ class Node:
         outbox = self.logic.drain_outbox()
         stamps.append(time.thread_time_ns())
         for peer_id, message in outbox:
-            send(peer_id, wire.encode(message))
+            send(peer_id, codec.encode(message))
         stamps.append(time.thread_time_ns())
         for part, begin, end in zip(PARTS, stamps[:-1], stamps[1:], strict=True):
             self.took_ns[part].append(end - begin)
@@ -159,7 +161,7 @@ def wire_floor_us(num_rows: int) -> float:
         begin = time.thread_time_ns()
         for router in range(NUM_ROUTERS):
             rows = range(router, num_rows, NUM_ROUTERS)
-            wire.encode(Tokens(deltas=tuple([TokenDelta(name, 1, 0, turn, (row,)) for row in rows])))
+            codec.encode(Tokens(deltas=tuple([TokenDelta(name, 1, 0, turn, (row,)) for row in rows])))
         times.append(time.thread_time_ns() - begin)
     return statistics.median(times) / 1e3
 
@@ -177,8 +179,8 @@ def listen(address: str, connected: Event, stop: Event) -> None:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(address)
         info = NodeInfo(node_id=f"router-{index}", epoch=1, role="router")
-        socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
-        assert isinstance(wire.decode_from_node(socket.recv()), wire.Welcome)
+        socket.send(codec.encode(Hello(wire_version=WIRE_VERSION, info=info)))
+        assert isinstance(codec.decode_from_node(socket.recv()), Welcome)
         poller.register(socket, zmq.POLLIN)
         sockets.append(socket)
     connected.set()
@@ -194,7 +196,7 @@ class Plane:
     def __init__(self) -> None:
         self._control = ControlPlane(load_cluster_keys("", "127.0.0.1"), Timeouts(), lambda _: None, lambda _: None)
         address = self._control.bind("127.0.0.1", 0)
-        self._control.info, self._control.status = node_info(), wire.Status(node_id="host", epoch=1)
+        self._control.info, self._control.status = node_info(), Status(node_id="host", epoch=1)
         self._control.start()
         spawn = multiprocessing.get_context("spawn")
         connected, self._stop = spawn.Event(), spawn.Event()

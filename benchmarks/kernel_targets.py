@@ -15,12 +15,12 @@ import prefill_attention
 import product_steps
 import torch
 
-from tandem.kernels.cache_cases import digest_case
-from tandem.kernels.kernel_cases import Shape
-from tandem.kernels.layer_cases import rope_case
-from tandem.kernels.measure import median_seconds
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.cache_cases import digest_case
+from tandem.kernels.check.kernel_cases import Shape
+from tandem.kernels.check.layer_cases import rope_case
+from tandem.kernels.check.measure import median_seconds
 
 SPEC = AttentionSpec(32, 128, 128**-0.5, 8)
 FP8_TARGET = 0.54

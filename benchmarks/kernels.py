@@ -20,12 +20,12 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from tandem.kernels import sampling
-from tandem.kernels.cache_cases import copy_case, digest_case, gather_case, push_case, random_pool, swap_case
-from tandem.kernels.kernel_cases import Case, Shape
-from tandem.kernels.layer_cases import FILTERS, greedy_case, norm_case, rope_case, sampling_case, silu_case
-from tandem.kernels.measure import Limits, measure_limits, median_seconds
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.check.cache_cases import copy_case, digest_case, gather_case, push_case, random_pool, swap_case
+from tandem.kernels.check.kernel_cases import Case, Shape
+from tandem.kernels.check.layer_cases import FILTERS, greedy_case, norm_case, rope_case, sampling_case, silu_case
+from tandem.kernels.check.measure import Limits, measure_limits, median_seconds
+from tandem.kernels.sampling import sampling
 
 SPEC = AttentionSpec(32, 128, 128**-0.5, 8)
 LAYERS, HIDDEN, MLP, VOCABULARY = 32, 4096, 14336, 128_256

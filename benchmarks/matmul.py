@@ -27,9 +27,9 @@ from product_steps import (
 )
 from torch.nn import functional
 
-from tandem.kernels import matmul
-from tandem.kernels.fused_ops import silu_mul
-from tandem.kernels.matmul_plans import (
+from tandem.kernels.products import matmul
+from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.matmul_plans import (
     GATE_UP_GROUP,
     SHARED_BYTES,
     Plan,

@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.hashing import PromptHashes, hash_blocks
-from tandem.engine.messages import NodeInfo, Status
+from tandem.engine.contracts.hashing import PromptHashes, hash_blocks
+from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.directory.mirror import Mirror
 from tandem.kv_connector.directory.records import Batch, TierChange
-from tandem.router.placement import NodeView, PlacementRequest, find_placement
-from tandem.router.placement_policies import PlacementPolicy, make_policy
+from tandem.router.placing.placement import PlacementRequest, find_placement
+from tandem.router.placing.policies import PlacementPolicy, make_policy
+from tandem.router.placing.view import NodeView
 
 BLOCK = 64
 ROOT = bytes(16)

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from placement import Bed, place
 
 from tandem.deploy.redis_server import RedisServer
-from tandem.engine.interfaces import BlockEvent
+from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.publisher import RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
 from tandem.kv_connector.directory.records import NodeRecord
-from tandem.router.placement_policies import make_policy
+from tandem.router.placing.policies import make_policy
 
 NAMESPACE = "benchmark"
 SPAWN = multiprocessing.get_context("spawn")

@@ -19,14 +19,14 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends import triton_prefill
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.measure import event_seconds
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.reference import alibi_slopes
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.spec import AttentionSpec
-from tandem.kernels.triton_kernels import unpack_prefix
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.measure import event_seconds
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.reference.paged import alibi_slopes
+from tandem.kernels.triton_kernels.prefill import unpack_prefix
 
 HEADS, KV_HEADS, SIZE, BLOCK = 32, 8, 128, 64
 # Name -> (new tokens of each row, earlier tokens of each row).

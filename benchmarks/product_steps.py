@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tandem.kernels import matmul
-from tandem.kernels.matmul_plans import choose_plan
-from tandem.kernels.measure import event_seconds, median_event_seconds
+from tandem.kernels.check.measure import event_seconds, median_event_seconds
+from tandem.kernels.products import matmul
+from tandem.kernels.products.matmul_plans import choose_plan
 
 # Name -> outputs, inputs, times a step.
 PRODUCTS = {

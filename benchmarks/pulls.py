@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from servers import node_counters, two_single_nodes
 
-from tandem.deploy.sse_client import stream_events
+from tandem.deploy.bench.sse_client import stream_events
 
 PUBLISHED_S = 0.6  # the directory hears of blocks in batches
 APART_S = 0.002  # two requests "at once" whose order is certain

@@ -23,25 +23,26 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
-from tandem.engine.kv_layout import KVGroup, KVLayout
-from tandem.engine.kv_pool import allocate_pool
-from tandem.engine.messages import KVGrant, NodeInfo
-from tandem.engine.node_setup import LoadedModel, load, with_device_defaults
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.kernels.digest import BlockSums, digests_of_sums
-from tandem.kernels.digest_pass import SumPasses
-from tandem.kernels.measure import median_event_seconds
-from tandem.kv_connector.layer_groups import push_groups
-from tandem.kv_connector.meta import Finalize, HandoffKey, LayerPush, ReadySent, SourceStepMeta, digest_key
-from tandem.kv_connector.transfer import TransferWorker
-from tandem.kv_connector.transports import cuda_ipc
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.device.kv_pool import allocate_pool
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.blocks.digest import BlockSums, digests_of_sums
+from tandem.kernels.blocks.digest_pass import SumPasses
+from tandem.kernels.check.measure import median_event_seconds
+from tandem.kv_connector.layouts.geometry import pool_stride_bytes
+from tandem.kv_connector.layouts.layer_groups import push_groups
+from tandem.kv_connector.protocol.jobs import Finalize, HandoffKey, LayerPush, ReadySent, SourceStepMeta, digest_key
+from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
+from tandem.kv_connector.transfer.thread import TransferWorker
 from tandem.kv_connector.transports.base import PairSums, RegisteredPool
-from tandem.kv_connector.transports.geometry import pool_stride_bytes
-from tandem.kv_connector.transports.mapped import MappedChannel
-from tandem.kv_connector.worker import ConnectorWorker
+from tandem.kv_connector.transports.mapped import cuda_ipc
+from tandem.kv_connector.transports.mapped.base import MappedChannel
+from tandem.node.setup import LoadedModel, load, with_device_defaults
 
 AS_CHOSEN = cuda_ipc.way_of
 GIB = 1 << 30
@@ -70,7 +71,7 @@ class Way:
     num_programs: int = 0
 
     def choose(self) -> None:
-        by_kernel = cuda_ipc.Way.KERNEL, self.num_programs
+        by_kernel = cuda_ipc.CopyPath.KERNEL, self.num_programs
         cuda_ipc.way_of = (lambda *asked: by_kernel) if self.num_programs else AS_CHOSEN
 
 

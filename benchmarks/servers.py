@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 from urllib.request import urlopen
 
-from tandem.deploy.cluster_plan import PROGRAM, count_gpus
+from tandem.deploy.bench.sse_client import HttpError, get_json
+from tandem.deploy.launch.cluster_plan import PROGRAM, count_gpus
 from tandem.deploy.redis_server import RedisServer, free_port
-from tandem.deploy.sse_client import HttpError, get_json
 
 READY_S, STOP_S = 240.0, 20.0
 Ready = Callable[[], tuple[str, int]]  # waits until a server that was started is ready: its URL, the model's length

@@ -20,11 +20,13 @@ import numpy as np
 import zmq
 
 from tandem.decode_node.main import make_logic
-from tandem.engine import messages as wire
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
-from tandem.engine.messages import Hello, NodeInfo, RequestFailed, Submit, Tokens
-from tandem.engine.sampling_params import SamplingParams
-from tandem.kv_connector.node_shell import NodeProcess
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.requests import RequestFailed, Submit, Tokens
+from tandem.node.process import NodeProcess
 
 SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
@@ -43,7 +45,7 @@ class OneNode:
         self._socket.setsockopt(zmq.IDENTITY, router.node_id.encode())
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(self.process.info.control_address)
-        self._socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=router)))
+        self._socket.send(codec.encode(Hello(wire_version=WIRE_VERSION, info=router)))
 
     def ttft_ms(self, prompt: np.ndarray) -> float:
         began = time.perf_counter()
@@ -59,9 +61,9 @@ class OneNode:
             deadline_s=60.0,
             peer=None,
         )
-        self._socket.send(wire.encode(submit))
+        self._socket.send(codec.encode(submit))
         while True:
-            message = wire.decode_from_node(self._socket.recv())
+            message = codec.decode_from_node(self._socket.recv())
             if isinstance(message, RequestFailed):
                 raise RuntimeError(message.message)
             if isinstance(message, Tokens) and any(d.request_id == submit.request_id for d in message.deltas):

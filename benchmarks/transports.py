@@ -29,16 +29,17 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
-from tandem.engine.kv_layout import KVGroup, KVLayout
-from tandem.engine.kv_pool import allocate_pool, pool_bytes
-from tandem.engine.messages import FirstToken, KVGrant, NodeInfo
-from tandem.engine.security import ClusterKeys
-from tandem.kv_connector.fence import host_id
-from tandem.kv_connector.meta import Finalize, ReadySent, WholePush
-from tandem.kv_connector.transfer import TransferWorker
-from tandem.kv_connector.transports.geometry import byte_view
-from tandem.kv_connector.transports.nixl import MAX_WRITE_BYTES, WINDOW_BYTES
-from tandem.kv_connector.transports.nixl_agent import NixlAgent, nixl_problem
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo
+from tandem.engine.device.kv_pool import allocate_pool, pool_bytes
+from tandem.kv_connector.layouts.geometry import byte_view
+from tandem.kv_connector.protocol.jobs import Finalize, ReadySent, WholePush
+from tandem.kv_connector.transfer.thread import TransferWorker
+from tandem.kv_connector.transports.links.nixl import MAX_WRITE_BYTES, WINDOW_BYTES
+from tandem.kv_connector.transports.links.nixl_agent import NixlAgent, nixl_problem
+from tandem.kv_connector.transports.mapped.processes import host_id
 from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
 
 MIB = 1 << 20

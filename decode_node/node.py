@@ -8,12 +8,12 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from tandem.engine.messages import Continuation, FirstToken
-from tandem.engine.request import Request
-from tandem.engine.request_book import Entry
-from tandem.kv_connector.handoff_node import HandoffNode
-from tandem.kv_connector.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
-from tandem.kv_connector.ticket_loads import TicketLoads
+from tandem.decode_node.ticket_loads import TicketLoads
+from tandem.engine.contracts.wire.parts import Continuation, FirstToken
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
+from tandem.node.handoffs import HandoffNode
+from tandem.node.requests import AcceptedRequest
 
 # How long a check takes; a step that waits for it begins later by as much, less StepPace's spare time, at most.
 CHECK_S = 0.0015
@@ -28,7 +28,7 @@ class DecodeNode(HandoffNode):
     def _ticket_loads(self) -> TicketLoads:
         return TicketLoads(self.pool, self.scheduler.tiers, self.scheduler.block_size)
 
-    def start(self, entry: Entry, now: float) -> None:
+    def start(self, entry: AcceptedRequest, now: float) -> None:
         if entry.submit.mode == "decode":
             self.scheduler.kv.extend_hashes(entry.request)  # a router may leave hashing to the node
             if not (self._comes_from_afar(entry) and self._ticket_loads.begin(entry, now)):
@@ -52,7 +52,7 @@ class DecodeNode(HandoffNode):
     def handoff_counters(self) -> dict[str, float]:
         return {**super().handoff_counters(), "sink_ticket_loads": float(self._ticket_loads.num_loads)}
 
-    def stop(self, entry: Entry, now: float) -> None:
+    def stop(self, entry: AcceptedRequest, now: float) -> None:
         super().stop(entry, now)
         self._ticket_loads.forget(entry.request)
         if entry.submit.mode == "decode":
@@ -69,16 +69,16 @@ class DecodeNode(HandoffNode):
             self.book.fail(outcome.request.key, failure_code(outcome.reason), text, outcome.retryable)
         else:
             assert isinstance(outcome, Released)
-            self.book.handed_off(outcome.request.key)
+            self.book.prompt_left(outcome.request.key)
 
-    def _comes_from_afar(self, entry: Entry) -> bool:
+    def _comes_from_afar(self, entry: AcceptedRequest) -> bool:
         """Whether the KV of its prompt comes from another host. A peer that was not greeted yet may be one."""
         peer = entry.submit.peer
         assert peer is not None, "a decode node is told who hands over"
         info = self.source.peer(peer.node_id, peer.epoch)
         return info is not None and info.host_id != self.info.host_id and not entry.submit.is_running
 
-    def _expect(self, entry: Entry, now: float) -> None:
+    def _expect(self, entry: AcceptedRequest, now: float) -> None:
         self.book.accept(entry, self.sink.expect(entry.submit, entry.request, now))
         self._take_outcomes(now)
 
@@ -96,7 +96,7 @@ class DecodeNode(HandoffNode):
             commit.request, list(commit.block_ids), [(t.sample_index, t.token_id, t.finished) for t in first_tokens]
         )
 
-    def _take_over(self, entry: Entry, commit: Commit, continuation: Continuation) -> None:
+    def _take_over(self, entry: AcceptedRequest, commit: Commit, continuation: Continuation) -> None:
         """A sequence that ran elsewhere goes on here, behind its newest token."""
         request = commit.request
         known = known_tokens(request, continuation.token_ids)
@@ -106,14 +106,14 @@ class DecodeNode(HandoffNode):
             continued(request, sample, known[:-1]), list(commit.block_ids), [(sample, int(known[-1]), False)]
         )
 
-    def _repeat(self, entry: Entry, continuation: Continuation) -> None:
+    def _repeat(self, entry: AcceptedRequest, continuation: Continuation) -> None:
         """What the source may not have told the router before its end. Log-probabilities it alone has."""
         request = entry.request
         if continuation.token_ids and request.sampling.num_logprobs is None:
             (sample,) = request.sample_indices
             self.book.repeat(entry, sample, request.num_prior_output_tokens, continuation.token_ids)
 
-    def _close_samples(self, entry: Entry, first_tokens: Sequence[FirstToken]) -> list[FirstToken]:
+    def _close_samples(self, entry: AcceptedRequest, first_tokens: Sequence[FirstToken]) -> list[FirstToken]:
         """Samples that ended with their first token, and those cancelled meanwhile, don't go on here."""
         entry.open_samples -= {token.sample_index for token in first_tokens if token.finished}
         return [

@@ -23,10 +23,10 @@ from tandem.deploy.options import (
     build,
     from_command_line,
 )
-from tandem.engine.config import NodeOptions, RouterOptions, Timeouts
-from tandem.engine.descriptors import raise_descriptor_limit
-from tandem.engine.errors import ConfigError
-from tandem.engine.version import version
+from tandem.engine.contracts.config import NodeOptions, RouterOptions, Timeouts
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.process.descriptors import raise_descriptor_limit
+from tandem.engine.process.version import version
 
 EXIT_BAD_CONFIG = 2
 PRECEDENCE = (
@@ -96,13 +96,13 @@ def run_version(arguments: argparse.Namespace) -> int:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.launcher import serve
+    from tandem.deploy.launch.launcher import serve
 
     return serve(_checked(from_command_line(SERVE_OPTIONS, arguments)))
 
 
 def run_router(arguments: argparse.Namespace) -> int:
-    from tandem.router.main import run_router
+    from tandem.router.process.main import run_router
 
     values = _checked(from_command_line(ROUTER_OPTIONS, arguments), with_weights=False)
     if not values.get("redis_url") and not values.get("nodes"):
@@ -127,13 +127,13 @@ def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
 def run_bench(arguments: argparse.Namespace) -> int:
     arguments = filled({**BENCH_OPTIONS, **TRACE_OPTIONS}, arguments)
     if arguments.trace and arguments.simulate:
-        from tandem.deploy.trace_simulation import run
+        from tandem.deploy.bench.trace_simulation import run
     elif arguments.trace:
-        from tandem.deploy.trace_replay import run
+        from tandem.deploy.bench.trace_replay import run
     elif arguments.simulate:
         raise ConfigError("--simulate replays a --trace; name one")
     else:
-        from tandem.deploy.bench import run
+        from tandem.deploy.bench.load import run
     return run(arguments)
 
 
@@ -160,9 +160,9 @@ def _checked(values: Values, with_weights: bool = True) -> Values:
 
     What can't be served fails here, before anything slow is imported. Raises ConfigError.
     """
-    from tandem.engine.model_config import load_model_config
-    from tandem.engine.model_folder import resolve_model, served_name
-    from tandem.engine.weights import stored_tensors
+    from tandem.engine.contracts.model_config import load_model_config
+    from tandem.engine.contracts.model_folder import resolve_model, served_name
+    from tandem.engine.models.weights import stored_tensors
 
     timeouts = build(Timeouts, values)
     if timeouts.heartbeat_s >= timeouts.peer_lost_s:

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tandem.deploy.sse_client import HttpError, get_json, post_json
-from tandem.engine.errors import ConfigError
+from tandem.deploy.bench.sse_client import HttpError, get_json, post_json
+from tandem.engine.contracts.errors import ConfigError
 
 COLUMNS = (
     ("node", "node_id", 1),

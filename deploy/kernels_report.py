@@ -8,14 +8,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from tandem.engine.errors import ConfigError
-from tandem.kernels import reference, self_test
-from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
-from tandem.kernels.kernel_cases import Shape
-from tandem.kernels.measure import Limits, measure_limits
-from tandem.kernels.selection import select_backend
-from tandem.kernels.self_test import Result
-from tandem.kernels.spec import AttentionSpec
+from tandem.engine.contracts.errors import ConfigError
+from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
+from tandem.kernels.api.selection import select_backend
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.check import self_test
+from tandem.kernels.check.kernel_cases import Shape
+from tandem.kernels.check.measure import Limits, measure_limits
+from tandem.kernels.check.self_test import Result
+from tandem.kernels.reference import paged
 
 PACKAGES = ("torch", "triton", "flash-attn", "flashinfer-python", "xformers")
 
@@ -54,7 +55,7 @@ def shape_of(arguments: argparse.Namespace) -> Shape:
         raise ConfigError(f"--device {name}: there is no such device here; try --device cpu")
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = default if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-    slopes = torch.tensor(reference.alibi_slopes(arguments.heads)) if arguments.alibi else None
+    slopes = torch.tensor(paged.alibi_slopes(arguments.heads)) if arguments.alibi else None
     try:
         spec = AttentionSpec(
             arguments.heads, arguments.head_size, arguments.head_size**-0.5, arguments.kv_heads, slopes,

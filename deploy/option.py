@@ -13,8 +13,8 @@ from typing import Any
 from msgspec import Meta
 
 from tandem.deploy.option_help import OPTION_HELP
-from tandem.engine.config import CacheOptions, ModelOptions, SchedulerOptions, Timeouts
-from tandem.engine.errors import ConfigError
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, SchedulerOptions, Timeouts
+from tandem.engine.contracts.errors import ConfigError
 
 COMPONENTS: dict[str, type] = {
     "model": ModelOptions,

@@ -1,4 +1,4 @@
-"""One line of help for each configuration field; a test holds the list against engine/config.py."""
+"""One line of help for each configuration field; a test holds the list against engine/contracts/config.py."""
 
 from __future__ import annotations
 

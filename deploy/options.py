@@ -1,7 +1,7 @@
 """Configuration from command line, environment, YAML and defaults, in that order of precedence.
 
-Every field of engine/config.py is one option: `--max-num-seqs`, `TANDEM_MAX_NUM_SEQS`, `max_num_seqs:` in the YAML
-file. Names are flat; no two components give one name two meanings for the same process.
+Every field of engine/contracts/config.py is one option: `--max-num-seqs`, `TANDEM_MAX_NUM_SEQS`, `max_num_seqs:` in the
+YAML file. Names are flat; no two components give one name two meanings for the same process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from tandem.deploy.option import COMPONENTS, Option, options_of
 from tandem.deploy.tool_options import BenchOptions, ExplainOptions, KernelsOptions, TraceOptions
-from tandem.engine.config import (
+from tandem.engine.contracts.config import (
     CacheOptions,
     Count,
     ModelOptions,
@@ -28,7 +28,7 @@ from tandem.engine.config import (
     SchedulerOptions,
     Timeouts,
 )
-from tandem.engine.errors import ConfigError
+from tandem.engine.contracts.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).resolve().parent / "demo_model"
 ENV_PREFIX = "TANDEM_"

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO
 
-from tandem.deploy.child_process import die_with_parent
-from tandem.engine.errors import ConfigError
+from tandem.deploy.launch.child_process import die_with_parent
+from tandem.engine.contracts.errors import ConfigError
 
 START_TIMEOUT_S = 10.0
 PORTS = range(20_000, 32_000)

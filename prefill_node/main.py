@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.engine.config import NodeOptions
-from tandem.engine.serving_node import ServingNode
-from tandem.kv_connector.node_context import NodeContext
-from tandem.kv_connector.node_shell import run_node as run_shell
+from tandem.engine.contracts.config import NodeOptions
+from tandem.node.context import NodeContext
+from tandem.node.process import run_node as run_shell
+from tandem.node.serving import ServingNode
 from tandem.prefill_node.node import PrefillNode
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.engine.request_book import Entry
-from tandem.kv_connector.handoff_node import HandoffNode
+from tandem.node.handoffs import HandoffNode
+from tandem.node.requests import AcceptedRequest
 
 
 class PrefillNode(HandoffNode):
@@ -11,7 +11,7 @@ class PrefillNode(HandoffNode):
 
     modes = frozenset({"prefill", "full"})
 
-    def start(self, entry: Entry, now: float) -> None:
+    def start(self, entry: AcceptedRequest, now: float) -> None:
         if entry.submit.mode == "prefill":
             peer = entry.submit.peer
             assert peer is not None, "a prefill node is told whom to hand over to"
@@ -28,7 +28,7 @@ class PrefillNode(HandoffNode):
     def launch_at(self) -> float:
         return self.scheduler.prompt_order.next_decision_at()
 
-    def stop(self, entry: Entry, now: float) -> None:
+    def stop(self, entry: AcceptedRequest, now: float) -> None:
         super().stop(entry, now)
         if entry.submit.mode == "prefill":
             self.source.cancel(entry.request.request_id, entry.request.attempt, now)

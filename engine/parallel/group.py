@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tandem.engine.parallel.collectives import Collective
 from tandem.engine.parallel.peer_memory import RankMemory, open_mail, share
 from tandem.engine.parallel.sharding import Shard
-from tandem.kernels.all_reduce import Mail, MailLayout, argmax_of_shards, sum_add_rms_norm
-from tandem.kernels.fused_ops import add_rms_norm, argmax_tokens
+from tandem.kernels.products.all_reduce import Mail, MailLayout, argmax_of_shards, sum_add_rms_norm
+from tandem.kernels.products.fused_ops import add_rms_norm, argmax_tokens
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
 STUCK_S = 600  # longer than a rank may need to load weights and compile kernels; a rank's death is noticed at once
@@ -37,8 +37,8 @@ class Membership:
 class TensorParallel:
     """One rank's end of the group; one a process.
 
-    Rows go through the peers' memory (kernels/all_reduce.py), what its mail doesn't hold through NCCL; on CPU all
-    through gloo. Each way gives every rank the same bits.
+    Rows go through the peers' memory (kernels/products/all_reduce.py), what its mail doesn't hold through NCCL; on CPU
+    all through gloo. Each way gives every rank the same bits.
     """
 
     def __init__(

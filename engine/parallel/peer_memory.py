@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.cuda_driver import HANDLE_BYTES, export_memory, map_memory
+from tandem.engine.device.cuda_driver import HANDLE_BYTES, export_memory, map_memory
 from tandem.engine.parallel.sharding import Shard
-from tandem.kernels.all_reduce import Mail, MailLayout
+from tandem.kernels.products.all_reduce import Mail, MailLayout
 
 OFFSET_BYTES = 8
 _kept: list[torch.Tensor] = []  # peers map it until their end, so it is never freed

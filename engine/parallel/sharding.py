@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.engine.errors import ConfigError
-from tandem.engine.model_config import ModelConfig
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.model_config import ModelConfig
 
 
 @dataclass(frozen=True)

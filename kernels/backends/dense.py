@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.api.spec import AttentionSpec
 
 
 def plain_causal(spec: AttentionSpec, num_earlier: int, causal: bool) -> bool:

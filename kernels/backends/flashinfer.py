@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal, general_ops
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.spec import AttentionSpec
 
 try:
     import flashinfer

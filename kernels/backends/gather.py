@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem.kernels.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.dense import mask_of
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.quantization import FP8_DTYPE, Scale, as_bytes, dequantize, quantize
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import FP8_DTYPE, Scale, as_bytes, dequantize, quantize
 
 GROUP_TOKENS = 1 << 14  # padded tokens of decode rows gathered at once: more only costs memory traffic
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import torch
 
-from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal
 from tandem.kernels.backends.gather import DecodeGroup, decode_groups, gather_blocks, read_prefix, write_to_cache
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.spec import AttentionSpec
 
 QUERY_CHUNK = 512  # queries of a prefill row that share one mask
 

@@ -6,11 +6,11 @@ from abc import abstractmethod
 
 import torch
 
-from tandem.kernels.backend import PagedKV, PagedOps, refuse
+from tandem.kernels.api.backend import PagedKV, PagedOps, refuse
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonBackend, TritonOps
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.spec import AttentionSpec, AttentionType
 
 
 class PromptOnlyOps(PagedOps):

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 
 import torch
 
-from tandem.kernels.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.quantization import overflow_counter, scale_tensor
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
 
 LARGEST_HEAD = 256
 
@@ -21,7 +21,7 @@ class TritonOps(PagedOps):
 
     @staticmethod
     def write(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
-        from tandem.kernels.triton_kernels.cache_write import cache_write
+        from tandem.kernels.triton_kernels.blocks.cache_write import cache_write
 
         device = key.device
         with torch.cuda.device_of(key):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from tandem.kernels.backend import PagedKV
-from tandem.kernels.errors import UnsupportedOptionError
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.partitions import choose_paged_attention_version, num_partitions
-from tandem.kernels.quantization import scale_tensor
-from tandem.kernels.spec import AttentionSpec
-from tandem.kernels.triton_kernels.block_sparse import list_sparse_tiles
-from tandem.kernels.triton_kernels.decode_launch import (
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.errors import UnsupportedOptionError
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.backends.partitions import choose_paged_attention_version, num_partitions
+from tandem.kernels.blocks.quantization import scale_tensor
+from tandem.kernels.triton_kernels.decode.block_sparse import list_sparse_tiles
+from tandem.kernels.triton_kernels.decode.decode_launch import (
     MAX_NEW_TOKENS,
     PrefixParts,
     SparseTiles,
@@ -25,8 +25,13 @@ from tandem.kernels.triton_kernels.decode_launch import (
     paged_decode,
     plan_decode,
 )
-from tandem.kernels.triton_kernels.decode_plan import DecodePlan
-from tandem.kernels.triton_kernels.shared_prefix import attend_prefixes, could_share, plan_prefixes, prefix_constants
+from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
+from tandem.kernels.triton_kernels.decode.shared_prefix import (
+    attend_prefixes,
+    could_share,
+    plan_prefixes,
+    prefix_constants,
+)
 
 _compiled: set[tuple[object, ...]] = set()
 

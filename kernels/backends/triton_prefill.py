@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandem.kernels.backend import PagedKV
-from tandem.kernels.gluon_support import why_no_gluon
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.quantization import FP8_DTYPE, scale_tensor
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import FP8_DTYPE, scale_tensor
+from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 if TYPE_CHECKING:
-    from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes
+    from tandem.kernels.triton_kernels.prefill.unpack_prefix import UnpackedPrefixes
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def why_general(
     reason = why_general_layer(query.device, query.dtype, spec) or (_failures[0] if _failures else None)
     if reason is not None:
         return reason
-    from tandem.kernels.triton_kernels.prefill_launch import why_not_cache, why_not_tiles
+    from tandem.kernels.triton_kernels.prefill.prefill_launch import why_not_cache, why_not_tiles
 
     if key.dtype != query.dtype or value.dtype != query.dtype:
         return f"keys are {key.dtype}, values {value.dtype}, queries {query.dtype}"
@@ -126,7 +126,7 @@ def _hopper_over_fp8(
 def _unpacked_prefixes(
     kv: PagedKV, rows: RowBatch, spec: AttentionSpec, dtype: torch.dtype, is_first: bool
 ) -> UnpackedPrefixes | None:
-    from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes, is_unpacking_worthwhile
+    from tandem.kernels.triton_kernels.prefill.unpack_prefix import UnpackedPrefixes, is_unpacking_worthwhile
 
     lengths = rows.query_lens_cpu, rows.seq_lens_cpu
     if not is_first and not is_unpacking_worthwhile(*lengths, spec.num_heads, spec.num_kv_heads, spec.head_size):
@@ -148,7 +148,7 @@ def _launch_hopper(
     spec: AttentionSpec,
     causal: bool = True,
 ) -> torch.Tensor:
-    from tandem.kernels.triton_kernels.prefill_launch import launch_prefill, list_work
+    from tandem.kernels.triton_kernels.prefill.prefill_launch import launch_prefill, list_work
 
     work = rows.scratch.get("prefill_work")
     if work is None:
@@ -170,7 +170,7 @@ def _general(
     spec: AttentionSpec,
     causal: bool = True,
 ) -> torch.Tensor:
-    from tandem.kernels.triton_kernels.paged_prefill import paged_prefill
+    from tandem.kernels.triton_kernels.prefill.paged_prefill import paged_prefill
 
     device = query.device
     return paged_prefill(

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.kernels.errors import UnsupportedOptionError
+from tandem.kernels.api.errors import UnsupportedOptionError
 
 INTERPRET = bool(triton.knobs.runtime.interpret)
 INTERPRETED: tl.constexpr = tl.constexpr(INTERPRET)

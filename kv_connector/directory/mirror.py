@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.hashing import BLOCKS_PER_GROUP
+from tandem.engine.contracts.hashing import BLOCKS_PER_GROUP
 from tandem.kv_connector.directory.holders import Holders, key_of, keys_of, keys_of_joined
 from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tandem.engine.interfaces import BlockEvent
+from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange, join_hashes
 
 MAX_PENDING = 65_536  # events that wait for Redis before a whole republication is cheaper to keep

@@ -17,9 +17,9 @@ import msgspec
 import redis
 from redis.client import Pipeline
 
-from tandem.engine.interfaces import BlockEvent
-from tandem.engine.process_log import RateLimited
-from tandem.engine.watched import watched_thread
+from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.process.process_log import RateLimited
+from tandem.engine.process.watched import watched_thread
 from tandem.kv_connector.directory.outage import Outage
 from tandem.kv_connector.directory.own_view import OwnView
 from tandem.kv_connector.directory.records import (

@@ -17,9 +17,9 @@ from collections.abc import AsyncIterator, Sequence
 from redis import RedisError, ResponseError
 from redis.asyncio.client import PubSub
 
-from tandem.engine.errors import DecodeError
-from tandem.engine.process_log import RateLimited
-from tandem.engine.watched import lasting_task
+from tandem.engine.contracts.errors import DecodeError
+from tandem.engine.process.process_log import RateLimited
+from tandem.engine.process.watched import lasting_task
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.outage import Outage

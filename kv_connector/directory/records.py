@@ -16,9 +16,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from tandem.engine.errors import ConfigError
-from tandem.engine.messages import Role, Status
-from tandem.engine.wire_decode import WireDecoder
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.decoder import WireDecoder
+from tandem.engine.contracts.wire.parts import Role
 
 HASH_BYTES = 16
 TIERS = ("gpu", "cpu", "disk")

@@ -28,7 +28,7 @@ from redis.connection import SSLConnection, parse_url
 from redis.retry import Retry
 from redis.sentinel import Sentinel
 
-from tandem.engine.errors import ConfigError
+from tandem.engine.contracts.errors import ConfigError
 
 Kind = Literal["single", "cluster", "sentinel"]
 SCHEMES: dict[str, Kind] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.engine.process_log import RateLimited
+from tandem.engine.process.process_log import RateLimited
 from tandem.kv_connector.tiers.disk_file import DiskFile
 from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.engine.errors import ConfigError
+from tandem.engine.contracts.errors import ConfigError
 from tandem.kv_connector.tiers.index import StoredBlock
 
 logger = logging.getLogger(__name__)

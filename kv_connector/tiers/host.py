@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
-from tandem.kv_connector.layer_groups import layer_groups
+from tandem.kv_connector.layouts.layer_groups import layer_groups
 from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
-from tandem.kv_connector.worker import LoadEvent
+from tandem.kv_connector.transfer.layer_hooks import LoadEvent
 
 
 class HostTier:

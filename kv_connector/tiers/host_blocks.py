@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tandem.engine.cuda_driver import lock_pages, unlock_pages
-from tandem.engine.errors import ConfigError, TransportError
-from tandem.kernels.cache_ops import swap_blocks
-from tandem.kernels.digest import block_digests
-from tandem.kernels.quantization import FP8_DTYPE, FP8_MAX, dequantize, quantize
+from tandem.engine.contracts.errors import ConfigError, TransportError
+from tandem.engine.device.cuda_driver import lock_pages, unlock_pages
+from tandem.kernels.blocks.cache_ops import swap_blocks
+from tandem.kernels.blocks.digest import block_digests
+from tandem.kernels.blocks.quantization import FP8_DTYPE, FP8_MAX, dequantize, quantize
 
 WORD_BYTES = 8
 PIECE_BYTES = 16 << 20  # compressed or restored at once: temporary copies are some ten times as large

@@ -32,7 +32,7 @@ class StoredBlock:
 
 
 @dataclass(slots=True)
-class Entry:
+class TierEntry:
     slot: int
     parent: bytes | None
     tenant: bytes
@@ -53,7 +53,7 @@ class TierIndex:
     def __init__(self, capacity: int, quota_of: Callable[[bytes], int | None] = lambda tenant: None) -> None:
         self.capacity = capacity
         self._quota_of = quota_of
-        self._entries: dict[bytes, Entry] = {}
+        self._entries: dict[bytes, TierEntry] = {}
         self._num_children: Counter[bytes] = Counter()  # by parent, whether that is in this tier or not
         self._free = list(range(capacity - 1, -1, -1))
         self._leaves: list[tuple[Rank, bytes]] = []  # a heap; also holds what is no longer so
@@ -130,7 +130,7 @@ class TierIndex:
 
     def _enter(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes) -> None:
         assert block_hash not in self._entries, "a block is in one slot, once"
-        self._entries[block_hash] = Entry(slot, parent, tenant)
+        self._entries[block_hash] = TierEntry(slot, parent, tenant)
         self._num_of_tenant[tenant] += 1
         if parent is not None:
             self._num_children[parent] += 1
@@ -164,12 +164,12 @@ class TierIndex:
             entry.num_pins -= 1
             self._offer(block_hash, entry)
 
-    def _rank(self, block_hash: bytes, entry: Entry) -> None:
+    def _rank(self, block_hash: bytes, entry: TierEntry) -> None:
         self._time += 1
         entry.worth = (self._age + entry.uses, self._time)
         self._offer(block_hash, entry)
 
-    def _offer(self, block_hash: bytes, entry: Entry) -> None:
+    def _offer(self, block_hash: bytes, entry: TierEntry) -> None:
         if not self._is_evictable(block_hash, entry):
             return
         heapq.heappush(self._leaves, (entry.rank, block_hash))
@@ -187,7 +187,7 @@ class TierIndex:
         for heap in (self._leaves, *self._leaves_of.values()):
             heapq.heapify(heap)
 
-    def _is_evictable(self, block_hash: bytes, entry: Entry) -> bool:
+    def _is_evictable(self, block_hash: bytes, entry: TierEntry) -> bool:
         return entry.is_ready and not entry.num_pins and not self._num_children[block_hash]
 
     # --- going ----------------------------------------------------------------------------------------------

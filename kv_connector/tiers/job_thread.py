@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from tandem.engine.process_log import RateLimited
+from tandem.engine.process.process_log import RateLimited
 from tandem.kv_connector.tiers.jobs import JobDone, TierJob
 
 limited = RateLimited(logging.getLogger(__name__))

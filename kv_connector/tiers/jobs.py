@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tandem.kv_connector.meta import SourceStepMeta
+from tandem.kv_connector.protocol.jobs import SourceStepMeta
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.interfaces import BlockEvent
-from tandem.engine.request import Request
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
 from tandem.kv_connector.tiers.jobs import Load, TierJob, with_loads
 from tandem.kv_connector.tiers.promoter import Promoter
-from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, Stage
-from tandem.kv_connector.tiers.rates import num_worth_loading
+from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, PromotionStage
+from tandem.kv_connector.tiers.worth_loading import num_worth_loading
 
 
 class TierManager(Promoter):
@@ -49,9 +49,9 @@ class TierManager(Promoter):
         """See LowerTiers."""
         promotion = self._promotions.get(request)
         if promotion is not None:
-            if promotion.stage is Stage.FETCHED:
+            if promotion.stage is PromotionStage.FETCHED:
                 self._load_outside(promotion)
-            return 0 if promotion.stage in (Stage.LOADED, Stage.OVER) else None
+            return 0 if promotion.stage in (PromotionStage.LOADED, PromotionStage.OVER) else None
         missing = hashes[len(hits) :]
         if missing and missing[0] in self._moving:
             return None  # somebody else's load brings it
@@ -61,7 +61,7 @@ class TierManager(Promoter):
         num_worth = self._num_worth(found)
         if not num_worth:
             self.counters.loads_declined += 1
-            self._promotions[request] = Promotion(0, [], None, [], Stage.OVER)  # and is not asked about again
+            self._promotions[request] = Promotion(0, [], None, [], PromotionStage.OVER)  # and is not asked about again
             return 0
         wanted = found[:num_worth]
         if runs_alone and all(self._host.is_ready(block_hash) for block_hash in wanted):
@@ -91,7 +91,7 @@ class TierManager(Promoter):
         if self._disk is not None:
             self._disk.use(hashes)
         promotion = self._promotions.get(request)
-        if promotion is not None and promotion.stage is Stage.LOADED:
+        if promotion is not None and promotion.stage is PromotionStage.LOADED:
             self._count_hits(request, promotion.hashes, promotion.from_disk)
         self.ended(request)
 

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.interfaces import BlockEvent
-from tandem.engine.rate import Rate
-from tandem.engine.request import Request
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.contracts.rate import Rate
+from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, TierJob
-from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, Stage
+from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, PromotionStage
 from tandem.kv_connector.tiers.write_back import WriteBack
 
 
@@ -65,13 +65,13 @@ class Promoter:
         if not taken:
             return
         self._num_promotions += 1
-        promotion = Promotion(self._num_promotions, hits, parent, wanted[:taken], Stage.FETCHED)
+        promotion = Promotion(self._num_promotions, hits, parent, wanted[:taken], PromotionStage.FETCHED)
         self._promotions[request] = self._by_number[promotion.number] = promotion
         self._moving.update(promotion.hashes)
         self._pool.touch(hits)
         if fetched:
             assert self._disk is not None
-            promotion.stage, promotion.from_disk = Stage.FETCHING, frozenset(fetched)
+            promotion.stage, promotion.from_disk = PromotionStage.FETCHING, frozenset(fetched)
             self._disk.pin(fetched)
             disk_slots = tuple(self._disk.slot(block_hash) for block_hash in fetched)
             self._jobs.append(Fetch(promotion.number, tuple(fetched), disk_slots, tuple(slots)))
@@ -83,7 +83,7 @@ class Promoter:
         blocks = self._pool.allocate_grantable(len(promotion.hashes))
         if blocks is not None:
             promotion.block_ids = blocks
-            promotion.stage = Stage.LOADING
+            promotion.stage = PromotionStage.LOADING
             self._jobs.append(self._make_load(promotion.hashes, blocks, promotion.number))
 
     def _make_load(self, hashes: Sequence[bytes], block_ids: Sequence[int], number: int = 0) -> Load:
@@ -93,13 +93,13 @@ class Promoter:
     def _let_go(self, promotion: Promotion) -> None:
         """Whatever it holds it gives back: now, or when its copy has ended."""
         promotion.is_wanted = False
-        if promotion.stage in IN_FLIGHT or promotion.stage is Stage.OVER:
+        if promotion.stage in IN_FLIGHT or promotion.stage is PromotionStage.OVER:
             return
-        if promotion.stage is Stage.FETCHED:
+        if promotion.stage is PromotionStage.FETCHED:
             self._host.unpin(promotion.hashes)
             self._moving.difference_update(promotion.hashes)
         self._pool.free(promotion.held, None)
-        promotion.hits, promotion.block_ids, promotion.stage = [], [], Stage.OVER
+        promotion.hits, promotion.block_ids, promotion.stage = [], [], PromotionStage.OVER
         del self._by_number[promotion.number]
 
     def _num_held(self) -> int:
@@ -134,7 +134,7 @@ class Promoter:
                 self._pool.register(block_id, block_hash, parent, None, self._host.tenant(block_hash))
                 parent = block_hash
             self._hold_what_is_found(promotion)
-        promotion.stage = Stage.LOADED
+        promotion.stage = PromotionStage.LOADED
         if not promotion.is_wanted:
             self._let_go(promotion)
 
@@ -165,7 +165,7 @@ class Promoter:
         self._moving.difference_update(lost)
         self._host.unpin([block_hash for block_hash in lost if block_hash not in done.bad])
         promotion.hashes = promotion.hashes[:good]
-        promotion.stage = Stage.FETCHED
+        promotion.stage = PromotionStage.FETCHED
         if done.bad:
             self.counters.loads_failed += 1
         if not promotion.is_wanted or not good:
@@ -178,15 +178,15 @@ class Promoter:
     def check_promotions(self) -> None:
         for block_id, count in self.references().items():
             assert self._pool.ref_count(block_id) >= count, f"block {block_id} is held here and free"
-        moving = [h for p in self._by_number.values() if p.stage is not Stage.LOADED for h in p.hashes]
+        moving = [h for p in self._by_number.values() if p.stage is not PromotionStage.LOADED for h in p.hashes]
         assert len(moving) == len(set(moving)), "a block is loaded twice"
         assert set(moving) == self._moving, "what moves is miscounted"
         for promotion in self._by_number.values():
-            assert promotion.stage is not Stage.OVER, "a promotion that is over is kept"
-            if promotion.stage is Stage.LOADING:
+            assert promotion.stage is not PromotionStage.OVER, "a promotion that is over is kept"
+            if promotion.stage is PromotionStage.LOADING:
                 for block_id in promotion.block_ids:
                     assert self._pool.is_writable(block_id), (
                         f"block {block_id} is loaded into and not its loader's alone"
                     )
         for promotion in self._promotions.values():
-            assert promotion.stage is Stage.OVER or promotion.number in self._by_number
+            assert promotion.stage is PromotionStage.OVER or promotion.number in self._by_number

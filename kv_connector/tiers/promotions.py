@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field
 
 
-class Stage(enum.Enum):
+class PromotionStage(enum.Enum):
     FETCHING = "fetching"  # disk to host
     FETCHED = "fetched"  # in the host pool, pinned there; device blocks are still to be had
     LOADING = "loading"  # host to device
@@ -14,7 +14,7 @@ class Stage(enum.Enum):
     OVER = "over"  # holds nothing; the request computes what it does not find
 
 
-IN_FLIGHT = (Stage.FETCHING, Stage.LOADING)
+IN_FLIGHT = (PromotionStage.FETCHING, PromotionStage.LOADING)
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +25,7 @@ class Promotion:
     hits: list[int]
     parent: bytes | None  # hash of the last of `hits`
     hashes: list[bytes]
-    stage: Stage
+    stage: PromotionStage
     from_disk: frozenset[bytes] = frozenset()
     block_ids: list[int] = field(default_factory=list)
     is_wanted: bool = True  # False: let go of everything as soon as no copy is under way

@@ -6,8 +6,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.interfaces import BlockEvent
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 

@@ -16,11 +16,12 @@ from typing import Protocol
 
 import torch
 
-from tandem.engine.errors import GrantError
-from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import KVGrant, NodeInfo
-from tandem.kernels.digest import BlockSums
-from tandem.kv_connector.rank_pools import RankPools
+from tandem.engine.contracts.errors import GrantError
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kernels.blocks.digest import BlockSums
+from tandem.kv_connector.layouts.rank_pools import RankPools
 
 # Called at most once a channel, from any thread: (node_id, epoch, reason). The channel takes no more writes.
 OnLost = Callable[[str, int, str], None]
@@ -102,7 +103,7 @@ class Transport(Protocol):
         """Whether pools on `device` can be moved this way, and if not, why."""
 
     def pool_storage(self, nbytes: int) -> memoryview | None:
-        """Zeroed memory that the pool must live in (engine/kv_pool.py's `storage`); None: any memory will do."""
+        """Zeroed memory that the pool must live in (engine/device/kv_pool.py's `storage`); None: any memory will do."""
 
     def register(self, pool: RegisteredPool) -> None:
         """Once, before anything below."""

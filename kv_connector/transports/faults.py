@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.engine.errors import ConfigError
-from tandem.engine.messages import KVGrant
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 

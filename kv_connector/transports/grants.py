@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from tandem.engine.errors import GrantError
-from tandem.engine.messages import KVGrant
+from tandem.engine.contracts.errors import GrantError
+from tandem.engine.contracts.wire.handoff import KVGrant
 
 
 @dataclass(eq=False)
-class OpenGrant:
+class GrantInUse:
     grant: KVGrant
     blocks: frozenset[int]
     closed: bool = False  # read by the writer between two pieces, to leave early
@@ -28,8 +28,8 @@ class GrantTable:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._open: dict[int, OpenGrant] = {}
-        self._closing: list[OpenGrant] = []
+        self._open: dict[int, GrantInUse] = {}
+        self._closing: list[GrantInUse] = []
         self._fenced: set[tuple[str, int]] = set()
         self.num_refused = 0
 
@@ -41,7 +41,7 @@ class GrantTable:
                     f"{grant.source_id} epoch {grant.source_epoch:#x} is fenced and may not write",
                     request_id=grant.request_id,
                 )
-            self._open.setdefault(grant.grant_id, OpenGrant(grant, frozenset(grant.block_ids)))
+            self._open.setdefault(grant.grant_id, GrantInUse(grant, frozenset(grant.block_ids)))
 
     def close(self, grant_id: int) -> None:
         """Returns when no write under the grant can land any more. Idempotent."""
@@ -85,7 +85,7 @@ class GrantTable:
         source: tuple[str, int],
         block_ids: Iterable[int],
         wake: Callable[[], None] = lambda: None,
-    ) -> Iterator[OpenGrant]:
+    ) -> Iterator[GrantInUse]:
         """Section in which `source` (node_id, epoch) may write `block_ids`.
 
         `wake` is called from the closing thread when the grant closes meanwhile; the writer must then leave soon.
@@ -109,7 +109,7 @@ class GrantTable:
                 source = (entry.grant.source_id, entry.grant.source_epoch)
                 assert source not in self._fenced, "a fenced source holds no open grant"
 
-    def _admit(self, grant_id: int, source: tuple[str, int], block_ids: Iterable[int]) -> OpenGrant:
+    def _admit(self, grant_id: int, source: tuple[str, int], block_ids: Iterable[int]) -> GrantInUse:
         entry = self._open.get(grant_id)
         reason = ""
         if entry is None:
@@ -123,7 +123,7 @@ class GrantTable:
             raise GrantError(f"grant {grant_id:#x} {reason}")
         return entry
 
-    def _close_entries(self, entries: list[OpenGrant]) -> None:
+    def _close_entries(self, entries: list[GrantInUse]) -> None:
         """Lock held. Wakes the writers of `entries` and waits until they have left."""
         for entry in entries:
             if not entry.closed:

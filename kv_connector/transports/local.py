@@ -8,10 +8,11 @@ from concurrent.futures import Future
 
 import torch
 
-from tandem.engine.errors import GrantError, PeerLostError, TransportError
-from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.contracts.errors import GrantError, PeerLostError, TransportError
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.layouts.geometry import copy_blocks
 from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
-from tandem.kv_connector.transports.geometry import copy_blocks
 from tandem.kv_connector.transports.grants import GrantTable
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 

@@ -13,20 +13,21 @@ from concurrent.futures import Future
 
 import torch
 
-from tandem.engine.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
-from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import KVGrant, NodeInfo
-from tandem.engine.security import ClusterKeys
-from tandem.kv_connector.rank_pools import RankPools
+from tandem.engine.contracts.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.layouts.geometry import as_moved
+from tandem.kv_connector.layouts.rank_pools import RankPools
 from tandem.kv_connector.transports.base import Channel, OnLost, RegisteredPool, Transport
-from tandem.kv_connector.transports.cuda_ipc import CudaIpcTransport
-from tandem.kv_connector.transports.geometry import as_moved
+from tandem.kv_connector.transports.links.nixl import NixlTransport
+from tandem.kv_connector.transports.links.tcp import TcpTransport
+from tandem.kv_connector.transports.links.ucx import UcxTransport
 from tandem.kv_connector.transports.local import LocalTransport
-from tandem.kv_connector.transports.nixl import NixlTransport
+from tandem.kv_connector.transports.mapped.cuda_ipc import CudaIpcTransport
+from tandem.kv_connector.transports.mapped.shm import ShmTransport
 from tandem.kv_connector.transports.selection import FOR_RANKS, ONLY_WHEN_ASKED, ORDER, candidates, choose_transport
-from tandem.kv_connector.transports.shm import ShmTransport
-from tandem.kv_connector.transports.tcp import TcpTransport
-from tandem.kv_connector.transports.ucx import UcxTransport
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.engine.errors import PeerLostError
-from tandem.engine.messages import KVGrant
+from tandem.engine.contracts.errors import PeerLostError
+from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kv_connector.transports.base import (
     MAX_WRITE_BYTES,
     BlockPairs,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tandem.engine.errors import TransportError
-from tandem.engine.messages import NodeInfo
+from tandem.engine.contracts.errors import TransportError
+from tandem.engine.contracts.wire.parts import NodeInfo
 
 ORDER = ("local", "shm", "cuda_ipc", "nixl", "ucx", "tcp")
 FOR_RANKS = ("cuda_ipc", "tcp")  # for nodes whose ranks have a GPU pool each

@@ -15,9 +15,24 @@ from split_pair import GREEDY, Alone, Pair, make_pair
 from wire_fuzz import WireFuzz
 
 from in_process_cluster import BLOCK, FAST, Node, Result
-from tandem.engine import messages as wire
-from tandem.engine.messages import NodeInfo, PeerRef, PrefixHint, Submit
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping
+from tandem.engine.contracts.wire.handoff import (
+    KVClaim,
+    KVCommitted,
+    KVDrained,
+    KVDrainedAck,
+    KVGrant,
+    KVPull,
+    KVReady,
+    KVRefused,
+    KVRelease,
+    KVResend,
+    KVWait,
+)
+from tandem.engine.contracts.wire.parts import Continuation, FirstToken, Message, NodeInfo, PeerRef, PrefixHint
+from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Migrate, Submit
 from tiny_models import random_prompt
 
 PROMPT = random_prompt(40, seed=3)
@@ -35,7 +50,7 @@ class Impostor:
         self.pair, self.fuzz, self.role = pair, fuzz, role
         self._context = zmq.Context()
         self._sockets: list[tuple[Node, zmq.Socket]] = []
-        self.grants: list[wire.KVGrant] = []
+        self.grants: list[KVGrant] = []
         self.num_grants = self._life = 0
         self.reborn()
 
@@ -57,26 +72,26 @@ class Impostor:
             self._greet(socket)
             for number in range(3):  # of these hand-offs grants come, or claims: what follows is about something
                 submit, claim = self._opening(node, f"{self.role}{self._life}.{number}")
-                socket.send(wire.encode(submit))
-                socket.send(wire.encode(claim))
+                socket.send(codec.encode(submit))
+                socket.send(codec.encode(claim))
         self.listen()
 
-    def _opening(self, node: Node, name: str) -> tuple[wire.Message, wire.Message]:
+    def _opening(self, node: Node, name: str) -> tuple[Message, Message]:
         me, to = PeerRef(self.info.node_id, self.info.epoch, ""), node.info
         submit = Submit(
             request_id=name, attempt=0, mode="decode" if node is self.pair.decode else "prefill",
             prompt_token_ids=np.asarray(PROMPT, "<i4").tobytes(), sampling=SHORT, peer=me, deadline_s=20.0,
         )  # fmt: skip
-        claim = wire.KVClaim(
+        claim = KVClaim(
             request_id=name, attempt=0, source_id=me.node_id, source_epoch=me.epoch, sink_epoch=to.epoch,
             num_prompt_tokens=len(PROMPT),
         )  # fmt: skip
         return submit, claim
 
-    def _granted(self, claim: wire.KVClaim) -> wire.KVGrant:
+    def _granted(self, claim: KVClaim) -> KVGrant:
         """As a sink would: genuine, for blocks that nobody has."""
         num_blocks = -(-claim.num_prompt_tokens // BLOCK)
-        grant = wire.KVGrant(
+        grant = KVGrant(
             request_id=claim.request_id, attempt=claim.attempt, grant_id=secrets.randbits(63) + 1,
             source_id=claim.source_id, source_epoch=claim.source_epoch, sink_id=self.info.node_id,
             sink_epoch=self.info.epoch, first_block=0, block_ids=tuple(range(num_blocks)),
@@ -85,7 +100,7 @@ class Impostor:
         return self.pair.decode.process.keys.sign_grant(grant)
 
     def _greet(self, socket: zmq.Socket) -> None:
-        socket.send(wire.encode(wire.Hello(wire_version=wire.WIRE_VERSION, info=self.info)))
+        socket.send(codec.encode(Hello(wire_version=WIRE_VERSION, info=self.info)))
 
     def say(self, number: int) -> None:
         """So many messages to either node."""
@@ -100,12 +115,12 @@ class Impostor:
         """Keeps the newest grants: what comes next may be about them."""
         for _, socket in self._sockets:
             while socket.poll(20):
-                message = wire.decode_from_node(socket.recv())
-                if isinstance(message, wire.KVClaim):
+                message = codec.decode_from_node(socket.recv())
+                if isinstance(message, KVClaim):
                     granted = self._granted(message)
-                    socket.send(wire.encode(granted))
+                    socket.send(codec.encode(granted))
                     self.grants.append(granted)
-                elif isinstance(message, wire.KVGrant):
+                elif isinstance(message, KVGrant):
                     self.grants = [*self.grants[-7:], message]
                     self.num_grants += 1
 
@@ -118,7 +133,7 @@ class Impostor:
             socket.close()
         self._sockets.clear()
 
-    def _messages(self, node: Node) -> list[wire.Message]:
+    def _messages(self, node: Node) -> list[Message]:
         """All kinds, about few requests, so that they meet."""
         rng, to = self.fuzz.rng, node.info
         me = PeerRef(self.info.node_id, self.info.epoch, self.info.control_address)
@@ -142,38 +157,38 @@ class Impostor:
             prefix=PrefixHint(peer, 32) if rng.random() < 0.3 else None,
             sample_indices=rng.choice(((0,), (0, 1))),
         )
-        ready = wire.KVReady(
+        ready = KVReady(
             request_id=grant.request_id, attempt=grant.attempt, grant_id=grant.grant_id,
             grant_signature=grant.signature, source_id=me.node_id, source_epoch=me.epoch, sink_epoch=to.epoch,
-            first_tokens=(wire.FirstToken(0, 7, False),), digests=bytes(8 * len(grant.block_ids)),
-            continuation=wire.Continuation(len(PROMPT), (5,)) if rng.random() < 0.3 else None,
+            first_tokens=(FirstToken(0, 7, False),), digests=bytes(8 * len(grant.block_ids)),
+            continuation=Continuation(len(PROMPT), (5,)) if rng.random() < 0.3 else None,
         )  # fmt: skip
         told = {"request_id": grant.request_id, "attempt": grant.attempt, "grant_id": grant.grant_id}
         hashes = b"".join(bytes([number]) * 16 for number in range(3))
         return [
-            wire.Hello(wire_version=wire.WIRE_VERSION, info=self.info), wire.Ping(sequence=1), wire.FlushBlocks(),
+            Hello(wire_version=WIRE_VERSION, info=self.info), Ping(sequence=1), FlushBlocks(),
             submit, submit, submit, submit,
-            wire.Cancel(**about, sample_indices=rng.choice(((), (1,)))),
-            wire.Migrate(
+            Cancel(**about, sample_indices=rng.choice(((), (1,)))),
+            Migrate(
                 **about, sample_index=0, peer=peer, successor=(name, attempt + 1), num_tokens=len(PROMPT),
                 deadline_s=1.0,
             ),
-            wire.KVClaim(
+            KVClaim(
                 **about, source_id=me.node_id, source_epoch=me.epoch, sink_epoch=to.epoch, num_prompt_tokens=len(PROMPT)
             ),
-            wire.KVPull(
+            KVPull(
                 **about, source_epoch=to.epoch, sink_epoch=me.epoch, first_block=0, block_hashes=hashes, deadline_s=1.0
             ),
             ready, ready, grant,
-            wire.KVRelease(**about, source_epoch=me.epoch, reason="x"),
-            wire.KVDrained(**about, source_epoch=me.epoch, grant_id=grant.grant_id),
-            wire.KVWait(**about), wire.KVCommitted(**told), wire.KVDrainedAck(**told),
-            wire.KVResend(**told, indices=(0,)), wire.KVRefused(**about, reason="x"),
+            KVRelease(**about, source_epoch=me.epoch, reason="x"),
+            KVDrained(**about, source_epoch=me.epoch, grant_id=grant.grant_id),
+            KVWait(**about), KVCommitted(**told), KVDrainedAck(**told),
+            KVResend(**told, indices=(0,)), KVRefused(**about, reason="x"),
         ]  # fmt: skip
 
 
-def _grant(about: dict, sink: PeerRef, to: NodeInfo) -> wire.KVGrant:
-    return wire.KVGrant(
+def _grant(about: dict, sink: PeerRef, to: NodeInfo) -> KVGrant:
+    return KVGrant(
         **about, grant_id=secrets.randbits(63), source_id=to.node_id, source_epoch=to.epoch, sink_id=sink.node_id,
         sink_epoch=sink.epoch, first_block=0, block_ids=(0, 1, 2), num_prompt_tokens=len(PROMPT), lease_s=5.0,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from pull_nodes import Nodes, make_nodes
 from tier_nodes import always_loading, until_saved
 
 from in_process_cluster import BLOCK, Node
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt
 
 SAMPLING = SamplingParams(max_tokens=2 * BLOCK + 3, temperature=0.0, ignore_eos=True)

@@ -13,8 +13,8 @@ from tier_nodes import NUM_BLOCKS, NUM_HITS, Asker, References, always_loading, 
 from waiting import PATIENCE_S, wait_until
 
 from in_process_cluster import BLOCK, Node, node_options
-from tandem.engine.errors import ConfigError
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt, tiny_model
 
 BLOCK_BYTES = 12288

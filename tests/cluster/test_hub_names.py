@@ -17,8 +17,8 @@ import pytest
 from real_cluster import RealCluster
 from tandem.deploy.options import DEMO_MODEL
 from tandem.deploy.redis_server import free_port
-from tandem.engine.errors import CheckpointError
-from tandem.engine.model_folder import resolve_model, served_name
+from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.model_folder import resolve_model, served_name
 
 MAIN, OLD = "a" * 40, "b" * 40
 START_S = 100
@@ -65,9 +65,9 @@ def test_a_node_and_a_router_take_one_each_for_themselves(cache: Path) -> None:
 
 def test_so_do_their_parts_without_a_command_line(cache: Path) -> None:
     code = """
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, RouterOptions
-from tandem.engine.node_setup import load
-from tandem.router.worker import Worker
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, RouterOptions
+from tandem.node.setup import load
+from tandem.router.process.worker import Worker
 model = ModelOptions("acme/tiny", revision="old")
 Worker(RouterOptions(model))
 print(load(NodeOptions("unified", model, CacheOptions(num_blocks=16), device="cpu")).served_name)

@@ -11,8 +11,8 @@ import pytest
 from split_pair import GREEDY, NIXL, SAMPLED, Alone, changed
 
 from in_process_cluster import Client, Node, Result, node_options
-from tandem.engine.sampling_params import SamplingParams
-from tandem.kv_connector.outcomes import ENDED, OUTGROWN
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.kv_connector.protocol.outcomes import ENDED, OUTGROWN
 from tiny_models import random_prompt, tiny_model
 
 LONG = 90

@@ -12,7 +12,7 @@ from stream_client import Stream
 from waiting import wait_until
 
 from in_process_cluster import FAST, Node, node_options
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt, tiny_model
 
 LENGTH = 600

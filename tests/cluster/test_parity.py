@@ -13,7 +13,7 @@ import pytest
 
 import tandem.deploy
 from in_process_cluster import Client, Node, node_options
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import Greedy, random_prompt, reference_greedy, tiny_model
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"

@@ -8,7 +8,7 @@ from typing import Any
 from waiting import wait_until
 
 from real_cluster import RealCluster
-from tandem.deploy.node_figures import hits_by_tier, read_when_still
+from tandem.deploy.bench.node_figures import hits_by_tier, read_when_still
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 BLOCK = 16

@@ -12,9 +12,9 @@ from router_in_thread import RouterInThread
 
 from in_process_cluster import Node, node_options
 from tandem.deploy.options import DEMO_MODEL
-from tandem.engine.config import Timeouts
-from tandem.engine.errors import CheckpointError, ConfigError
-from tandem.engine.generation_config import SamplingDefaults, sampling_defaults
+from tandem.engine.contracts.config import Timeouts
+from tandem.engine.contracts.errors import CheckpointError, ConfigError
+from tandem.engine.contracts.generation_config import SamplingDefaults, sampling_defaults
 
 SHARP = {"temperature": 0.01, "top_p": 0.1, "max_new_tokens": 24}
 PROMPT = "Return a new"

@@ -11,9 +11,9 @@ from router_in_thread import RouterInThread
 
 from in_process_cluster import Node, node_options
 from real_cluster import RealCluster
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
-from tandem.engine.errors import ConfigError
-from tandem.engine.node_setup import load, with_length_that_fits
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
+from tandem.engine.contracts.errors import ConfigError
+from tandem.node.setup import load, with_length_that_fits
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 MODEL = tiny_model("llama")

@@ -8,9 +8,9 @@ import pytest
 from split_pair import GREEDY, SAMPLED, WAYS, Alone, Pair, changed, make_pair
 
 from in_process_cluster import Client, Result
-from tandem.engine.config import Timeouts
-from tandem.engine.messages import Cancel
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.config import Timeouts
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.requests import Cancel
 from tiny_models import random_prompt
 
 # --- cancels ------------------------------------------------------------------------------------------------

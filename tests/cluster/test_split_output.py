@@ -7,7 +7,7 @@ import math
 import pytest
 from split_pair import GREEDY, SAMPLED, Alone, Pair, changed
 
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt
 
 # --- sampling -----------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from node_child import NodeChild
 from split_pair import GREEDY, SAMPLED, changed
 
 from in_process_cluster import Client, Node, node_options
-from tandem.engine.config import NodeOptions
-from tandem.engine.errors import ConfigError
-from tandem.engine.messages import NodeInfo
-from tandem.engine.parallel.ranks import start_ranks
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.node.ranks.leader import start_ranks
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 LENGTHS = (1, 17, 64, 150)

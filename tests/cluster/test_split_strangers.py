@@ -13,8 +13,9 @@ from split_pair import GREEDY, Pair, make_pair
 from waiting import PATIENCE_S
 
 from in_process_cluster import BLOCK, Client, Node, node_options
-from tandem.engine import messages as wire
-from tandem.engine.messages import Hello, KVClaim, KVCommitted, KVDrained, KVReady, KVRefused, Welcome
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Welcome
+from tandem.engine.contracts.wire.handoff import KVClaim, KVCommitted, KVDrained, KVReady, KVRefused
 from tiny_models import random_prompt, tiny_model
 
 
@@ -78,12 +79,12 @@ def test_a_grant_from_a_connection_that_nobody_asked_for_is_not_heard(shm: Pair)
     try:
         socket.connect(shm.prefill.info.control_address)
         info = msgspec.structs.replace(shm.decode.info, node_id="decode-stranger", pid=0)
-        socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
+        socket.send(codec.encode(Hello(wire_version=WIRE_VERSION, info=info)))
         assert socket.poll(int(PATIENCE_S * 1000))
-        assert isinstance(wire.decode_from_node(socket.recv()), Welcome)
+        assert isinstance(codec.decode_from_node(socket.recv()), Welcome)
         dropped, pushed = source.messages_dropped, shm.pushed_bytes
         claim = KVClaim(request_id="x", attempt=0, source_id="s", source_epoch=1, sink_epoch=2, num_prompt_tokens=BLOCK)
-        socket.send(wire.encode(sign_grant_for(shm, claim)))
+        socket.send(codec.encode(sign_grant_for(shm, claim)))
         shm.until(lambda: source.messages_dropped == dropped + 1)
         assert shm.pushed_bytes == pushed
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tandem.kernels import reference
+from tandem.kernels.reference import paged
 
 
 def _attend(
@@ -93,7 +93,7 @@ class FlashAttention3:
             length = int(cache_seqlens[index])
             # [pages, slots, heads, size] -> the caches of reference.py, [pages, heads, slots, size]
             key, value = (
-                reference.read_sequence(cache.transpose(1, 2), page_table[index].tolist(), length)
+                paged.read_sequence(cache.transpose(1, 2), page_table[index].tolist(), length)
                 for cache in (k_cache, v_cache)
             )
             rows.append(_attend(q[first:last], key, value, softmax_scale, left, softcap))
@@ -134,7 +134,7 @@ class FlashInfer:
             for row, ((first, end), (low, high)) in enumerate(zip(pairwise(starts), pairwise(blocks), strict=True)):
                 length = (high - low - 1) * self.page_size + last[row]
                 table = self.indices[low:high]
-                key, value = (reference.read_sequence(cache, table, length) for cache in (key_cache, value_cache))
+                key, value = (paged.read_sequence(cache, table, length) for cache in (key_cache, value_cache))
                 rows.append(_attend(q[first:end], key, value, *self.options))
             return torch.cat(rows)
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from model_logits import CPU, logits_in_chunks
 
-from tandem.engine.errors import CheckpointError
-from tandem.engine.loader import _targets
-from tandem.engine.model.decoder import DecoderModel
-from tandem.engine.model_config import load_model_config
+from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.loader import _targets
 
 LENGTH = 48  # tokens of the prompt: longer than the windows and trained lengths that the cases name
 TOLERANCE = 1e-4  # of the largest logit

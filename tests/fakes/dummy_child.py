@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from tandem.engine.launcher_pipe import LauncherPipe
+from tandem.engine.process.launcher_pipe import LauncherPipe
 
 
 def main() -> None:

@@ -11,14 +11,14 @@ from fake_connector import FakeConnector
 from fake_tiers import FakeTiers
 
 from fake_runner import FakeRunner, next_token, stop_ids
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import SchedulerOptions
-from tandem.engine.core import EngineCore
-from tandem.engine.hashing import root_hash
-from tandem.engine.prompt_order import PromptOrder
-from tandem.engine.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.core import EngineCore
+from tandem.engine.scheduling.prompt_order import PromptOrder
+from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.scheduling.scheduler import Scheduler
 
 BLOCK = 4
 EOS = 7

@@ -22,7 +22,7 @@ def program(faults: list[Fault]) -> str:
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})",
         "from failing_ranks import lose_memory",
         f"lose_memory({json.dumps(faults)})",
-        "from tandem.engine.parallel.rank_main import main",
+        "from tandem.node.ranks.main import main",
         "main(*sys.argv[1:])",
     )
     return "; ".join(lines)
@@ -30,10 +30,10 @@ def program(faults: list[Fault]) -> str:
 
 def lose_memory(faults: list[Fault]) -> None:
     """In this process, whichever rank it is."""
-    from tandem.engine import runner
-    from tandem.engine.decode_graphs import DecodeGraphs
-    from tandem.engine.model import decoder
+    from tandem.engine.models import decoder
     from tandem.engine.parallel.group import TensorParallel
+    from tandem.engine.running import runner
+    from tandem.engine.running.decode_graphs import DecodeGraphs
 
     places = {(fault["rank"], fault["num_tokens"]): fault["at"] for fault in faults}
     place: list[object] = [None]  # of the step that runs

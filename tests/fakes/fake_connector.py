@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.request import Request, RequestState
-from tandem.engine.step import SchedulerOutput
-from tandem.kv_connector.meta import SourceStepMeta
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.kv_connector.protocol.jobs import SourceStepMeta
 
 
 class FakeConnector:

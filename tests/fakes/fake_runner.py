@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.hashing import hash_blocks
-from tandem.engine.messages import TokenLogprobs
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import NewSlot, RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.hashing import hash_blocks
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.scheduling.step import NewSlot, RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
 
 VOCAB = 13
 Prefix = tuple[int, ...]

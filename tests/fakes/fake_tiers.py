@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from fake_runner import FakeRunner, Prefix
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.hashing import hash_blocks
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.hashing import hash_blocks
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, Save, Spill, TierJob
 from tandem.kv_connector.tiers.manager import TierManager

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tandem.kernels.all_reduce import Way
+from tandem.kernels.products.all_reduce import Way
 
 HIDDEN, VOCAB, EPS = 4096, 128256, 1e-5
 ROWS = (1, 3, 16, 32, 64, 128, 256, 512, 2048, 8192)
@@ -82,8 +82,8 @@ def _run(rank: int, num_ranks: int, port: int) -> None:
 
     from tandem.engine.parallel.group import Membership, TensorParallel
     from tandem.engine.parallel.sharding import Shard
-    from tandem.kernels.all_reduce import sum_add_rms_norm, sum_add_rms_norm_twin
-    from tandem.kernels.fused_ops import add_rms_norm
+    from tandem.kernels.products.all_reduce import sum_add_rms_norm, sum_add_rms_norm_twin
+    from tandem.kernels.products.fused_ops import add_rms_norm
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)

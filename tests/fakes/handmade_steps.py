@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tandem.engine.config import ModelOptions, SchedulerOptions
-from tandem.engine.loader import load_model
-from tandem.engine.model_config import load_model_config
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
+from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.models.loader import load_model
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 
 BLOCK = 16
 NUM_BLOCKS = 24

@@ -6,8 +6,8 @@ from handoff_pulls import open_world
 from handoff_setting import Setting, ViolationError
 from handoff_world import World
 
-from tandem.kv_connector.handoff.sink import SinkEvent
-from tandem.kv_connector.handoff.source import SourceEvent
+from tandem.kv_connector.protocol.sink_table import SinkEvent
+from tandem.kv_connector.protocol.source_table import SourceEvent
 
 Event = tuple
 TO_SOURCE = frozenset({"grant", "committed", "resend", "refused", "ack"})

@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from tandem.engine.messages import KVGrant, KVReady, PeerRef, Submit, peer_id_of
-from tandem.engine.request import Request
-from tandem.engine.sampling_params import SamplingParams
-from tandem.kv_connector.meta import Finalize, ReadySent, Retire, Retired, Verified
-from tandem.kv_connector.outcomes import Commit
-from tandem.kv_connector.peer_effects import Fenced, FenceSource, OpenChannel
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
+from tandem.engine.contracts.wire.parts import PeerRef, peer_id_of
+from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.jobs import Finalize, ReadySent, Retire, Retired, Verified
+from tandem.kv_connector.protocol.outcomes import Commit
+from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource, OpenChannel
 from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
 
 DEADLINE_S = 30.0  # shorter than a grant's lease

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from handoff_records import SOURCE_OVER, SourceRecord
 from handoff_world import World
 
-from tandem.kv_connector.handoff.sink import SinkState
-from tandem.kv_connector.handoff.source import SourceState
+from tandem.kv_connector.protocol.sink_table import SinkState
+from tandem.kv_connector.protocol.source_table import SourceState
 
 _UNFINISHED = (SourceState.CLAIMING, SourceState.PUSHING)
 _PARKED = (SourceState.PARKED, SourceState.PARKED_DONE)

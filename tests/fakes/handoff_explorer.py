@@ -11,8 +11,8 @@ from handoff_records import SINK_OVER, SOURCE_OVER
 from handoff_setting import Setting, ViolationError
 from handoff_world import World, start
 
-from tandem.kv_connector.handoff.sink import SinkEvent, SinkState
-from tandem.kv_connector.handoff.source import SourceEvent
+from tandem.kv_connector.protocol.sink_table import SinkEvent, SinkState
+from tandem.kv_connector.protocol.source_table import SourceEvent
 
 
 @dataclass(frozen=True)

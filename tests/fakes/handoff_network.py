@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from tandem.engine.messages import KVReady, PeerRef, Submit, peer_id_of
-from tandem.engine.request import Request
-from tandem.engine.sampling_params import SamplingParams
-from tandem.kv_connector.meta import Finalize, PushFailed, ReadySent, Retire, Retired, Verified
-from tandem.kv_connector.outcomes import Commit
-from tandem.kv_connector.peer_effects import Fenced, FenceSource
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.handoff import KVReady
+from tandem.engine.contracts.wire.parts import PeerRef, peer_id_of
+from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.jobs import Finalize, PushFailed, ReadySent, Retire, Retired, Verified
+from tandem.kv_connector.protocol.outcomes import Commit
+from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource
 from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
 
 DEADLINE_S = 90.0

@@ -6,16 +6,16 @@ from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions
-from tandem.engine.kv_layout import KVGroup, KVLayout
-from tandem.engine.messages import NodeInfo
-from tandem.engine.request import Request
-from tandem.engine.security import ClusterKeys
-from tandem.kv_connector.meta import LayerPush, WholePush
-from tandem.kv_connector.plan import BlockSizes
-from tandem.kv_connector.sink import SinkManager
-from tandem.kv_connector.source import SourceManager
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.layouts.plan import BlockSizes
+from tandem.kv_connector.protocol.jobs import LayerPush, WholePush
+from tandem.kv_connector.sink.manager import SinkManager
+from tandem.kv_connector.source.manager import SourceManager
 
 BLOCK = 4
 KEYS = ClusterKeys(b"k" * 16, False)

@@ -1,8 +1,9 @@
 """The model of handoff_world.py with requests that the sink begins: it pulls what the source has cached.
 
-After kv_connector/pull_asker.py, pull_holder.py and what sink.py says of pulls: the question is sent again until it is
-heard, what is found is pinned and offered as a computed prompt without a grant, pulls are granted after all prompts and
-given up where there is no room. Whether the source still has the blocks when it is asked is left open at each question.
+After kv_connector/pulls/puller.py, pull_holder.py and what sink.py says of pulls: the question is sent again until it
+is heard, what is found is pinned and offered as a computed prompt without a grant, pulls are granted after all prompts
+and given up where there is no room. Whether the source still has the blocks when it is asked is left open at each
+question.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from handoff_records import SourceRecord
 from handoff_setting import Setting
 from handoff_world import World
 
-from tandem.kv_connector.handoff.sink import SinkEvent, SinkState
-from tandem.kv_connector.handoff.source import SourceEvent
+from tandem.kv_connector.protocol.sink_table import SinkEvent, SinkState
+from tandem.kv_connector.protocol.source_table import SourceEvent
 
 
 class PullingWorld(World):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.kv_connector.handoff.sink import SinkMachine, SinkState
-from tandem.kv_connector.handoff.source import SourceMachine, SourceState
+from tandem.kv_connector.protocol.sink_table import SinkMachine, SinkState
+from tandem.kv_connector.protocol.source_table import SourceMachine, SourceState
 
 SOURCE_OVER = (SourceState.DRAINED, SourceState.CLOSED)
 SINK_OVER = (SinkState.COMMITTED, SinkState.CLOSED, SinkState.REJECTED, SinkState.UNKNOWN)

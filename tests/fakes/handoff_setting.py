@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tandem.kv_connector.handoff import sink, source
-from tandem.kv_connector.handoff.sink import SinkMachine
-from tandem.kv_connector.handoff.source import SourceMachine
+from tandem.kv_connector.protocol import sink_table, source_table
+from tandem.kv_connector.protocol.sink_table import SinkMachine
+from tandem.kv_connector.protocol.source_table import SourceMachine
 
 ALL_FAULTS = frozenset(
     {
@@ -39,8 +39,8 @@ class Setting:
     claims_what_fits: bool = True  # a source claims only what fits beside its parked KV
     submitted: bool = False  # start with every request known to both nodes
     flaws: frozenset[str] = frozenset()  # mutations of the world
-    source_rows: source.SourceRows = field(default_factory=lambda: source._ROWS, repr=False)
-    sink_rows: sink.SinkRows = field(default_factory=lambda: sink._ROWS, repr=False)
+    source_rows: source_table.SourceRows = field(default_factory=lambda: source_table._ROWS, repr=False)
+    sink_rows: sink_table.SinkRows = field(default_factory=lambda: sink_table._ROWS, repr=False)
     source_machine: type[SourceMachine] = SourceMachine
     sink_machine: type[SinkMachine] = SinkMachine
 

@@ -1,11 +1,11 @@
-"""The sink's pool and its queue of claims, counted in blocks, after kv_connector/sink.py."""
+"""The sink's pool and its queue of claims, counted in blocks, after kv_connector/sink/manager.py."""
 
 from __future__ import annotations
 
 from handoff_records import SinkRecord
 from handoff_setting import Setting
 
-from tandem.kv_connector.handoff.sink import SinkAction, SinkState
+from tandem.kv_connector.protocol.sink_table import SinkAction, SinkState
 
 
 class SinkPool:

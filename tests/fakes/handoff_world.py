@@ -2,7 +2,7 @@
 
 A state is a tuple; `World` opens one, applies one event, and freezes the result. Sources and
 sinks are the real machines; what their managers add (claim order, pins, parked share, what an action means in blocks,
-messages and jobs) is modelled here after kv_connector/source.py and sink.py. Deliberately harsher than reality:
+messages and jobs) is modelled here after kv_connector/source/manager.py and sink.py. Deliberately harsher than reality:
 
 - the network is a set without order, and a new life of a node still hears what was sent to the old one;
 - deadlines, leases, cancels and wrong suspicions may come at any moment (each costs one fault of the budget);
@@ -18,8 +18,8 @@ from handoff_records import SINK_OVER, SinkRecord, SourceRecord
 from handoff_setting import Setting, ViolationError
 from handoff_sink_pool import SinkPool
 
-from tandem.kv_connector.handoff.sink import SinkAction, SinkEvent
-from tandem.kv_connector.handoff.source import SourceAction, SourceEvent
+from tandem.kv_connector.protocol.sink_table import SinkAction, SinkEvent
+from tandem.kv_connector.protocol.source_table import SourceAction, SourceEvent
 
 
 class World(SinkPool):

@@ -11,8 +11,11 @@ from split_pair import GREEDY, Pair
 from waiting import PATIENCE_S
 
 from in_process_cluster import BLOCK, Result
-from tandem.engine import messages as wire
-from tandem.engine.messages import Hello, KVClaim, KVDrained, KVDrainedAck, KVGrant, PeerRef, Submit, Welcome
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import Hello, Welcome
+from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVDrainedAck, KVGrant
+from tandem.engine.contracts.wire.parts import Message, PeerRef
+from tandem.engine.contracts.wire.requests import Submit
 
 
 class ImpostorSink:
@@ -50,7 +53,7 @@ class ImpostorSink:
             if not self._socket.poll(5):
                 continue
             self._peer, payload = self._socket.recv_multipart()
-            message = wire.decode_to_node(payload)
+            message = codec.decode_to_node(payload)
             if isinstance(message, Hello):
                 self.send(Welcome(info=self.pair.decode.info))
             elif isinstance(message, KVDrained):
@@ -59,8 +62,8 @@ class ImpostorSink:
                 return message
         raise AssertionError(f"no {kind.__name__} about {name}")
 
-    def send(self, message: wire.Message) -> None:
-        self._socket.send_multipart([self._peer, wire.encode(message)])
+    def send(self, message: Message) -> None:
+        self._socket.send_multipart([self._peer, codec.encode(message)])
 
     def grant(self, claim: KVClaim, **changes: object) -> KVGrant:
         return sign_grant_for(self.pair, claim, **changes)

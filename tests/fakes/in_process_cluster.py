@@ -14,30 +14,24 @@ import zmq
 from waiting import PATIENCE_S, wait_until
 
 from tandem.decode_node.main import make_logic as make_decode
-from tandem.engine import messages as wire
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions, Timeouts
-from tandem.engine.messages import (
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions, Timeouts
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint
+from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
     Cancelled,
-    Hello,
     Migrate,
     Migrated,
-    NodeInfo,
-    PeerRef,
-    Ping,
-    PrefixHint,
     PromptLogprobs,
-    Refused,
     RequestFailed,
-    Status,
     Submit,
     Tokens,
-    Welcome,
 )
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import SchedulerOutput
-from tandem.kv_connector.node_shell import NodeProcess
+from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.node.process import NodeProcess
 from tandem.prefill_node.main import make_logic as make_prefill
 
 BLOCK = 16
@@ -170,14 +164,14 @@ class Client:
             socket.setsockopt(zmq.RCVHWM, 0)  # nothing is lost while nobody polls
             socket.connect(node.control_address)
             self._sockets[node.node_id] = socket
-            self.send(node, Hello(wire_version=wire.WIRE_VERSION, info=info))
+            self.send(node, Hello(wire_version=WIRE_VERSION, info=info))
             assert isinstance(self._receive(socket), Welcome)
         self._heart = threading.Thread(target=self._beat_on, daemon=True)
         self._heart.start()
 
-    def send(self, node: NodeInfo, message: wire.Message) -> None:
+    def send(self, node: NodeInfo, message: Message) -> None:
         with self._turn:
-            self._sockets[node.node_id].send(wire.encode(message))
+            self._sockets[node.node_id].send(codec.encode(message))
 
     def _beat_on(self) -> None:
         while not self._closing.wait(FAST.heartbeat_s / 2):
@@ -189,7 +183,7 @@ class Client:
         if time.monotonic() >= self._ping_at:
             self._ping_at = time.monotonic() + FAST.heartbeat_s / 2
             for socket in self._sockets.values():
-                socket.send(wire.encode(Ping(sequence=1)))
+                socket.send(codec.encode(Ping(sequence=1)))
 
     def submit(
         self,
@@ -309,7 +303,7 @@ class Client:
                 poller.register(socket, zmq.POLLIN)
             for socket, _ in poller.poll(int(timeout_s * 1000)):
                 while socket.poll(0):
-                    self._take(wire.decode_from_node(socket.recv()))
+                    self._take(codec.decode_from_node(socket.recv()))
             self._beat()  # as well: who polls all the time leaves the thread no turn
 
     def close(self) -> None:
@@ -320,11 +314,11 @@ class Client:
         self._context.term()
 
     @staticmethod
-    def _receive(socket: zmq.Socket) -> wire.Message:
+    def _receive(socket: zmq.Socket) -> Message:
         assert socket.poll(int(PATIENCE_S * 1000)), "the node does not answer"
-        return wire.decode_from_node(socket.recv())
+        return codec.decode_from_node(socket.recv())
 
-    def _take(self, message: wire.Message) -> None:
+    def _take(self, message: Message) -> None:
         if isinstance(message, Tokens):
             for delta in message.deltas:
                 result = self.results[delta.request_id, delta.attempt]

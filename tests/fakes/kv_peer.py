@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.engine.messages import KVGrant, NodeInfo
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
 
 
 def pack(struct: msgspec.Struct) -> str:

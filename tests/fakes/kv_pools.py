@@ -12,16 +12,17 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
-from tandem.engine.errors import TransportError
-from tandem.engine.kv_layout import KVGroup, KVLayout
-from tandem.engine.kv_pool import allocate_pool
-from tandem.engine.messages import KVGrant, NodeInfo
-from tandem.engine.security import ClusterKeys
-from tandem.kv_connector.fence import host_id
+from tandem.engine.contracts.errors import TransportError
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.device.kv_pool import allocate_pool
 from tandem.kv_connector.transports.base import Transport
-from tandem.kv_connector.transports.nixl_agent import nixl_problem
+from tandem.kv_connector.transports.links.nixl_agent import nixl_problem
+from tandem.kv_connector.transports.links.ucx import ucx_problem
+from tandem.kv_connector.transports.mapped.processes import host_id
 from tandem.kv_connector.transports.node_transports import NodeTransports, make_transports
-from tandem.kv_connector.transports.ucx import ucx_problem
 
 
 def needs(transport: str) -> pytest.MarkDecorator:

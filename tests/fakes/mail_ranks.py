@@ -10,7 +10,7 @@ import sys
 
 import torch
 
-from tandem.kernels.all_reduce import MailLayout
+from tandem.kernels.products.all_reduce import MailLayout
 
 MAX_ROWS, HIDDEN, SHARD, EPS = 3, 44, 40, 1e-5
 ROUNDS = {torch.float16: (2, 3, 1, 3), torch.float32: (1, 2)}  # rows of each exchange
@@ -36,7 +36,7 @@ def logits_of(number: int, num_rows: int, num_ranks: int) -> torch.Tensor:
 
 
 def _exchange(rank: int, num_ranks: int, path: str) -> None:
-    from tandem.kernels.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm, sum_add_rms_norm_twin
+    from tandem.kernels.products.all_reduce import Mail, argmax_of_shards, sum_add_rms_norm, sum_add_rms_norm_twin
 
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)

@@ -10,8 +10,8 @@ from migration_nodes import SINK_OVER, SOURCE_OVER, Node
 from migration_setting import MigrationSetting
 from migration_world import World, start
 
-from tandem.kv_connector.handoff.sink import SinkEvent, SinkState
-from tandem.kv_connector.handoff.source import SourceEvent, SourceState
+from tandem.kv_connector.protocol.sink_table import SinkEvent, SinkState
+from tandem.kv_connector.protocol.source_table import SourceEvent, SourceState
 
 Event = tuple
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.kv_connector.handoff.sink import SinkMachine, SinkState
-from tandem.kv_connector.handoff.source import SourceMachine, SourceState
-from tandem.router.request_machine import RequestMachine
+from tandem.kv_connector.protocol.sink_table import SinkMachine, SinkState
+from tandem.kv_connector.protocol.source_table import SourceMachine, SourceState
+from tandem.router.requests.machine import RequestMachine
 
 _SOURCE_STATES = {state.value: state for state in SourceState}
 _SINK_STATES = {state.value: state for state in SinkState}

@@ -13,13 +13,14 @@ from typing import Any
 from handoff_setting import ViolationError
 from migration_machines import SmallSinkMachine, SmallSourceMachine
 
-from tandem.engine.messages import Continuation, Migrate, RequestFailed, Submit, TokenDelta
-from tandem.engine.request import RequestState
-from tandem.kv_connector import outcomes
-from tandem.kv_connector.handoff.sink import SinkAction, SinkEvent, SinkState
-from tandem.kv_connector.handoff.source import SourceAction, SourceEvent, SourceState
-from tandem.kv_connector.migration import Migrations
-from tandem.kv_connector.outcomes import HandoffCompleted, HandoffFailed
+from tandem.engine.contracts.wire.parts import Continuation
+from tandem.engine.contracts.wire.requests import Migrate, RequestFailed, Submit, TokenDelta
+from tandem.engine.scheduling.request import RequestState
+from tandem.kv_connector.protocol import outcomes
+from tandem.kv_connector.protocol.outcomes import HandoffCompleted, HandoffFailed
+from tandem.kv_connector.protocol.sink_table import SinkAction, SinkEvent, SinkState
+from tandem.kv_connector.protocol.source_table import SourceAction, SourceEvent, SourceState
+from tandem.node.departures import Departures
 
 Key = tuple[str, int]
 SOURCE_OVER = (SourceState.DRAINED, SourceState.CLOSED)
@@ -117,7 +118,7 @@ class Node:
         self.sources: dict[Key, SourceRec] = {}
         self.sinks: dict[Key, SinkRec] = {}
         self.ends: list[Any] = []  # of hand-offs, to be told to Migrations
-        self.migrations = Migrations(self, self, self)  # type: ignore[arg-type]
+        self.migrations = Departures(self, self, self)  # type: ignore[arg-type]
         self.send: Callable[[str, tuple], None]
         self.tell: Callable[[Any], None]
 
@@ -186,7 +187,7 @@ class Node:
         for seq in [s for s in self.seqs if s.key == (request_id, attempt) and s.sample in samples]:
             self._finish(seq)
 
-    def handed_over(self, key: Key, sample: int) -> None:
+    def sample_left(self, key: Key, sample: int) -> None:
         self._close(key, sample)
 
     def run(self, seq: Seq) -> None:

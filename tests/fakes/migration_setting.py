@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tandem.engine.sampling_params import SamplingParams
-from tandem.router.request_actions import RequestSpec
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.router.requests.actions import RequestSpec
 
 PROMPT = np.zeros(1, np.int32)
 ALL_FAULTS = frozenset(

@@ -16,21 +16,21 @@ from migration_machines import Machine
 from migration_nodes import Node
 from migration_setting import MigrationSetting
 
-from tandem.engine.errors import ClientGoneError
-from tandem.engine.messages import (
+from tandem.engine.contracts.errors import ClientGoneError
+from tandem.engine.contracts.wire.parts import PeerRef
+from tandem.engine.contracts.wire.requests import (
     Cancel,
     Cancelled,
     Migrate,
     Migrated,
-    PeerRef,
     RequestFailed,
     Submit,
     TokenDelta,
 )
-from tandem.kv_connector.handoff.sink import SinkEvent
-from tandem.kv_connector.handoff.source import SourceEvent
-from tandem.router.placement import Placement
-from tandem.router.request_actions import EmitTokens, Fail, Finish, Place, Send
+from tandem.kv_connector.protocol.sink_table import SinkEvent
+from tandem.kv_connector.protocol.source_table import SourceEvent
+from tandem.router.placing.placement import Placement
+from tandem.router.requests.actions import EmitTokens, Fail, Finish, Place, Send
 
 
 @dataclass

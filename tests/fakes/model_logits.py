@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.engine.model.decoder import DecoderModel
-from tandem.kernels.forward_context import ForwardContext, set_forward_context
-from tandem.kernels.metadata import AttentionMetadataBuilder
+from tandem.engine.models.decoder import DecoderModel
+from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.api.metadata import AttentionMetadataBuilder
 
 BLOCK = 16
 CPU = torch.device("cpu")

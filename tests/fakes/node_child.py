@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 from waiting import PATIENCE_S
 
-from tandem.engine.config import ModelOptions
-from tandem.engine.messages import NodeInfo
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.wire.parts import NodeInfo
 
 
 class NodeChild:

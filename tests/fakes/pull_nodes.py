@@ -12,9 +12,10 @@ from split_pair import WAYS
 from waiting import PATIENCE_S
 
 from in_process_cluster import FAST, Client, Node, Result, node_options
-from tandem.engine import messages as wire
-from tandem.engine.messages import Hello, NodeInfo, Welcome
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Welcome
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tiny_models import check_greedy, tiny_model
 
 __all__ = ["PATIENT", "WAYS", "Nodes", "greet", "make_nodes"]
@@ -105,9 +106,9 @@ def greet(address: str) -> NodeInfo:
     try:
         socket.connect(address)
         info = NodeInfo(node_id="asks-who", epoch=1, role="router")
-        socket.send(wire.encode(Hello(wire_version=wire.WIRE_VERSION, info=info)))
+        socket.send(codec.encode(Hello(wire_version=WIRE_VERSION, info=info)))
         assert socket.poll(int(PATIENCE_S * 1000)), "nobody answers"
-        welcome = wire.decode_from_node(socket.recv())
+        welcome = codec.decode_from_node(socket.recv())
         assert isinstance(welcome, Welcome)
         return welcome.info
     finally:

@@ -13,25 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
-from tandem.engine.interfaces import NoTiers
-from tandem.engine.kv_layout import KVGroup, KVLayout
-from tandem.engine.messages import (
-    KVClaim,
-    KVDrained,
-    KVPull,
-    KVReady,
-    KVRelease,
-    NodeInfo,
-    PeerRef,
-    PrefixHint,
-    peer_id_of,
-)  # fmt: skip
-from tandem.engine.request import Request
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.security import ClusterKeys
-from tandem.kv_connector.meta import (
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVPull, KVReady, KVRelease  # fmt: skip
+from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, PrefixHint, peer_id_of  # fmt: skip
+from tandem.engine.scheduling.ports import NoTiers
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.jobs import (
     CloseGrant,
     Finalize,
     OpenGrant,
@@ -41,12 +32,12 @@ from tandem.kv_connector.meta import (
     Verified,
     Verify,
 )
-from tandem.kv_connector.outcomes import Fetched, NotFetched
-from tandem.kv_connector.peer_effects import Fenced, FenceSource
-from tandem.kv_connector.pull_asker import PullAsker
-from tandem.kv_connector.pull_holder import PullHolder
-from tandem.kv_connector.sink import SinkManager
-from tandem.kv_connector.source import SourceManager
+from tandem.kv_connector.protocol.outcomes import Fetched, NotFetched
+from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource
+from tandem.kv_connector.pulls.puller import Puller
+from tandem.kv_connector.pulls.server import PullServer
+from tandem.kv_connector.sink.manager import SinkManager
+from tandem.kv_connector.source.manager import SourceManager
 
 BLOCK = 4
 LAYOUT = KVLayout((KVGroup(1, 1, 1, "float32"),), BLOCK)
@@ -70,8 +61,8 @@ class PullNode:
         self.pool = BlockPool(num_blocks, enable_caching=True)
         self.source = SourceManager(self.info, keys, self.pool, options)
         self.sink = SinkManager(self.info, keys, self.pool, options)
-        self.asker = PullAsker(self.info, self.pool, self.sink, NoTiers(), options)
-        self.holder = PullHolder(self.info, self.pool, self.source, NoTiers(), options)
+        self.asker = Puller(self.info, self.pool, self.sink, NoTiers(), options)
+        self.holder = PullServer(self.info, self.pool, self.source, NoTiers(), options)
         self.content = [NOTHING] * num_blocks
         self.jobs: deque[Any] = deque()
         self.open: set[int] = set()

@@ -13,7 +13,7 @@ from pathlib import Path
 import redis
 from waiting import wait_until
 
-from tandem.deploy.child_process import die_with_parent
+from tandem.deploy.launch.child_process import die_with_parent
 from tandem.deploy.redis_server import find_redis_server, free_port
 
 NUM_SLOTS = 16_384

@@ -7,11 +7,11 @@ import math
 import msgspec
 import torch
 
-from tandem.engine.kv_layout import KVLayout
-from tandem.engine.messages import FirstToken
-from tandem.kernels.quantization import as_bytes
-from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
-from tandem.kv_connector.plan import BlockSizes
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.wire.parts import FirstToken
+from tandem.kernels.blocks.quantization import as_bytes
+from tandem.kv_connector.layouts.plan import BlockSizes
+from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
 from tests.fakes.kv_pools import PoolNode, make_layout
 from tests.fakes.transfer_side import Side
 

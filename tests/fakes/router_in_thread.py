@@ -14,10 +14,10 @@ import uvloop
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from waiting import PATIENCE_S, wait_until
 
-from tandem.engine.config import ModelOptions, RouterOptions, Timeouts
-from tandem.router.port import bind
-from tandem.router.siblings import Seat
-from tandem.router.worker import Sources, Worker
+from tandem.engine.contracts.config import ModelOptions, RouterOptions, Timeouts
+from tandem.router.placing.siblings import Seat
+from tandem.router.process.port import bind
+from tandem.router.process.worker import Sources, Worker
 
 BOS, EOS = "<|begin|>", "<|end|>"
 VOCAB_SIZE = 400

@@ -15,7 +15,7 @@ import pytest
 from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
 
 from stand_in_node import StandInNode, stand_in_output
-from tandem.engine.messages import RequestFailed
+from tandem.engine.contracts.wire.requests import RequestFailed
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6] * 5
 LONG = PROMPT * 8  # more than local_tail_tokens

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from in_process_cluster import Client, Node, Result, node_options
-from tandem.engine.sampling_params import SamplingParams
-from tandem.kv_connector.transports.nixl_agent import nixl_problem
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.kv_connector.transports.links.nixl_agent import nixl_problem
 from tiny_models import tiny_model
 
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_problem()), reason=nixl_problem()))

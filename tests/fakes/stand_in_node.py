@@ -17,28 +17,21 @@ import numpy as np
 import zmq
 from waiting import PATIENCE_S
 
-from tandem.engine import messages as wire
-from tandem.engine.kv_layout import ModelIdentity
-from tandem.engine.messages import (
+from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.connection import Hello, Ping, Refused, Status, Welcome
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, Role, TokenLogprobs
+from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
     Cancelled,
-    Hello,
-    Message,
-    NodeInfo,
-    Ping,
     PromptLogprobs,
-    Refused,
     RequestFailed,
-    Role,
-    Status,
     Submit,
     TokenDelta,
-    TokenLogprobs,
     Tokens,
-    Welcome,
 )
-from tandem.engine.security import ClusterKeys
 
 IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r", hash_block_size=16)
 
@@ -184,7 +177,7 @@ class StandInNode:
                 peer, payload = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._on_message(peer, wire.decode_to_node(payload))
+            self._on_message(peer, codec.decode_to_node(payload))
 
     def _on_message(self, peer: bytes, message: Message) -> None:
         if isinstance(message, Hello):
@@ -288,7 +281,7 @@ class StandInNode:
 
     def _send(self, peer: bytes, message: Message) -> None:
         try:
-            self._socket.send_multipart([peer, wire.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([peer, codec.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:  # the router is gone
             for key in [key for key, running in self.running.items() if running.peer == peer]:
                 del self.running[key]

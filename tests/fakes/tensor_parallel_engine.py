@@ -18,13 +18,13 @@ import failing_ranks
 import numpy as np
 from waiting import PATIENCE_S
 
-from tandem.engine.block_pool import BlockPool
-from tandem.engine.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
-from tandem.engine.core import EngineCore
-from tandem.engine.hashing import root_hash
-from tandem.engine.request import FailedEvent, PromptLogprobsEvent, Request, TokenEvent
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.scheduler import Scheduler
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.core import EngineCore
+from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.scheduling.scheduler import Scheduler
 
 BLOCK = 16
 
@@ -42,12 +42,12 @@ def options_of(spec: dict[str, Any], size: int) -> NodeOptions:
 
 
 def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
-    from tandem.engine.node_setup import load, size_pool
-    from tandem.engine.parallel import ranks as ranks_module
-    from tandem.engine.parallel.ranks import start_ranks
-    from tandem.engine.runner import ModelRunner
-    from tandem.kv_connector.node_pool import allocate_node_pool
+    from tandem.engine.running.runner import ModelRunner
     from tandem.kv_connector.transports.node_transports import NodeTransports
+    from tandem.node.pool import allocate_node_pool
+    from tandem.node.ranks import leader as ranks_module
+    from tandem.node.ranks.leader import start_ranks
+    from tandem.node.setup import load, size_pool
 
     options = options_of(spec, size)
     if "faults" in spec and size > 1:

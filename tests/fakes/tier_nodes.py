@@ -5,7 +5,7 @@ from __future__ import annotations
 from waiting import wait_until
 
 from in_process_cluster import BLOCK, Client, Node
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import Greedy, random_prompt, reference_greedy, tiny_model
 
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)

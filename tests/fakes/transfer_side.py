@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from waiting import PATIENCE_S, wait_until
 
-from tandem.engine.messages import KVReady
-from tandem.kv_connector.transfer import TransferWorker
+from tandem.engine.contracts.wire.handoff import KVReady
+from tandem.kv_connector.transfer.thread import TransferWorker
 from tests.fakes.kv_pools import PoolNode
 
 

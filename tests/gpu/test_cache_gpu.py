@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from tandem.kernels import cache_ops, reference
-from tandem.kernels.cache_ops import gather_blocks, scatter_blocks, swap_blocks
-from tandem.kernels.digest import BlockSums, block_digests
-from tandem.kernels.push_blocks import push_blocks
-from tandem.kernels.quantization import FP8_DTYPE
+from tandem.kernels.blocks import cache_ops
+from tandem.kernels.blocks.cache_ops import gather_blocks, scatter_blocks, swap_blocks
+from tandem.kernels.blocks.digest import BlockSums, block_digests
+from tandem.kernels.blocks.push_blocks import push_blocks
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.reference import paged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -50,7 +51,7 @@ def test_swaps(
     pairs = [(3, 0), (4, 1), (5, 2), (0, 9), (11, 7)]
     expected = on_host(target)
     listed = counts if isinstance(counts, list) else [16 if counts is None else counts] * 5
-    reference.move_blocks(on_host(source), expected, pairs, layers or range(4), listed)
+    paged.move_blocks(on_host(source), expected, pairs, layers or range(4), listed)
     swap_blocks(source, target, pairs, layers, counts)
     torch.cuda.synchronize()
     assert torch.equal(on_host(target), expected)
@@ -86,7 +87,7 @@ def test_pushed_bytes_are_digested(dtype: torch.dtype) -> None:
         num_valid = chance.randint(1, 16)
         slots = [16] * 5 + [num_valid]
         expected = on_host(target)
-        reference.move_blocks(on_host(source), expected, pairs, range(4), slots)
+        paged.move_blocks(on_host(source), expected, pairs, range(4), slots)
         sums = BlockSums.of_none(source, 6, KEY)
         stride = target.stride(0) * target.element_size()
         for layers in (range(2, 4), range(2)):

@@ -10,12 +10,12 @@ import pytest
 import torch
 from waiting import happens, wait_until
 
-from tandem.kernels.digest import BlockSums, block_digests
-from tandem.kernels.push_blocks import push_blocks
-from tandem.kernels.quantization import as_bytes
-from tandem.kv_connector.transports import cuda_ipc
+from tandem.kernels.blocks.digest import BlockSums, block_digests
+from tandem.kernels.blocks.push_blocks import push_blocks
+from tandem.kernels.blocks.quantization import as_bytes
+from tandem.kv_connector.layouts.geometry import pool_stride_bytes
 from tandem.kv_connector.transports.base import PairSums
-from tandem.kv_connector.transports.geometry import pool_stride_bytes
+from tandem.kv_connector.transports.mapped import cuda_ipc
 from tests.fakes.kv_peer import KVPeer
 from tests.fakes.kv_pools import (
     MEGABYTE_BLOCKS,

@@ -12,24 +12,25 @@ import pytest
 import torch
 
 import tandem.deploy
-from tandem.engine.config import ModelOptions, SchedulerOptions
-from tandem.engine.decode_graphs import DecodeGraphs
-from tandem.engine.loader import load_model
-from tandem.engine.model_config import load_model_config
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.kernels import prefix_groups, reference
-from tandem.kernels.backend import PagedKV
+from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
+from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.models.loader import load_model
+from tandem.engine.running.decode_graphs import DecodeGraphs
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.fused_ops import CacheSlots, rope_and_store
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.prefix_groups import PrefixGroup
-from tandem.kernels.quantization import FP8_DTYPE, dequantize, quantize
-from tandem.kernels.sample_batches import PagedBatch, random_batch, share_prefix
-from tandem.kernels.shared_prefix import PrefixBuffers, SharedPrefixes
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import FP8_DTYPE, dequantize, quantize
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch, share_prefix
+from tandem.kernels.prefixes import prefix_groups
+from tandem.kernels.prefixes.prefix_groups import PrefixGroup
+from tandem.kernels.prefixes.shared_prefix import PrefixBuffers, SharedPrefixes
+from tandem.kernels.products.fused_ops import CacheSlots, rope_and_store
+from tandem.kernels.reference import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -42,7 +43,7 @@ GROUPS = (((0, 1, 2), 16), ((3, 4), 8), ((8, 9), 9))  # rows, shared blocks
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "soft-cap": {"logits_soft_cap": 5.0},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(32))},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(32))},
 }
 
 
@@ -108,7 +109,7 @@ def test_fp8_of_other_shapes(heads: int, kv_heads: int, size: int, block: int, n
     write(batch, 0.5, 0.5)
     spec = AttentionSpec(heads, size, size**-0.5, kv_heads, kv_cache_dtype="fp8")
     if every_option:
-        slopes = torch.tensor(reference.alibi_slopes(heads))
+        slopes = torch.tensor(paged.alibi_slopes(heads))
         spec = replace(spec, alibi_slopes=slopes, sliding_window=400, logits_soft_cap=5.0)
     tensors = batch.query.double(), batch.key.double(), batch.value.double()
     expected = NativeOps.prefill(*tensors, batch.kv(0.5, 0.5), batch.metadata.all_rows(), spec)

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from tandem.kernels.digest import multilinear_sums
-from tandem.kernels.digest_pass import SumPasses
+from tandem.kernels.blocks.digest import multilinear_sums
+from tandem.kernels.blocks.digest_pass import SumPasses
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SHAPES = {

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference
+from tandem.kernels.api.metadata import AttentionMetadataBuilder
+from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.backends import triton_prefill
 from tandem.kernels.backends.native import NativeImpl, NativeOps
 from tandem.kernels.backends.triton import TritonImpl, TritonOps
-from tandem.kernels.metadata import AttentionMetadataBuilder
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.sample_batches import random_batch
-from tandem.kernels.spec import AttentionSpec, AttentionType, BlockSparse
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.sample_batches import random_batch
+from tandem.kernels.reference import paged
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -25,7 +25,7 @@ LENGTHS = (1, 63, 64, 65, 128, 129, 300, 1000)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "soft-cap": {"logits_soft_cap": 5.0},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(8))},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(8))},
     "window": {"sliding_window": 100},
 }
 

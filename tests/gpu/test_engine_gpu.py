@@ -11,13 +11,13 @@ from near_ties import check_against_reference
 
 import tandem.deploy
 from in_process_cluster import Client, Node, node_options
-from tandem.engine.config import ModelOptions, SchedulerOptions
-from tandem.engine.decode_graphs import DecodeGraphs
-from tandem.engine.loader import load_model
-from tandem.engine.model_config import load_model_config
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
+from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.models.loader import load_model
+from tandem.engine.running.decode_graphs import DecodeGraphs
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tiny_models import random_prompt
 
 pytestmark = [

@@ -9,9 +9,10 @@ import pytest
 import torch
 from gpu_checks import ON_HOPPER, relative_error
 
-from tandem.kernels import few_rows, matmul, reference_few_rows
-from tandem.kernels import few_rows_attention as attention
-from tandem.kernels.fused_ops import CacheSlots, HeadNorms
+from tandem.kernels.products import few_rows, matmul
+from tandem.kernels.products import few_rows_attention as attention
+from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
+from tandem.kernels.reference import few_rows as reference_few_rows
 
 pytestmark = ON_HOPPER
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}

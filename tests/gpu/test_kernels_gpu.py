@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference
-from tandem.kernels.attention import Attention
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.selection import NAMES, rank_backends, select_backend
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.cache_ops import copy_blocks
-from tandem.kernels.digest import block_digests
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.quantization import FP8_DTYPE, overflow_counts
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.selection import NAMES, rank_backends, select_backend
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.blocks.cache_ops import copy_blocks
+from tandem.kernels.blocks.digest import block_digests
+from tandem.kernels.blocks.quantization import FP8_DTYPE, overflow_counts
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.reference import paged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 SIZES = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 64, "device": "cuda"}
-SLOPES = torch.tensor(reference.alibi_slopes(32))
+SLOPES = torch.tensor(paged.alibi_slopes(32))
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -10,8 +10,8 @@ import torch
 from gpu_checks import ON_HOPPER, relative_error
 from torch.nn import functional
 
-from tandem.kernels import matmul
-from tandem.kernels.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan, parse_table
+from tandem.kernels.products import matmul
+from tandem.kernels.products.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan, parse_table
 
 pytestmark = ON_HOPPER
 TABLE = parse_table((Path(matmul.__file__).parent / "tuned" / "matmul_NVIDIA_H200.json").read_text())

@@ -12,8 +12,8 @@ from near_ties import check_against_reference
 
 import tandem.deploy
 from in_process_cluster import Client, Node, node_options
-from tandem.engine.config import ModelOptions
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt
 
 pytestmark = [

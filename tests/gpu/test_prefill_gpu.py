@@ -9,16 +9,16 @@ import pytest
 import torch
 from gpu_checks import relative_error
 
-from tandem.kernels import reference
-from tandem.kernels.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends import triton_prefill
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.spec import AttentionSpec
-from tandem.kernels.triton_kernels import unpack_prefix
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.reference import paged
+from tandem.kernels.triton_kernels.prefill import unpack_prefix
 from tests.fakes.guarded_memory import guarded_copy
 
 pytestmark = [
@@ -36,8 +36,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window-1": {"sliding_window": 1},
     "soft-cap": {"logits_soft_cap": 5.0},
     "window-soft-cap": {"sliding_window": 64, "logits_soft_cap": 2.0},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(8))},
-    "all": {"alibi_slopes": torch.tensor(reference.alibi_slopes(8)), "sliding_window": 300, "logits_soft_cap": 3.0},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(8))},
+    "all": {"alibi_slopes": torch.tensor(paged.alibi_slopes(8)), "sliding_window": 300, "logits_soft_cap": 3.0},
 }
 
 
@@ -220,7 +220,7 @@ def test_131072_tokens() -> None:
     scores = torch.einsum("qhd,kd->hqk", query[-last:].double(), key[:, 0].double()) * spec.scale
     hidden = torch.ones(last, total, dtype=torch.bool, device="cuda").triu(total - last + 1)
     expected = torch.einsum("hqk,kd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), value[:, 0].double())
-    from tandem.kernels.metadata import AttentionMetadataBuilder
+    from tandem.kernels.api.metadata import AttentionMetadataBuilder
 
     build = AttentionMetadataBuilder().build
     table = [torch.randperm(total // 64).tolist()]
@@ -242,7 +242,7 @@ def test_131072_tokens() -> None:
 
 
 def test_lengths_compile_nothing() -> None:
-    from tandem.kernels.compilations import CompilationCounter
+    from tandem.kernels.check.compilations import CompilationCounter
 
     sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
     spec = AttentionSpec(8, 128, 0.1, 2)

@@ -15,10 +15,10 @@ from pull_nodes import PATIENT
 
 import tandem.deploy
 from in_process_cluster import BLOCK, Client, Node, Result, node_options
-from tandem.engine.config import ModelOptions
-from tandem.engine.decode_graphs import REPLAYED_TOKENS
-from tandem.engine.messages import NodeInfo
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tiny_models import random_prompt
 
 pytestmark = [

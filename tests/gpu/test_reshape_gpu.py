@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels.quantization import as_bytes
-from tandem.kv_connector.reshape import STAGED_BYTES
+from tandem.kernels.blocks.quantization import as_bytes
+from tandem.kv_connector.layouts.reshape import STAGED_BYTES
 from tests.fakes.kv_pools import make_layout
 from tests.fakes.reshaped_handoff import UNLIKE_NUMBERS, Handoff, layout_id
 

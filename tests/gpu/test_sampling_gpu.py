@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch, sample
-from tandem.kernels import reference_sampling as reference
-from tandem.kernels.compilations import CompilationCounter
-from tandem.kernels.sampling import _sample_eagerly, sample_tokens
+from tandem.engine.running.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch, sample
+from tandem.kernels.check.compilations import CompilationCounter
+from tandem.kernels.reference import sampling as reference
+from tandem.kernels.sampling.sampling import _sample_eagerly, sample_tokens
 
 pytestmark = [
     pytest.mark.gpu,

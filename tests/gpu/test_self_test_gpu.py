@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import reference, self_test
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.triton import TritonBackend
-from tandem.kernels.kernel_cases import Shape
-from tandem.kernels.self_test import WORKLOADS, report_backends, run_cases
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.check import self_test
+from tandem.kernels.check.kernel_cases import Shape
+from tandem.kernels.check.self_test import WORKLOADS, report_backends, run_cases
+from tandem.kernels.reference import paged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,7 +28,7 @@ SHAPES = {
     "odd": shape_of(6, 2, 80, 48, torch.float16),
     "one kv head": shape_of(8, 1, 256, 32, torch.bfloat16, logits_soft_cap=30.0),
     "full precision": shape_of(4, 4, 64, 16, torch.float32, sliding_window=70),
-    "alibi": shape_of(12, 12, 64, 16, torch.float16, alibi_slopes=torch.tensor(reference.alibi_slopes(12))),
+    "alibi": shape_of(12, 12, 64, 16, torch.float16, alibi_slopes=torch.tensor(paged.alibi_slopes(12))),
     "fp8": shape_of(16, 2, 128, 64, torch.bfloat16, kv_cache_dtype="fp8"),
 }
 

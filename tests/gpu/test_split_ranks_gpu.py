@@ -14,8 +14,8 @@ from node_child import NodeChild
 
 import tandem.deploy
 from in_process_cluster import Client
-from tandem.engine.messages import NodeInfo
-from tandem.engine.sampling_params import SamplingParams
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tiny_models import random_prompt, reference_greedy
 
 pytestmark = [

@@ -7,7 +7,7 @@ import queue
 import pytest
 import torch
 
-from tandem.engine.errors import ConfigError
+from tandem.engine.contracts.errors import ConfigError
 from tandem.kv_connector.tiers.host import HostTier
 from tandem.kv_connector.tiers.host_blocks import ExactBlocks, Fp8Blocks
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save

@@ -8,9 +8,17 @@ import pytest
 import torch
 from waiting import wait_until
 
-from tandem.kv_connector.meta import Finalize, LayerPush, ReadySent, SourceStepMeta, Verified, Verify, WholePush
-from tandem.kv_connector.transfer import TransferWorker
-from tandem.kv_connector.worker import ConnectorWorker
+from tandem.kv_connector.protocol.jobs import (
+    Finalize,
+    LayerPush,
+    ReadySent,
+    SourceStepMeta,
+    Verified,
+    Verify,
+    WholePush,
+)
+from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
+from tandem.kv_connector.transfer.thread import TransferWorker
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, SMALL, PoolNode, expected_after, make_layout, random_write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

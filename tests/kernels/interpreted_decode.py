@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference
+from tandem.kernels.api.errors import UnsupportedOptionError
+from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.spec import AttentionSpec, BlockSparse
 from tandem.kernels.backends import triton_decode
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.errors import UnsupportedOptionError
-from tandem.kernels.metadata import RowBatch
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.spec import AttentionSpec, BlockSparse
-from tandem.kernels.triton_kernels.decode_launch import decode_constants, paged_decode, plan_decode
-from tandem.kernels.triton_kernels.decode_plan import DecodePlan
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.reference import paged
+from tandem.kernels.triton_kernels.decode.decode_launch import decode_constants, paged_decode, plan_decode
+from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
 
 ONE = torch.ones(1)
-SLOPES = torch.tensor(reference.alibi_slopes(4))
+SLOPES = torch.tensor(paged.alibi_slopes(4))
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 7},
@@ -114,7 +114,7 @@ def test_block_sparse(version: str, name: str, monkeypatch: pytest.MonkeyPatch) 
     pattern = {key: getattr(PATTERNS[name], key) for key in (
         "local_blocks", "vert_stride", "block_size", "head_sliding_step", "tp_rank",
     )}  # fmt: skip
-    expected = reference.paged_decode(
+    expected = paged.paged_decode(
         batch.query.double(), batch.kv().key_cache, batch.kv().value_cache, batch.block_tables, (200, 1, 97), 0.3,
         sparse=pattern,
     )  # fmt: skip
@@ -146,7 +146,7 @@ def test_a_plan_is_filled_anew_for_other_lengths_and_empty_rows_give_zeros() -> 
             batch.query, kv.key_cache, kv.value_cache, meta.block_tables, lengths, 0.3, constants, plan=plan,
             k_scale=ONE, v_scale=ONE,
         )  # fmt: skip
-        expected = reference.paged_decode(
+        expected = paged.paged_decode(
             batch.query.double(), kv.key_cache, kv.value_cache, batch.block_tables, wanted, spec.scale
         )
         torch.testing.assert_close(output.double(), expected, rtol=3e-6, atol=3e-6)

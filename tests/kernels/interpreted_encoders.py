@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference
-from tandem.kernels.attention import Attention
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
+from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.backends.native import NativeOps
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.metadata import AttentionMetadata, AttentionMetadataBuilder
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.spec import AttentionSpec, AttentionType, BlockSparse
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.reference import paged
 
 HEADS = {"num_heads": 2, "num_kv_heads": 1}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 5},
     "wide window, soft cap": {"sliding_window": 70, "logits_soft_cap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(2))},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(2))},
     "sparse": {"blocksparse": BlockSparse(1, 3, 16, 1)},
 }
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import few_rows_attention as few_rows
-from tandem.kernels import reference_few_rows as reference
-from tandem.kernels.fused_ops import CacheSlots, HeadNorms
+from tandem.kernels.products import few_rows_attention as few_rows
+from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
+from tandem.kernels.reference import few_rows as reference
 
 EPS = 1e-5
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import digest, fused_ops, reference
-from tandem.kernels.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
-from tandem.kernels.fused_ops import HeadNorms, rotate_heads
-from tandem.kernels.move_blocks import BlockPlaces, move_blocks
-from tandem.kernels.triton_kernels.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
-from tandem.kernels.triton_kernels.fused import (
+from tandem.kernels.blocks import digest
+from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks
+from tandem.kernels.products import fused_ops
+from tandem.kernels.products.fused_ops import HeadNorms, rotate_heads
+from tandem.kernels.reference import paged
+from tandem.kernels.sampling.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
+from tandem.kernels.triton_kernels.decode.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
+from tandem.kernels.triton_kernels.products.fused import (
     argmax_triton,
     rms_norm_triton,
     rope_and_store_triton,
@@ -105,7 +107,7 @@ def test_decode_inputs_and_stored_tokens() -> None:
 def test_moved_blocks_reach_the_named_address(layers: range) -> None:
     source, target = torch.randn(4, 2, 3, 2, 8, 4), torch.zeros(4, 2, 3, 2, 8, 4)
     expected = torch.zeros_like(target)
-    reference.move_blocks(source, expected, [(0, 2), (3, 1)], layers, [8, 5])
+    paged.move_blocks(source, expected, [(0, 2), (3, 1)], layers, [8, 5])
     pairs = torch.tensor([[0, 3], [2, 1], [8, 5]])
     move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, layers, 3)
     assert torch.equal(target, expected)
@@ -139,7 +141,7 @@ def test_heads_that_lie_apart_are_moved(num_valid: int) -> None:
         some = source[:, heads.start : heads.stop]
         move_blocks(some, BlockPlaces.of(some), BlockPlaces.of(part), pairs, None, 5)
     expected = torch.zeros_like(source)
-    reference.move_blocks(source, expected, [(3, 2), (2, 1)], range(2), [8, num_valid])
+    paged.move_blocks(source, expected, [(3, 2), (2, 1)], range(2), [8, num_valid])
     assert torch.equal(torch.cat(tuple(parts.values()), 1), expected)
 
 
@@ -147,7 +149,7 @@ def test_more_pairs_than_a_program_takes_at_once() -> None:
     source, target = torch.randn(12, 2, 3, 2, 8, 4), torch.zeros(12, 2, 3, 2, 8, 4)
     order, num_valid = [5, 0, 11, 3, 9, 7, 1, 10, 2, 8, 6], [8] * 4 + [3] + [8] * 4 + [1, 8]
     expected = torch.zeros_like(target)
-    reference.move_blocks(source, expected, list(zip(order, range(11), strict=True)), range(1, 3), num_valid)
+    paged.move_blocks(source, expected, list(zip(order, range(11), strict=True)), range(1, 3), num_valid)
     pairs = torch.tensor([order, list(range(11)), num_valid])
     move_blocks(source, BlockPlaces.of(source), BlockPlaces.of(target), pairs, range(1, 3), 5)
     assert torch.equal(target, expected)

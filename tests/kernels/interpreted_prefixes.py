@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.kernels import reference
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends import triton_decode
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.prefix_groups import PrefixGroup
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.sample_batches import PagedBatch, random_batch, share_prefix
-from tandem.kernels.shared_prefix import PrefixBuffers, SharedPrefixes
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch, share_prefix
+from tandem.kernels.prefixes.prefix_groups import PrefixGroup
+from tandem.kernels.prefixes.shared_prefix import PrefixBuffers, SharedPrefixes
+from tandem.kernels.reference import paged
 
 LENGTHS = (150, 130, 129, 70, 200, 1, 90)
 GROUPS = (((0, 1, 2), 8), ((3, 4), 4))  # rows, shared blocks of 16
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "soft-cap": {"logits_soft_cap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(4))},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
 }
 
 
@@ -100,7 +100,7 @@ def test_a_prefix_is_read_through_its_first_rows_table_only() -> None:
         batch.metadata.block_tables[list(rows[1:]), :num_blocks] = -(1 << 20)  # reading there would crash
         for row in rows[1:]:
             batch.block_tables[row][:num_blocks] = [-(1 << 20)] * num_blocks
-    expected = reference.shared_prefix_decode(
+    expected = paged.shared_prefix_decode(
         batch.query.double(), kv.key_cache, kv.value_cache, batch.block_tables, LENGTHS, spec.scale, GROUPS
     )
     torch.testing.assert_close(decode(batch, spec, buffers.prefixes).double(), expected, rtol=3e-6, atol=3e-6)

@@ -9,14 +9,14 @@ import msgspec
 import pytest
 import torch
 
-from tandem.engine.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.parallel.peer_memory import RankMemory
-from tandem.kernels import digest
-from tandem.kv_connector.plan import BlockSizes
-from tandem.kv_connector.rank_pools import RankPools
-from tandem.kv_connector.reshape import Reshaper
+from tandem.kernels.blocks import digest
+from tandem.kv_connector.layouts.plan import BlockSizes
+from tandem.kv_connector.layouts.rank_pools import RankPools
+from tandem.kv_connector.layouts.reshape import Reshaper
 from tandem.kv_connector.transports.base import PairSums
-from tandem.kv_connector.transports.cuda_ipc import sum_blocks
+from tandem.kv_connector.transports.mapped.cuda_ipc import sum_blocks
 
 LAYOUT = KVLayout((KVGroup(num_layers=3, num_kv_heads=4, head_dim=4, dtype="float32"),), block_size=4)
 
@@ -48,7 +48,7 @@ def test_blocks_are_gathered_and_spread(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 8])
 def test_digests_are_those_of_whole_blocks(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tandem.kv_connector.rank_pools.GATHERED_BYTES", at_once * LAYOUT.payload_bytes)
+    monkeypatch.setattr("tandem.kv_connector.layouts.rank_pools.GATHERED_BYTES", at_once * LAYOUT.payload_bytes)
     whole = pool_of(6)
     _, ranks = split(whole, 2)
     assert torch.equal(ranks.digests([2, 5, 1], 77, 3), digest.block_digests(whole, [2, 5, 1], 77, 3, 4))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference_sampling as reference
-from tandem.kernels.triton_kernels import sampling, sampling_limits
+from tandem.kernels.reference import sampling as reference
+from tandem.kernels.triton_kernels.sampling import sampling, sampling_limits
 
 FILTERS: dict[str, tuple[int, float, float]] = {
     "none": (0, 1.0, 0.0),

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tandem.engine.config import ModelOptions, SchedulerOptions
-from tandem.engine.decode_graphs import DecodeBatch
-from tandem.engine.loader import load_model
-from tandem.engine.model_config import load_model_config
-from tandem.engine.runner import ModelRunner
-from tandem.engine.sampling_params import SamplingParams
-from tandem.engine.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.kernels import prefix_groups
+from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
+from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.models.loader import load_model
+from tandem.engine.running.decode_graphs import DecodeBatch
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.prefixes import prefix_groups
 from tiny_models import random_prompt, tiny_model
 
 BLOCK, LENGTH, SLOTS = 16, 70, 5

@@ -11,23 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference
-from tandem.kernels.attention import Attention
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.triton import TritonOps
-from tandem.kernels.quantization import FP8_DTYPE, dequantize, overflow_counts
-from tandem.kernels.sample_batches import random_batch
-from tandem.kernels.spec import AttentionSpec
-from tandem.kernels.triton_kernels.cache_write import cache_write
-from tandem.kernels.triton_kernels.copy_blocks import copy_blocks
-from tandem.kernels.triton_kernels.unpack_prefix import UnpackedPrefixes
+from tandem.kernels.blocks.quantization import FP8_DTYPE, dequantize, overflow_counts
+from tandem.kernels.check.sample_batches import random_batch
+from tandem.kernels.reference import paged
+from tandem.kernels.triton_kernels.blocks.cache_write import cache_write
+from tandem.kernels.triton_kernels.blocks.copy_blocks import copy_blocks
+from tandem.kernels.triton_kernels.prefill.unpack_prefix import UnpackedPrefixes
 
 ONE = torch.ones(1)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 7},
     "soft-cap": {"logits_soft_cap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(4))},
-    "all": {"sliding_window": 20, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor(reference.alibi_slopes(4))},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
+    "all": {"sliding_window": 20, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
 }
 
 
@@ -82,7 +82,7 @@ def test_write_skips_negative_slots_saturates_and_counts(cache_dtype: torch.dtyp
     half, double = torch.tensor([0.5]), torch.tensor([2.0])
     ours, exact = ((cache[:, :, 0], cache[:, :, 1]) for cache in caches)
     cache_write(key, value, *ours, slots, k_scale=half, v_scale=double, overflow=overflow)
-    saturated = reference.write_to_paged_cache(key, value, *exact, slots.tolist(), 0.5, 2.0)
+    saturated = paged.write_to_paged_cache(key, value, *exact, slots.tolist(), 0.5, 2.0)
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
     assert int(overflow) == saturated
     assert (saturated > 0) == (cache_dtype == FP8_DTYPE)
@@ -100,7 +100,7 @@ def test_copy_blocks(dtype: torch.dtype) -> None:
     pool = torch.randn(5, 2, 3, 2, 16, 24).to(dtype)
     expected = pool.clone().view(torch.uint8)
     copy_blocks(pool, [0, 1], [3, 4], [5, 16])
-    reference.copy_blocks(expected, [0, 1], [3, 4], [5, 16])
+    paged.copy_blocks(expected, [0, 1], [3, 4], [5, 16])
     assert torch.equal(pool.view(torch.uint8), expected)
 
 

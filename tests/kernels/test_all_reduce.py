@@ -14,7 +14,7 @@ import pytest
 import torch
 from waiting import PATIENCE_S
 
-from tandem.kernels.all_reduce import MOST_ROW_BYTES, Mail, MailLayout, way_to_sum
+from tandem.kernels.products.all_reduce import MOST_ROW_BYTES, Mail, MailLayout, way_to_sum
 
 pytest.importorskip("triton", reason="triton is not installed: no kernel to interpret")
 
@@ -83,7 +83,7 @@ def test_kernels_compile_for_hopper(kernel: str, num_ranks: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from tandem.kernels.triton_kernels import all_reduce
+    from tandem.kernels.triton_kernels.products import all_reduce
 
     if "nvidia" not in backends:
         pytest.skip("this triton build has no NVIDIA backend")

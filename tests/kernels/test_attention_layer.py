@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels.attention import Attention, AttentionType, unified_attention
+from tandem.kernels.api.attention import Attention, unified_attention
+from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
+from tandem.kernels.api.forward_context import ForwardContext, get_forward_context, set_forward_context
+from tandem.kernels.api.metadata import AttentionMetadataBuilder
+from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.backends.native import NativeBackend
-from tandem.kernels.errors import BackendUnavailableError, UnsupportedOptionError
-from tandem.kernels.forward_context import ForwardContext, get_forward_context, set_forward_context
-from tandem.kernels.metadata import AttentionMetadataBuilder
-from tandem.kernels.quantization import FP8_DTYPE
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
 
 SPEC = AttentionSpec(4, 16, 0.3, 2)
 

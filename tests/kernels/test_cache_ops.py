@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import reference
-from tandem.kernels.cache_ops import copy_blocks, gather_blocks, scatter_blocks, swap_blocks
+from tandem.kernels.blocks.cache_ops import copy_blocks, gather_blocks, scatter_blocks, swap_blocks
+from tandem.kernels.reference import paged
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -22,7 +22,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_copy_takes_the_first_slots_only(dtype: torch.dtype) -> None:
     pool, expected = pool_of(dtype), pool_of(dtype)
-    reference.copy_blocks(raw(expected), [0, 3, 3], [1, 4, 5], [8, 3, 0])
+    paged.copy_blocks(raw(expected), [0, 3, 3], [1, 4, 5], [8, 3, 0])
     copy_blocks(pool, [0, 3, 3], [1, 4, 5], [8, 3, 0])
     assert torch.equal(raw(pool), raw(expected))
     assert not torch.equal(raw(pool), raw(pool_of(dtype)))
@@ -76,7 +76,7 @@ def test_swaps_move_what_they_say(
     target = torch.zeros(7, 2, 3, 2, 8, 24, dtype=torch.float32).to(dtype)[..., :16][:6]
     expected = raw(torch.zeros(6, 2, 3, 2, 8, 16).to(dtype))
     listed = [8 if counts is None else counts] * len(pairs) if not isinstance(counts, list) else counts
-    reference.move_blocks(raw(source), expected, pairs, range(3) if layers is None else layers, listed)
+    paged.move_blocks(raw(source), expected, pairs, range(3) if layers is None else layers, listed)
     swap_blocks(source, target, pairs, layers, counts)
     assert torch.equal(target.contiguous().view(torch.uint8), expected)
 

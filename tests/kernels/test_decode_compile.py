@@ -14,14 +14,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch  # noqa: E402
 
-from tandem.kernels.triton_kernels.block_sparse import list_tiles_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.decode_launch import decode_constants  # noqa: E402
-from tandem.kernels.triton_kernels.decode_plan import plan_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.paged_decode import paged_decode_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.shared_prefix import (  # noqa: E402
-    prefix_constants,
-    shared_prefix_kernel,
-)
+from tandem.kernels.triton_kernels.decode.block_sparse import list_tiles_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.decode.decode_launch import decode_constants  # noqa: E402
+from tandem.kernels.triton_kernels.decode.decode_plan import plan_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.decode.paged_decode import paged_decode_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.decode.shared_prefix import prefix_constants, shared_prefix_kernel  # noqa: E402
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

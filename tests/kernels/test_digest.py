@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.kernels import digest
-from tandem.kernels.digest import block_digests
+from tandem.kernels.blocks import digest
+from tandem.kernels.blocks.digest import block_digests
 
 KEY = 0xDEADBEEF_12345678
 SHAPES = {

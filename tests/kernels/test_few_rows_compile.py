@@ -18,11 +18,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from tandem.kernels import few_rows, few_rows_attention  # noqa: E402
-from tandem.kernels.spec import AttentionSpec  # noqa: E402
-from tandem.kernels.triton_kernels import few_rows_launch, matmul_launch  # noqa: E402
-from tandem.kernels.triton_kernels.few_rows_attention import few_rows_attention_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel  # noqa: E402
+from tandem.kernels.api.spec import AttentionSpec  # noqa: E402
+from tandem.kernels.products import few_rows, few_rows_attention  # noqa: E402
+from tandem.kernels.triton_kernels.products import few_rows_launch, matmul_launch  # noqa: E402
+from tandem.kernels.triton_kernels.products.few_rows_attention import few_rows_attention_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 WAIT = "griddepcontrol.wait"

@@ -15,7 +15,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels import decode_inputs, digest, fused, move_blocks  # noqa: E402
+from tandem.kernels.triton_kernels.blocks import digest, move_blocks  # noqa: E402
+from tandem.kernels.triton_kernels.decode import decode_inputs  # noqa: E402
+from tandem.kernels.triton_kernels.products import fused  # noqa: E402
 
 HEADS = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HEADS_PAD": 32, "KV_HEADS_PAD": 8, "HEAD_SIZE": 128, "HALF": 64}
 ROPE_TYPES = {

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem.kernels import matmul
+from tandem.kernels.products import matmul
 
 
 def random_matrix(rows: int, columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

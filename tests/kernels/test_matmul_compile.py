@@ -19,12 +19,12 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from tandem.kernels import matmul  # noqa: E402
-from tandem.kernels.matmul_plans import SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan, parse_table  # noqa: E402
-from tandem.kernels.triton_kernels import matmul_launch  # noqa: E402
-from tandem.kernels.triton_kernels.matmul_ring import matmul_ring_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.matmul_rows import matmul_rows_kernel  # noqa: E402
-from tandem.kernels.triton_kernels.matmul_stream import matmul_stream_kernel  # noqa: E402
+from tandem.kernels.products import matmul  # noqa: E402
+from tandem.kernels.products.matmul_plans import SHARED_BYTES, Plan, RingPlan, RowsPlan, StreamPlan, parse_table  # noqa: E402
+from tandem.kernels.triton_kernels.products import matmul_launch  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel  # noqa: E402
 
 TUNED = Path(matmul.__file__).parent / "tuned"
 GATED_OUTPUTS = 28672

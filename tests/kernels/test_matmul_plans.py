@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tandem.kernels import matmul
-from tandem.kernels.matmul_plans import (
+from tandem.kernels.products import matmul
+from tandem.kernels.products.matmul_plans import (
     MAX_PROGRAMS,
     WORKSPACE_WORDS,
     RingPlan,

@@ -8,24 +8,24 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels import reference
-from tandem.kernels.attention import Attention
-from tandem.kernels.backend import PagedKV
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.metadata import AttentionMetadataBuilder
+from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.backends import native
 from tandem.kernels.backends.gather import gather_blocks, similar_lengths
 from tandem.kernels.backends.native import NativeOps
-from tandem.kernels.metadata import AttentionMetadataBuilder
-from tandem.kernels.quantization import FP8_DTYPE, overflow_counts
-from tandem.kernels.sample_batches import random_batch
-from tandem.kernels.spec import AttentionSpec, AttentionType, BlockSparse
+from tandem.kernels.blocks.quantization import FP8_DTYPE, overflow_counts
+from tandem.kernels.check.sample_batches import random_batch
+from tandem.kernels.reference import paged
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 7},
     "window-1": {"sliding_window": 1},
     "soft-cap": {"logits_soft_cap": 1.5},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(4))},
-    "all": {"sliding_window": 20, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor(reference.alibi_slopes(4))},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
+    "all": {"sliding_window": 20, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
 }
 BATCHES = {
     "decode": ((1, 1, 1, 1), (33, 1, 16, 17)),
@@ -121,16 +121,16 @@ def test_block_sparse_decode_and_prefill(step: int, rank: int) -> None:
     output = NativeOps.decode(batch.query, batch.kv(), batch.metadata.decode_rows(), spec)
     pattern = {"local_blocks": 1, "vert_stride": 3, "block_size": 4, "head_sliding_step": step, "tp_rank": rank}
     caches = batch.kv().key_cache, batch.kv().value_cache
-    expected = reference.paged_decode(batch.query, *caches, batch.block_tables, [50, 13], 0.3, sparse=pattern)
+    expected = paged.paged_decode(batch.query, *caches, batch.block_tables, [50, 13], 0.3, sparse=pattern)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
-    dense = reference.paged_decode(batch.query, *caches, batch.block_tables, [50, 13], 0.3)
+    dense = paged.paged_decode(batch.query, *caches, batch.block_tables, [50, 13], 0.3)
     assert not torch.allclose(output, dense)
     prompt = random_batch((30,), (30,), dtype=torch.float64, seed=1)
     rows = prompt.metadata.prefill_rows()
     chunked = NativeOps.prefill(prompt.query, prompt.key, prompt.value, None, rows, spec)
     NativeOps.write(prompt.key, prompt.value, prompt.kv(), prompt.metadata.slot_mapping)
     caches = prompt.kv().key_cache, prompt.kv().value_cache
-    last = reference.paged_decode(prompt.query[-1:], *caches, prompt.block_tables, [30], 0.3, sparse=pattern)
+    last = paged.paged_decode(prompt.query[-1:], *caches, prompt.block_tables, [30], 0.3, sparse=pattern)
     torch.testing.assert_close(chunked[-1:], last, rtol=1e-9, atol=1e-9)
 
 
@@ -163,7 +163,7 @@ def test_encoder_attention_looks_both_ways() -> None:
     for token, (first, last) in {0: (0, 5), 4: (0, 5), 5: (5, 14), 13: (5, 14)}.items():
         for head in range(4):
             keys, values = batch.key[first:last, head // 2], batch.value[first:last, head // 2]
-            exact = reference.attend_token(batch.query[token, head], keys, values, 0, 0.3, causal=False)
+            exact = paged.attend_token(batch.query[token, head], keys, values, 0, 0.3, causal=False)
             torch.testing.assert_close(output[token, head], exact, rtol=1e-9, atol=1e-9)
 
 
@@ -186,7 +186,7 @@ def test_cross_attention_reads_an_encoder_cache_that_is_written_once() -> None:
     assert torch.equal(*outputs)
     for token, (first, last) in {0: (0, 5), 1: (5, 23), 3: (5, 23)}.items():
         keys, values = encoder.key[first:last, 1], encoder.value[first:last, 1]
-        exact = reference.attend_token(query[token, 3], keys, values, 0, 0.3, causal=False)
+        exact = paged.attend_token(query[token, 3], keys, values, 0, 0.3, causal=False)
         torch.testing.assert_close(outputs[0][token, 3], exact, rtol=1e-9, atol=1e-9)
 
 

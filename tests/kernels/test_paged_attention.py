@@ -5,29 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import reference
-from tandem.kernels.errors import UnsupportedOptionError
-from tandem.kernels.paged_attention import (
-    PagedAttention,
-    calculate_cache_memory_usage,
-    choose_paged_attention_version,
-)
-from tandem.kernels.partitions import num_partitions
-from tandem.kernels.sample_batches import random_batch
+from tandem.kernels.api.errors import UnsupportedOptionError
+from tandem.kernels.api.paged_attention import PagedAttention, calculate_cache_memory_usage
+from tandem.kernels.backends.partitions import choose_paged_attention_version, num_partitions
+from tandem.kernels.check.sample_batches import random_batch
+from tandem.kernels.reference import paged
 
 
 def test_decode_with_every_argument() -> None:
     batch = random_batch((1, 1, 1), (33, 1, 16), dtype=torch.float64)
     caches = batch.kv().key_cache, batch.kv().value_cache
     PagedAttention.write_to_paged_cache(batch.key, batch.value, *caches, batch.metadata.slot_mapping, "float64")
-    slopes = reference.alibi_slopes(4)
+    slopes = paged.alibi_slopes(4)
     output = PagedAttention.forward_decode(
         batch.query, *caches, batch.metadata.block_tables, batch.metadata.seq_lens, 33, "auto", 2, 0.3,
         torch.tensor(slopes), torch.tensor(1.0), torch.tensor(1.0), 1, 1, 3, 4, 0,
         sliding_window=20, logits_soft_cap=2.0,
     )  # fmt: skip
     sparse = {"local_blocks": 1, "vert_stride": 3, "block_size": 4, "head_sliding_step": 0, "tp_rank": 1}
-    expected = reference.paged_decode(
+    expected = paged.paged_decode(
         batch.query, *caches, batch.block_tables, (33, 1, 16), 0.3,
         slopes=slopes, window=20, soft_cap=2.0, sparse=sparse,
     )  # fmt: skip
@@ -42,11 +38,11 @@ def test_prefix_stores_and_attends() -> None:
         batch.query, batch.key, batch.value, "auto", *caches, meta.block_tables, meta.query_start_loc,
         meta.seq_lens, 16, sliding_window=9, scale=0.3,
     )  # fmt: skip
-    expected = reference.paged_prefill(
+    expected = paged.paged_prefill(
         batch.query, batch.key, batch.value, *caches, batch.block_tables, (3, 16), (40, 33), 0.3, window=9
     )
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
-    stored = reference.read_sequence(caches[0], batch.block_tables[1], 33)
+    stored = paged.read_sequence(caches[0], batch.block_tables[1], 33)
     assert torch.equal(stored[-16:], batch.key[3:])
 
 
@@ -58,9 +54,7 @@ def test_one_prompt_in_batch_form_with_open_query_start_loc() -> None:
         batch.query.view(1, 20, 64), batch.key.view(1, 20, 32), batch.value.view(1, 20, 32), "float64", *caches,
         batch.metadata.block_tables, torch.tensor([0]), torch.tensor([20]), 20,
     )  # fmt: skip
-    expected = reference.paged_prefill(
-        batch.query, batch.key, batch.value, *caches, batch.block_tables, (20,), (20,), 0.25
-    )
+    expected = paged.paged_prefill(batch.query, batch.key, batch.value, *caches, batch.block_tables, (20,), (20,), 0.25)
     assert output.shape == (1, 20, 64)
     torch.testing.assert_close(output.view(20, 4, 16), expected, rtol=1e-9, atol=1e-9)
 
@@ -80,9 +74,7 @@ def test_decode_continues_what_prefix_stored_step_by_step() -> None:
             batch.query[new], *caches, tables, torch.tensor([step + 1]), step + 1, "auto", 2, 0.25
         )
         out = torch.cat((out, row))
-    expected = reference.paged_prefill(
-        batch.query, batch.key, batch.value, *caches, batch.block_tables, (10,), (10,), 0.25
-    )
+    expected = paged.paged_prefill(batch.query, batch.key, batch.value, *caches, batch.block_tables, (10,), (10,), 0.25)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)
 
 

@@ -8,19 +8,20 @@ import attention_packages as packages
 import pytest
 import torch
 
-from tandem.kernels import reference, selection
-from tandem.kernels.backend import PagedOps
+from tandem.kernels.api import selection
+from tandem.kernels.api.backend import PagedOps
+from tandem.kernels.api.selection import NAMES, OURS_FIRST, order_for, rank_backends, select_backend
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends import flash_attn, flashinfer, triton, triton_prefill, xformers
 from tandem.kernels.backends.native import NativeOps
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.selection import NAMES, OURS_FIRST, order_for, rank_backends, select_backend
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.reference import paged
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 9},
     "soft-cap": {"logits_soft_cap": 3.0},
-    "alibi": {"alibi_slopes": torch.tensor(reference.alibi_slopes(4))},
+    "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
 }
 PROMPTS = ((20, 33, 2), (20, 33, 2))
 PREFIXES = ((3, 20, 17), (40, 20, 18))

@@ -17,8 +17,8 @@ import torch  # noqa: E402
 
 pytest.importorskip("triton.experimental.gluon", reason="this triton has no Gluon")
 
-from tandem.kernels.triton_kernels import prefill_launch, unpack_prefix  # noqa: E402
-from tandem.kernels.triton_kernels.prefill_hopper import prefill_hopper_kernel  # noqa: E402
+from tandem.kernels.triton_kernels.prefill import prefill_launch, unpack_prefix  # noqa: E402
+from tandem.kernels.triton_kernels.prefill.prefill_hopper import prefill_hopper_kernel  # noqa: E402
 
 SHARED_MEMORY_BYTES = 227 << 10  # a block's limit of sm_90, from the CUDA programming guide
 INTEGERS = {"num_items", "window", "table_row", "block_units", "head_units", "value_units"}

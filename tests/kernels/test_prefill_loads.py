@@ -18,8 +18,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="this triton has no Gluon")
 
-from tandem.kernels.sample_batches import PagedBatch, random_batch
-from tandem.kernels.triton_kernels import prefill_launch, prefill_loads
+from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.triton_kernels.prefill import prefill_launch, prefill_loads
 
 QUERIES, HALF, COLUMNS = prefill_launch.QUERIES, prefill_launch.BOX_ROWS, prefill_launch.BOX_COLUMNS
 

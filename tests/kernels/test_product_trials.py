@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tandem.kernels import few_rows, matmul, product_trials
-from tandem.kernels.fused_ops import silu_mul
-from tandem.kernels.matmul_plans import GATE_UP_GROUP, Plan, RingPlan
+from tandem.kernels.products import few_rows, matmul, product_trials
+from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, Plan, RingPlan
 
 CPU = torch.device("cpu")
 PLAN = RingPlan(128, 64, 128, 4, 1)

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels import sampling, sampling_groups, sampling_limits  # noqa: E402
+from tandem.kernels.triton_kernels.sampling import sampling, sampling_groups, sampling_limits  # noqa: E402
 
 TYPES = {
     "temperatures": "*fp32", "top_ks": "*i64", "top_ps": "*fp32", "min_ps": "*fp32", "cuts": "*fp32",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tandem.kernels import selection
-from tandem.kernels.attention import Attention
+from tandem.kernels.api import selection
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.errors import BackendUnavailableError
+from tandem.kernels.api.selection import NAMES, fallback_counts, is_launch_failure, load_backend, select_backend
+from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeBackend, NativeImpl
 from tandem.kernels.backends.torch_flash import TorchFlashBackend
-from tandem.kernels.errors import BackendUnavailableError
-from tandem.kernels.sample_batches import random_batch
-from tandem.kernels.selection import NAMES, fallback_counts, is_launch_failure, load_backend, select_backend
-from tandem.kernels.spec import AttentionSpec
+from tandem.kernels.check.sample_batches import random_batch
 
 SPEC = AttentionSpec(4, 16, 0.3, 2)
 

@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import torch  # noqa: E402
 
-from tandem.kernels.triton_kernels.paged_prefill import prefill_constants  # noqa: E402
+from tandem.kernels.triton_kernels.prefill.paged_prefill import prefill_constants  # noqa: E402
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, from the CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -66,7 +66,7 @@ def prefill(
     dtype: torch.dtype, group: int, head_size: int, **options: Any
 ) -> tuple[str, str, torch.dtype, dict[str, Any]]:
     constants = prefill_constants(dtype, group, head_size, 64) | {"HAS_CACHE": True} | PLAIN | options
-    return "paged_prefill", "paged_prefill_kernel", dtype, constants
+    return "prefill.paged_prefill", "paged_prefill_kernel", dtype, constants
 
 
 WRITE = {"BLOCK_SIZE": 64, "HEAD_SIZE": 128, "D_PAD": 128, "num_warps": 1}
@@ -79,9 +79,9 @@ CASES = {
     "cross-fp8-all-sm100": (100, prefill(torch.float16, 4, 128, IS_FP8=True, CAUSAL=False, **EVERY)),
     "sparse-prefill": (90, prefill(torch.bfloat16, 4, 128, SPARSE_STRIDE=8, SPARSE_BLOCK=64)),
     "prefill-fp8": (90, prefill(torch.bfloat16, 4, 128, IS_FP8=True)),
-    "write-bf16": (80, ("cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": False})),
-    "write-fp8": (90, ("cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": True})),
-    "copy": (80, ("copy_blocks", "copy_blocks_kernel", torch.bfloat16, {"CHUNK": 2048})),
+    "write-bf16": (80, ("blocks.cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": False})),
+    "write-fp8": (90, ("blocks.cache_write", "cache_write_kernel", torch.bfloat16, {**WRITE, "IS_FP8": True})),
+    "copy": (80, ("blocks.copy_blocks", "copy_blocks_kernel", torch.bfloat16, {"CHUNK": 2048})),
 }
 
 

@@ -1,146 +1,139 @@
-"""Dependency arrows between the folders and purity of the sans-IO modules, read off the source."""
+"""Dependency arrows between the folders, circles, sizes and purity, read off the source."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("router", "prefill_node", "decode_node", "kv_connector", "kernels", "engine", "deploy")
+FOLDERS = ("router", "prefill_node", "decode_node", "node", "kv_connector", "kernels", "engine", "deploy")
 ALLOWED = {
     "kernels": set(),
     "engine": {"kernels"},
     "kv_connector": {"engine", "kernels"},
-    "prefill_node": {"engine", "kv_connector", "kernels"},
-    "decode_node": {"engine", "kv_connector", "kernels"},
+    "node": {"engine", "kv_connector", "kernels"},
+    "prefill_node": {"engine", "kv_connector", "kernels", "node"},
+    "decode_node": {"engine", "kv_connector", "kernels", "node"},
     "router": {"engine", "kv_connector"},
     "deploy": set(FOLDERS),
 }
-# What a router may import: contracts and pure logic, nothing that loads a model.
-ROUTER_MAY = (
-    "engine.config",
-    "engine.descriptors",
-    "engine.errors",
-    "engine.generation_config",
-    "engine.hashing",
-    "engine.interfaces",
-    "engine.kv_layout",
-    "engine.launcher_pipe",
-    "engine.messages",
-    "engine.model_folder",
-    "engine.process_log",
-    "engine.sampling_params",
-    "engine.security",
-    "engine.version",
-    "engine.watched",
-    "engine.wire_decode",
-    "kv_connector.directory",
+# What a router may import of others: contracts and the directory, nothing that loads a model.
+ROUTER_MAY = ("engine.contracts", "engine.process", "kv_connector.directory")
+# A folder within a wing that imports these folders of its wing alone (and, of other wings, what its wing may).
+WITHIN = {
+    "engine/process": {"engine/contracts"},
+    "engine/contracts": set(),
+    "engine/blocks": {"engine/contracts"},
+    "engine/scheduling": {"engine/contracts", "engine/blocks"},
+    "kv_connector/directory": set(),
+    "kv_connector/protocol": set(),
+    "kv_connector/source": {"kv_connector/protocol", "kv_connector/layouts"},
+    "kv_connector/sink": {"kv_connector/protocol"},
+    "router/placing": set(),
+    "router/text": set(),
+}
+# They take events and the time and return decisions: no tensors, sockets, threads or clocks. README.md of each wing.
+PURE_FOLDERS = (
+    "engine/blocks",
+    "engine/scheduling",
+    "kv_connector/protocol",
+    "kv_connector/source",
+    "kv_connector/sink",
+    "kv_connector/pulls",
 )
-SANS_IO = (
-    "kv_connector/layer_groups.py",
-    "kv_connector/waiting_layers.py",
-    "kv_connector/tiers/write_back.py",
-    "kv_connector/tiers/rates.py",
-    "kv_connector/tiers/promotions.py",
-    "kv_connector/tiers/promoter.py",
-    "kv_connector/tiers/manager.py",
-    "kv_connector/tiers/jobs.py",
-    "kv_connector/tiers/index.py",
-    "engine/tenants.py",
+PURE_MODULES = (
+    "decode_node/ticket_loads.py",
+    "deploy/bench/simulated_node.py",
+    "deploy/bench/simulation.py",
+    "deploy/bench/trace.py",
+    "deploy/bench/trace_report.py",
+    "deploy/launch/supervisor.py",
+    "engine/contracts/config.py",
+    "engine/contracts/directory.py",
+    "engine/contracts/errors.py",
+    "engine/contracts/hashing.py",
+    "engine/contracts/kv_layout.py",
+    "engine/contracts/rate.py",
+    "engine/contracts/sampling_params.py",
+    "engine/contracts/tenants.py",
+    "engine/contracts/wire/codec.py",
+    "engine/contracts/wire/connection.py",
+    "engine/contracts/wire/decoder.py",
+    "engine/contracts/wire/handoff.py",
+    "engine/contracts/wire/parts.py",
+    "engine/contracts/wire/requests.py",
     "engine/parallel/collectives.py",
     "engine/parallel/sharding.py",
-    "kv_connector/transports/landing_wire.py",
-    "kernels/prefix_groups.py",
-    "kernels/matmul_plans.py",
-    "engine/block_pool.py",
-    "engine/block_publication.py",
-    "engine/config.py",
-    "engine/control_events.py",
-    "engine/core.py",
-    "engine/errors.py",
-    "engine/hashing.py",
-    "engine/interfaces.py",
-    "engine/kv_allocator.py",
-    "engine/kv_layout.py",
-    "engine/kv_messages.py",
-    "engine/message_parts.py",
-    "engine/messages.py",
-    "engine/rate.py",
-    "engine/request.py",
-    "engine/request_book.py",
-    "engine/sampling_params.py",
-    "engine/scheduler.py",
-    "engine/serving_node.py",
-    "engine/scheduler_state.py",
-    "engine/step.py",
-    "engine/step_pace.py",
-    "engine/step_times.py",
-    "engine/turn_times.py",
-    "engine/wire_decode.py",
-    "engine/prompt_order.py",
-    "engine/prefix_tree.py",
-    "engine/step_builder.py",
-    "engine/step_pieces.py",
-    "engine/step_planner.py",
-    "engine/stop.py",
-    "kv_connector/action_queues.py",
-    "kv_connector/grant_check.py",
-    "kv_connector/handoff_node.py",
-    "kv_connector/meta.py",
-    "kv_connector/migration.py",
-    "kv_connector/outcomes.py",
-    "kv_connector/peer_effects.py",
-    "kv_connector/plan.py",
-    "kv_connector/pull_asker.py",
-    "kv_connector/pull_holder.py",
-    "kv_connector/pull_rates.py",
-    "kv_connector/pull_record.py",
-    "kv_connector/sink.py",
-    "kv_connector/sink_actions.py",
-    "kv_connector/sink_peers.py",
-    "kv_connector/sink_queue.py",
-    "kv_connector/sink_record.py",
-    "kv_connector/source.py",
-    "kv_connector/source_actions.py",
-    "kv_connector/source_peers.py",
-    "kv_connector/source_record.py",
-    "kv_connector/ticket_loads.py",
+    "engine/running/step_pieces.py",
+    "kernels/prefixes/prefix_groups.py",
+    "kernels/products/matmul_plans.py",
     "kv_connector/directory/discovery.py",
     "kv_connector/directory/holders.py",
     "kv_connector/directory/mirror.py",
     "kv_connector/directory/own_view.py",
     "kv_connector/directory/records.py",
-    "kv_connector/handoff/sink.py",
-    "kv_connector/handoff/source.py",
-    "router/orphans.py",
-    "router/outbox.py",
-    "router/migration_policy.py",
-    "router/node_view.py",
-    "router/placement.py",
-    "router/placement_policies.py",
-    "router/request_actions.py",
-    "router/request_core.py",
-    "router/request_machine.py",
-    "router/request_moves.py",
-    "router/request_parts.py",
-    "deploy/simulated_node.py",
-    "deploy/simulation.py",
-    "deploy/supervisor.py",
-    "deploy/trace.py",
-    "deploy/trace_report.py",
+    "kv_connector/layouts/layer_groups.py",
+    "kv_connector/layouts/plan.py",
+    "kv_connector/tiers/index.py",
+    "kv_connector/tiers/jobs.py",
+    "kv_connector/tiers/manager.py",
+    "kv_connector/tiers/promoter.py",
+    "kv_connector/tiers/promotions.py",
+    "kv_connector/tiers/worth_loading.py",
+    "kv_connector/tiers/write_back.py",
+    "kv_connector/transfer/waiting_layers.py",
+    "kv_connector/transports/links/landing_wire.py",
+    "node/control/events.py",
+    "node/departures.py",
+    "node/handoffs.py",
+    "node/requests.py",
+    "node/serving.py",
+    "router/nodes/orphans.py",
+    "router/nodes/outbox.py",
+    "router/placing/placement.py",
+    "router/placing/policies.py",
+    "router/placing/rebalancing.py",
+    "router/placing/view.py",
+    "router/requests/actions.py",
+    "router/requests/core.py",
+    "router/requests/machine.py",
+    "router/requests/moves.py",
+    "router/requests/parts.py",
 )
 IO_MODULES = {"torch", "zmq", "asyncio", "redis", "socket", "threading", "subprocess", "uvloop", "time"}
+MAX_MODULES = 15  # in a folder
+# Circles that stand: types that name each other, and kernels whose eager side names the launcher that serves it.
+KNOWN_CIRCLES = {
+    frozenset(
+        {
+            "kernels.api.attention",
+            "kernels.api.backend",
+            "kernels.api.forward_context",
+            "kernels.api.selection",
+            "kernels.backends.triton_prefill",
+        }
+    ),
+    frozenset({"kernels.products.few_rows_attention", "kernels.triton_kernels.products.few_rows_launch"}),
+    frozenset({"kernels.sampling.decode_inputs", "kernels.triton_kernels.decode.decode_inputs"}),
+    frozenset({"node.process", "node.report"}),
+}
 
 
 def sources(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
 
-def imports(path: Path, at_run_time: bool = False) -> Iterator[str]:
+@cache
+def imports(path: Path, at_run_time: bool = False) -> tuple[str, ...]:
     """Full names of imported modules, those inside functions included; `at_run_time` leaves out type-only ones."""
+    return tuple(_imports(path, at_run_time))
+
+
+def _imports(path: Path, at_run_time: bool) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     skipped: set[ast.AST] = set()
     if at_run_time:
@@ -161,6 +154,43 @@ def tandem_imports(path: Path) -> Iterator[str]:
     return (name.removeprefix("tandem.") for name in imports(path) if name.startswith("tandem."))
 
 
+def file_of(imported: str) -> Path | None:
+    """The source file of `tandem.a.b.name`, where name may be a module or something in one."""
+    if not imported.startswith("tandem."):
+        return None
+    parts = imported.split(".")[1:]
+    for end in (len(parts), len(parts) - 1):
+        path = ROOT.joinpath(*parts[:end]).with_suffix(".py")
+        if path.is_file():
+            return path
+    return None
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
+    """Strongly connected parts of more than one member."""
+    reached = {start: _reachable(graph, start) for start in graph}
+    found = {frozenset(other for other in reached[start] if start in reached.get(other, ())) for start in graph}
+    return {circle for circle in found if len(circle) > 1}
+
+
+def _reachable(graph: Mapping[str, Iterable[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    waiting = [start]
+    while waiting:
+        new = set(graph.get(waiting.pop(), ())) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def folder_of(path: Path) -> str:
+    return path.parent.relative_to(ROOT).as_posix()
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_follow_the_arrows(folder: str) -> None:
     files = sources(folder)
@@ -171,12 +201,63 @@ def test_imports_follow_the_arrows(folder: str) -> None:
             assert target == folder or target in ALLOWED[folder], f"{path.relative_to(ROOT)} imports tandem.{name}"
 
 
-def test_arrows_have_no_cycle() -> None:
-    def reaches(start: str, goal: str) -> bool:
-        return any(step == goal or reaches(step, goal) for step in ALLOWED[start])
+def test_wings_are_imported_under_tandem() -> None:
+    """`import kernels` works from the root of the repository and nowhere else."""
+    for folder in FOLDERS:
+        for path in sources(folder):
+            bare = [name for name in imports(path) if name.partition(".")[0] in FOLDERS]
+            assert not bare, f"{path.relative_to(ROOT)}: import tandem.{bare[0]}"
 
-    lower = {folder for folder in FOLDERS if folder != "deploy"}
-    assert not [folder for folder in lower if reaches(folder, folder)]
+
+def test_arrows_have_no_cycle() -> None:
+    assert not circles({folder: ALLOWED[folder] - {folder} for folder in FOLDERS if folder != "deploy"})
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": ["b"], "b": ["c"], "c": ["b"], "d": ["a"]}
+    assert circles(graph) == {frozenset({"b", "c"})}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    """Type-only imports and those within functions count: a reader follows them, too."""
+    graph = {}
+    for folder in FOLDERS:
+        for path in sources(folder):
+            targets = (file_of(name) for name in imports(path))
+            graph[name_of(path)] = {name_of(target) for target in targets if target not in (None, path)}
+    assert circles(graph) == KNOWN_CIRCLES
+
+
+@pytest.mark.parametrize("wing", ["engine", "kv_connector", "router"])
+def test_folders_of_a_wing_import_each_other_in_no_circle(wing: str) -> None:
+    """At run time. A folder and one inside it may: what is inside implements what the outer one offers."""
+    graph: dict[str, set[str]] = {}
+    for path in sources(wing):
+        own = folder_of(path)
+        for name in imports(path, at_run_time=True):
+            target = file_of(name)
+            other = own if target is None else folder_of(target)
+            if other.split("/")[:2] != own.split("/")[:2] and other.startswith(wing):
+                graph.setdefault("/".join(own.split("/")[:2]), set()).add("/".join(other.split("/")[:2]))
+    assert graph
+    assert not circles(graph)
+
+
+@pytest.mark.parametrize("folder", WITHIN)
+def test_folders_import_what_they_may_of_their_wing(folder: str) -> None:
+    wing = folder.partition("/")[0]
+    for path in sources(folder):
+        for name in tandem_imports(path):
+            target = "/".join(name.split(".")[:2])
+            allowed = not name.startswith(f"{wing}.") or target == folder or target in WITHIN[folder]
+            assert allowed, f"{path.relative_to(ROOT)} imports tandem.{name}"
+
+
+def test_a_folder_has_few_modules() -> None:
+    for top in FOLDERS:
+        for folder in {path.parent for path in sources(top)}:
+            modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+            assert len(modules) <= MAX_MODULES, f"{folder.relative_to(ROOT)} has {len(modules)} modules: divide it"
 
 
 def test_the_router_imports_contracts_and_the_directory_only() -> None:
@@ -185,13 +266,18 @@ def test_the_router_imports_contracts_and_the_directory_only() -> None:
             assert name.startswith(("router.", *ROUTER_MAY)), f"{path.relative_to(ROOT)} imports tandem.{name}"
 
 
-@pytest.mark.parametrize("name", SANS_IO)
+def pure_modules() -> list[str]:
+    inside = [path.relative_to(ROOT).as_posix() for folder in PURE_FOLDERS for path in sources(folder)]
+    return [*inside, *PURE_MODULES]
+
+
+@pytest.mark.parametrize("name", pure_modules())
 def test_pure_modules_do_no_io(name: str) -> None:
     found = {imported.partition(".")[0] for imported in imports(ROOT / name, at_run_time=True)}
     assert not found & IO_MODULES
 
 
-@pytest.mark.parametrize("name", SANS_IO)
+@pytest.mark.parametrize("name", pure_modules())
 def test_pure_modules_import_no_shell(name: str) -> None:
     """What a pure module imports of tandem at run time must not reach torch, zmq, asyncio or redis either."""
     seen: set[Path] = set()
@@ -201,19 +287,7 @@ def test_pure_modules_import_no_shell(name: str) -> None:
         if path in seen:
             continue
         seen.add(path)
-        found = list(imports(path, at_run_time=True))
+        found = imports(path, at_run_time=True)
         heavy = {imported.partition(".")[0] for imported in found} & {"torch", "zmq", "asyncio", "redis"}
         assert not heavy, f"{name} reaches {sorted(heavy)} through {path.relative_to(ROOT)}"
-        waiting += [target for imported in found if (target := _file_of(imported)) is not None]
-
-
-def _file_of(imported: str) -> Path | None:
-    """The source file of `tandem.a.b.name`, where name may be a module or something in one."""
-    if not imported.startswith("tandem."):
-        return None
-    parts = imported.split(".")[1:]
-    for end in (len(parts), len(parts) - 1):
-        path = ROOT.joinpath(*parts[:end]).with_suffix(".py")
-        if path.is_file():
-            return path
-    return None
+        waiting += [target for imported in found if (target := file_of(imported)) is not None]

@@ -1,4 +1,4 @@
-"""The packaging recipe: every source folder is a listed package under tandem, and shadows nobody else's."""
+"""The packaging recipe: every folder with code is a package under tandem by a link, and shadows nobody else's."""
 
 from __future__ import annotations
 
@@ -17,48 +17,52 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
-PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
+WINGS = sorted(path.name for path in (ROOT / "tandem").iterdir() if path.name != "__pycache__")
 
 
-def source_folders() -> set[str]:
-    """Folders with Python files below the top-level source folders, as package names."""
-    found = set()
-    for package, top in FOLDERS.items():
-        for path in (ROOT / top).rglob("*.py"):
-            parts = path.parent.relative_to(ROOT / top).parts
-            found.add(".".join((package, *parts)))
-    return found
+def packages() -> list[str]:
+    """The wings and every folder with Python files below them, as packages' names."""
+    inside = {".".join(("tandem", *path.parent.relative_to(ROOT).parts)) for path in python_files()}
+    return sorted(inside | {f"tandem.{wing}" for wing in WINGS})
 
 
-def test_every_source_folder_is_listed_and_every_listed_package_exists() -> None:
-    assert set(PACKAGES) == source_folders()
-    assert len(PACKAGES) == len(set(PACKAGES))
+def python_files() -> list[Path]:
+    return [path for wing in WINGS for path in (ROOT / wing).rglob("*.py")]
 
 
-def test_every_top_level_folder_with_code_is_mapped() -> None:
-    with_code = {path.parent.name for path in ROOT.glob("[a-z]*/*.py")}
-    assert with_code - {"tests", "benchmarks", "build"} == set(FOLDERS.values())
+def test_the_package_is_links_to_the_wings() -> None:
+    for wing in WINGS:
+        link = ROOT / "tandem" / wing
+        assert link.is_symlink(), f"{link} is no link; was this cloned with core.symlinks=false?"
+        assert os.readlink(link) == f"../{wing}"
+
+
+def test_every_top_level_folder_with_code_is_linked() -> None:
+    with_code = {path.relative_to(ROOT).parts[0] for path in ROOT.glob("[a-z]*/**/*.py")}
+    assert with_code - {"tests", "benchmarks", "build", "tandem"} == set(WINGS)
+
+
+def test_the_installer_finds_every_package_and_its_data() -> None:
+    find = importlib.import_module("setuptools").find_namespace_packages
+    rule = PROJECT["tool"]["setuptools"]["packages"]["find"]
+    assert set(find(str(ROOT), include=rule["include"], exclude=rule["exclude"])) == set(packages())
+    for package, patterns in PROJECT["tool"]["setuptools"]["package-data"].items():
+        for pattern in patterns:
+            assert list(ROOT.joinpath(*package.split(".")[1:]).glob(pattern)), f"{package} has no {pattern}"
 
 
 def test_packages_have_an_init_except_the_one_that_would_shadow_another() -> None:
     """transformers imports an optional top-level package called kernels: ours must not look like it."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
-    assert not (ROOT / "tandem").exists()
-    for package in PACKAGES:
-        top = next(name for name in FOLDERS if package == name or package.startswith(name + "."))
-        folder = ROOT / FOLDERS[top] / package.removeprefix(top).strip(".").replace(".", "/")
-        assert top == "tandem.kernels" or (folder / "__init__.py").exists(), folder
+    for package in packages():
+        init = ROOT.joinpath(*package.split(".")[1:], "__init__.py")
+        assert package == "tandem.kernels" or init.exists(), init
 
 
-@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("package", packages())
 def test_packages_import_under_their_name(package: str) -> None:
     imported = importlib.import_module(package)
     assert Path(next(iter(imported.__path__))).is_relative_to(ROOT)
-
-
-def test_type_checker_sees_the_same_packages() -> None:
-    assert set(PROJECT["tool"]["mypy"]["packages"]) == set(FOLDERS)
 
 
 def test_transformers_works_from_the_repository_root_beside_a_package_called_kernels(tmp_path: Path) -> None:

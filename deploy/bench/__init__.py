@@ -1,0 +1,1 @@
+"""`tandem bench`: load generators, traces, simulated clusters."""

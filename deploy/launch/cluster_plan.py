@@ -1,0 +1,117 @@
+"""Which children `tandem serve` has and what their command lines say. Pure, but for counting GPUs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.deploy.options import NODE_OPTIONS, ROUTER_OPTIONS, Values, select, to_arguments, to_environment
+from tandem.engine.contracts.errors import ConfigError
+
+NODES, ROUTER = 0, 1  # stages
+# Not `python -m`, which would put the working directory on sys.path, where a folder may shadow a package.
+PROGRAM = "import sys; sys.path.remove(''); from tandem.deploy.cli import main; sys.exit(main())"
+_NOT_FOR_NODES = ("host", "port", "prefill", "decode", "prefill_tensor_parallel_size", "decode_tensor_parallel_size")
+
+
+@dataclass(frozen=True)
+class ChildPlan:
+    """One child. `connects_to` names children whose address it needs, `node_id` is the stem of its id. Command lines
+    are for everybody to see, so what is secret goes into `environment`."""
+
+    name: str
+    stage: int
+    command: tuple[str, ...]
+    arguments: tuple[str, ...]
+    node_id: str = ""
+    connects_to: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan_single_node(values: Mapping[str, Any]) -> list[ChildPlan]:
+    """A unified node, and a router that is given its address."""
+    (node,) = _plan_nodes(["unified"], {**values, "redis_url": ""})
+    router = {**values, "redis_url": ""}
+    return [node, _child("router", ROUTER, "router", ROUTER_OPTIONS, router, connects_to=(node.name,))]
+
+
+def plan_cluster(values: Mapping[str, Any], redis_url: str) -> list[ChildPlan]:
+    """Prefill and decode nodes and a router that discovers them through Redis. It is given their addresses, too: when
+    started again while Redis does not answer, it would find nobody. Raises ConfigError."""
+    if values.get("transport") == "local":
+        raise ConfigError(
+            "--transport local moves KV inside one process, and these nodes are processes of their own: choose auto, "
+            "or shm (CPU), cuda_ipc (GPU), nixl or tcp"
+        )
+    roles = ["prefill"] * values["prefill"] + ["decode"] * values["decode"]
+    shared = {**values, "redis_url": redis_url}
+    nodes = _plan_nodes(roles, shared)
+    names = tuple(node.name for node in nodes)
+    return [*nodes, _child("router", ROUTER, "router", ROUTER_OPTIONS, shared, connects_to=names)]
+
+
+def _plan_nodes(roles: list[str], values: Mapping[str, Any]) -> list[ChildPlan]:
+    num_gpus = 0 if values.get("device") == "cpu" else count_gpus()
+    plans, num_ranks = [], [_num_ranks(role, values) for role in roles]
+    for index, role in enumerate(roles):
+        own = {name: value for name, value in values.items() if name not in _NOT_FOR_NODES}
+        own |= share_of_machine(index, num_ranks, num_gpus, os.cpu_count() or 1, own)
+        own["tensor_parallel_size"] = num_ranks[index]
+        name = f"{role}-{index - roles.index(role)}"
+        plans.append(_child(name, NODES, role, NODE_OPTIONS, own, node_id=name))
+    return plans
+
+
+def _num_ranks(role: str, values: Mapping[str, Any]) -> int:
+    every: int = values.get("tensor_parallel_size", 1)
+    return values.get(f"{role}_tensor_parallel_size", 0) or every
+
+
+def share_of_machine(
+    index: int, num_ranks: Sequence[int], num_gpus: int, num_cores: int, values: Mapping[str, Any]
+) -> Values:
+    """What node `index` gets; `num_ranks` of each node. GPUs go round; nodes of one GPU that share it share its memory,
+    nodes without one share the cores. Raises ConfigError where there are too few GPUs."""
+    num_nodes = len(num_ranks)
+    if num_gpus == 0:
+        if num_nodes == 1 or values.get("num_threads"):
+            return {}
+        return {"num_threads": max(1, num_cores // num_nodes)}
+    if max(num_ranks) > 1:
+        if sum(num_ranks) > num_gpus:
+            raise ConfigError(f"nodes of {' + '.join(map(str, num_ranks))} GPUs, but {num_gpus} are visible")
+        return {"device_index": sum(num_ranks[:index])}
+    share: Values = {"device_index": index % num_gpus}
+    num_sharing = len(range(index % num_gpus, num_nodes, num_gpus))
+    if num_sharing > 1:
+        whole = values.get("gpu_memory_utilization", NODE_OPTIONS["gpu_memory_utilization"].default)
+        share["gpu_memory_utilization"] = round(whole / num_sharing, 4)
+    return share
+
+
+def count_gpus() -> int:
+    """GPUs that children will see, without importing torch."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    try:
+        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
+
+
+def _child(name: str, stage: int, command: str, options: Mapping[str, Any], values: Values, **more: Any) -> ChildPlan:
+    program = (sys.executable, "-c", PROGRAM, command)
+    own = select(options, values)
+    return ChildPlan(
+        name, stage, program, tuple(to_arguments(options, own)), environment=to_environment(options, own), **more
+    )

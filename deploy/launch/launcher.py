@@ -1,0 +1,231 @@
+"""`tandem serve`: starts nodes and router as children, watches them, and brings them down together.
+
+    single node      unified node -> router --node ADDRESS                      (no Redis)
+    local cluster    Redis, prefill nodes, decode nodes -> router --redis-url
+
+One thread and one poll loop: the children's pipes and output, signals. What to do about them is decided in
+supervisor.py. Children die with this process (PR_SET_PDEATHSIG) and get its signals only from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import secrets
+import select
+import signal
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from tandem.deploy.launch.child_process import ChildProcess
+from tandem.deploy.launch.cluster_plan import NODES, ChildPlan, plan_cluster, plan_single_node
+from tandem.deploy.launch.console import Console
+from tandem.deploy.launch.preflight import check_redis, check_router
+from tandem.deploy.launch.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
+from tandem.deploy.redis_server import RedisServer, free_port
+from tandem.engine.contracts.config import RouterOptions, Timeouts
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.model_folder import served_name
+from tandem.router.process.port import bind
+
+POLL_MS = 100
+REDIS_RETRY_S = 1.0
+PROBE_S = 0.5
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound everywhere: asked here
+_ACTIVE = re.compile(r"^tandem_router_active_prompts (\S+)$", re.MULTILINE)
+
+
+def serve(values: Mapping[str, Any]) -> int:
+    """Serves until SIGTERM, SIGINT or SIGHUP has drained everything; returns the exit code. Raises ConfigError."""
+    num_prefill, num_decode = values.get("prefill", 0), values.get("decode", 0)
+    if (num_prefill > 0) != (num_decode > 0):
+        raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
+    check_router(values)
+    url = values.get("redis_url", "")
+    if url and num_prefill:
+        check_redis(url)
+    elif url:
+        Console().say("a single node needs no Redis: --redis-url is not used without --prefill and --decode")
+    # Bound from here on and never listening: a taken port is found now, port 0 becomes one for good, and the system
+    # gives it to nobody who asks for any, neither while weights are loaded nor while a router starts again.
+    port = values.get("port", RouterOptions.port)
+    with bind(values.get("host", RouterOptions.host), port, share_port=False) as reserved:
+        values = {**values, "port": reserved.getsockname()[1]}
+        if not num_prefill:
+            return Launcher(plan_single_node(values), values).run()
+        if url:
+            return Launcher(plan_cluster(values, url), values).run()
+        redis = RedisServer()
+        redis.start()
+        try:
+            return Launcher(plan_cluster(values, redis.url), values, redis).run()
+        finally:
+            redis.stop()
+
+
+class Launcher:
+    """Carries out what the supervisor decides."""
+
+    def __init__(self, plans: list[ChildPlan], values: Mapping[str, Any], redis: RedisServer | None = None) -> None:
+        timeouts = Timeouts(**{name: values[name] for name in ("peer_lost_s", "drain_s") if name in values})
+        self._plans = {plan.name: plan for plan in plans}
+        self._values, self._redis = values, redis
+        self._supervisor = Supervisor(timeouts.peer_lost_s, timeouts.drain_s)
+        for plan in plans:
+            self._supervisor.add(plan.name, plan.stage)
+        self._children: dict[str, ChildProcess] = {}
+        self._ready_lines: dict[str, dict[str, Any]] = {}
+        self._loaded: dict[str, float] = {}
+        self._console = Console()
+        self._stop_requests = 0
+        self._next_redis_check = 0.0
+        self._announcing = False
+
+    def run(self) -> int:
+        handlers = {number: signal.signal(number, self._on_signal) for number in _signals_to_handle()}
+        try:
+            while self._supervisor.phase is not Phase.ENDED:
+                self._turn()
+            return self._supervisor.exit_code
+        finally:
+            for child in self._children.values():
+                child.close()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop_requests += 1
+
+    def _turn(self) -> None:
+        self._wait()
+        while self._stop_requests:
+            self._stop_requests -= 1
+            self._stop()
+        for name, child in list(self._children.items()):
+            child.forward_output()
+            for said in child.said():
+                self._hear(name, said)
+            code = child.exit_code()
+            if code is not None:
+                child.close()
+                del self._children[name]
+                self._loaded.pop(name, None)
+                self._carry_out(self._supervisor.exited(name, code, time.monotonic(), child.last_words()))
+        self._console.progress(self._loaded, time.monotonic())
+        self._keep_redis(time.monotonic())
+        if self._announcing:
+            self._announce_when_ready()
+        self._carry_out(self._supervisor.tick(time.monotonic()))
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        for child in self._children.values():
+            for fd in child.open_fds():
+                poller.register(fd, select.POLLIN)
+        poller.poll(POLL_MS)
+
+    def _hear(self, name: str, said: dict[str, Any]) -> None:
+        """One line of engine/process/launcher_pipe.py."""
+        now = time.monotonic()
+        if "beat" in said:
+            self._supervisor.beat(name, now)
+        elif "loaded" in said:
+            self._loaded[name] = said["loaded"]
+        else:
+            self._loaded.pop(name, None)
+            self._ready_lines[name] = said
+            self._carry_out(self._supervisor.ready(name, now))
+
+    def _stop(self) -> None:
+        if self._supervisor.phase is Phase.RUNNING:
+            self._console.say(f"draining{self._under_way()}; stop again to kill")
+        self._carry_out(self._supervisor.stop(time.monotonic()))
+
+    def _under_way(self) -> str:
+        """As the router counts it, if it answers at once."""
+        found = _ACTIVE.search(self._ask_router("/metrics")[1]) if "router" in self._ready_lines else None
+        if found is None:
+            return ""
+        number = int(float(found[1]))
+        return f" {number} request{'s' * (number != 1)}"
+
+    def _keep_redis(self, now: float) -> None:
+        """Restarts a dead Redis; the nodes publish into it again by themselves."""
+        if self._redis is None or self._redis.is_running() or now < self._next_redis_check:
+            return
+        self._next_redis_check = now + REDIS_RETRY_S
+        self._console.say("redis-server ended; starting it again")
+        try:
+            self._redis.start()
+        except ConfigError as error:
+            self._console.say(error.message)
+
+    # --- carrying out ---------------------------------------------------------------------------------------------
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self._start(self._plans[action.name])
+            elif isinstance(action, Terminate):
+                self._children[action.name].terminate()
+            elif isinstance(action, Kill):
+                self._console.say(f"killing {action.name}: {action.reason}")
+                self._children[action.name].kill()
+            elif isinstance(action, Report):
+                self._console.say(action.text)
+            elif isinstance(action, Serving):
+                self._announcing = True
+
+    def _start(self, plan: ChildPlan) -> None:
+        arguments = list(plan.arguments)
+        if plan.node_id:
+            arguments.append(f"--node-id={plan.node_id}-{secrets.token_hex(3)}")
+        arguments += [f"--node={self._ready_lines[name]['address']}" for name in plan.connects_to]
+        known = self._ready_lines.get(plan.name)
+        if known is not None:
+            arguments.append(f"--port={_port(known)}")  # whoever knows the address finds the successor there
+        elif plan.stage == NODES:
+            # None that the system may give to a connection while the node is down: its successor could not bind.
+            arguments.append(f"--port={free_port()}")
+        self._children[plan.name] = ChildProcess(
+            plan.name, plan.command, arguments, plan.environment, self._console.line
+        )
+
+    def _announce_when_ready(self) -> None:
+        """Every process is up; the line comes when the router has also met its nodes."""
+        if self._ask_router("/ready")[0] != 200:
+            return
+        self._announcing = False
+        host = str(self._values.get("host", RouterOptions.host))
+        shown = f"[{host}]" if ":" in host else host
+        name = served_name(self._values["model"], self._values.get("served_name", ""))
+        with contextlib.suppress(OSError):
+            print(f"serving {name} on http://{shown}:{_port(self._ready_lines['router'])}", flush=True)
+
+    def _ask_router(self, path: str) -> tuple[int, str]:
+        """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`."""
+        host = str(self._values.get("host", RouterOptions.host))
+        port = _port(self._ready_lines["router"])
+        connection = http.client.HTTPConnection(_ANY_HOST.get(host, host), port, timeout=PROBE_S)
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return 0, ""
+        finally:
+            connection.close()
+
+
+def _signals_to_handle() -> list[signal.Signals]:
+    """A signal that was ignored at the start (nohup) stays ignored."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _port(ready_line: Mapping[str, Any]) -> int:
+    """A router reports its port, a node its control address."""
+    return int(ready_line["port"] if "port" in ready_line else ready_line["address"].rpartition(":")[2])

@@ -1,0 +1,300 @@
+"""The node's KV blocks: who holds how many references, which are free, which are found by hash. Ids only, no memory.
+
+A block has a reference count; at 0 it is in the free queue, ordered from first to last to be reused. A free block
+keeps its hash, and so its content, until it is reused. Steps run in order on one stream: a freed block is *cooling*
+until the newest launched step that may still write it has completed. The same stream may reuse it at once (its
+writes come later), but it is not grantable to any other writer.
+
+The hash table is prefix-closed: a block whose parent leaves it leaves with it, so what is found here or published can
+always be reached from the root. A block is matched by later steps of the same stream from `register` on; the world
+hears of it (`drain_events`) when the step that computes it has completed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from tandem.engine.blocks.prefix_tree import PrefixTree
+from tandem.engine.blocks.publication import NO_STEP, BlockPublication
+from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.contracts.tenants import TenantBlocks, TenantShares
+
+
+class BlockPool:
+    """Pool of `num_blocks` blocks, ids 0 … num_blocks-1. One owner thread; nothing here blocks or knows time."""
+
+    def __init__(self, num_blocks: int, enable_caching: bool, shares: TenantShares | None = None) -> None:
+        """`shares`: of the pool's blocks, how many each tenant may have cached."""
+        if num_blocks < 1:
+            raise ValueError(f"a pool needs at least one block, not {num_blocks}; give the KV cache more memory")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self._ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._generations = [0] * num_blocks
+        self._last_write_step = [NO_STEP] * num_blocks
+        self._cooling: dict[int, set[int]] = {}  # step -> free blocks that it may still write
+        self._newest_launched = NO_STEP
+        self._newest_completed = NO_STEP
+        # The hash table, and the tree that its prefixes form.
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._tree = PrefixTree()
+        self._tenant_of: dict[bytes, bytes] = {}  # of those that have one
+        self.shares = shares or TenantShares()
+        self._tenants = TenantBlocks(self.shares, num_blocks)
+        self._publication = BlockPublication()
+
+    # --- counts ---------------------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_grantable(self) -> int:
+        """Free blocks that no launched step can write any more."""
+        return len(self._free) - sum(map(len, self._cooling.values()))
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that can be found by hash, in use or not."""
+        return len(self._block_of)
+
+    def ref_count(self, block_id: int) -> int:
+        return self._ref_counts[block_id]
+
+    def block_hash(self, block_id: int) -> bytes | None:
+        return self._hash_of[block_id]
+
+    def find(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def parent(self, block_hash: bytes) -> bytes | None:
+        return self._tree.parent_of[block_hash]
+
+    def tenant(self, block_hash: bytes) -> bytes:
+        return self._tenant_of.get(block_hash, b"")
+
+    def is_published(self, block_hash: bytes) -> bool:
+        """Whether the block is cached and complete: nothing writes it until its generation changes."""
+        return block_hash in self._block_of and not self._publication.awaits(block_hash)
+
+    def generation(self, block_id: int) -> int:
+        """How often the block was given away to be written anew. Who reads without a reference looks at it before and
+        after: the same number means that what was read of a published block is whole."""
+        return self._generations[block_id]
+
+    def cold_end(self, limit: int) -> list[bytes]:
+        """Published hashes among the next `limit` blocks to be reused, in that order."""
+        hashes = (self._hash_of[block_id] for block_id in islice(self._free, limit))
+        return [each for each in hashes if each is not None and not self._publication.awaits(each)]
+
+    def is_writable(self, block_id: int) -> bool:
+        """Only a block with one holder and without a hash may be written."""
+        return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
+
+    def is_cooling(self, block_id: int) -> bool:
+        return self._last_write_step[block_id] > self._newest_completed
+
+    # --- references -----------------------------------------------------------------------------------------
+
+    def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of `hashes`. No side effect: `touch` what you keep, then allocate."""
+        found = []
+        for block_hash in hashes:
+            block_id = self._block_of.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_unused(self, block_ids: Iterable[int]) -> int:
+        """How many of `block_ids` are in the free queue: what touching them takes from `num_free`."""
+        return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def touch(self, block_ids: Iterable[int]) -> None:
+        """One more reference to each."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                self._leave_free_queue(block_id)
+            self._ref_counts[block_id] += 1
+
+    def allocate(self, num: int) -> list[int] | None:
+        """`num` blocks to be written by this node's own stream, or None (and no change) when fewer are free."""
+        if num > len(self._free):
+            return None
+        return [self._take(next(iter(self._free))) for _ in range(num)]
+
+    def allocate_grantable(self, num: int) -> list[int] | None:
+        """`num` blocks that anyone may write: no launched step can still write them. None when there are fewer."""
+        if num > self.num_grantable:
+            return None
+        chosen: list[int] = []
+        for block_id in self._free:
+            if len(chosen) == num:
+                break
+            if not self.is_cooling(block_id):
+                chosen.append(block_id)
+        return [self._take(block_id) for block_id in chosen]
+
+    def free(self, block_ids: Sequence[int], last_step: int | None) -> None:
+        """Gives one reference to each back. `block_ids` in order of position: of a chain, children are reused first.
+
+        `last_step` is the newest step, launched or about to be, that may write them for this holder; None: no step.
+        """
+        for block_id in reversed(block_ids):
+            assert self._ref_counts[block_id] > 0, f"block {block_id} is freed and has no holder"
+            self._ref_counts[block_id] -= 1
+            if last_step is not None:
+                self._last_write_step[block_id] = max(self._last_write_step[block_id], last_step)
+            if self._ref_counts[block_id] == 0:
+                self._enter_free_queue(block_id)
+                tenant = self._tenant_of_block(block_id)
+                if tenant:
+                    self._tenants.free(tenant, block_id)
+                    self._keep_to_quota(tenant)
+
+    def _take(self, block_id: int) -> int:
+        block_hash = self._hash_of[block_id]
+        if block_hash is not None:
+            self._forget(block_hash)
+        self._leave_free_queue(block_id)
+        self._generations[block_id] += 1
+        self._ref_counts[block_id] = 1
+        return block_id
+
+    def _enter_free_queue(self, block_id: int) -> None:
+        self._free[block_id] = None
+        if self._hash_of[block_id] is None:  # nothing worth keeping: reuse it before evicting anything
+            self._free.move_to_end(block_id, last=False)
+        if self.is_cooling(block_id):
+            self._cooling.setdefault(self._last_write_step[block_id], set()).add(block_id)
+
+    def _leave_free_queue(self, block_id: int) -> None:
+        del self._free[block_id]
+        tenant = self._tenant_of_block(block_id)
+        if tenant:
+            self._tenants.held(tenant, block_id)
+        if self.is_cooling(block_id):
+            self._cooling[self._last_write_step[block_id]].discard(block_id)
+
+    # --- hashes ---------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        block_id: int,
+        block_hash: bytes,
+        parent: bytes | None = None,
+        step: int | None = None,
+        tenant: bytes = b"",
+    ) -> bool:
+        """Makes a full block findable; returns whether it was inserted.
+
+        `step` writes its last token (None: the content is there); the stored event waits for it. `parent` is the hash
+        of the block before it, None for a first block; `tenant` who it was computed for. Not inserted: caching is off,
+        the hash is taken (first insert wins), the block has a hash, or the parent is not cached.
+        """
+        assert self._ref_counts[block_id] > 0, f"block {block_id} is registered and has no holder"
+        if not self.enable_caching or block_hash in self._block_of or self._hash_of[block_id] is not None:
+            return False
+        if not self._tree.add(block_hash, parent):
+            return False
+        self._block_of[block_hash] = block_id
+        self._hash_of[block_id] = block_hash
+        self._publication.stored(block_hash, parent, NO_STEP if step is None else step)
+        if tenant:
+            self._tenant_of[block_hash] = tenant
+            self._tenants.cached(tenant)
+            self._keep_to_quota(tenant)
+        return True
+
+    def _keep_to_quota(self, tenant: bytes) -> None:
+        """A tenant beyond its share gives up its own blocks, those that nobody holds and that were used longest ago."""
+        while (block_id := self._tenants.excess(tenant)) is not None:
+            block_hash = self._hash_of[block_id]
+            assert block_hash is not None, "a tenant's block is cached"
+            self._forget(block_hash)
+
+    def _tenant_of_block(self, block_id: int) -> bytes:
+        block_hash = self._hash_of[block_id]
+        return b"" if block_hash is None else self.tenant(block_hash)
+
+    def _forget(self, block_hash: bytes) -> None:
+        """Takes a hash and all that descend from it out of the table, children first."""
+        for gone in self._tree.remove(block_hash):
+            block_id = self._block_of.pop(gone)
+            self._hash_of[block_id] = None
+            if block_id in self._free:
+                self._free.move_to_end(block_id, last=False)
+            if tenant := self._tenant_of.pop(gone, b""):
+                self._tenants.forgotten(tenant, block_id)
+            self._publication.removed(gone)
+
+    def flush(self) -> None:
+        """Drops every cached block that nobody holds."""
+        for block_id in list(self._free):
+            block_hash = self._hash_of[block_id]
+            if block_hash is not None:
+                self._forget(block_hash)
+
+    def cached_hashes(self) -> list[bytes]:
+        """Published hashes, parents before children: a snapshot for the directory."""
+        return [block_hash for block_hash in self._block_of if not self._publication.awaits(block_hash)]
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What was stored and removed since the last call, in order: parents stored first, children removed first."""
+        return self._publication.drain_events()
+
+    # --- steps ----------------------------------------------------------------------------------------------
+
+    def step_launched(self, step_id: int) -> None:
+        assert step_id > self._newest_launched, f"step {step_id} launched after {self._newest_launched}"
+        self._newest_launched = step_id
+
+    def step_completed(self, step_id: int) -> None:
+        """Every write of steps up to `step_id` has landed: blocks cool down, hashes are published."""
+        assert self._newest_completed < step_id <= self._newest_launched, f"step {step_id} completed out of order"
+        self._newest_completed = step_id
+        for step in [step for step in self._cooling if step <= step_id]:
+            del self._cooling[step]
+        self._publication.completed(step_id)
+
+    def step_failed(self, step_id: int) -> None:
+        """Step `step_id` wrote nothing: hashes of blocks that it or a later step should have filled are dropped.
+        Whoever holds blocks may hold those, and must end."""
+        for block_hash in self._publication.from_step(step_id):
+            if block_hash in self._block_of:
+                self._forget(block_hash)
+        self.step_completed(step_id)
+
+    # --- integrity ------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """AssertionError when an invariant of this class does not hold. Linear in the size of the pool."""
+        free = {block_id for block_id in range(self.num_blocks) if self._ref_counts[block_id] == 0}
+        assert min(self._ref_counts) >= 0, "a reference count is negative"
+        assert free == set(self._free), "the free queue is not the set of blocks without a holder"
+        cooling = [block_id for blocks in self._cooling.values() for block_id in blocks]
+        assert len(cooling) == len(set(cooling)), "a block cools for two steps"
+        assert set(cooling) == {b for b in free if self.is_cooling(b)}, (
+            "cooling blocks are not the free, unfinished ones"
+        )
+        self._check_hashes()
+
+    def _check_hashes(self) -> None:
+        hashed = {block_id: h for block_id, h in enumerate(self._hash_of) if h is not None}
+        assert {h: b for b, h in hashed.items()} == self._block_of, "hashes and blocks don't map one to one"
+        assert len(hashed) == len(self._block_of), "two blocks have one hash"
+        assert self.enable_caching or not hashed, "a block is cached though caching is off"
+        assert set(self._tree.parent_of) == set(self._block_of)
+        self._tree.check_integrity()
+        assert set(self._tenant_of) <= set(self._block_of), "a tenant of what is not cached"
+        free: dict[bytes, set[int]] = {}
+        for block_hash, tenant in self._tenant_of.items():
+            if self._block_of[block_hash] in self._free:
+                free.setdefault(tenant, set()).add(self._block_of[block_hash])
+        self._tenants.check_integrity(Counter(self._tenant_of.values()), free)
+        self._publication.check_integrity(self._tree.parent_of)

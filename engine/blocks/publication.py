@@ -1,0 +1,65 @@
+"""When the world hears of cached blocks: of each when the step that writes its last token has completed, parents first.
+
+Part of BlockPool, which says what is stored, what is removed and how far steps have come. Hashes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tandem.engine.contracts.directory import BlockEvent
+
+NO_STEP = -1
+
+
+class BlockPublication:
+    """A hash awaits a step, or is published and was told, or is not cached."""
+
+    def __init__(self) -> None:
+        self._newest_completed = NO_STEP
+        self._step_of: dict[bytes, int] = {}  # of hashes that await one
+        self._awaiting: dict[int, list[bytes]] = {}  # by step; may name hashes that were removed since
+        self._events: list[BlockEvent] = []
+
+    def awaits(self, block_hash: bytes) -> bool:
+        return block_hash in self._step_of
+
+    def stored(self, block_hash: bytes, parent: bytes | None, step: int) -> None:
+        """`step` writes the block's last token; NO_STEP: it is there."""
+        if parent is not None:  # parents are published before their children
+            step = max(step, self._step_of.get(parent, NO_STEP))
+        if step <= self._newest_completed:
+            self._events.append(BlockEvent(block_hash, stored=True))
+        else:
+            self._step_of[block_hash] = step
+            self._awaiting.setdefault(step, []).append(block_hash)
+
+    def removed(self, block_hash: bytes) -> None:
+        if self._step_of.pop(block_hash, None) is None:
+            self._events.append(BlockEvent(block_hash, stored=False))
+
+    def completed(self, step_id: int) -> None:
+        """Every write of steps up to `step_id` has landed."""
+        self._newest_completed = step_id
+        for step in sorted(step for step in self._awaiting if step <= step_id):
+            for block_hash in self._awaiting.pop(step):
+                if self._step_of.get(block_hash) == step:
+                    del self._step_of[block_hash]
+                    self._events.append(BlockEvent(block_hash, stored=True))
+
+    def from_step(self, step_id: int) -> list[bytes]:
+        """Hashes that await `step_id` or a later step."""
+        return [block_hash for block_hash, step in self._step_of.items() if step >= step_id]
+
+    def drain_events(self) -> list[BlockEvent]:
+        """What was stored and removed since the last call, in order."""
+        events, self._events = self._events, []
+        return events
+
+    def check_integrity(self, parent_of: Mapping[bytes, bytes | None]) -> None:
+        """`parent_of` of every cached hash."""
+        assert self._step_of.keys() <= parent_of.keys(), "an evicted block waits to be published"
+        for block_hash, parent in parent_of.items():
+            parent_step = NO_STEP if parent is None else self._step_of.get(parent, NO_STEP)
+            is_later = parent_step <= self._step_of.get(block_hash, NO_STEP)
+            assert is_later or parent_step <= self._newest_completed, "a child is published before its parent"

@@ -1,0 +1,1 @@
+"""What every process knows: configuration, errors, hashes, messages. No torch, no sockets."""

@@ -1,0 +1,258 @@
+"""What a Hugging Face folder says about its model: config.json and generation_config.json, checked. No torch.
+
+Every field is read as transformers 5 reads it, with its types and defaults. Whatever this engine does not compute
+exactly is refused by name rather than ignored; tests/unit/engine/contracts/test_config_parity.py holds both against
+transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
+from tandem.engine.contracts.model_folder import resolve_model
+from tandem.engine.contracts.rope_config import LAYER_TYPES, RopeConfig, RopeFields, read_rope
+
+__all__ = ["ModelConfig", "RopeConfig", "load_model_config", "resolve_model"]
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Fields that change what transformers computes, stores or loads, whatever the architecture. Value: what to do.
+REFUSED_IF_SET = {
+    "quantization_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
+    "compression_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
+    "per_layer_config": "layers that differ from each other are not supported",
+    "text_config": "models within models are not supported; serve the language model's own checkpoint",
+    "text_encoder": "models within models are not supported; serve the language model's own checkpoint",
+    "decoder": "models within models are not supported; serve the language model's own checkpoint",
+    "generator": "models within models are not supported; serve the language model's own checkpoint",
+    "transformers_weights": "weights are read from model.safetensors or its index alone; rename them",
+    "configuration_files": "one config.json is read, whatever the version; take the field out",
+    "fusion_config": "patched layers are not supported; take the field out",
+    "attention_chunk_size": "attention in chunks is not supported",
+    "kv_sharing_modes": "layers that share KV are not supported",
+}
+
+Size = Annotated[int, Meta(gt=0, lt=1 << 24)]  # any larger would overflow a tensor's bytes
+Count = Annotated[int, Meta(gt=0, le=10_000)]
+TokenIds = int | list[int] | None
+
+
+class _Fields(RopeFields, kw_only=True):
+    """The fields that every architecture has. What has no default here is in every real checkpoint."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Count
+    num_attention_heads: Size
+    vocab_size: Size
+    num_key_value_heads: Size | None = None  # None: as many as query heads
+    head_dim: Size | UnsetType | None = None  # None: hidden_size over query heads
+    hidden_act: str = "silu"
+    rms_norm_eps: Annotated[float, Meta(ge=0)] = 1e-6
+    tie_word_embeddings: bool = False
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    bos_token_id: int | None = None
+    eos_token_id: TokenIds = None
+
+
+class _Llama(_Fields, kw_only=True):
+    eos_token_id: TokenIds = 2
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+
+
+class _Mistral(_Fields, kw_only=True):
+    num_key_value_heads: Size = 8
+    eos_token_id: TokenIds = 2
+    sliding_window: Size | None = 4096
+    layer_types: Any = UNSET
+
+
+class _Qwen2(_Fields, kw_only=True):
+    num_key_value_heads: Size | None = 32
+    head_dim: Size | UnsetType = UNSET
+    use_sliding_window: bool = False
+    sliding_window: Size | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+
+
+class _Qwen3(_Qwen2, kw_only=True):
+    head_dim: Size = 128
+    attention_bias: bool = False
+
+
+FIELDS: dict[str, type[_Llama | _Mistral | _Qwen2]] = {
+    "llama": _Llama,
+    "mistral": _Mistral,
+    "qwen2": _Qwen2,
+    "qwen3": _Qwen3,
+}
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder that engine/model can build. Sizes in elements, `window` in tokens (the current one included)."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] = ()  # per layer, empty: all layers alike
+    tie_word_embeddings: bool = False
+    dtype: str = "float32"
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+
+    def window_of(self, layer: int) -> int | None:
+        if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
+            return None
+        return self.sliding_window
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Raises CheckpointError that names the file, the field and what to do."""
+    path = folder / "config.json"
+    raw = read_json_object(path)
+    if raw is None:
+        raise CheckpointError(f"{folder} has no config.json: it is not a model folder in Hugging Face format")
+    try:
+        config = _parse(raw)
+    except ValueError as error:  # msgspec's own among them
+        raise CheckpointError(f"{path}: {error}; repair the file or fetch the model again") from error
+    # An id beyond the vocabulary never comes up, and nothing may look for its logit.
+    ends = eos_token_ids(folder) or config.eos_token_ids
+    return msgspec.structs.replace(config, eos_token_ids=tuple(one for one in ends if 0 <= one < config.vocab_size))
+
+
+def _parse(raw: dict[str, Any]) -> ModelConfig:
+    """Raises ValueError that names the field."""
+    architecture = _architecture(raw)
+    for name, why in REFUSED_IF_SET.items():
+        if raw.get(name) is not None:
+            raise ValueError(f"{name} is set: {why}")
+    if raw.get("is_causal", True) is not True:
+        raise ValueError("is_causal is not true: only causal attention is supported")
+    fields = msgspec.convert(raw, FIELDS[architecture])
+    num_kv_heads = fields.num_key_value_heads or fields.num_attention_heads
+    if fields.num_attention_heads % num_kv_heads:
+        raise ValueError(f"{fields.num_attention_heads} query heads can't share {num_kv_heads} KV heads")
+    if fields.hidden_act not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {fields.hidden_act!r} is not supported; supported: silu")
+    bias = isinstance(fields, _Llama | _Qwen3) and fields.attention_bias
+    window, layers = _sliding(fields)
+    rope = read_rope(fields)
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=fields.hidden_size,
+        intermediate_size=fields.intermediate_size,
+        num_layers=fields.num_hidden_layers,
+        num_heads=fields.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(fields),
+        vocab_size=fields.vocab_size,
+        max_model_len=_max_model_len(fields, rope),
+        rms_norm_eps=fields.rms_norm_eps,
+        rope=rope,
+        qkv_bias=architecture == "qwen2" or bias,
+        o_bias=bias,
+        mlp_bias=isinstance(fields, _Llama) and fields.mlp_bias,
+        qk_norm=architecture == "qwen3",
+        sliding_window=window,
+        sliding_layers=layers,
+        tie_word_embeddings=fields.tie_word_embeddings,
+        dtype=_dtype(fields),
+        eos_token_ids=token_ids(fields.eos_token_id),
+        bos_token_id=fields.bos_token_id,
+    )
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """transformers goes by model_type alone; architectures, where they are named, must say the same."""
+    kind, names = raw.get("model_type"), raw.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"architectures must be a list of names, not {names!r}")
+    known = ", ".join(ARCHITECTURES.values())
+    if kind is None and names:
+        raise ValueError(f"model_type is missing; the architecture is {', '.join(names)}; supported: {known}")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        found = ", ".join(names or []) or "none"
+        raise ValueError(f"architecture {found} (model_type {kind}) is not supported; supported: {known}")
+    if names and ARCHITECTURES[kind] not in names:
+        raise ValueError(f"architecture {', '.join(names)} is not supported with model_type {kind}; supported: {known}")
+    return kind
+
+
+def _head_dim(fields: _Fields) -> int:
+    heads = fields.num_attention_heads
+    if isinstance(fields, _Llama) and fields.hidden_size % heads:
+        raise ValueError(f"hidden_size {fields.hidden_size} is no multiple of num_attention_heads {heads}")
+    given = None if fields.head_dim is UNSET else fields.head_dim
+    head_dim = fields.hidden_size // heads if given is None else given
+    if head_dim % 2 or head_dim < 2:
+        raise ValueError(f"head_dim {head_dim} is odd or 0; rotary embeddings need an even one")
+    return head_dim
+
+
+def _max_model_len(fields: _Fields, rope: RopeConfig) -> int:
+    length = rope.max_model_len(fields.max_position_embeddings)
+    if not 1 <= length < 1 << 31:
+        raise ValueError(f"scaled rotary embeddings make the model {length} tokens long")
+    return length
+
+
+def _dtype(fields: _Fields) -> str:
+    dtype = fields.torch_dtype or "float32" if fields.dtype is None else fields.dtype
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(f"dtype {dtype or repr(dtype)} is not supported; supported: float32, bfloat16, float16")
+    return dtype
+
+
+def _sliding(fields: _Llama | _Mistral | _Qwen2) -> tuple[int | None, tuple[bool, ...]]:
+    """The window, and the layers that have it (none named: all). Raises ValueError."""
+    if isinstance(fields, _Mistral):
+        if fields.layer_types is not UNSET:
+            raise ValueError("layer_types makes a mistral model a ministral one, which is not supported")
+        return fields.sliding_window, ()
+    types, num_layers = fields.layer_types, fields.num_hidden_layers
+    if types is not None and (len(types) != num_layers or not set(types) <= set(LAYER_TYPES)):
+        raise ValueError(f"layer_types must say {' or '.join(LAYER_TYPES)} {num_layers} times")
+    slides = types is not None and "sliding_attention" in types
+    if isinstance(fields, _Llama):
+        # transformers would cut such a model's cache by the window, but not its prompt's attention.
+        window = fields.sliding_window
+        if slides or (window is not None and window < fields.max_position_embeddings):
+            raise ValueError("a sliding window is not supported for llama; take sliding_window and layer_types out")
+        return None, ()
+    window = fields.sliding_window if fields.use_sliding_window else None
+    if window is None:
+        if slides:
+            raise ValueError("layer_types names sliding_attention, but use_sliding_window or sliding_window is not set")
+        return None, ()
+    if types is not None:
+        return window, tuple(kind == "sliding_attention" for kind in types)
+    return window, tuple(layer >= fields.max_window_layers for layer in range(num_layers))

@@ -1,0 +1,53 @@
+"""How a control connection begins and stays alive: Hello, Welcome or Refused; then Ping and Status."""
+
+from __future__ import annotations
+
+from tandem.engine.contracts.wire.parts import (
+    Message,
+    NodeInfo,
+)
+
+WIRE_VERSION = 5
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    wire_version: int
+    info: NodeInfo
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    info: NodeInfo
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    field: str
+    ours: str
+    theirs: str
+
+
+class Ping(Message, frozen=True, kw_only=True):
+    """Heartbeat of the connecting side; the answer is a Status (from nodes). `sequence` is echoed."""
+
+    sequence: int
+
+
+class Status(Message, frozen=True, kw_only=True):
+    """Heartbeat and load of a node."""
+
+    node_id: str
+    epoch: int
+    sequence: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0  # prompt tokens accepted and not yet computed
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    draining: bool = False
+    # What was measured here; 0: nothing yet. Prompt tokens on a decode node: beside what decodes there now. Fetching a
+    # prefix from a peer: 0 also when this node doesn't.
+    prefill_s_per_token: float = 0.0
+    transfer_s_per_token: float = 0.0
+    fetch_s_per_token: float = 0.0
+    fetch_s_per_token_from: dict[str, float] = {}  # by node_id, where it was measured
+    counters: dict[str, float] = {}

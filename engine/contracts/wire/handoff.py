@@ -1,0 +1,133 @@
+"""The hand-off's messages, between source and sink; docs/handoff.md says when each is sent."""
+
+from __future__ import annotations
+
+from tandem.engine.contracts.wire.parts import Continuation, Count, FirstToken, Message, Seconds
+
+
+class KVPull(Message, frozen=True, kw_only=True):
+    """Sink -> source: push me blocks of this chain that you have cached now. Answered by a KVClaim for as many leading
+    ones as there are, which begins a hand-off like any other, or by KVRelease.
+
+    `block_hashes`: 16 bytes a block of the sink's size, from the first block of the prompt on; blocks from
+    `first_block` on are wanted. `deadline_s`: how long the sink will wait.
+    """
+
+    request_id: str  # of this hand-off: no request's of a router
+    attempt: int
+    source_epoch: int
+    sink_epoch: int
+    first_block: Count
+    block_hashes: bytes
+    deadline_s: Seconds
+
+
+class KVClaim(Message, frozen=True, kw_only=True):
+    """Source -> sink: I am about to compute this prompt, or I have what a KVPull asks for, this many tokens of it.
+    Of a running sequence: so many it may have when it is handed over. Answered by KVGrant, KVWait or KVRefused."""
+
+    request_id: str
+    attempt: int
+    source_id: str
+    source_epoch: int
+    sink_epoch: int
+    num_prompt_tokens: Count
+
+
+class KVWait(Message, frozen=True, kw_only=True):
+    """Sink -> source: queued; a KVGrant or KVRefused follows, strictly in the order of claims."""
+
+    request_id: str
+    attempt: int
+
+
+class KVGrant(Message, frozen=True, kw_only=True):
+    """Sink -> source: leave to write, once, into these blocks.
+
+    `block_ids[i]` receives the prompt's block number `first_block + i`; earlier blocks the sink already holds.
+    Signed by the sink over all other fields; the source checks before it writes, the sink checks the echo.
+    """
+
+    request_id: str
+    attempt: int
+    grant_id: int  # random u64, single use
+    source_id: str
+    source_epoch: int
+    sink_id: str
+    sink_epoch: int
+    first_block: Count
+    block_ids: tuple[Count, ...]
+    num_prompt_tokens: Count
+    lease_s: Seconds
+    signature: bytes = b""
+
+
+class KVReady(Message, frozen=True, kw_only=True):
+    """Source -> sink: every byte of the grant is written. Answered by KVCommitted, KVResend or KVRefused.
+
+    `digests`: 8 bytes little-endian per granted block, in the order of `block_ids`; the last block's covers its
+    valid slots only. A running sequence says in `continuation` how long it has become; granted blocks behind its last
+    one were not written and have no digest.
+    """
+
+    request_id: str
+    attempt: int
+    grant_id: int
+    grant_signature: bytes
+    source_id: str
+    source_epoch: int
+    sink_epoch: int
+    first_tokens: tuple[FirstToken, ...]
+    digests: bytes
+    round: int = 0  # 0 at first; otherwise of the KVResend that it answers
+    continuation: Continuation | None = None
+
+
+class KVCommitted(Message, frozen=True, kw_only=True):
+    """Sink -> source: taken over. The source's copy is its own prefix cache from here on."""
+
+    request_id: str
+    attempt: int
+    grant_id: int
+
+
+class KVResend(Message, frozen=True, kw_only=True):
+    """Sink -> source: these blocks (indices into the grant's `block_ids`) did not match: again, then KVReady."""
+
+    request_id: str
+    attempt: int
+    grant_id: int
+    indices: tuple[Count, ...]
+    round: int = 1  # counts from 1; a KVReady of an older round is a late duplicate
+
+
+class KVRefused(Message, frozen=True, kw_only=True):
+    """Sink -> source: no (more) hand-off for this attempt. The source stops writing and answers KVDrained."""
+
+    request_id: str
+    attempt: int
+    reason: str
+
+
+class KVRelease(Message, frozen=True, kw_only=True):
+    """Source -> sink: I will not complete this (cancelled, failed, all samples ended). KVDrained follows."""
+
+    request_id: str
+    attempt: int
+    source_epoch: int
+    reason: str
+
+
+class KVDrained(Message, frozen=True, kw_only=True):
+    """Source -> sink: no write of this attempt's grant can land any more. Resent until KVDrainedAck."""
+
+    request_id: str
+    attempt: int
+    source_epoch: int
+    grant_id: int  # 0: never held one
+
+
+class KVDrainedAck(Message, frozen=True, kw_only=True):
+    request_id: str
+    attempt: int
+    grant_id: int

@@ -1,0 +1,84 @@
+"""What messages are made of: who speaks, who is meant, tokens. Import them from `engine/contracts/wire`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.engine.contracts.kv_layout import KVLayout, ModelIdentity
+
+# What is decoded within these bounds can be counted and calculated with; anything else is no message.
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Role = Literal["router", "prefill", "decode", "unified"]
+FinishReason = Literal["stop", "length"]
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base: the tag is the class name."""
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Who speaks. Routers send no identity (they take the node's) and no layout."""
+
+    node_id: str
+    epoch: int
+    role: Role
+    control_address: str = ""  # where this process accepts control connections; "" for routers
+    host_id: str = ""  # equal for processes that share a kernel (boot id + pid namespace)
+    pid: int = 0
+    identity: ModelIdentity | None = None
+    layout: KVLayout | None = None
+    model_name: str = ""
+    max_model_len: int = 0
+    vocab_size: int = 0
+    # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
+    transports: dict[str, bytes] = {}
+
+
+def peer_id_of(node_id: str, epoch: int) -> str:
+    """The name under which one life of a process is addressed."""
+    return f"{node_id}@{epoch:016x}"
+
+
+def parts_of_peer_id(peer_id: str) -> tuple[str, int]:
+    """(node_id, epoch)"""
+    node_id, _, epoch = peer_id.rpartition("@")
+    return node_id, int(epoch, 16)
+
+
+class PeerRef(msgspec.Struct, frozen=True):
+    node_id: str
+    epoch: int
+    control_address: str
+
+
+class PrefixHint(msgspec.Struct, frozen=True):
+    """Where to pull a prompt's prefix from: `peer` is believed to have its first `num_tokens` tokens cached."""
+
+    peer: PeerRef
+    num_tokens: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: the chosen token first, then the top k, best first (ids may repeat)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int = 0  # of the chosen token, 1 is best
+
+
+class Continuation(msgspec.Struct, frozen=True, array_like=True):
+    """What a running sequence hands over besides blocks. `token_ids`: those behind its Submit's prompt, oldest first;
+    the client has them all. Blocks hold the KV of `num_tokens` tokens: all but the newest."""
+
+    num_tokens: Count
+    token_ids: tuple[Count, ...]
+
+
+class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    sample_index: Count
+    token_id: Count
+    finished: bool

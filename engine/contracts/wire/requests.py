@@ -1,0 +1,139 @@
+"""What routers ask of nodes, and what nodes answer: requests, tokens, running sequences on the move."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import (
+    Count,
+    FinishReason,
+    Message,
+    PeerRef,
+    PrefixHint,
+    Seconds,
+    TokenLogprobs,
+)
+
+
+class Submit(Message, frozen=True, kw_only=True):
+    """One attempt of one request, to the node(s) that serve it.
+
+    mode "full": compute the prompt and all tokens here. "prefill": compute the prompt, sample the first token of
+    each sample, hand the KV to `peer`. "decode": expect that hand-off from `peer`, then make the other tokens.
+
+    The last `num_prior_output_tokens` of the prompt are output that earlier attempts produced: output_index,
+    penalties and min_tokens count them, the random sequence continues after them.
+    """
+
+    request_id: str
+    attempt: int
+    mode: Literal["full", "prefill", "decode"]
+    prompt_token_ids: bytes  # int32 little-endian
+    num_prior_output_tokens: int = 0
+    sample_indices: tuple[int, ...] = (0,)
+    sampling: SamplingParams
+    priority: int = 0  # lower runs first
+    deadline_s: float = 600.0
+    use_prefix_cache: bool = True
+    # Who may find its blocks (docs/security.md). The first 16 bytes of a salt name the tenant.
+    salt: bytes = b""
+    num_public_tokens: int = 0  # leading prompt tokens that are hashed without the salt, in whole hash blocks
+    cache_share: float = 1.0  # of each cache on the node: how much the tenant may fill
+    peer: PeerRef | None = None
+    # Mode "decode": `peer` runs this one sample already, and has, or will have, more output than the prompt's.
+    is_running: bool = False
+    # Whoever computes the prompt may pull this part of it instead, and computes it after all if that fails.
+    prefix: PrefixHint | None = None
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """Valid in every state, answered by Cancelled, idempotent. Empty `sample_indices`: the whole request."""
+
+    request_id: str
+    attempt: int
+    sample_indices: tuple[int, ...] = ()
+
+
+class Cancelled(Message, frozen=True, kw_only=True):
+    request_id: str
+    attempt: int
+    sample_indices: tuple[int, ...] = ()
+
+
+class Accepted(Message, frozen=True, kw_only=True):
+    """Answer to Submit. From a decode node it is the ticket: hits pinned, demand counted, no new block taken."""
+
+    request_id: str
+    attempt: int
+    num_cached_tokens: int = 0
+
+
+class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one sample. `output_index` is the position of the first of them in the request's whole output."""
+
+    request_id: str
+    attempt: int
+    sample_index: int
+    output_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the stop or EOS token id that ended it (it is the last of token_ids)
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    num_cached_tokens: int = 0
+
+
+class Tokens(Message, frozen=True, kw_only=True):
+    """All a step made for one router process."""
+
+    deltas: tuple[TokenDelta, ...]
+
+
+class PromptLogprobs(Message, frozen=True, kw_only=True):
+    """One entry per prompt position from 1 on (position 0 has no prediction). Sent before the first TokenDelta."""
+
+    request_id: str
+    attempt: int
+    entries: tuple[TokenLogprobs, ...]
+
+
+class RequestFailed(Message, frozen=True, kw_only=True):
+    """The node gives this attempt up. `retryable`: another attempt may succeed (elsewhere or later)."""
+
+    request_id: str
+    attempt: int
+    code: str
+    message: str
+    retryable: bool
+
+
+class Migrate(Message, frozen=True, kw_only=True):
+    """Router -> node that decodes: hand this sample to `peer`, which has the Submit of `successor` (its request_id and
+    attempt), whose prompt is the first `num_tokens` tokens of prompt and output. Answered by Migrated when that has
+    ended, one way or the other; until then the sample's tokens come from here.
+    """
+
+    request_id: str
+    attempt: int
+    sample_index: int
+    peer: PeerRef
+    successor: tuple[str, int]
+    num_tokens: Count
+    deadline_s: Seconds
+
+
+class Migrated(Message, frozen=True, kw_only=True):
+    """Answer to Migrate. `reason` "": the sample is the peer's, nothing more of it comes from here; else it goes on
+    here, or has ended here."""
+
+    request_id: str
+    attempt: int
+    sample_index: int
+    successor: tuple[str, int]
+    reason: str = ""
+
+
+class FlushBlocks(Message, frozen=True, kw_only=True):
+    """Administrative: drop every unused cached block (benchmarks and tests). Answered by Status."""

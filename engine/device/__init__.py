@@ -1,0 +1,1 @@
+"""Device memory and its driver: the KV pool, uploads, calls that torch lacks."""

@@ -1,0 +1,282 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, in plain PyTorch over tandem's attention.
+
+Legend: T tokens of the step (all sequences one after another), E hidden size, H query heads, K KV heads, D head_dim,
+V vocabulary. Projections are merged: QKV into one matrix, gate and up into one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tandem.engine.contracts.kv_layout import KVGroup
+from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.models.rope import RotaryEmbedding
+from tandem.engine.parallel.group import TensorParallel
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.forward_context import get_forward_context
+from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.products import few_rows
+from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
+from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
+from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
+from tandem.kernels.products.rotary_attention import WantedTokens, rotary_attention, rotary_attention_of_wanted
+
+
+class Linear(nn.Linear):
+    """By the fastest product for the number of rows."""
+
+    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
+        return linear(x_TK, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, group: TensorParallel | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+        self._group = group
+
+    def forward(self, x_TE: torch.Tensor, residual_TE: torch.Tensor | None = None) -> torch.Tensor:
+        """Normalises x, or residual += x (in place) when there is one; in a group x is this rank's part of it."""
+        if residual_TE is None:
+            return rms_norm(x_TE, self.weight, self.eps)
+        if self._group is not None:
+            return self._group.sum_add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
+        return add_rms_norm(x_TE, residual_TE, self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
+        super().__init__()
+        self.layer_name = f"model.layers.{layer}.self_attn"
+        self.query_size = config.num_heads * config.head_dim
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv_proj = Linear(config.hidden_size, width, bias=config.qkv_bias)
+        self.o_proj = Linear(self.query_size, config.hidden_size, bias=config.o_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.attention = Attention(
+            config.num_heads,
+            config.head_dim,
+            config.head_dim**-0.5,
+            config.num_kv_heads,
+            sliding_window=config.window_of(layer),
+            attn_backend=None if backend == "auto" else backend,
+            layer_name=self.layer_name,
+        )
+
+    def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        qkv_TC = self.qkv_proj(x_TE)
+        out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
+        projected: torch.Tensor = self.o_proj(out)
+        return projected
+
+    def forward_few_rows(
+        self, residual_RE: torch.Tensor, norm: RMSNorm, positions_R: torch.Tensor, cos_sin: torch.Tensor
+    ) -> None:
+        """residual += attention of the normalised residual, in three launches."""
+        qkv, o = self.qkv_proj, self.o_proj
+        qkv_RC = few_rows.norm_linear(residual_RE, norm.weight, norm.eps, qkv.weight, qkv.bias)
+        out = rotary_attention(qkv_RC, positions_R, cos_sin, self.layer_name, self._head_norms())
+        few_rows.add_linear(residual_RE, out, o.weight, o.bias)
+
+    def forward_wanted(
+        self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens
+    ) -> torch.Tensor:
+        """[N, E], of the wanted tokens only; every token's KV is stored."""
+        weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.query_size
+        q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
+        query_NC = linear(x_TE[wanted.index], weight[:size], q_bias)
+        kv_TC = linear(x_TE, weight[size:], kv_bias)
+        out = rotary_attention_of_wanted(
+            query_NC, kv_TC, positions_T, wanted, cos_sin, self.layer_name, self._head_norms()
+        )
+        projected: torch.Tensor = self.o_proj(out)
+        return projected
+
+    def _head_norms(self) -> HeadNorms | None:
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return HeadNorms(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+
+
+class MLP(nn.Module):
+    """gate_up_proj is loaded as gate over up; `group` then lets rows of both take turns, so that one product can end
+    in silu(gate) * up."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.is_grouped = False
+
+    def group(self) -> None:
+        weight = self.gate_up_proj.weight
+        if not self.is_grouped and self.gate_up_proj.bias is None and weight.shape[0] % (2 * GATE_UP_GROUP) == 0:
+            weight.data = group_gate_up(weight.data)
+            self.is_grouped = True
+
+    def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
+        if self.is_grouped:
+            activated = linear_silu_mul(x_TE, self.gate_up_proj.weight)
+        else:
+            activated = silu_mul(self.gate_up_proj(x_TE))
+        out: torch.Tensor = self.down_proj(activated)
+        return out
+
+    def forward_few_rows(self, residual_RE: torch.Tensor, norm: RMSNorm) -> None:
+        """residual += MLP of the normalised residual, in two launches."""
+        activated = few_rows.norm_linear_silu_mul(residual_RE, norm.weight, norm.eps, self.gate_up_proj.weight)
+        few_rows.add_linear(residual_RE, activated, self.down_proj.weight, self.down_proj.bias)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, layer: int, backend: str, group: TensorParallel | None) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+        self.self_attn = SelfAttention(config, layer, backend)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x_TE: torch.Tensor | None,
+        residual_TE: torch.Tensor,
+        positions_T: torch.Tensor,
+        cos_sin: torch.Tensor,
+        wanted: WantedTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(what is still to be added to the residual stream, the stream). With `wanted`, both of those tokens only."""
+        normed = self.input_layernorm(residual_TE) if x_TE is None else self.input_layernorm(x_TE, residual_TE)
+        if wanted is None:
+            attended = self.self_attn(normed, positions_T, cos_sin)
+        else:
+            attended = self.self_attn.forward_wanted(normed, positions_T, cos_sin, wanted)
+            residual_TE = residual_TE[wanted.index]
+        return self.mlp(self.post_attention_layernorm(attended, residual_TE)), residual_TE
+
+    def forward_few_rows(self, residual_RE: torch.Tensor, positions_R: torch.Tensor, cos_sin: torch.Tensor) -> None:
+        """`forward` of a decode step of few rows, in place: each product takes what lies before and after it along."""
+        self.self_attn.forward_few_rows(residual_RE, self.input_layernorm, positions_R, cos_sin)
+        self.mlp.forward_few_rows(residual_RE, self.post_attention_layernorm)
+
+    def few_rows_products(self) -> tuple[tuple[int, int], ...]:
+        """(outputs, inputs) of the products of `forward_few_rows`; none if it can't be called."""
+        if not self.mlp.is_grouped:
+            return ()
+        blocks = self.self_attn.qkv_proj, self.self_attn.o_proj, self.mlp.gate_up_proj, self.mlp.down_proj
+        return tuple((block.weight.shape[0], block.weight.shape[1]) for block in blocks)
+
+
+class DecoderModel(nn.Module):
+    """Parameters are uninitialised until engine/models/loader.py fills them. With a group, it is one rank's share of
+    the model, and hidden states are whole on every rank: what a norm takes in is a sum over ranks."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        attention_backend: str = "auto",
+        group: TensorParallel | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group = group
+        own = config if group is None else group.shard.config(config)
+        first, last = (0, config.vocab_size) if group is None else group.shard.vocab(config)
+        self._head_rows = slice(first, last) if config.tie_word_embeddings else slice(None)
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("meta"):
+                # From a tensor, since drawing values on the meta device imports torch's compiler: seconds of the start.
+                self.embed_tokens = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.hidden_size))
+                self.layers = nn.ModuleList(
+                    DecoderLayer(own, i, attention_backend, group) for i in range(config.num_layers)
+                )
+                self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)
+                self.lm_head = Linear(config.hidden_size, last - first, bias=False)
+        finally:
+            torch.set_default_dtype(default)
+        self._allocate(device)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len + 2).to(device)
+        self.requires_grad_(False)
+        self._few_rows_products: tuple[tuple[int, int], ...] = ()
+        blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
+        self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
+
+    def _allocate(self, device: torch.device | str) -> None:
+        """Uninitialised parameters on the device: torch's to_empty imports an algebra system (sympy) for it."""
+        for module in list(self.modules()):
+            for name, value in list(module.named_parameters(recurse=False)):
+                empty = torch.empty(value.shape, dtype=value.dtype, device=device)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+    def finish_loading(self) -> None:
+        """Once, when the parameters are filled: lays weights out as the products want them."""
+        for module in self.modules():
+            if isinstance(module, MLP):
+                module.group()
+        first = self.layers[0]
+        assert isinstance(first, DecoderLayer)
+        self._few_rows_products = first.few_rows_products()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def keep_kv_as(self, group: KVGroup) -> None:
+        """Before the first step: the dtype and scales of the pool that will be bound."""
+        for index, attention in enumerate(self.attention_layers.values()):
+            k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
+            attention.keep_kv_as(group.dtype, k_scale, v_scale)
+
+    def bind_kv_cache(self, pool: torch.Tensor) -> None:
+        """`pool` `[num_blocks, K, num_layers, 2, block_size, D]`; layer l gets the view `pool[:, :, l]`."""
+        for index, attention in enumerate(self.attention_layers.values()):
+            attention.kv_cache = [pool[:, :, index]]
+
+    def forward(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None = None
+    ) -> torch.Tensor:
+        """int [T], int64 [T] -> normalised hidden states of the wanted tokens (None: of all T).
+
+        Attention metadata comes by the forward context. What only the tokens that are not wanted would need is not
+        computed: of the last layer that is everything but keys and values.
+        """
+        residual_TE = self.embed_tokens(input_ids_T)
+        cos_sin = self.rotary.table()
+        if self._takes_few_rows(residual_TE, wanted):
+            for layer in self.layers:
+                assert isinstance(layer, DecoderLayer)
+                layer.forward_few_rows(residual_TE, positions_T, cos_sin)
+            few: torch.Tensor = self.norm(residual_TE)
+            return few
+        x_TE = None
+        for layer in self.layers[:-1]:
+            x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
+        x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
+        hidden: torch.Tensor = self.norm(x_TE, residual_TE)
+        return hidden
+
+    def _takes_few_rows(self, residual_TE: torch.Tensor, wanted: WantedTokens | None) -> bool:
+        """Whether this is a decode step of few rows that the fused products serve. A rank of a group sums with the
+        others between products."""
+        if self.group is not None or wanted is not None or not self._few_rows_products:
+            return False
+        metadata = get_forward_context().attn_metadata
+        only_decodes = isinstance(metadata, AttentionMetadata) and metadata.num_decode_rows == len(residual_TE)
+        return only_decodes and few_rows.serves(residual_TE, self._few_rows_products)
+
+    def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, E] -> logits [N, V] in the model's dtype; in a group of this rank's run of the vocabulary."""
+        return linear(hidden_NE, self.lm_head.weight[self._head_rows], None, out_NV)
+
+    def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> fp32 [N, V], of the whole vocabulary."""
+        logits = self.project(hidden_NE)
+        return (logits if self.group is None else self.group.gather_logits(logits)).float()

@@ -1,0 +1,132 @@
+"""Weights from safetensors, one tensor at a time, straight into the merged parameters; or dummies for benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.dummy_weights import fill_with_noise
+from tandem.engine.models.load_meter import LoadMeter
+from tandem.engine.models.weights import StoredTensor, check_weights
+from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.parallel.sharding import Cut, Shard
+
+
+def load_model(
+    folder: Path,
+    config: ModelConfig,
+    options: ModelOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention_backend: str = "auto",
+    group: TensorParallel | None = None,
+    on_loaded: Callable[[float], None] | None = None,
+) -> DecoderModel:
+    """The model in `dtype` on `device`; with a group this rank's share, of which alone it reads the bytes.
+
+    Files are checked by their headers before the first byte is copied, so a wrong folder fails at once. `on_loaded` is
+    told how much of the tensors is there, of 1. Raises CheckpointError for missing, unknown, misshapen or torn tensors,
+    ConfigError for a model that can't be shared out.
+    """
+    whole = DecoderModel(config, dtype, "meta", attention_backend)
+    if options.load_format == "dummy":
+        model = DecoderModel(config, dtype, device, attention_backend, group)
+        _fill_with_noise(model, whole)
+        model.finish_loading()
+        return model.eval()
+    needed = {name: tuple(part.shape) for name, part in _targets(whole, config).items()}
+    stored = check_weights(folder, needed, config.tie_word_embeddings)
+    if config.tie_word_embeddings and "lm_head.weight" in stored:
+        _check_tied(stored)
+    model = DecoderModel(config, dtype, device, attention_backend, group)
+    targets, shard = _own_targets(model), Shard(0, 1) if group is None else group.shard
+    cuts = {name: shard.cut(name, config) for name in targets}
+    with LoadMeter(len(targets), on_loaded) as progress:
+        for name, tensor in _tensors({name: stored[name] for name in targets}, cuts):
+            if shard.holds(name):
+                targets[name].copy_(tensor)
+            else:
+                targets[name].zero_()
+            progress.update()
+    model.finish_loading()
+    return model.eval()
+
+
+def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
+    """What this model holds of the whole one's made-up weights."""
+    config, group = model.config, model.group
+    if group is None:
+        for name, parameter in model.named_parameters():
+            fill_with_noise(name, parameter.data)
+        return
+    targets = _own_targets(model)
+    for name, parameter in whole.named_parameters():
+        noise = torch.empty(parameter.shape, dtype=parameter.dtype, device=group.device)
+        fill_with_noise(name, noise)
+        for part, tensor in _parts(name, noise, config).items():
+            cut = group.shard.cut(part, config)
+            targets[part].copy_(tensor if cut is None else tensor.narrow(cut.dim, cut.start, cut.stop - cut.start))
+
+
+def _tensors(
+    stored: Mapping[str, StoredTensor], cuts: Mapping[str, Cut | None] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor, or what is cut of it, in turn, file by file: mapped from the file, not read as a whole."""
+    cuts = cuts or {}
+    for path in sorted({tensor.path for tensor in stored.values()}):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as shard:
+                for name, tensor in stored.items():
+                    if tensor.path == path:
+                        cut = cuts.get(name)
+                        if cut is None:
+                            yield name, shard.get_tensor(name)
+                        else:
+                            index = (slice(None),) * cut.dim + (slice(cut.start, cut.stop),)
+                            yield name, shard.get_slice(name)[index]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"can't read {path}: {error}; the file is torn, fetch it again") from error
+
+
+def _check_tied(stored: Mapping[str, StoredTensor]) -> None:
+    """A checkpoint that says it is tied may still hold an output matrix, but only a copy of the embedding."""
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    embedding, head = dict(_tensors({name: stored[name] for name in names})).values()
+    if embedding.dtype != head.dtype or not torch.equal(embedding, head):
+        raise CheckpointError(
+            f"{stored[names[1]].path}: lm_head.weight differs from model.embed_tokens.weight, but config.json says "
+            "that they are tied; set tie_word_embeddings to false there"
+        )
+
+
+def _targets(model: DecoderModel, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Checkpoint name -> the part of a parameter that it fills. `config`: what the model's layers are made for."""
+    targets: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        targets |= _parts(name, parameter.data, config)
+    return targets
+
+
+def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
+    group = model.group
+    return _targets(model, model.config if group is None else group.shard.config(model.config))
+
+
+def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """A parameter by the names that checkpoints have for it or for what is merged into it."""
+    full = name if name.startswith("lm_head") else f"model.{name}"
+    if "qkv_proj" in full:
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        pieces = zip(("q", "k", "v"), parameter.split((q, kv, kv)), strict=True)
+        return {full.replace("qkv_proj", f"{part}_proj"): piece for part, piece in pieces}
+    if "gate_up_proj" in full:
+        halves = zip(("gate", "up"), parameter.chunk(2), strict=True)
+        return {full.replace("gate_up_proj", f"{part}_proj"): piece for part, piece in halves}
+    return {full: parameter}

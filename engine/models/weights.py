@@ -1,0 +1,154 @@
+"""What a checkpoint's safetensors files hold and whether it is what a model needs, from headers alone. No torch.
+
+A safetensors file is: 8 bytes little-endian header length, a JSON header (name -> dtype, shape, data_offsets), data.
+Everything that can be wrong with a folder of weights is found here in milliseconds, before a device is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.engine.contracts.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100 << 20
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+DUMMY_DIGEST = "dummy/1"  # identity of the weights of `--load-format dummy`; changes when their formula does
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's safetensors files in order: model.safetensors, else the shards that the index names.
+
+    Raises CheckpointError that names the missing file.
+    """
+    single = folder / SINGLE_FILE
+    if single.exists():
+        return [single]
+    index = folder / INDEX_FILE
+    if not index.exists():
+        raise CheckpointError(f"{_what_is_missing(folder)}, or serve it with --load-format dummy")
+    shards = sorted(set(_weight_map(index).values()))
+    for shard in shards:
+        if not (folder / shard).exists():
+            raise CheckpointError(f"{folder / shard} is missing ({INDEX_FILE} names it): fetch the model again")
+    return [folder / shard for shard in shards]
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the folder by name. Raises CheckpointError on truncated or contradicting files."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        for name, (dtype, shape) in read_header(path).items():
+            if name in found:
+                raise CheckpointError(f"tensor {name!r} is both in {found[name].path} and in {path}; fetch it again")
+            found[name] = StoredTensor(path, dtype, shape)
+    if not (folder / SINGLE_FILE).exists():
+        for name, shard in _weight_map(folder / INDEX_FILE).items():
+            if name not in found or found[name].path.name != shard:
+                raise CheckpointError(
+                    f"{folder / INDEX_FILE} says that {shard} holds tensor {name!r}, but it does not; fetch both again"
+                )
+    return found
+
+
+def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """name -> (dtype as safetensors spells it, shape). Raises CheckpointError unless the file is whole."""
+    header, size = _raw_header(path)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    end_of_data = 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            dtype, shape = str(entry["dtype"]), tuple(int(length) for length in entry["shape"])
+            first, last = (int(offset) for offset in entry["data_offsets"])
+        except (KeyError, TypeError, ValueError):
+            raise CheckpointError(f"{path}: the header entry of {name!r} is broken; fetch it again") from None
+        if last - first != math.prod(shape) * DTYPE_BYTES.get(dtype, 0) and dtype in DTYPE_BYTES:
+            raise CheckpointError(f"{path}: {name!r} has {last - first} bytes, not what {dtype} {shape} takes")
+        end_of_data = max(end_of_data, last)
+        tensors[name] = (dtype, shape)
+    if end_of_data != size:
+        word = "truncated" if end_of_data > size else "longer than its header says"
+        raise CheckpointError(f"{path} is {word}: {size} bytes of tensor data, expected {end_of_data}; fetch it again")
+    return tensors
+
+
+def check_weights(folder: Path, needed: Mapping[str, tuple[int, ...]], tied: bool) -> dict[str, StoredTensor]:
+    """The folder's tensors, once they are exactly those of `needed` (name -> shape).
+
+    Left out: rotary frequency buffers of old checkpoints. Kept although not needed: a `tied` model's lm_head.weight,
+    which the loader compares with the embedding. Raises CheckpointError that names the first wrong tensor.
+    """
+    stored = {name: one for name, one in stored_tensors(folder).items() if not name.endswith("rotary_emb.inv_freq")}
+    wanted = {**needed, "lm_head.weight": needed["model.embed_tokens.weight"]} if tied else dict(needed)
+    for name, tensor in stored.items():
+        if name not in wanted:
+            raise CheckpointError(f"{tensor.path} holds {name}, which a model of this config.json does not have")
+        if tensor.shape != wanted[name]:
+            raise CheckpointError(
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(wanted[name])}; "
+                "config and weights don't belong together"
+            )
+        if tensor.dtype not in DTYPE_BYTES:
+            raise CheckpointError(
+                f"{tensor.path}: {name} is {tensor.dtype}; only {', '.join(DTYPE_BYTES)} are supported"
+            )
+    missing = [name for name in needed if name not in stored]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        hint = "set tie_word_embeddings in config.json if it is tied, or " if missing == ["lm_head.weight"] else ""
+        raise CheckpointError(f"{folder}: no shard holds {missing[0]}{more}; {hint}fetch the model again")
+    return stored
+
+
+def _raw_header(path: Path) -> tuple[Mapping[str, Any], int]:
+    """(header, bytes of tensor data in the file)."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(f"{path} is truncated or no safetensors file; fetch it again")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}") from error
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} is no safetensors file: its header is not JSON; fetch it again") from None
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path} is no safetensors file: its header is no object; fetch it again")
+    return header, size - 8 - length
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file name in the same folder."""
+    try:
+        names = json.loads(index.read_bytes())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"can't read {index}: {error!r}; fetch the file again") from error
+    if not isinstance(names, dict) or not names or any(Path(str(name)).name != name for name in names.values()):
+        raise CheckpointError(f"{index}: weight_map must name files of its own folder; fetch the file again")
+    return names
+
+
+def _what_is_missing(folder: Path) -> str:
+    if any(folder.glob("*.safetensors")):
+        return f"{folder / INDEX_FILE} does not exist, but the folder holds shards: fetch the index"
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pth")):
+        return f"{folder / SINGLE_FILE} does not exist, only weights in pickle format: convert them to safetensors"
+    return f"{folder / SINGLE_FILE} does not exist, nor does {INDEX_FILE}: fetch the weights"

@@ -1,0 +1,91 @@
+"""How every process of Tandem writes its log: to standard error, a line with time and place for each record.
+
+What may go wrong again and again is said through RateLimited, or, where a library says it, behind a RateLimitFilter.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+
+from tandem.engine.contracts.config import LogLevel
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+REPEAT_S = 30.0  # between two lines about the same; a guess: often enough to be seen while it lasts
+MAX_KINDS = 1_000  # of lines that are remembered; beyond, the oldest may be said too often
+
+
+class _Gate:
+    """Which lines pass: of each key the first, then one every `repeat_s`. Safe to use from every thread."""
+
+    def __init__(self, repeat_s: float, clock: Callable[[], float]) -> None:
+        self._repeat_s, self._clock, self._lock = repeat_s, clock, threading.Lock()
+        self._kinds: dict[Hashable, tuple[float, int]] = {}  # when it was said last, and how many were held back since
+
+    def admit(self, key: Hashable) -> int | None:
+        """How many were held back since the last line of this key; None: this one is held back, too."""
+        now = self._clock()
+        with self._lock:
+            said_at, num_held = self._kinds.get(key, (-float("inf"), 0))
+            if now - said_at < self._repeat_s:
+                self._kinds[key] = said_at, num_held + 1
+                return None
+            self._kinds.pop(key, None)  # so that the dict stays in the order in which lines were said
+            self._kinds[key] = now, 0
+            if len(self._kinds) > MAX_KINDS:
+                del self._kinds[next(iter(self._kinds))]
+            return num_held
+
+
+class RateLimited:
+    """A logger for what may repeat without end: of each kind of line one every `repeat_s`, with how many were left out.
+
+    Lines are of one kind when they have the same `key`, by default the text before its arguments are filled in.
+    """
+
+    def __init__(
+        self, logger: logging.Logger, repeat_s: float = REPEAT_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._logger, self._gate = logger, _Gate(repeat_s, clock)
+
+    def warning(self, text: str, *args: object, key: Hashable = None) -> None:
+        self._log(logging.WARNING, text, args, key, False)
+
+    def error(self, text: str, *args: object, key: Hashable = None) -> None:
+        self._log(logging.ERROR, text, args, key, False)
+
+    def exception(self, text: str, *args: object, key: Hashable = None) -> None:
+        """An error with the traceback of the exception that is being handled."""
+        self._log(logging.ERROR, text, args, key, True)
+
+    def _log(self, level: int, text: str, args: tuple[object, ...], key: Hashable, with_traceback: bool) -> None:
+        num_held = self._gate.admit(text if key is None else key)
+        if num_held is not None:
+            self._logger.log(level, text + _also(num_held), *args, exc_info=with_traceback)
+
+
+class RateLimitFilter(logging.Filter):
+    """`RateLimited` for a library's logger: `logging.getLogger("…").addFilter(RateLimitFilter())`."""
+
+    def __init__(self, repeat_s: float = REPEAT_S, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._gate = _Gate(repeat_s, clock)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        num_held = self._gate.admit((record.levelno, record.msg))
+        if num_held:
+            record.msg = f"{record.msg}{_also(num_held)}"
+        return num_held is not None
+
+
+def start_log(level: LogLevel = "info") -> None:
+    """May be called again, with another level. Libraries speak from warnings on."""
+    logging.basicConfig(level=logging.WARNING, format=FORMAT, stream=sys.stderr)
+    logging.getLogger("tandem").setLevel(level.upper())
+
+
+def _also(num_held: int) -> str:
+    return f" ({num_held} more like it since the last such line)" if num_held else ""

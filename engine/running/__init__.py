@@ -1,0 +1,1 @@
+"""The device side of a step: inputs, forward pass, sampling, results."""

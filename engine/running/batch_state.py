@@ -1,0 +1,283 @@
+"""Batch state in `max_num_seqs` slots, patched by each step and never rebuilt.
+
+On the device: token ids, block tables and (once some slot asks for penalties) token counts; what the sampler needs
+of a token's past is there before the host has seen that token. On the host: sampling settings, as arrays over slots,
+and sparse logit biases and banned ids, from which the rows of a step are gathered and sent in one copy.
+
+Shape legend: S slots, C table columns (tokens), B block table columns, V vocabulary, N sampled rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.device.upload import upload
+from tandem.engine.running.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch
+from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow
+
+PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
+MIN_TEMPERATURE = 1e-5  # keeps logits / temperature finite in float32; below it sampling is greedy but for exact ties
+
+SETTINGS = np.dtype(
+    [
+        ("temperature", np.float64),
+        ("top_p", np.float64),
+        ("min_p", np.float64),
+        ("repetition_penalty", np.float64),
+        ("presence_penalty", np.float64),
+        ("frequency_penalty", np.float64),
+        ("top_k", np.int64),
+        ("seed", np.uint64),
+        ("min_tokens", np.int64),
+        ("num_prompt_tokens", np.int64),
+        ("num_logprobs", np.int64),  # -1: off
+        ("num_prompt_logprobs", np.int64),  # -1: off
+        ("penalised", np.bool_),
+        ("edited", np.bool_),  # has logit_bias or min_tokens
+        ("plain", np.bool_),  # greedy and asks for nothing that the sampler would have to do
+    ]
+)
+
+
+class BatchState:
+    """One per runner. Every method that changes the device only enqueues work on the current stream."""
+
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.vocab_size = vocab_size
+        self.device = device
+        self.max_blocks = -(-max_model_len // block_size)
+        # Two columns more than the model's length: a token past the end may be in flight when a sequence stops.
+        self.token_ids_SC = torch.zeros((max_num_seqs, max_model_len + 2), dtype=torch.int32, device=device)
+        self.block_table_SB = torch.zeros((max_num_seqs, self.max_blocks), dtype=torch.int32, device=device)
+        self.host_block_table_SB = np.zeros((max_num_seqs, self.max_blocks), np.int32)  # as on the device
+        self.num_table_changes = 0  # appended blocks don't count
+        self.settings = np.zeros(max_num_seqs, SETTINGS)
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._bias: list[tuple[np.ndarray, np.ndarray]] = [_EMPTY_BIAS] * max_num_seqs
+        self._banned_early: list[np.ndarray] = [_EMPTY_IDS] * max_num_seqs
+        self._output_counts_SV: torch.Tensor | None = None
+        self._in_prompt_SV: torch.Tensor | None = None
+
+    # --- patches --------------------------------------------------------------------------------------------
+
+    def apply(self, new_slots: Sequence[NewSlot], block_appends: Sequence[BlockAppend]) -> None:
+        """Before the step's forward pass: sequences that enter, and blocks that tables gained."""
+        for new in new_slots:
+            self._set_settings(new)
+        table_at, table_values = self._table_patch(new_slots)
+        table_at += [np.array([a.slot * self.max_blocks + a.index for a in block_appends], np.int64)]
+        table_values += [np.array([a.block_id for a in block_appends], np.int64)]
+        assert all(0 <= a.index < self.max_blocks for a in block_appends), "a block beyond max_model_len"
+        for append in block_appends:
+            self.host_block_table_SB[append.slot, append.index] = append.block_id
+        columns = self.token_ids_SC.shape[1]
+        token_at = [new.slot * columns + np.arange(len(new.token_ids)) for new in new_slots]
+        token_values = [new.token_ids for new in new_slots]
+        self._scatter([(self.block_table_SB, table_at, table_values), (self.token_ids_SC, token_at, token_values)])
+        penalised = [new for new in new_slots if self.settings["penalised"][new.slot]]
+        if penalised:
+            self._count_tokens(penalised)
+
+    def fork(self, forks: Sequence[ForkSlot]) -> None:
+        """After the forward pass, before sampling: slots that become copies of their parents."""
+        if not forks:
+            return
+        for fork in forks:
+            self.settings[fork.slot] = self.settings[fork.parent_slot]
+            self._bias[fork.slot] = self._bias[fork.parent_slot]
+            self._banned_early[fork.slot] = self._banned_early[fork.parent_slot]
+            self.token_ids_SC[fork.slot, : fork.num_tokens] = self.token_ids_SC[fork.parent_slot, : fork.num_tokens]
+            if self.settings["penalised"][fork.slot]:
+                counts_SV, in_prompt_SV = self._penalty_tables()
+                counts_SV[fork.slot] = counts_SV[fork.parent_slot]
+                in_prompt_SV[fork.slot] = in_prompt_SV[fork.parent_slot]
+        self._scatter([(self.block_table_SB, *self._table_patch(forks))])
+
+    def write_tokens(self, slot_N: torch.Tensor, position_N: torch.Tensor, token_N: torch.Tensor) -> None:
+        """Sampled tokens into the table: the next step reads its input there."""
+        self.token_ids_SC[slot_N, position_N] = token_N.to(torch.int32)
+
+    def count_outputs(self, samples: Sequence[SampleRow], slot_N: torch.Tensor, token_N: torch.Tensor) -> None:
+        """Sampled tokens of rows with penalties into their counts."""
+        if not self.settings["penalised"][[sample.slot for sample in samples]].any():
+            return
+        counts_SV, _ = self._penalty_tables()  # slots without penalties are counted too: void at their next NewSlot
+        counts_SV.index_put_((slot_N, token_N), torch.ones_like(slot_N, dtype=torch.int32), accumulate=True)
+
+    def _table_patch(self, slots: Sequence[NewSlot] | Sequence[ForkSlot]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        assert all(len(entry.block_ids) <= self.max_blocks for entry in slots), "a block beyond max_model_len"
+        self.num_table_changes += len(slots)
+        for entry in slots:
+            self.host_block_table_SB[entry.slot, : len(entry.block_ids)] = entry.block_ids
+        at = [entry.slot * self.max_blocks + np.arange(len(entry.block_ids)) for entry in slots]
+        return at, [np.array(entry.block_ids, np.int64) for entry in slots]
+
+    def _scatter(self, patches: list[tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]]) -> None:
+        """For each (table, flat indices, values): table.flat[indices] = values, sent in one copy."""
+        arrays = [np.concatenate(part) if part else _EMPTY_IDS for _, at, values in patches for part in (at, values)]
+        if not any(array.size for array in arrays):
+            return
+        sent = upload(arrays, self.device)
+        for place, (table, _, _) in enumerate(patches):
+            index, value = sent[2 * place], sent[2 * place + 1]
+            table.view(-1).index_copy_(0, index, value.to(table.dtype))
+
+    def _set_settings(self, new: NewSlot) -> None:
+        params, slot = new.sampling, new.slot
+        bias = _EMPTY_BIAS
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias, strict=True)
+            bias = np.array(ids, np.int64), np.array(values, np.float64)
+        eos = () if params.ignore_eos else self._eos_token_ids
+        banned = np.array(sorted({*params.stop_token_ids, *eos}), np.int64) if params.min_tokens else _EMPTY_IDS
+        self._bias[slot], self._banned_early[slot] = bias, banned
+        self.settings[slot] = _settings_row(params, new.num_prompt_tokens, bool(bias[0].size or banned.size))
+
+    def _count_tokens(self, new_slots: Sequence[NewSlot]) -> None:
+        counts_SV, in_prompt_SV = self._penalty_tables()
+        for new in new_slots:
+            split = min(new.num_prompt_tokens, len(new.token_ids))
+            prompt, output = upload([np.unique(new.token_ids[:split]), new.token_ids[split:]], self.device)
+            in_prompt_SV[new.slot].zero_().index_fill_(0, prompt, True)
+            counts_SV[new.slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def _penalty_tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(output counts int32 [S, V], prompt presence bool [S, V]), made when first needed."""
+        if self._output_counts_SV is None or self._in_prompt_SV is None:
+            shape = (len(self.settings), self.vocab_size)
+            self._output_counts_SV = torch.zeros(shape, dtype=torch.int32, device=self.device)
+            self._in_prompt_SV = torch.zeros(shape, dtype=torch.bool, device=self.device)
+        return self._output_counts_SV, self._in_prompt_SV
+
+    # --- what the sampler gets ------------------------------------------------------------------------------
+
+    def are_plain(self, samples: Sequence[SampleRow]) -> bool:
+        """Whether every sample is the most likely token and nothing else."""
+        return bool(self.settings["plain"][[sample.slot for sample in samples]].all())
+
+    def prompt_logprob_runs(self, row: ScheduledRow) -> list[tuple[int, int]]:
+        """(first, count) of the row's tokens whose next ones' log-probabilities somebody asks for, a bounded run at a
+        time."""
+        if not row.prompt_logprobs or self.settings["num_prompt_logprobs"][row.slot] < 0:
+            return []
+        num_entries = min(row.num_tokens, int(self.settings["num_prompt_tokens"][row.slot]) - 1 - row.start)
+        firsts = range(0, num_entries, PROMPT_LOGPROB_ROWS)
+        return [(first, min(PROMPT_LOGPROB_ROWS, num_entries - first)) for first in firsts]
+
+    def are_greedy(self, samples: Sequence[SampleRow]) -> bool:
+        """What `SamplingBatch.is_greedy` will be, without anything on the device."""
+        slots, output_indices = np.array([(s.slot, s.output_index) for s in samples], np.int64).T
+        rows = self.settings[slots]
+        asks = (rows["temperature"] > 0) | rows["penalised"] | (rows["num_logprobs"] >= 0)
+        return not asks.any() and not self._edits(slots, rows, output_indices)[0].size
+
+    def sampling_batch(self, samples: Sequence[SampleRow]) -> tuple[SamplingBatch, torch.Tensor, torch.Tensor]:
+        """(settings of the rows, slot_N, position_N), sent in one copy."""
+        columns = np.array([(s.slot, s.position, s.sample_index, s.output_index) for s in samples], np.int64).T
+        slots, positions, sample_indices, output_indices = columns
+        assert positions.max() < self.token_ids_SC.shape[1], "a token beyond max_model_len"
+        rows = self.settings[slots]
+        if rows["plain"].all():
+            slot_N, position_N = upload([slots, positions], self.device)
+            return SamplingBatch(), slot_N, position_N
+        random = rows[rows["temperature"] > 0]
+        penalised = np.flatnonzero(rows["penalised"])
+        with_logprobs = np.flatnonzero(rows["num_logprobs"] >= 0)
+        edit_rows, edit_tokens, edit_values = self._edits(slots, rows, output_indices)
+        arrays = [slots, positions, with_logprobs, edit_rows, edit_tokens, edit_values, penalised]
+        arrays += [rows[name][penalised] for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")]
+        if random.size:
+            arrays += [np.stack([rows[name] for name in ("temperature", "top_p", "min_p")]), rows["top_k"]]
+            arrays += [rows["seed"].view(np.int64), sample_indices, output_indices]
+        sent = upload(arrays, self.device)
+        batch = SamplingBatch(
+            edits=LogitEdits(sent[3], sent[4], sent[5].float()) if edit_rows.size else None,
+            penalties=self._penalties(sent[0], *sent[6:10]) if penalised.size else None,
+            random=_random_settings(random, sent[10:]) if random.size else None,
+            logprob_row_L=sent[2] if with_logprobs.size else None,
+            max_num_logprobs=max(int(rows["num_logprobs"].max()), 0),
+        )
+        return batch, sent[0], sent[1]
+
+    def _edits(
+        self, slots: np.ndarray, rows: np.ndarray, output_indices: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sparse (row, token, value) of biases, and of ids banned while output_index < min_tokens."""
+        row_parts, token_parts, value_parts = [_EMPTY_IDS], [_EMPTY_IDS], [_EMPTY_BIAS[1]]
+        for row in np.flatnonzero(rows["edited"]):
+            ids, values = self._bias[slots[row]]
+            if output_indices[row] < rows["min_tokens"][row]:
+                banned = self._banned_early[slots[row]]
+                ids = np.concatenate((ids, banned))
+                values = np.concatenate((values, np.full(len(banned), -np.inf)))
+            row_parts.append(np.full(len(ids), row, np.int64))
+            token_parts.append(ids)
+            value_parts.append(values)
+        return np.concatenate(row_parts), np.concatenate(token_parts), np.concatenate(value_parts)
+
+    def _penalties(
+        self,
+        slot_N: torch.Tensor,
+        row_P: torch.Tensor,
+        repetition_P: torch.Tensor,
+        presence_P: torch.Tensor,
+        frequency_P: torch.Tensor,
+    ) -> Penalties:
+        counts_SV, in_prompt_SV = self._penalty_tables()
+        slot_P = slot_N[row_P]
+        settings = repetition_P.float(), presence_P.float(), frequency_P.float()
+        return Penalties(row_P, *settings, counts_SV[slot_P], in_prompt_SV[slot_P])
+
+
+_EMPTY_IDS = np.empty(0, np.int64)
+_EMPTY_BIAS = (_EMPTY_IDS, np.empty(0, np.float64))
+
+
+def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) -> tuple:
+    """One record of SETTINGS."""
+    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+    penalised = penalties != (1.0, 0.0, 0.0)
+    return (
+        0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE),
+        params.top_p,
+        params.min_p,
+        *penalties,
+        params.top_k,
+        params.seed,
+        params.min_tokens,
+        num_prompt_tokens,
+        -1 if params.num_logprobs is None else params.num_logprobs,
+        -1 if params.num_prompt_logprobs is None else params.num_prompt_logprobs,
+        penalised,
+        edited,
+        params.greedy and not penalised and not edited and params.num_logprobs is None,
+    )
+
+
+def _random_settings(random: np.ndarray, sent: list[torch.Tensor]) -> RandomSettings:
+    """`random`: the settings of the rows that are drawn; `sent`: of all rows."""
+    fractions_3N, top_k, seed, sample_index, output_index = sent
+    temperature, top_p, min_p = fractions_3N.float()
+    return RandomSettings(
+        temperature_N=temperature,
+        top_k_N=top_k,
+        top_p_N=top_p,
+        min_p_N=min_p,
+        seed_N=seed,
+        sample_index_N=sample_index,
+        output_index_N=output_index,
+        filtered=bool(((random["top_k"] > 0) | (random["top_p"] < 1) | (random["min_p"] > 0)).any()),
+    )

@@ -1,0 +1,205 @@
+"""Small steps as CUDA graphs: one replay runs the whole forward pass, from slots to logits.
+
+A decode step brings one token a sequence. A short chunk of a prompt can come as well, each of its tokens as a row of
+its own: the rows store their keys before any of them reads, and each reads as far as its own position (not so in the
+smallest graphs, see `size_for`). Launched kernel by kernel, such a step would take the host several times as long as it
+takes the device.
+
+Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
+read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
+lengths: they are read on the device, as are the prefixes that rows share, for which there is a second, coarser ladder
+of graphs.
+
+Shape legend: R rows, G rows of a graph, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tandem.engine.running.batch_state import BatchState
+from tandem.engine.running.prefix_sharing import PrefixSharing
+from tandem.engine.scheduling.step import ScheduledRow
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
+from tandem.kernels.products.few_rows_attention import MOST_ROWS
+from tandem.kernels.products.fused_ops import argmax_tokens
+from tandem.kernels.products.rotary_attention import WantedTokens
+from tandem.kernels.sampling.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
+
+ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it
+REPLAYED_TOKENS = 512  # up to so many tokens the host takes longer to launch a step than the device to run it
+# Keys that the rows of chunks may read in all, in tokens: each row reads all before it, where a prefill kernel reads it
+# once for many. So many take about as long as launching a step kernel by kernel.
+MAX_CHUNK_READS = 1 << 17
+
+
+class DecoderLike(Protocol):
+    @property
+    def attention_layers(self) -> Mapping[str, Attention]: ...
+
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: WantedTokens | None = None
+    ) -> torch.Tensor: ...
+
+    def project(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Rows of the captured graphs: dense where a padded row costs most of a step, coarser above."""
+    ladder = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 512, 32), *range(512, max_rows, 64)]
+    return [*(size for size in ladder if size < max_rows), max_rows]
+
+
+def shared_graph_sizes(max_rows: int) -> list[int]:
+    """Rows of the graphs for batches that share prefixes."""
+    ladder = [8, 16, 32, 48, *range(64, 256, 32), *range(256, max_rows, 128)]
+    return [*(size for size in ladder if size < max_rows), max_rows]
+
+
+class DecodeBatch:
+    """The input buffers of decode steps, and the forward pass over them."""
+
+    def __init__(self, model: DecoderLike, state: BatchState, max_rows: int, max_model_len: int) -> None:
+        self._model = model
+        self._state = state
+        self._max_model_len = max_model_len
+        rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self._words = torch.zeros((2, rows), dtype=torch.int64, device=state.device)
+        self._words[0] = -1
+        self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
+        self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
+        self.device = state.device
+        self._pinned = state.device.type == "cuda"
+
+    def fill(self, rows: Sequence[ScheduledRow], size: int) -> None:
+        """Which slots are in the step, and the position of each one's newest token; the copy doesn't wait."""
+        host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._pinned)
+        words = host.numpy()
+        words[:, : len(rows)] = np.array([(row.slot, row.start) for row in rows], np.int64).T
+        words[0, len(rows) :], words[1, len(rows) :] = -1, 0
+        self._words[:, :size].copy_(host, non_blocking=True)
+
+    def forward(
+        self, size: int, prefixes: SharedPrefixes | None = None, out_GV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Logits [size, V] in the model's dtype, for what `fill` put there."""
+        slot_G, position_G = self._words[0, :size], self._words[1, :size]
+        state, inputs = self._state, self._inputs.first(size)
+        gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
+        metadata = AttentionMetadata(
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=inputs.seq_lens_R,
+            block_tables=inputs.block_tables_RB,
+            slot_mapping=inputs.slot_mapping_R,
+            num_decode_rows=size,
+            max_query_len=1,
+            max_seq_len=self._max_model_len,
+            query_lens_cpu=(1,) * size,
+            seq_lens_cpu=(self._max_model_len,) * size,
+            shared_prefixes=prefixes,
+        )
+        with set_forward_context(ForwardContext(metadata, self._model.attention_layers)):
+            hidden_GH = self._model(inputs.input_ids_R, position_G)
+        return self._model.project(hidden_GH, out_GV)
+
+    def store(self, token_R: torch.Tensor) -> None:
+        """The sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
+        num_rows = len(token_R)
+        store_tokens(self._words[0, :num_rows], self._words[1, :num_rows], token_R, self._state.token_ids_SC)
+
+
+def _least_size(num_rows: int, has_chunks: bool) -> int:
+    """Graphs of few rows (and no shared prefixes) may take the whole of attention in one launch, in which no row sees
+    what another stores: tokens of one prompt need a larger one."""
+    return max(num_rows, MOST_ROWS + 1) if has_chunks else num_rows
+
+
+class DecodeGraphs:
+    """`run` replays the graph that fits; `capture` must come first, once the KV pool is bound."""
+
+    def __init__(
+        self,
+        model: DecoderLike,
+        state: BatchState,
+        max_rows: int,
+        max_model_len: int,
+        sharing: PrefixSharing | None = None,
+    ) -> None:
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len)
+        self.sizes = graph_sizes(max_rows)
+        self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
+        self._sharing = sharing
+        self._members = 1 if sharing is None else sharing.members
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._logits_GV: torch.Tensor | None = None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self.sizes) + len(self.shared_sizes)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures largest first, so that the smaller find their memory in the shared pool. Rows are padding: no KV
+        is written."""
+        stream = torch.cuda.Stream(self.batch.device)  # torch's own would be that of the process's first capture
+        pool = None
+        for size in reversed(self.sizes):
+            pool = self._capture(size, None, pool, stream)
+        for size in reversed(self.shared_sizes):
+            assert self._sharing is not None
+            pool = self._capture(size, self._sharing.nothing(size), pool, stream)
+
+    def _capture(self, size: int, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream) -> Any:
+        """Captures one graph in the memory pool (None: a new one) -> the pool."""
+        self.batch.fill((), size)
+        logits = self.batch.forward(size, prefixes)  # compiles kernels, makes cached constants: not under capture
+        if self._logits_GV is None:
+            self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
+        self.batch.store(argmax_tokens(logits))
+        torch.cuda.synchronize(self.batch.device)
+        graph = torch.cuda.CUDAGraph()
+        # What other threads do (a transfer, another node of this process) must not end the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.batch.forward(size, prefixes, self._logits_GV[:size])
+        self._graphs[size, prefixes is not None] = graph
+        return graph.pool()
+
+    def takes(self, rows: Sequence[ScheduledRow]) -> bool:
+        """Whether these rows, each token as one of its own, are a graph's work rather than a prefill kernel's."""
+        num_tokens = sum(row.num_tokens for row in rows)
+        least = _least_size(num_tokens, num_tokens > len(rows))
+        return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
+
+    def size_for(self, rows: Sequence[ScheduledRow], shared: bool = False) -> int:
+        """Of the graph that runs rows of one token each."""
+        if shared:
+            return self.shared_sizes[bisect.bisect_left(self.shared_sizes, len(rows))]
+        slots = [row.slot for row in rows[: MOST_ROWS + 1] if row.slot >= 0]
+        return self.sizes[bisect.bisect_left(self.sizes, _least_size(len(rows), len(set(slots)) < len(slots)))]
+
+    def _reads(self, row: ScheduledRow) -> int:
+        """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""
+        if row.num_tokens == 1:
+            return 0
+        return row.start * -(-row.num_tokens // self._members) + row.num_tokens**2 // 2
+
+    def run_dummy(self, num_rows: int) -> torch.Tensor:
+        """Logits of padding rows: a step that stores nothing."""
+        return self.run([ScheduledRow(-1, 0, 1)] * num_rows)
+
+    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
+        assert self._logits_GV is not None, "capture comes first"
+        prefixes = None if self._sharing is None else self._sharing.of_rows(rows)
+        size = self.size_for(rows, prefixes is not None)
+        self.batch.fill(rows, size)
+        self._graphs[size, prefixes is not None].replay()
+        return self._logits_GV[: len(rows)]

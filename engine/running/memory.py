@@ -1,0 +1,54 @@
+"""How much device memory the KV pool may take: what is free after the worst step that can come."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.device.kv_pool import allocate_pool
+from tandem.engine.running.decode_graphs import DecodeGraphs
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.running.runner_needs import Model
+
+DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels
+
+
+def profile_free_bytes(
+    model: Model,
+    layout: KVLayout,
+    options: SchedulerOptions,
+    max_model_len: int,
+    device: torch.device,
+    gpu_memory_utilization: float,
+    cuda_graphs: bool,
+) -> int:
+    """CUDA bytes left for the pool: the share of the device's memory we may use, less what the worst step needs.
+
+    Runs that step on a pool of one block, which is dropped again. Memory that other processes hold counts as used.
+    `cuda_graphs`: the node will capture decode steps, whose memory stays taken beside that of other steps.
+    """
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    pool = allocate_pool(layout, 1, device)
+    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, eos_token_ids=())
+    runner.warmup()
+    peak = torch.cuda.max_memory_reserved(device)
+    if cuda_graphs:
+        peak += _graph_bytes(runner, device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return int(total * gpu_memory_utilization) - peak - others
+
+
+def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
+    """What captured decode steps will hold: one largest step (they share its memory) and the driver's own part."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    graphs = DecodeGraphs(runner.model, runner.state, runner.max_graph_rows, runner.max_model_len, runner.sharing)
+    with torch.inference_mode():
+        graphs.batch.fill((), runner.max_graph_rows)
+        graphs.batch.forward(runner.max_graph_rows)
+    step = torch.cuda.max_memory_allocated(device) - before
+    return int(1.25 * step) + graphs.num_graphs * DRIVER_BYTES_PER_GRAPH

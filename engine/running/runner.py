@@ -1,0 +1,296 @@
+"""The device side of a step: patches, block copies, forward pass, sampling, and the copy of the tokens to the host.
+
+`execute` only enqueues (on CUDA): a decode row's input is gathered from the slot's token table, where the step before
+put it, and the host reads tokens from pinned memory when the step's event has fired.
+
+Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.parallel.collectives import Collective
+from tandem.engine.running.batch_state import BatchState
+from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
+from tandem.engine.running.prefix_sharing import PrefixSharing
+from tandem.engine.running.prompt_logprobs import prompt_logprobs
+from tandem.engine.running.runner_needs import Followers, Model
+from tandem.engine.running.sampler import Logprobs, SamplingBatch, sample
+from tandem.engine.running.short_of_memory import collectives_of, collectives_of_sampling, go_along
+from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
+from tandem.engine.running.step_pieces import StepPiece, split_step
+from tandem.engine.running.step_result import NO_MEMORY, HostLogprobs, LaunchedStep, to_host
+from tandem.engine.running.warm_up import every_way_to_sample, extreme_steps
+from tandem.engine.scheduling.ports import KVConnectorWorker
+from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
+from tandem.kernels.blocks.cache_ops import copy_blocks
+from tandem.kernels.products import matmul
+from tandem.kernels.products.rotary_attention import WantedTokens
+
+logger = logging.getLogger(__name__)
+SMALLEST_PIECE = 16  # tokens; a device without memory for so few has none to go on with
+
+
+class ModelRunner:
+    """Implements `interfaces.Runner` on the pool's device, on the stream that is current when it is called."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: torch.Tensor,
+        options: SchedulerOptions,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        worker_connector: KVConnectorWorker | None = None,
+        followers: Followers | None = None,
+        report_failed: Callable[[int], None] | None = None,
+    ) -> None:
+        """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
+        `followers` are told of everything that is run here, before it is; a rank that is one tells by `report_failed`
+        which step it can't compute."""
+        assert pool.dim() == 6, f"not a pool: {pool.shape}"
+        assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
+        self.model = model
+        self.pool = pool
+        self.device = pool.device
+        self._connector = worker_connector
+        self._followers = followers
+        self._report_failed = report_failed
+        self._max_num_seqs = options.max_num_seqs
+        self._max_num_tokens = options.max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self._max_chunk = options.max_prefill_chunk or options.max_num_batched_tokens
+        self.state = BatchState(
+            options.max_num_seqs, max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
+        )
+        model.bind_kv_cache(pool)
+        self.sharing: PrefixSharing | None = None
+        if options.share_prefixes:
+            self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_graph_rows)
+        self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing)
+        self._graphs: DecodeGraphs | None = None
+        self.counters = {"steps_out_of_memory": 0}
+        if worker_connector is not None:
+            worker_connector.register_kv_cache(pool)
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> LaunchedStep:
+        """Launches one step, in the order of effect that `SchedulerOutput` states."""
+        if self._followers is not None:
+            self._followers.announce("step", output)
+        self.state.apply(output.new_slots, output.block_appends)
+        if output.copies:
+            copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
+            copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
+        step = LaunchedStep(output.step_id)
+        if self._followers is not None:
+            step.failed_elsewhere = partial(self._failed_elsewhere, output.step_id)
+        connector = self._connector
+        if connector is not None and output.connector_meta is not None:
+            connector.start_load_kv(output.connector_meta)
+        is_replayed = self._replay(output, step)
+        if not is_replayed:
+            self._compute(output, step)
+        if connector is not None and (output.connector_meta is not None or not is_replayed):
+            connector.wait_for_save()
+        if self.device.type == "cuda":
+            step.event = torch.cuda.Event()
+            step.event.record()
+        return step
+
+    def _replay(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
+        """A decode step or small chunks of prompts, by replaying a graph. False: this step is none for a graph."""
+        graphs = self._graphs
+        if graphs is None:
+            return False
+        rows: Sequence[ScheduledRow] = output.rows
+        if not output.is_decode:
+            if not output.is_only_rows or not graphs.takes(rows):
+                return False
+            rows = output.token_rows()
+        logits_NV = graphs.run(rows)[: len(output.samples)]
+        if not output.samples:
+            return True
+        if self.state.are_plain(output.samples):
+            token_N, _ = self._choose(logits_NV, SamplingBatch())
+            graphs.batch.store(token_N)
+            step.token_ids = to_host(token_N)
+            return True
+        group = self.model.group
+        before = 0 if group is None else group.num_collectives
+        try:
+            self._sample(output.samples, logits_NV, step)
+            return True
+        except torch.OutOfMemoryError as error:
+            self._on_out_of_memory(output.num_tokens, error)
+        if group is None:
+            return False
+        self._go_along(output, step, collectives_of_sampling(output, self.state)[group.num_collectives - before :])
+        return True
+
+    def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
+        """Any mix of rows, layer by layer. Without the memory for all at once: in ever smaller pieces; what has run
+        already is run again, to the same effect. If even the smallest do not fit, or other ranks compute the step as
+        one, its requests fail."""
+        pieces = split_step(output, output.num_tokens)
+        group = self.model.group
+        while True:
+            before = 0 if group is None else group.num_collectives
+            try:
+                self._compute_pieces(pieces, output, step)
+                break
+            except torch.OutOfMemoryError as error:
+                largest = max(piece.num_tokens for piece in pieces)
+                self._on_out_of_memory(largest, error)
+            if group is not None:
+                owed = collectives_of(output, len(self.model.attention_layers), self.state)
+                self._go_along(output, step, owed[group.num_collectives - before :])
+                break
+            if largest <= SMALLEST_PIECE:
+                step.fail(NO_MEMORY)
+                break
+            pieces = split_step(output, largest // 2)
+        if group is not None:
+            group.end_step(len(output.samples))
+
+    def _on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        logger.warning("%d tokens at once ran out of memory: %s", num_tokens, error)
+        self.counters["steps_out_of_memory"] += 1
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _go_along(self, output: SchedulerOutput, step: LaunchedStep, rest: Sequence[Collective]) -> None:
+        assert self.model.group is not None
+        step.fail(NO_MEMORY)
+        go_along(self.model.group, self.state, output, rest, self._report_failed)
+
+    def _failed_elsewhere(self, step_id: int) -> bool:
+        assert self._followers is not None
+        has_failed = self._followers.failed(step_id)
+        self.counters["steps_out_of_memory"] += has_failed
+        return has_failed
+
+    def _compute_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
+        """The hooks see the step as a whole: beside its layers when it is one piece, else before and after them."""
+        hooks = self._connector if output.connector_meta is not None else None
+        every = any(row.prompt_logprobs for row in output.rows)
+        step.prompt_logprobs = []
+        wanted: list[torch.Tensor] = []
+        if hooks is not None and len(pieces) > 1:
+            for name in self.model.attention_layers:
+                hooks.wait_for_kv_layer(name)
+        for piece in pieces:
+            inputs = self._inputs.build(piece.rows)
+            last = self._inputs.last_tokens(inputs, piece.sampled)
+            hidden_TH = self._forward(inputs, None if every else last, hooks if len(pieces) == 1 else None)
+            if every:
+                step.prompt_logprobs += prompt_logprobs(self.model, self.state, piece, inputs, hidden_TH)
+                hidden_TH = hidden_TH[last.index]
+            wanted.append(hidden_TH)
+        if hooks is not None and len(pieces) > 1:
+            for name, layer in self.model.attention_layers.items():
+                hooks.save_kv_layer(name, layer.kv_cache[0], None)
+        self.state.fork(output.forks)
+        if output.samples:
+            hidden_NH = wanted[0]
+            if len(pieces) > 1:
+                order = np.argsort([index for piece in pieces for index in piece.samples])
+                hidden_NH = torch.cat(wanted)[torch.from_numpy(order).to(self.device)]
+            self._sample(output.samples, self.model.project(hidden_NH), step)
+
+    def _forward(
+        self, inputs: ForwardInputs, wanted: WantedTokens | None, hooks: KVConnectorWorker | None = None
+    ) -> torch.Tensor:
+        context = ForwardContext(
+            attn_metadata=inputs.metadata,
+            no_compile_layers=self.model.attention_layers,
+            hooks=hooks,
+        )
+        with set_forward_context(context):
+            return self.model(inputs.input_ids_T, inputs.positions_T, wanted)
+
+    def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
+        """Samples, writes the tokens into the slots' tables and starts their way to the host."""
+        batch, slot_N, position_N = self.state.sampling_batch(samples)
+        token_N, logprobs = self._choose(logits_NV, batch)
+        self.state.write_tokens(slot_N, position_N, token_N)
+        self.state.count_outputs(samples, slot_N, token_N)
+        step.token_ids = to_host(token_N)
+        if logprobs is not None:
+            num_logprobs = self.state.settings["num_logprobs"][[s.slot for s in samples]]
+            targets = np.flatnonzero(num_logprobs >= 0)
+            step.logprobs = HostLogprobs.fetch(logprobs, targets, num_logprobs[targets])
+
+    def _choose(self, logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
+        """`sample`, of logits as the model projects them. In a group rank 0 draws, and every rank gets its tokens:
+        on the device, so that the next step can be launched before the host has seen them."""
+        group = self.model.group
+        if group is None:
+            return sample(logits_NV, batch)
+        if batch.is_greedy:
+            return group.argmax(logits_NV), None
+        all_logits_NV = group.gather_logits(logits_NV)
+        if group.shard.rank:
+            return group.from_rank_0(torch.empty(len(logits_NV), dtype=torch.int64, device=self.device)), None
+        token_N, logprobs = sample(all_logits_NV, batch)
+        return group.from_rank_0(token_N), logprobs
+
+    @torch.inference_mode()
+    def warmup(self) -> None:
+        """Runs the worst step that can come (a full prompt budget, every slot sampling with filters) and a decode step.
+
+        Writes no KV and leaves the batch state as it is.
+        """
+        if self._followers is not None:
+            self._followers.announce("warm_up")
+        matmul.prepare(self.device)
+        for rows in extreme_steps(self._max_num_tokens, self._max_chunk, self.max_model_len, self.max_decode_rows):
+            inputs = self._inputs.build_dummy(rows)
+            num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
+            hidden_TH = self._forward(inputs, None)
+            self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
+            logits_NV = self.model.project(hidden_TH[:num_samples])
+            for batch in every_way_to_sample(num_samples, self.device):
+                self._choose(logits_NV, batch)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def run_dummy(self, rows: Sequence[ScheduledRow]) -> None:
+        """One step of such rows (single tokens first), greedy; writes no KV and leaves the batch state as it is."""
+        if self._followers is not None:
+            self._followers.announce("dummy", SchedulerOutput(0, tuple(rows), ()))
+        if self._graphs is not None and self._graphs.takes(rows):
+            logits_NV = self._graphs.run_dummy(sum(row.num_tokens for row in rows))[: len(rows)]
+        else:
+            inputs = self._inputs.build_dummy(rows)
+            logits_NV = self.model.project(self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows)))))
+        self._choose(logits_NV, SamplingBatch())
+
+    def capture_decode_steps(self) -> None:
+        """CUDA: from here on decode steps replay graphs. Once, after `warmup`."""
+        assert self._graphs is None, "captured once"
+        assert self.device.type == "cuda"
+        if self._followers is not None:
+            self._followers.announce("capture")
+        graphs = DecodeGraphs(self.model, self.state, self.max_graph_rows, self.max_model_len, self.sharing)
+        graphs.capture()
+        self._graphs = graphs
+
+    @property
+    def max_decode_rows(self) -> int:
+        return min(self._max_num_seqs, self._max_num_tokens)
+
+    @property
+    def max_graph_rows(self) -> int:
+        """Rows of the largest captured step: every sequence's next token, or short prompts beside them."""
+        return min(max(self._max_num_seqs, REPLAYED_TOKENS), self._max_num_tokens)

@@ -1,0 +1,111 @@
+"""Inputs of the forward pass, in device buffers that keep their addresses from step to step.
+
+Shape legend: T tokens of the step, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tandem.engine.device.upload import upload
+from tandem.engine.running.batch_state import BatchState
+from tandem.engine.running.prefix_sharing import PrefixSharing
+from tandem.engine.scheduling.step import ScheduledRow
+from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
+from tandem.kernels.products.rotary_attention import WantedTokens
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """Row i (in the scheduler's order) begins at `first_token_R[i]` of the T tokens and is row `place_R[i]` of the
+    metadata, which has rows of one token first."""
+
+    input_ids_T: torch.Tensor  # int32
+    positions_T: torch.Tensor  # int64
+    metadata: AttentionMetadata
+    first_token_R: np.ndarray  # int64, host
+    place_R: np.ndarray  # int64, host
+
+
+class StepInputs:
+    """Builds ForwardInputs from rows. Rows of one token go first, as attention wants them."""
+
+    def __init__(self, state: BatchState, max_num_tokens: int, sharing: PrefixSharing | None = None) -> None:
+        self._state = state
+        self._sharing = sharing
+        self._builder = AttentionMetadataBuilder()
+        device = state.device
+        self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._slot_mapping = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+
+    def build(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
+        """The rows' tokens, gathered from their slots' tables on the device; KV goes to the slots' blocks."""
+        state = self._state
+        order, lengths, position_T = _flatten(rows)
+        slot_R = np.array([row.slot for row in rows], np.int64)[order]
+        slot_R_dev, slot_T, position_T_dev = upload([slot_R, np.repeat(slot_R, lengths), position_T], state.device)
+        input_ids, positions, slot_mapping = self._views(len(position_T))
+        positions.copy_(position_T_dev)
+        input_ids.copy_(state.token_ids_SC[slot_T, positions])
+        block_T = state.block_table_SB[slot_T, positions // state.block_size].to(torch.int64)
+        torch.add(block_T * state.block_size, positions % state.block_size, out=slot_mapping)
+        ends = np.array([row.start for row in rows], np.int64)[order] + lengths
+        block_tables = state.block_table_SB[slot_R_dev]  # whole rows: kernels are compiled for their stride
+        shared = None
+        if self._sharing is not None:
+            shared = self._sharing.of_rows([row for row in rows if row.num_tokens == 1])
+        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, state.device, shared_prefixes=shared)
+        place_R = np.empty(len(rows), np.int64)
+        place_R[order] = np.arange(len(rows))
+        first_token_R = (np.cumsum(lengths) - lengths)[place_R]
+        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R)
+
+    def last_tokens(self, inputs: ForwardInputs, row_N: Sequence[int]) -> WantedTokens:
+        """The last token of each of these rows (scheduler's order), as decode rows."""
+        metadata, place_N = inputs.metadata, inputs.place_R[list(row_N)]
+        lengths, ends = np.array(metadata.query_lens_cpu)[place_N], np.array(metadata.seq_lens_cpu)[place_N]
+        index_N = inputs.first_token_R[list(row_N)] + lengths - 1
+        place_dev, index_dev = upload([place_N, index_N], self._state.device)
+        tables, slots = metadata.block_tables[place_dev], metadata.slot_mapping[index_dev]
+        return WantedTokens(
+            index_dev, self._builder.build(np.ones(len(ends), np.int64), ends, tables, slots, self._state.device)
+        )
+
+    def build_dummy(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
+        """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling.
+
+        Rows of one token come first.
+        """
+        device = self._state.device
+        order, lengths, position_T = _flatten(rows)
+        assert order.tolist() == list(range(len(rows))), "rows of one token come first"
+        ends = np.array([row.start for row in rows], np.int64) + lengths
+        input_ids, positions, slot_mapping = self._views(len(position_T))
+        input_ids.zero_()
+        positions.copy_(upload([position_T], device)[0])
+        slot_mapping.fill_(-1)
+        block_tables = torch.zeros((len(rows), self._state.max_blocks), dtype=torch.int32, device=device)
+        nothing = None
+        if self._sharing is not None:  # its kernels are warmed up, too
+            nothing = self._sharing.nothing(int((lengths == 1).sum()))
+        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, device, shared_prefixes=nothing)
+        return ForwardInputs(input_ids, positions, metadata, np.cumsum(lengths) - lengths, np.arange(len(rows)))
+
+    def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"
+        return self._input_ids[:num_tokens], self._positions[:num_tokens], self._slot_mapping[:num_tokens]
+
+
+def _flatten(rows: Sequence[ScheduledRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(order of the rows, their lengths in that order, the position of each token)."""
+    lengths = np.array([row.num_tokens for row in rows], np.int64)
+    order = np.argsort(lengths != 1, kind="stable")
+    lengths = lengths[order]
+    starts = np.array([row.start for row in rows], np.int64)[order]
+    offset_T = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return order, lengths, np.repeat(starts, lengths) + offset_T

@@ -1,0 +1,85 @@
+"""A launched step on its way back to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.running.sampler import Logprobs
+from tandem.engine.scheduling.step import RunnerOutput
+
+NO_MEMORY = "the device has no memory left for a step; give the node less with --gpu-memory-utilization"
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy on the host: on CUDA into pinned memory, complete when the stream gets there; on CPU the tensor itself."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class HostLogprobs:
+    """`Logprobs` on the host. Row i is for entry `targets[i]` of the step and keeps `num_logprobs[i]` of the top."""
+
+    targets: np.ndarray
+    num_logprobs: np.ndarray
+    token_ids: torch.Tensor  # int64 [L, K + 1]
+    logprobs: torch.Tensor  # float32 [L, K + 1]
+    ranks: torch.Tensor  # int64 [L]
+
+    @classmethod
+    def fetch(cls, logprobs: Logprobs, targets: np.ndarray, num_logprobs: np.ndarray) -> HostLogprobs:
+        on_host = (to_host(t) for t in (logprobs.token_LK1, logprobs.logprob_LK1, logprobs.rank_L))
+        return cls(targets, num_logprobs, *on_host)
+
+    def entries(self) -> list[tuple[int, TokenLogprobs]]:
+        """(target, entry) of each row, in order."""
+        rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), self.ranks.tolist(), strict=True)
+        return [
+            (target, TokenLogprobs(tuple(ids[: k + 1]), tuple(values[: k + 1]), rank))
+            for target, k, (ids, values, rank) in zip(
+                self.targets.tolist(), self.num_logprobs.tolist(), rows, strict=True
+            )
+        ]
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """The runner's StepHandle. `event` is None on CPU, where the step is done when it is launched."""
+
+    step_id: int
+    token_ids: torch.Tensor | None = None  # int64 [N]
+    logprobs: HostLogprobs | None = None
+    prompt_logprobs: Sequence[HostLogprobs] = field(default_factory=tuple)  # targets are indices of scheduled rows
+    event: torch.cuda.Event | None = None
+    failure: str | None = None
+    failed_elsewhere: Callable[[], bool] | None = None  # asked when it has run: whether another rank couldn't
+
+    def fail(self, reason: str) -> None:
+        """Nothing was computed; the requests of the step end with this reason."""
+        self.failure, self.token_ids, self.logprobs, self.prompt_logprobs = reason, None, None, ()
+
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def result(self) -> RunnerOutput:
+        """Blocks until the tokens are on the host. Raises what the device raises."""
+        if self.event is not None:
+            self.event.synchronize()
+        if self.failed_elsewhere is not None and self.failed_elsewhere():
+            self.fail(NO_MEMORY)
+        tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
+        output = RunnerOutput(self.step_id, tokens, failure=self.failure)
+        if self.logprobs is not None:
+            output.logprobs = [None] * len(tokens)
+            for sample, entry in self.logprobs.entries():
+                output.logprobs[sample] = entry
+        for part in self.prompt_logprobs:
+            for row, entry in part.entries():
+                output.prompt_logprobs.setdefault(row, []).append(entry)
+        return output

@@ -1,0 +1,43 @@
+"""The steps that warm-up runs: between them every kernel that serving needs, and the most memory a step can take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from tandem.engine.running.sampler import LogitEdits, RandomSettings, SamplingBatch
+from tandem.engine.scheduling.step import ScheduledRow
+
+
+def extreme_steps(
+    max_num_tokens: int, max_chunk: int, max_model_len: int, max_decode_rows: int
+) -> Iterator[list[ScheduledRow]]:
+    """Rows of the slot 0, those of one token first: the token budget in as few rows as a step could have, decodes only,
+    a decode beside a prompt that goes on where it had stopped, and a lone token, which has kernels of its own."""
+    longest = min(max_chunk, max_model_len)
+    full, rest = divmod(max_num_tokens, longest)
+    # A single token would count as a decode row, and those come first.
+    yield [ScheduledRow(0, 0, length) for length in (*[longest] * full, rest) if length > 1]
+    yield [ScheduledRow(0, 0, 1)] * max_decode_rows
+    length = min(max_num_tokens - 1, max_chunk, max_model_len - 1)
+    if length > 1:
+        yield [ScheduledRow(0, 0, 1), ScheduledRow(0, 1, length)]
+    if max_decode_rows > 1:
+        yield [ScheduledRow(0, 0, 1)]
+
+
+def every_way_to_sample(num_rows: int, device: torch.device) -> Iterator[SamplingBatch]:
+    """Greedy, drawn, drawn with filters, each of logits as they are and of edited ones. Where nothing is compiled, only
+    the one that needs most."""
+    zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    half = torch.full((num_rows,), 0.5, device=device)
+    rows = torch.arange(num_rows, device=device)
+    edits = LogitEdits(rows, zeros, half)
+    unfiltered, filtered = (
+        RandomSettings(half, zeros + 8, half, half, rows, zeros, zeros, filtered=kind) for kind in (False, True)
+    )
+    if device.type == "cuda":
+        yield from (SamplingBatch(changed, random=kind) for changed in (None, edits) for kind in (None, unfiltered))
+        yield SamplingBatch(random=filtered)
+    yield SamplingBatch(edits, random=filtered, logprob_row_L=rows, max_num_logprobs=8)

@@ -1,0 +1,297 @@
+"""The scheduler's books: queues, slots, and how requests enter, fork, lose their blocks and leave.
+
+Invariants: a RUNNING request has a slot; a request has blocks only while RUNNING, or WAITING with committed KV; every
+block reference of a request is in its `block_ids`, and the source of each pending copy has one reference of its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Mapping, Sequence
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.contracts.hashing import BlockHasher
+from tandem.engine.scheduling import stop
+from tandem.engine.scheduling.allocator import KVAllocator
+from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers, NoTiers
+from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder
+from tandem.engine.scheduling.request import EngineEvent, FailedEvent, Request, RequestState
+from tandem.engine.scheduling.step_times import StepTimes
+
+Key = tuple[str, int]
+
+
+def _sort_key(request: Request) -> tuple[int, int, int]:
+    return request.sort_key
+
+
+class SchedulerState:
+    """See module docstring. `waiting` and `running` are in the order of `Request.sort_key`. Lengths are in tokens."""
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        root_for_salt: Callable[[bytes], bytes],
+        hash_block_size: int = 0,
+        limits_prompt_work: bool = False,
+        connector: KVConnectorScheduler | None = None,
+        prompt_order: PromptOrder | None = None,
+        tiers: LowerTiers | None = None,
+    ) -> None:
+        """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
+        `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only."""
+        self.options = options
+        self.pool = pool
+        self.kv = KVAllocator(pool, BlockHasher(block_size, hash_block_size or block_size, root_for_salt))
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.limits_prompt_work = limits_prompt_work
+        self.connector = connector
+        self.prompt_order = prompt_order or ArrivalOrder()
+        self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
+        self.step_times: StepTimes | None = None  # once the device is warm
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))
+        self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_cached_tokens = 0  # of prompts that started here; found in any cache
+        self.events: list[EngineEvent] = []
+        self._requests: dict[Key, list[Request]] = {}
+        self._num_adopted = 0
+
+    # --- entering -------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request whose KV is to be computed here. What can never run here fails with the next events."""
+        self._adopt(request)
+        self._admit_or_fail([request])
+
+    def add_committed(
+        self, request: Request, block_ids: Sequence[int], first_tokens: Sequence[tuple[int, int, bool]]
+    ) -> None:
+        """Takes over a prompt whose KV is complete in `block_ids`, one reference to each included.
+
+        `first_tokens`: (sample_index, token_id, finished); the client has these tokens. Unfinished samples go on:
+        their full blocks are shared, the last partial one is copied. A sample for which there is no block or, until
+        then, no slot left waits; if its blocks are needed by others it computes its prompt again.
+        """
+        assert len(block_ids) == self.kv.num_blocks_for(request.num_prompt_tokens), "committed KV has a hole"
+        self._adopt(request)
+        request.block_ids = list(block_ids)
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.was_started = request.prompt_logprobs_sent = True
+        self.kv.register_full_blocks(request, None)
+        alive = [(sample, token) for sample, token, finished in first_tokens if not finished]
+        if not alive:
+            self.kv.release(request)
+            request.state = RequestState.FINISHED
+            return
+        sequences = [request] + [self.make_child(request, (sample,)) for sample, _ in alive[1:]]
+        for child in sequences[1:]:
+            if self.kv.fork(request, child, request.num_prompt_tokens):
+                child.num_computed_tokens = request.num_prompt_tokens
+        for sequence, (sample, token) in zip(sequences, alive, strict=True):
+            sequence.sample_indices = (sample,)
+            sequence.output_token_ids.append(token)
+        self._admit_or_fail(sequences)
+
+    def make_child(self, parent: Request, sample_indices: tuple[int, ...]) -> Request:
+        """A request for some of the parent's samples; it has no blocks and is in no queue yet."""
+        child = Request(
+            request_id=parent.request_id,
+            attempt=parent.attempt,
+            prompt_token_ids=parent.prompt_token_ids,
+            sampling=parent.sampling,
+            sample_indices=sample_indices,
+            num_prior_output_tokens=parent.num_prior_output_tokens,
+            priority=parent.priority,
+            arrival=parent.arrival,
+            mode=parent.mode,
+            use_prefix_cache=parent.use_prefix_cache,
+            salt=parent.salt,
+            num_public_tokens=parent.num_public_tokens,
+            owner=parent.owner,
+            block_hashes=list(parent.block_hashes),
+            num_cached_tokens=parent.num_cached_tokens,
+            was_started=True,
+            prompt_logprobs_sent=True,  # the parent sends them, once
+        )
+        self._adopt(child)
+        return child
+
+    def _adopt(self, request: Request) -> None:
+        self._num_adopted += 1
+        request.order = self._num_adopted
+        request.max_num_tokens = stop.max_num_tokens(request, self.max_model_len)
+        del request.block_hashes[request.num_tokens // self.block_size :]
+
+    def _admit_or_fail(self, sequences: Sequence[Request]) -> None:
+        """All sequences of one request: equally long, so all can run here or none. One event if none."""
+        request = sequences[0]
+        num_blocks = self.kv.num_blocks_for(request.num_tokens)
+        if num_blocks > self.pool.num_blocks:
+            text = f"the prompt needs {num_blocks} KV blocks and the pool has {self.pool.num_blocks}"
+            self._refuse(sequences, "too_large_for_pool", text)
+        elif not request.can_advance:
+            text = f"{request.num_tokens} tokens are known and {request.max_num_tokens} are all that it may have"
+            self._refuse(sequences, "too_long", text)
+        else:
+            for sequence in sequences:
+                self.enqueue(sequence)
+
+    def _refuse(self, sequences: Sequence[Request], code: str, text: str) -> None:
+        self.events.append(FailedEvent(sequences[0], code, text, retryable=False))
+        for sequence in sequences:
+            self._end(sequence)
+
+    def enqueue(self, request: Request) -> None:
+        self._requests.setdefault(request.key, []).append(request)
+        self.prompt_order.arrived(request)
+        request.state = RequestState.WAITING
+        bisect.insort(self.waiting, request, key=_sort_key)
+
+    # --- moving ---------------------------------------------------------------------------------------------
+
+    def enter_batch(self, request: Request) -> None:
+        """From the waiting queue into a slot."""
+        self.waiting.remove(request)
+        self._run(request)
+
+    def fork_into_batch(self, child: Request) -> None:
+        """A new child starts beside its parent."""
+        self._requests[child.key].append(child)
+        self._run(child)
+
+    def _run(self, request: Request) -> None:
+        request.state = RequestState.RUNNING
+        request.slot = self.free_slots.pop()
+        bisect.insort(self.running, request, key=_sort_key)
+
+    def preempt(self, request: Request) -> None:
+        """Its blocks go at once, its tokens in flight still land; then it starts over from what is cached."""
+        self._leave_queues(request)
+        self.kv.release(request)
+        request.state = RequestState.PREEMPTED
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, request, key=_sort_key)
+
+    # --- leaving --------------------------------------------------------------------------------------------
+
+    def abort(self, request_id: str, attempt: int, sample_indices: Sequence[int] = ()) -> None:
+        """Ends these samples (all when empty) in whatever state they are. Idempotent; makes no event."""
+        for request in list(self._requests.get((request_id, attempt), ())):
+            kept = tuple(s for s in request.sample_indices if sample_indices and s not in sample_indices)
+            if kept:
+                request.sample_indices = kept
+            else:
+                self.finish(request)
+
+    def sequence_of(self, key: Key, sample_index: int) -> Request | None:
+        """The sequence that makes this sample alone; None while it has not forked, and when it has ended."""
+        return next((each for each in self._requests.get(key, ()) if each.sample_indices == (sample_index,)), None)
+
+    def finish(self, request: Request) -> None:
+        """The request leaves for good; tokens still in flight will be dropped."""
+        siblings = self._requests[request.key]
+        siblings.remove(request)
+        if not siblings:
+            del self._requests[request.key]
+        self._leave_queues(request)
+        self._end(request)
+
+    def fail(self, request: Request, code: str, text: str, retryable: bool = False) -> list[Request]:
+        """Gives up the whole request with one FailedEvent; returns all of its sequences."""
+        self.events.append(FailedEvent(request, code, text, retryable))
+        sequences = list(self._requests[request.key])
+        for sequence in sequences:
+            self.finish(sequence)
+        return sequences
+
+    def _end(self, request: Request) -> None:
+        request.state = RequestState.FINISHED
+        self.prompt_order.ended(request)
+        self.tiers.ended(request)
+        block_ids = self.kv.detach(request)
+        connector = self.connector if request.mode == "prefill" else None
+        if connector is None or not connector.request_finished(request, block_ids):
+            self.pool.free(block_ids, request.last_step)
+
+    def _leave_queues(self, request: Request) -> None:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
+            self.free_slots.append(request.slot)
+            request.slot = -1
+        else:
+            self.waiting.remove(request)
+
+    # --- counts and checks ----------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens accepted whose KV is not computed by any launched step."""
+        return sum(max(0, r.num_tokens - r.num_computed_tokens) for r in (*self.waiting, *self.running))
+
+    def flush(self) -> None:
+        """Drops every cached block that nobody uses, on the device and below."""
+        self.pool.flush()
+        self.tiers.flush()
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running or self.events)
+
+    def check_integrity(self, external_references: Mapping[int, int] | None = None) -> None:
+        """AssertionError when an invariant does not hold. `external_references` (block_id -> references held by
+        others): with it every reference must be accounted for, {} meaning that only requests hold blocks."""
+        self.pool.check_integrity()
+        self.tiers.check_integrity()
+        slots = [request.slot for request in self.running]
+        assert sorted(slots + self.free_slots) == list(range(self.options.max_num_seqs)), "a slot is lost or shared"
+        requests = [request for siblings in self._requests.values() for request in siblings]
+        queued = [*self.running, *self.waiting]
+        assert len(requests) == len(queued), "a request is in no queue, or in two"
+        assert {id(request) for request in requests} == {id(request) for request in queued}
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_sort_key), "a queue is out of order"
+        for request in requests:
+            self._check_request(request)
+        references = self.kv.references(requests)
+        for block_id in range(self.pool.num_blocks):
+            held = references[block_id] + (external_references or {}).get(block_id, 0)
+            count = self.pool.ref_count(block_id)
+            assert count >= held, f"block {block_id} has {count} references, requests hold {held}"
+            assert count == held or external_references is None, f"block {block_id}: nobody holds one of {count}"
+
+    def _check_request(self, request: Request) -> None:
+        running = request.state is RequestState.RUNNING
+        assert running == (request in self.running) == (request.slot >= 0)
+        assert request.state is not RequestState.FINISHED, "a finished request is queued"
+        assert request.sample_indices
+        assert request.num_in_flight >= 0, "num_in_flight is negative"
+        assert running or request.num_computed_tokens == 0 or request.block_ids, "computed tokens without blocks"
+        assert request.state is not RequestState.PREEMPTED or not request.block_ids, "a preempted request has blocks"
+        assert request.num_computed_tokens <= request.num_launched_tokens
+        assert len(request.block_ids) >= self.kv.num_blocks_for(request.num_computed_tokens), "KV without a block"
+
+    def assert_empty(self) -> None:
+        """For tests: every request has left and nothing of it is held."""
+        self.check_integrity({})
+        assert not self._requests, "a request is left"
+        assert not self.has_work(), "an event was not taken"
+        assert self.pool.num_free == self.pool.num_blocks, "a block leaked"
+        assert len(self.free_slots) == self.options.max_num_seqs, "a slot leaked"

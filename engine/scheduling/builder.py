@@ -1,0 +1,123 @@
+"""Turns a plan into a step. From here on the step is certain: progress is booked, prompts fork, blocks are hashed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.planner import PlannedRow, StepPlan
+from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+
+
+@dataclass(slots=True)
+class StepBookings:
+    """Whose rows and samples a step has: parallel to `rows` and `samples` of its output."""
+
+    row_requests: list[Request] = field(default_factory=list)
+    sampled: list[Request] = field(default_factory=list)
+    is_mixed: bool = False  # prompt work beside decodes
+
+
+class StepBuilder:
+    """Builds one step; made anew for each."""
+
+    def __init__(self, state: SchedulerState, step_id: int) -> None:
+        self._state = state
+        self._step_id = step_id
+        self._launched = StepBookings()
+        self._rows: list[ScheduledRow] = []
+        self._samples: list[SampleRow] = []
+        self._new_slots: list[NewSlot] = []
+        self._forks: list[ForkSlot] = []
+        self._block_appends: list[BlockAppend] = []
+
+    def build(self, plan: StepPlan) -> tuple[SchedulerOutput, StepBookings]:
+        copies = self._state.kv.take_copies(self._step_id)
+        for request, row in plan.rows.items():
+            self._add_row(request, row)
+        # After all rows: what is found by hash was computed by an earlier step, never by this one.
+        for request in plan.rows:
+            self._state.kv.register_full_blocks(request, self._step_id)
+        for index, request in enumerate(self._launched.row_requests):
+            if request.num_computed_tokens == request.num_launched_tokens:
+                self._sample(index, request)
+        output = SchedulerOutput(
+            step_id=self._step_id,
+            rows=tuple(self._rows),
+            samples=tuple(self._samples),
+            new_slots=tuple(self._new_slots),
+            forks=tuple(self._forks),
+            block_appends=tuple(self._block_appends),
+            copies=copies,
+        )
+        return output, self._launched
+
+    def _add_row(self, request: Request, row: PlannedRow) -> None:
+        start = request.num_computed_tokens
+        end = start + row.num_tokens
+        self._state.kv.check_writable(request, start, end)
+        if row.is_new:
+            self._enter_slot(request)
+            if self._state.connector is not None and request.mode == "prefill":
+                connector = self._state.connector
+                connector.update_state_after_alloc(request, list(request.block_ids), row.num_external_tokens)
+        else:
+            appended = range(request.num_table_blocks, len(request.block_ids))
+            self._block_appends += [BlockAppend(request.slot, i, request.block_ids[i]) for i in appended]
+        request.num_table_blocks = len(request.block_ids)
+        wants_logprobs = request.needs_prompt_logprobs and start < request.num_prompt_tokens
+        self._rows.append(ScheduledRow(request.slot, start, row.num_tokens, wants_logprobs))
+        self._launched.row_requests.append(request)
+        request.num_computed_tokens = end
+        request.last_step = self._step_id
+
+    def _enter_slot(self, request: Request) -> None:
+        self._new_slots.append(
+            NewSlot(
+                slot=request.slot,
+                token_ids=request.known_token_ids(),
+                num_prompt_tokens=request.num_prompt_tokens - request.num_prior_output_tokens,
+                block_ids=tuple(request.block_ids),
+                sampling=request.sampling,
+                sample_index=request.sample_indices[0],
+            )
+        )
+
+    # --- samples --------------------------------------------------------------------------------------------
+
+    def _sample(self, row: int, request: Request) -> None:
+        """The row's last token predicts the next: of one sample, or of each of a prompt's samples."""
+        position = request.num_launched_tokens
+        if request.mode == "prefill":  # its samples go on elsewhere: no slot of their own
+            for sample_index in request.sample_indices:
+                self._add_sample(row, request, sample_index, position)
+            return
+        others = request.sample_indices[1:]
+        request.sample_indices = request.sample_indices[:1]
+        for place, sample_index in enumerate(others):
+            if not self._fork(row, request, sample_index, position):
+                # No slot or block: the rest computes the prompt again, together, from what is cached by then.
+                self._state.enqueue(self._state.make_child(request, others[place:]))
+                break
+        self._add_sample(row, request, request.sample_indices[0], position)
+
+    def _fork(self, row: int, parent: Request, sample_index: int, position: int) -> bool:
+        if not self._state.free_slots:
+            return False
+        child = self._state.make_child(parent, (sample_index,))
+        if not self._state.kv.fork(parent, child, position):
+            return False
+        self._state.fork_into_batch(child)
+        child.num_computed_tokens = position
+        child.num_table_blocks = len(child.block_ids)
+        child.last_step = self._step_id
+        self._forks.append(ForkSlot(child.slot, parent.slot, position, tuple(child.block_ids), sample_index))
+        self._add_sample(row, child, sample_index, position)
+        return True
+
+    def _add_sample(self, row: int, request: Request, sample_index: int, position: int) -> None:
+        output_index = position - (request.num_prompt_tokens - request.num_prior_output_tokens)
+        self._samples.append(SampleRow(row, request.slot, position, sample_index, output_index))
+        self._launched.sampled.append(request)
+        request.num_in_flight += 1

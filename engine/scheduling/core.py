@@ -1,0 +1,86 @@
+"""The pipelined step loop: launch step N+1, then read step N."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from tandem.engine.scheduling.ports import Runner, StepHandle
+from tandem.engine.scheduling.request import EngineEvent
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.step import SchedulerOutput
+
+
+class EngineCore:
+    """`pipelined=False` reads each step before the next is scheduled (for debugging)."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, pipelined: bool = True) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._pipelined = pipelined
+        self._unread: deque[tuple[SchedulerOutput, StepHandle]] = deque()
+        self._events: list[EngineEvent] = []
+        self._reads = False  # whether `read` takes a step
+        self.newest_read: SchedulerOutput | None = None  # what the last `read` took, None: nothing
+
+    @property
+    def inflight(self) -> bool:
+        """Whether a launched step has not been read yet."""
+        return bool(self._unread)
+
+    def has_work(self) -> bool:
+        return self.inflight or self.scheduler.has_work()
+
+    def step(self) -> list[EngineEvent]:
+        """One turn of the loop; events of the step that was read."""
+        self.launch()
+        return self.read()
+
+    def launch(self, before_execution: Callable[[], None] | None = None) -> None:
+        """First half of a turn. `before_execution` is called when a step is decided, but not launched, which takes the
+        host some time."""
+        output = self.scheduler.schedule()
+        if output is not None:
+            self.scheduler.pool.step_launched(output.step_id)
+            if before_execution is not None:
+                before_execution()
+            self._unread.append((output, self._runner.execute(output)))
+            self.scheduler.pace.executed()
+        self._events += self.scheduler.take_events()
+        self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
+
+    @property
+    def device_is_busy(self) -> bool:
+        """Whether the newest step that was launched still runs."""
+        return bool(self._unread) and not self._unread[-1][1].done()
+
+    @property
+    def read_would_wait(self) -> bool:
+        waits = self._reads and not self._unread[0][1].done()
+        if waits:
+            self.scheduler.pace.seen_running()
+        return waits
+
+    def read(self) -> list[EngineEvent]:
+        """Second half: waits for the step before the one that was launched. All events since the last call."""
+        events, self._events = self._events, []
+        self.newest_read = None
+        if self._reads:
+            events += self._read_oldest()
+        return events
+
+    def read_ended(self) -> list[EngineEvent]:
+        """For whoever launches a step layer by layer, from within: what the step before it made, if that has ended."""
+        if self._unread and self._pipelined and self._unread[0][1].done():
+            return self._read_oldest()
+        return []
+
+    def _read_oldest(self) -> list[EngineEvent]:
+        done, handle = self._unread.popleft()
+        self.newest_read = done
+        result = handle.result()
+        if result.failure is None:
+            self.scheduler.pool.step_completed(done.step_id)
+        else:
+            self.scheduler.pool.step_failed(done.step_id)
+        return self.scheduler.update(done, result)

@@ -1,0 +1,275 @@
+"""Who computes how many tokens in the next step: budgets, order, preemption, admission.
+
+A plan is provisional until it is built (`engine/scheduling/builder.py`): whoever is preempted while others are planned
+loses its row too. What is sure at once is block ownership: rows are planned only for requests that hold their blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.request import Request, RequestState
+
+# Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
+MAX_PASSED_BY = 256
+# Of a prompt beside decodes, however long a step with them takes; fewer where they cost nothing, since the graph that
+# runs the decodes has room for so many.
+LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRow:
+    num_tokens: int
+    is_prompt: bool
+    is_new: bool  # enters its slot with this row
+    num_external_tokens: int = 0
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """`budget` and `prompt_budget` are what is left of them, in tokens."""
+
+    budget: int
+    prompt_budget: int
+    rows: dict[Request, PlannedRow] = field(default_factory=dict)
+    preempted: bool = False
+
+    def put(self, request: Request, row: PlannedRow) -> None:
+        self._charge(row, row.num_tokens)
+        self.rows[request] = row
+
+    def drop(self, request: Request) -> None:
+        row = self.rows.pop(request, None)
+        if row is not None:
+            self._charge(row, -row.num_tokens)
+
+    def _charge(self, row: PlannedRow, num_tokens: int) -> None:
+        self.budget -= num_tokens
+        if row.is_prompt:
+            self.prompt_budget -= num_tokens
+
+    @property
+    def num_prompt_tokens_left(self) -> int:
+        return max(0, min(self.budget, self.prompt_budget))
+
+
+@dataclass(slots=True)
+class Admission:
+    """How far one plan has come with the requests that wait."""
+
+    is_open: bool = True
+    num_passed_by: int = 0
+    num_reserved: int | None = None  # blocks that requests in the batch will need, counted when first asked for
+
+
+def is_decoding(request: Request) -> bool:
+    """Only its newest token is left to compute. A sequence that recomputes its output is prompt work."""
+    return request.num_computed_tokens >= request.num_prompt_tokens and request.num_uncomputed_tokens <= 1
+
+
+class StepPlanner:
+    """Changes queues, slots and block lists through `state`; progress and in-flight counts are the builder's."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._options = state.options
+        self._kv = state.kv
+
+    def plan(self, nothing_in_flight: bool) -> StepPlan:
+        """`nothing_in_flight`: no launched step is unread, so nothing but this plan can change what is stuck."""
+        plan = StepPlan(self._options.max_num_batched_tokens, self._options.max_num_batched_tokens)
+        for request in [r for r in self._state.running if r.can_advance and is_decoding(r)]:
+            if request.state is RequestState.RUNNING:
+                self._plan_decode(plan, request)
+        self._resume_committed(plan)
+        if plan.rows and self._state.limits_prompt_work:
+            plan.prompt_budget = self._prompt_budget(len(plan.rows))
+        self._plan_prompts(plan)
+        if not plan.rows and nothing_in_flight:
+            self._unlock()
+        return plan
+
+    def _prompt_budget(self, num_decodes: int) -> int:
+        """Prompt tokens beside so many decodes: what leaves the step within `itl_budget_ms`, and at least a few, so
+        that prompts get on; without measured step times a fixed number."""
+        times, most = self._state.step_times, self._options.max_num_batched_tokens
+        if times is None:
+            return self._options.decode_prompt_budget or most
+        room = times.most_tokens(self._options.itl_budget_ms / 1e3) - num_decodes
+        least, free = min(LEAST_PROMPT_TOKENS, self._state.block_size), times.num_free_beside(num_decodes)
+        return max(room, free if LEAST_FREE_TOKENS <= free < least else least)
+
+    def prompt_s_per_token(self) -> float:
+        """What a token of the next prompt would take beside the decodes that run now; without measured step times what
+        such tokens took lately, 0: not known."""
+        times = self._state.step_times
+        if times is None or not self._state.limits_prompt_work:
+            return self._state.prompt_order.seconds_per_token
+        num_decodes = sum(map(is_decoding, self._state.running))
+        budget = self._prompt_budget(num_decodes) if num_decodes else self._options.max_num_batched_tokens
+        return times.seconds(num_decodes + budget) / budget
+
+    # --- requests in the batch ------------------------------------------------------------------------------
+
+    def _plan_decode(self, plan: StepPlan, request: Request) -> None:
+        if plan.budget and self._make_room(plan, request, request.num_launched_tokens):
+            plan.put(request, PlannedRow(1, is_prompt=False, is_new=False))
+
+    def _plan_chunk(self, plan: StepPlan, request: Request) -> None:
+        num_tokens = self._chunk(plan, request)
+        if num_tokens and self._make_room(plan, request, request.num_computed_tokens + num_tokens):
+            plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=False))
+
+    def _chunk(self, plan: StepPlan, request: Request) -> int:
+        """Tokens of the next chunk: within budget and chunk limit. It ends on a block boundary, unless it is the
+        last or the limit is below a block."""
+        todo = request.num_uncomputed_tokens
+        limit = min(plan.num_prompt_tokens_left, self._options.max_prefill_chunk or todo)
+        if todo <= limit or limit < self._state.block_size:
+            return min(todo, limit)
+        end = (request.num_computed_tokens + limit) // self._state.block_size * self._state.block_size
+        return end - request.num_computed_tokens if end > request.num_computed_tokens else limit
+
+    def _make_room(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` tokens, by preempting the less important. False: not in this step; what it has it
+        keeps, and if that hinders someone more important it will be preempted in turn."""
+        if self._outgrew_pool(plan, request, num_tokens):
+            return False
+        while not self._grow(request, num_tokens):
+            victim = max(self._preemptable(), key=lambda r: r.sort_key, default=request)
+            if victim.sort_key <= request.sort_key:
+                return False
+            plan.drop(victim)
+            plan.preempted = True
+            self._state.preempt(victim)
+        return True
+
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """What is held for requests that have not started goes before anyone loses blocks."""
+        if self._kv.grow(request, num_tokens):
+            return True
+        self._state.tiers.give_way()
+        return self._kv.grow(request, num_tokens)
+
+    def _outgrew_pool(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Whether `request` needs more blocks than there are; then it has failed."""
+        if self._kv.num_blocks_for(num_tokens) <= self._state.pool.num_blocks:
+            return False
+        text = f"the sequence outgrew the pool of {self._state.pool.num_blocks} KV blocks"
+        for sequence in self._state.fail(request, "too_large_for_pool", text):
+            plan.drop(sequence)
+        return True
+
+    def _preemptable(self) -> list[Request]:
+        """Holders of blocks, but not what is being handed off: transfers may be reading those, and they need no more
+        blocks than they have."""
+        holders = [r for r in (*self._state.running, *self._state.waiting) if r.block_ids]
+        return [r for r in holders if r.mode != "prefill" and not r.is_paused]
+
+    # --- prompts, begun and waiting -------------------------------------------------------------------------
+
+    def _plan_prompts(self, plan: StepPlan) -> None:
+        started = [r for r in self._state.running if r.can_advance and not is_decoding(r)]
+        waiting = []
+        if self._state.free_slots and not plan.preempted:
+            waiting = [r for r in self._state.waiting if not r.block_ids]
+        arranged = self._state.prompt_order.arrange(started, waiting)
+        chunk = self._options.contended_prefill_chunk
+        # So that who comes next doesn't wait for a long step, which a prompt that is late anyway need not be either.
+        if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):
+            plan.prompt_budget = min(plan.prompt_budget, chunk)
+        admission = Admission()
+        for request in arranged:
+            if request.state is RequestState.RUNNING:
+                self._plan_chunk(plan, request)
+            elif request.state is not RequestState.FINISHED:
+                self._admit(plan, request, admission)
+
+    def _resume_committed(self, plan: StepPlan) -> None:
+        """Whoever holds its KV already goes first: it needs a slot and at most one block."""
+        for request in [r for r in self._state.waiting if r.block_ids]:
+            if not self._state.free_slots or plan.budget < 1:
+                return
+            if self._grow(request, request.num_tokens):
+                self._state.enter_batch(request)
+                plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
+
+    def _admit(self, plan: StepPlan, request: Request, admission: Admission) -> None:
+        """Starts a waiting request while budget, slots and blocks last. One that waits for its connector or for its
+        own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start."""
+        if not admission.is_open or plan.preempted:
+            return
+        if not self._state.free_slots or not plan.num_prompt_tokens_left or admission.num_passed_by >= MAX_PASSED_BY:
+            admission.is_open = False
+            return
+        if request.num_in_flight:
+            admission.num_passed_by += 1
+            return
+        if self._outgrew_pool(plan, request, request.num_tokens):  # preempted when it held all there is
+            return
+        if admission.num_reserved is None:
+            admission.num_reserved = sum(self._kv.num_missing_blocks(other) for other in self._state.running)
+        hits = self._kv.cached_prefix(request)
+        num_new = self._kv.num_missing_blocks(request) - len(hits)
+        if num_new > self._state.pool.num_free - self._state.pool.num_unused(hits) - admission.num_reserved:
+            admission.is_open = False
+            self._state.tiers.give_way(besides=request)
+        elif self._start(plan, request, hits):
+            admission.num_reserved += self._kv.num_missing_blocks(request)
+        else:
+            admission.num_passed_by += 1
+
+    def _start(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
+        """False: it must wait for its connector, or for a load."""
+        num_hit = len(hits) * self._state.block_size
+        num_external = self._ask_connector(request, num_hit)
+        num_loaded = self._ask_tiers(plan, request, hits, num_external)
+        if num_external is None or num_loaded is None or not self._kv.start(request, hits, num_external + num_loaded):
+            return False
+        self._leave_tiers(request, len(hits), num_loaded // self._state.block_size)
+        if not request.was_started:
+            request.was_started = True
+            request.num_cached_tokens = min(num_hit + num_loaded, request.num_prompt_tokens)
+            self._state.num_prompt_tokens += request.num_prompt_tokens
+            self._state.num_cached_tokens += request.num_cached_tokens
+        num_tokens = self._chunk(plan, request)
+        # A prompt to be handed off never waits for a block half way, see _preemptable.
+        needed = request.num_tokens if request.mode == "prefill" else request.num_computed_tokens + num_tokens
+        grown = self._kv.grow(request, needed)
+        assert grown, "room was checked"
+        self._state.enter_batch(request)
+        plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=True, num_external_tokens=num_external))
+        return True
+
+    def _ask_connector(self, request: Request, num_computed_tokens: int) -> int | None:
+        if self._state.connector is None or request.mode != "prefill":
+            return 0
+        num_external = self._state.connector.get_num_new_matched_tokens(request, num_computed_tokens)
+        assert num_external is None or num_computed_tokens + num_external < request.num_tokens, (
+            "nothing left to compute"
+        )
+        return num_external
+
+    def _ask_tiers(self, plan: StepPlan, request: Request, hits: list[int], num_external: int | None) -> int | None:
+        """Also of one that waits for its connector: both take their time at once."""
+        if num_external:
+            return 0
+        is_alone = not plan.rows and not self._state.running and len(self._state.waiting) == 1
+        hashes = self._kv.reusable_hashes(request)
+        return self._state.tiers.prepare(request, hashes, hits, is_alone and num_external is not None)
+
+    def _leave_tiers(self, request: Request, num_hits: int, num_loaded: int) -> None:
+        """It has its blocks: those from the tiers are there, or come with this step."""
+        tiers, hashes = self._state.tiers, self._kv.reusable_hashes(request)
+        if num_loaded:
+            loaded = slice(num_hits, num_hits + num_loaded)
+            tiers.load_with_step(request, request.block_ids[loaded], hashes[loaded])
+        tiers.started(request, hashes)
+
+    def _unlock(self) -> None:
+        """Holders of blocks wait for each other (for a slot that one has, a block that another has): the least
+        important starts over."""
+        stuck = self._preemptable()
+        if len(stuck) > 1:
+            self._state.preempt(max(stuck, key=lambda r: r.sort_key))

@@ -1,0 +1,124 @@
+"""Protocols of what the scheduler and its loop use and others implement. No torch at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.engine.scheduling.request import Request
+
+
+class StepHandle(Protocol):
+    """A launched step. `result()` blocks until its sampled tokens are on the host."""
+
+    step_id: int
+
+    def result(self) -> RunnerOutput: ...
+
+    def done(self) -> bool: ...
+
+
+class Runner(Protocol):
+    """Executes steps in order on one stream. `execute` only enqueues on a GPU; on CPU it may compute at once."""
+
+    def execute(self, output: SchedulerOutput) -> StepHandle: ...
+
+
+class KVConnectorScheduler(Protocol):
+    """Scheduler half of a connector. Called from the step loop only; never blocks.
+
+    It shares no state with the worker half but the object that `build_connector_meta` returns.
+    """
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Called at each step that has a slot and blocks for `request`. How many tokens beyond `num_computed_tokens`
+        will come from outside (0: none, start now), or None: not yet, leave it waiting, let others pass and ask again
+        at the next step. A source sends its KVClaim on the first call. No side effect on blocks."""
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Called when `request` starts, with all blocks that its prompt needs; it is never preempted. Blocks for
+        external tokens were grantable: the connector may write them at once."""
+
+    def build_connector_meta(self, output: SchedulerOutput) -> object | None:
+        """Called once a step after scheduling, before launch. The result travels as `output.connector_meta`."""
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+        """Called when `request` leaves the scheduler for good. True: the connector owns `block_ids` from now on and
+        gives each back through `BlockPool.free` when no transfer reads it any more. False: free them now."""
+
+
+class KVConnectorWorker(Protocol):
+    """Worker half, bound to one device pool. Also the object behind the layer hooks of tandem.kernels."""
+
+    def register_kv_cache(self, pool: torch.Tensor) -> None:
+        """Once, before the first step: the pool, `[num_blocks, heads, layers, 2, block_size, head_dim]`."""
+
+    def start_load_kv(self, meta: object | None) -> None:
+        """Before a step that has metadata: bind it and start asynchronous loads."""
+
+    def wait_for_kv_layer(self, layer_name: str) -> None:
+        """From inside the attention op, before the layer reads its KV. Enqueues a wait; never blocks the host."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        """From inside the attention op, after the layer wrote its KV. Enqueues the push of that layer; never blocks."""
+
+    def wait_for_save(self) -> None:
+        """After the forward pass of each step: everything saved in this step is enqueued, metadata is unbound."""
+
+
+class LowerTiers(Protocol):
+    """KV of this node below the device pool, as the planner sees it. Called from the step loop only; never blocks."""
+
+    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+        """Called whenever `request` could start: there are a slot and blocks for all of it. `hashes` are what it may
+        take from a cache, `hits` the blocks that the pool has of them. How many tokens after the hits are loaded under
+        its first step (0 unless `runs_alone`), or None: something is being loaded that it will find, ask again."""
+
+    def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """`request` starts with the next step, which loads these blocks. They are its own, and were grantable."""
+
+    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+        """The step's connector metadata, with its loads."""
+
+    def started(self, request: Request, hashes: Sequence[bytes]) -> None:
+        """It has references of its own to what was found or loaded."""
+
+    def ended(self, request: Request) -> None:
+        """Whether it had started or not, it needs nothing any more. Idempotent."""
+
+    def give_way(self, besides: Request | None = None) -> None:
+        """Others need blocks more: give those back that are held for requests (but `besides`) that have not started,
+        at once or when a copy has ended. Those requests compute what they don't find."""
+
+    def flush(self) -> None:
+        """Forget whatever nobody uses."""
+
+    def check_integrity(self) -> None: ...
+
+
+class NoTiers:
+    """LowerTiers of a node that has none."""
+
+    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+        return 0
+
+    def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        raise AssertionError("there is nothing to load")
+
+    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+        return meta
+
+    def started(self, request: Request, hashes: Sequence[bytes]) -> None: ...
+
+    def ended(self, request: Request) -> None: ...
+
+    def give_way(self, besides: Request | None = None) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def check_integrity(self) -> None: ...

@@ -1,0 +1,152 @@
+"""A request on a node: tokens, progress, blocks. Plain state; the scheduler alone changes it."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tandem.engine.contracts.hashing import Secrecy
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
+
+
+class RequestState(enum.Enum):
+    WAITING = "waiting"  # no slot; no blocks, or those of a committed hand-off
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # lost its blocks, waits to recompute (after its tokens in flight have landed)
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence, or, until its prompt is computed, a group of `len(sample_indices)` samples that will fork.
+
+    Invariants: `num_computed_tokens` counts tokens whose KV is written or will be by a launched step;
+    `num_tokens` counts tokens known to the host; `num_in_flight` counts sampled tokens launched and not yet read.
+    """
+
+    request_id: str
+    attempt: int
+    prompt_token_ids: np.ndarray  # int32 [num_prompt_tokens], prior output at its tail
+    sampling: SamplingParams
+    sample_indices: tuple[int, ...] = (0,)
+    num_prior_output_tokens: int = 0
+    priority: int = 0
+    arrival: int = 0  # a counter: order within one priority
+    mode: str = "full"  # as in Submit
+    use_prefix_cache: bool = True
+    salt: bytes = b""
+    num_public_tokens: int = 0  # leading tokens that anybody may know of, whatever the salt
+    owner: object = None  # whoever gets the tokens; opaque to the engine
+    block_hashes: list[bytes] = field(default_factory=list)  # one per full block of known tokens
+
+    state: RequestState = RequestState.WAITING
+    output_token_ids: list[int] = field(default_factory=list)  # tokens of this attempt
+    num_computed_tokens: int = 0
+    num_in_flight: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first start
+    block_ids: list[int] = field(default_factory=list)
+    slot: int = -1
+    # Filled when a prompt in mode "prefill" ends: (sample_index, token_id, finished) in order of sample_indices.
+    first_tokens: list[tuple[int, int, bool]] = field(default_factory=list)
+
+    order: int = 0  # given by the scheduler, unique: the last word on who runs first
+    max_num_tokens: int = 0  # prompt and output together; set by the scheduler from max_tokens and max_model_len
+    # Newest step that works for this request and so may write its blocks, -1: none. Whoever gets the blocks in
+    # `request_finished` gives it to `BlockPool.free`.
+    last_step: int = -1
+    num_registered_blocks: int = 0  # leading blocks offered to the hash table
+    num_table_blocks: int = 0  # leading blocks that the slot's block table on the device has
+    num_preemptions: int = 0
+    is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
+    was_started: bool = False
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
+    prompt_logprobs_sent: bool = False
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request_id, self.attempt
+
+    @property
+    def secrecy(self) -> Secrecy:
+        return Secrecy(self.salt, self.num_public_tokens)
+
+    @property
+    def sort_key(self) -> tuple[int, int, int]:
+        """Lower runs first and is preempted last."""
+        return self.priority, self.arrival, self.order
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_launched_tokens(self) -> int:
+        """Tokens that the device has once the launched steps have run."""
+        return self.num_tokens + self.num_in_flight
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Of the launched tokens, those whose KV no launched step writes."""
+        return self.num_launched_tokens - self.num_computed_tokens
+
+    @property
+    def can_advance(self) -> bool:
+        """Whether a row launched now may yield something that is kept: max_tokens is predicted, a stop is not."""
+        if self.is_paused or (self.mode == "prefill" and self.num_launched_tokens > self.num_prompt_tokens):
+            return False
+        return self.num_launched_tokens < self.max_num_tokens
+
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        return self.sampling.num_prompt_logprobs is not None and not self.prompt_logprobs_sent
+
+    def known_token_ids(self, start: int = 0) -> np.ndarray:
+        """int32 [num_tokens - start]: prompt and output from position `start` on, as far as the host knows them."""
+        num_prompt = self.num_prompt_tokens
+        if start >= num_prompt:
+            return np.array(self.output_token_ids[start - num_prompt :], np.int32)
+        if not self.output_token_ids:
+            return self.prompt_token_ids[start:]
+        return np.concatenate((self.prompt_token_ids[start:], np.array(self.output_token_ids, np.int32)))
+
+
+# --- what the scheduler reports after a step ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A new token of one sample. `output_index` counts from the request's very first output (prior attempts too)."""
+
+    request: Request
+    sample_index: int
+    output_index: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsEvent:
+    request: Request
+    entries: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FailedEvent:
+    """The engine gives the request up, e.g. it can't fit into the pool even alone."""
+
+    request: Request
+    code: str
+    message: str
+    retryable: bool
+
+
+EngineEvent = TokenEvent | PromptLogprobsEvent | FailedEvent

@@ -1,0 +1,161 @@
+"""One scheduler for every role: each request wants its computed tokens to reach its known tokens.
+
+A step hands out a token budget: running decodes first, then prompt chunks: of running, then of waiting requests, each
+in the order of (priority, arrival), or all in the order that `prompt_order` gives. It runs one step ahead of the
+device: schedule(N+1) comes before update(N), so a launched sample counts as a token in flight whose value is not known
+yet (docs/architecture.md, "The step loop").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.scheduling import stop
+from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.builder import StepBookings, StepBuilder
+from tandem.engine.scheduling.planner import StepPlanner
+from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
+from tandem.engine.scheduling.prompt_order import PromptOrder
+from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
+from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step_pace import StepPace
+
+
+class Scheduler(SchedulerState):
+    """Verbs of the step loop: `schedule`, then `update` with what the runner answered, in the order of steps.
+
+    Requests come by `add` and `add_committed` and go by their last token, `abort` or a FailedEvent.
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        pool: BlockPool,
+        *,
+        block_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        root_for_salt: Callable[[bytes], bytes],
+        hash_block_size: int = 0,
+        limits_prompt_work: bool = False,
+        connector: KVConnectorScheduler | None = None,
+        prompt_order: PromptOrder | None = None,
+        tiers: LowerTiers | None = None,
+        pace: StepPace | None = None,
+    ) -> None:
+        """As in SchedulerState. `pace` is told of every step. ValueError: `block_size` is not a multiple of
+        `hash_block_size`."""
+        super().__init__(
+            options,
+            pool,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            root_for_salt=root_for_salt,
+            hash_block_size=hash_block_size,
+            limits_prompt_work=limits_prompt_work,
+            connector=connector,
+            prompt_order=prompt_order,
+            tiers=tiers,
+        )
+        self.pace = pace or StepPace(lambda: 0.0)
+        self._planner = StepPlanner(self)
+        self._launched: dict[int, StepBookings] = {}
+        self._next_step = 0
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, or None when nothing can be launched now. A step that is returned must be executed."""
+        self.pace.decided()
+        plan = self._planner.plan(nothing_in_flight=not self._launched)
+        if not plan.rows:
+            return None
+        step_id = self._next_step
+        self._next_step += 1
+        output, launched = StepBuilder(self, step_id).build(plan)
+        self._launched[step_id] = launched
+        prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
+        launched.is_mixed = 0 < len(prompts) < len(plan.rows)
+        self.prompt_order.launched(step_id, prompts)
+        self.pace.launched(step_id, output.num_tokens)
+        meta = None if self.connector is None else self.connector.build_connector_meta(output)
+        meta = self.tiers.step_meta(step_id, meta)
+        return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
+
+    @property
+    def prompt_s_per_token(self) -> float:
+        """What a token of a prompt that comes now would take; 0: not known."""
+        return self._planner.prompt_s_per_token()
+
+    def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineEvent]:
+        """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
+        ended meanwhile are dropped."""
+        launched = self._launched.pop(output.step_id)
+        seconds = self.prompt_order.completed(output.step_id)
+        self.pace.completed(output.step_id)
+        if self.step_times is not None and launched.is_mixed:
+            self.step_times.observed(output.num_tokens, seconds)
+        if result.failure is not None:
+            return self._give_up(launched, result.failure)
+        for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
+            if row.prompt_logprobs:
+                self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
+        logprobs = result.logprobs or [None] * len(output.samples)
+        token_ids = result.token_ids.tolist()
+        for sample, request, token_id, entry in zip(output.samples, launched.sampled, token_ids, logprobs, strict=True):
+            request.num_in_flight -= 1
+            if request.state is not RequestState.FINISHED and sample.sample_index in request.sample_indices:
+                self._take_token(request, sample, token_id, entry)
+        return self.take_events()
+
+    def _give_up(self, launched: StepBookings, reason: str) -> list[EngineEvent]:
+        """The step was not computed. Whatever has blocks may have found its prefix in those of the step, or be in the
+        step that was launched meanwhile: all of it ends here. Another node may have the memory that this one lacks."""
+        for request in launched.sampled:
+            request.num_in_flight -= 1
+        holders = [sequences for sequences in self._requests.values() if any(s.block_ids for s in sequences)]
+        for sequences in holders:
+            self.fail(sequences[0], "out_of_memory", reason, retryable=True)
+        return self.take_events()
+
+    def take_events(self) -> list[EngineEvent]:
+        """Events since the last call, those of `schedule` and `add` included."""
+        events, self.events = self.events, []
+        return events
+
+    def assert_empty(self) -> None:
+        super().assert_empty()
+        assert not self._launched, "a launched step was not read"
+
+    # --- results --------------------------------------------------------------------------------------------
+
+    def _take_prompt_logprobs(self, request: Request, row: ScheduledRow, entries: list[TokenLogprobs]) -> None:
+        """Kept by position: a prompt that was preempted and computed again reports some of them twice."""
+        if request.state is RequestState.FINISHED or request.prompt_logprobs_sent:
+            return
+        request.prompt_logprobs.update(enumerate(entries, row.start + 1))
+        if row.start + row.num_tokens >= request.num_prompt_tokens:
+            in_order = tuple(entry for _, entry in sorted(request.prompt_logprobs.items()))
+            self.events.append(PromptLogprobsEvent(request, in_order))
+            request.prompt_logprobs.clear()
+            request.prompt_logprobs_sent = True
+
+    def _take_token(self, request: Request, sample: SampleRow, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        reason = stop.finish_reason(request, token_id, sample.output_index, sample.position + 1, self.eos_token_ids)
+        stop_token_id = token_id if reason == "stop" else None
+        event = TokenEvent(request, sample.sample_index, sample.output_index, token_id, reason, stop_token_id, logprobs)
+        self.events.append(event)
+        if request.mode == "prefill":
+            request.first_tokens.append((sample.sample_index, token_id, reason is not None))
+            if len(request.first_tokens) == len(request.sample_indices):
+                self.finish(request)
+            return
+        request.output_token_ids.append(token_id)
+        if request.block_ids:
+            self.kv.register_full_blocks(request, request.last_step)
+        if reason is not None:
+            self.finish(request)

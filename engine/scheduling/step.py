@@ -1,0 +1,147 @@
+"""What the scheduler tells the runner for one step, and what the runner answers. Plain data, no torch.
+
+Slots: the runner keeps batch state on the device in `max_num_seqs` slots (token ids, block table, sampling
+parameters, penalty counts). The scheduler owns the slot numbers; a step patches only what changed. The input of
+a decode row is gathered from the slot's token table at the row's start position, so a token sampled by the step
+before never has to visit the host.
+
+The plan is made of msgspec structs: a step has one or two for each sequence, they are made ten times as fast as frozen
+dataclasses, and they go to other ranks as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import TokenLogprobs
+
+
+class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence enters (or re-enters after preemption) the batch; the slot's old content is void.
+
+    `token_ids` are all tokens known to the host, prompt and output. Tokens from index `num_prompt_tokens` on are
+    output for penalties and min_tokens, `sampling` applies to the sequence's `sample_index`.
+    """
+
+    slot: int
+    token_ids: np.ndarray  # int32 [num_tokens]
+    num_prompt_tokens: int
+    block_ids: tuple[int, ...]
+    sampling: SamplingParams
+    sample_index: int
+
+
+class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`slot` becomes a copy of `parent_slot` (token table and block table) before its sampled token is written."""
+
+    slot: int
+    parent_slot: int
+    num_tokens: int
+    block_ids: tuple[int, ...]
+    sample_index: int
+
+
+class BlockAppend(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Block table patch: entry `index` of `slot` is `block_id` from this step on."""
+
+    slot: int
+    index: int
+    block_id: int
+
+
+class BlockCopy(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copy the first `num_tokens` slots of a block, all layers, on the compute stream before the step's forward."""
+
+    source: int
+    destination: int
+    num_tokens: int
+
+
+class SampleRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One token to sample. `row` indexes `rows`; `slot` gets the token at table position `position`."""
+
+    row: int
+    slot: int
+    position: int
+    sample_index: int
+    output_index: int
+
+
+class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """`num_tokens` tokens of `slot` from position `start` on, to be computed in this step."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    prompt_logprobs: bool = False
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
+    """One step. Order of effect: new_slots, block_appends, copies, forward over rows, forks, sampling."""
+
+    step_id: int
+    rows: tuple[ScheduledRow, ...]
+    samples: tuple[SampleRow, ...]
+    new_slots: tuple[NewSlot, ...] = ()
+    forks: tuple[ForkSlot, ...] = ()
+    block_appends: tuple[BlockAppend, ...] = ()
+    copies: tuple[BlockCopy, ...] = ()
+    connector_meta: object | None = None  # made by KVConnectorScheduler.build_connector_meta and LowerTiers.step_meta
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row brings one token and samples one, and nothing else happens to the KV."""
+        return (
+            self.connector_meta is None
+            and not self.forks
+            and len(self.samples) == len(self.rows)
+            and all(row.num_tokens == 1 and not row.prompt_logprobs for row in self.rows)
+            and all(sample.row == index for index, sample in enumerate(self.samples))
+        )
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether KV moves beside its layers, so that they are launched one by one; metadata without `by_layer` means
+        that it does. Ranks other than the first have this answer for metadata."""
+        meta = self.connector_meta
+        return meta if isinstance(meta, bool) else meta is not None and getattr(meta, "by_layer", True)
+
+    @property
+    def is_only_rows(self) -> bool:
+        """Whether nothing happens to the KV but that its rows are computed, and no row is sampled twice."""
+        return (
+            not self.is_layered
+            and not self.forks
+            and not any(row.prompt_logprobs for row in self.rows)
+            and len({sample.row for sample in self.samples}) == len(self.samples)
+        )
+
+    def token_rows(self) -> list[ScheduledRow]:
+        """Each token as a row of its own: first the sampled ones in the samples' order, then all others."""
+        sampled = {sample.row for sample in self.samples}
+        last = [self.rows[sample.row] for sample in self.samples]
+        rows = [ScheduledRow(row.slot, row.start + row.num_tokens - 1, 1) for row in last]
+        for index, row in enumerate(self.rows):
+            end = row.start + row.num_tokens - (index in sampled)
+            rows += [ScheduledRow(row.slot, position, 1) for position in range(row.start, end)]
+        return rows
+
+
+@dataclass(slots=True)
+class RunnerOutput:
+    """Host-side result of one step. `token_ids[i]` belongs to `SchedulerOutput.samples[i]`."""
+
+    step_id: int
+    token_ids: np.ndarray  # int32 [num_samples]
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # empty when no sample asked
+    # (row index) -> entries predicting positions start+1 .. start+num_tokens (the last only if it is in the prompt)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    failure: str | None = None  # why nothing was computed: the step's requests end with it

@@ -1,0 +1,29 @@
+"""When a sequence ends: the one place that knows max_tokens, max_model_len, EOS, stop ids and min_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tandem.engine.contracts.wire.parts import FinishReason
+from tandem.engine.scheduling.request import Request
+
+
+def max_num_tokens(request: Request, max_model_len: int) -> int:
+    """Most tokens, prompt and output, that `request` may have. `max_tokens` counts the output of prior attempts too."""
+    num_true_prompt_tokens = request.num_prompt_tokens - request.num_prior_output_tokens
+    return min(max_model_len, num_true_prompt_tokens + request.sampling.max_tokens)
+
+
+def finish_reason(
+    request: Request, token_id: int, output_index: int, num_tokens: int, eos_token_ids: Collection[int]
+) -> FinishReason | None:
+    """Why `token_id` ends its sample, which has `num_tokens` tokens with it; None: it goes on.
+
+    The sampler bans stop ids while output_index < min_tokens. The same bound holds here, so that a stop id which
+    comes through all the same (a logit bias of infinity) doesn't end the sample early.
+    """
+    if output_index >= request.sampling.min_tokens:
+        is_eos = token_id in eos_token_ids and not request.sampling.ignore_eos
+        if is_eos or token_id in request.sampling.stop_token_ids:
+            return "stop"
+    return "length" if num_tokens >= request.max_num_tokens else None

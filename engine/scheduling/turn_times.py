@@ -1,0 +1,76 @@
+"""Where the time between the results of two steps went: why a token came late. Pure: the clocks are passed in.
+
+A turn of the step loop is cut into parts, each charged with the time since the cut before. When a step's results are
+there, its turn is over. One that took too long is counted under the part that exceeded its usual time by most; time of
+the device counts as "prompt" when the step had prompt work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tandem.engine.scheduling.step import SchedulerOutput
+
+# What the step loop does, in the order of a turn. "device": waiting for the step that runs.
+PARTS = ("events", "upkeep", "schedule", "launch", "urgent", "device", "results")
+REASONS = (*PARTS, "prompt")
+SMOOTHING = 1 / 32
+Note = Callable[[dict[str, float | str]], None]
+
+
+class TurnTimes:
+    """`slow_s`: from when on a turn is slow. `note` gets each slow turn: its parts in ms, `reason`, `total`, `cpu` (of
+    this thread: what is missing to the parts besides "device" it waited for the interpreter or a core), rows, prompt
+    tokens and new sequences of the step."""
+
+    def __init__(
+        self,
+        slow_s: float,
+        clock: Callable[[], float],
+        cpu_clock: Callable[[], float],
+        note: Note | None = None,
+    ) -> None:
+        self._slow_s, self._clock, self._cpu_clock, self._note = slow_s, clock, cpu_clock, note
+        self._usual = dict.fromkeys(PARTS, 0.0)
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._last = clock()
+        self._cpu = cpu_clock()
+        self._follows = False  # whether the turn began where another ended
+        self.counters = {"steps": 0.0, "slow_steps": 0.0, **{f"slow_steps_{reason}": 0.0 for reason in REASONS}}
+
+    def charge(self, part: str) -> None:
+        """The time since the last call, to `part`."""
+        now = self._clock()
+        self._parts[part] += now - self._last
+        self._last = now
+
+    def paused(self) -> None:
+        """Nothing was launched: what comes next begins a turn, but nobody has waited for it."""
+        self._follows = False
+
+    def step_read(self, step: SchedulerOutput) -> None:
+        """The results of `step` are there: its turn ends."""
+        self.charge("results")
+        parts, total, cpu = self._parts, sum(self._parts.values()), self._cpu_clock()
+        if self._follows:
+            self.counters["steps"] += 1
+            if total > self._slow_s:
+                self._count(step, parts, total, cpu - self._cpu)
+            else:
+                for part, seconds in parts.items():
+                    self._usual[part] += SMOOTHING * (seconds - self._usual[part])
+        self._parts = dict.fromkeys(PARTS, 0.0)
+        self._cpu, self._follows = cpu, True
+
+    def _count(self, step: SchedulerOutput, parts: dict[str, float], total: float, cpu: float) -> None:
+        num_prompt_tokens = max(0, step.num_tokens - len(step.samples))  # those that nobody waited for
+        reason = max(PARTS, key=lambda part: parts[part] - self._usual[part])
+        if reason == "device" and num_prompt_tokens:
+            reason = "prompt"
+        self.counters["slow_steps"] += 1
+        self.counters[f"slow_steps_{reason}"] += 1
+        if self._note is not None:
+            in_ms = {part: round(seconds * 1e3, 2) for part, seconds in parts.items()}
+            sums = {"total": round(total * 1e3, 2), "cpu": round(cpu * 1e3, 2)}
+            kinds = {"rows": len(step.rows), "prompt_tokens": num_prompt_tokens, "new": len(step.new_slots)}
+            self._note({"reason": reason, **sums, **in_ms, **kinds})

@@ -1,0 +1,1 @@
+"""What models and nodes call: attention, its metadata, its backends' interface, the choice among them."""

@@ -1,0 +1,262 @@
+"""The attention layer and the custom op that models call.
+
+Shapes: T new tokens, H query heads, K KV heads, D head size. A model calls `unified_attention(q, k, v, layer_name)`;
+everything else about the step comes from the forward context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl
+from tandem.kernels.api.forward_context import get_forward_context
+from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.api.selection import load_backend, rank_backends, run_with_fallback, select_backend
+from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
+from tandem.kernels.blocks.quantization import Scale, scale_for
+
+__all__ = ["Attention", "AttentionType", "unified_attention"]
+
+
+class Attention(nn.Module):
+    """One layer's attention over the paged cache. Holds no weights.
+
+    `kv_cache[e]` is the layer's cache of virtual engine e, `[num_blocks, K, 2, block_size, D]` (for a node's pool:
+    `pool[:, :, layer]`), empty until the runner binds it. `attn_backend`: a backend class, its name, or None for the
+    first in the table that fits. Raises UnsupportedOptionError or BackendUnavailableError (both ValueError).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: torch.Tensor | Sequence[float] | None = None,
+        sliding_window: int | None = None,
+        logits_soft_cap: float | None = None,
+        kv_cache_dtype: str = "auto",
+        blocksparse_params: Mapping[str, Any] | None = None,
+        attn_backend: type[AttentionBackend] | AttentionBackend | str | None = None,
+        calculate_kv_scales: bool = False,
+        layer_name: str = "",
+        *,
+        attn_type: str = AttentionType.DECODER,
+        num_virtual_engines: int = 1,
+    ) -> None:
+        super().__init__()
+        slopes = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
+        self.spec = AttentionSpec(
+            num_heads=num_heads,
+            head_size=head_size,
+            scale=scale,
+            num_kv_heads=num_heads if num_kv_heads is None else num_kv_heads,
+            alibi_slopes=slopes,
+            sliding_window=sliding_window,
+            logits_soft_cap=logits_soft_cap or None,
+            kv_cache_dtype=kv_cache_dtype,
+            blocksparse=None if blocksparse_params is None else BlockSparse.from_params(blocksparse_params),
+            attn_type=attn_type,
+        )
+        self.layer_name = layer_name
+        self.calculate_kv_scales = calculate_kv_scales
+        self.kv_cache: list[torch.Tensor] = [torch.empty(0) for _ in range(num_virtual_engines)]
+        self.k_scale: Scale = 1.0
+        self.v_scale: Scale = 1.0
+        self._requested = _backend_name(attn_backend)
+        self._chains: dict[tuple[torch.device, torch.dtype, str, int | None], list[type[AttentionBackend]]] = {}
+        self._impls: dict[type[AttentionBackend], AttentionImpl] = {}
+
+    def keep_kv_as(self, kv_cache_dtype: str, k_scale: float = 1.0, v_scale: float = 1.0) -> None:
+        """What the cache will be, if that was not known when the layer was made; before anything is stored."""
+        assert not self._impls, "the layer has been used"
+        self.spec = replace(self.spec, kv_cache_dtype=kv_cache_dtype)
+        self.k_scale, self.v_scale = k_scale, v_scale
+
+    @property
+    def impl(self) -> AttentionImpl:
+        """The implementation that serves this layer on its cache's device (in the cache's or the default dtype)."""
+        return self._impl_of(self._first_backend())
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether decode reads what rows share once, when metadata.shared_prefixes says so."""
+        spec = self.spec
+        every_token = spec.sliding_window is None and spec.blocksparse is None
+        return every_token and spec.attn_type == AttentionType.DECODER and self._first_backend().shares_prefixes
+
+    def _first_backend(self) -> type[AttentionBackend]:
+        cache = self.kv_cache[0]
+        dtype = cache.dtype if cache.element_size() > 1 else torch.get_default_dtype()
+        return self.backends(cache.device, dtype, self.spec.attn_type, _block_size(cache))[0]
+
+    def backends(
+        self, device: torch.device, dtype: torch.dtype, attn_type: str, block_size: int | None = None
+    ) -> list[type[AttentionBackend]]:
+        """The backend that serves such tensors, then those it may fall to. Chosen once."""
+        key = (device, dtype, attn_type, block_size)
+        if key not in self._chains:
+            spec = self.spec if attn_type == self.spec.attn_type else _with_type(self.spec, attn_type)
+            first, _ = select_backend(device, dtype, spec.head_size, spec, self._requested, block_size)
+            usable, _ = rank_backends(device, dtype, spec.head_size, spec, block_size)
+            self._chains[key] = usable[usable.index(first) :]
+        return self._chains[key]
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+        attn_type: str = AttentionType.DECODER,
+        kv_is_stored: bool = False,
+    ) -> torch.Tensor:
+        """Stores the new KV (unless `kv_is_stored`) and attends; output like query.
+
+        query [T, H, D], [T, H * D] or [batch, seq, H * D].
+        In the batch form row i's tokens are its first `query_lens[i]`; the rest is padding and comes back as zeros.
+        A scale that is not 1.0 replaces the layer's own (given in `k_scale`/`v_scale` or computed on first use).
+        """
+        if self.calculate_kv_scales:
+            self.maybe_calc_kv_scales(key, value)
+        k_scale = self.k_scale if _is_one(k_scale) else k_scale
+        v_scale = self.v_scale if _is_one(v_scale) else v_scale
+        spec = self.spec
+        picked = _batch_tokens(query, spec, attn_metadata)
+        q = _as_heads(query, spec.num_heads, spec.head_size, picked)
+        cross = attn_type == AttentionType.ENCODER_DECODER
+        k = _as_heads(key, spec.num_kv_heads, spec.head_size, None if cross else picked)
+        v = _as_heads(value, spec.num_kv_heads, spec.head_size, None if cross else picked)
+
+        def attempt(backend: type[AttentionBackend]) -> torch.Tensor:
+            impl = self._impl_of(backend)
+            if kv_is_stored:
+                return impl.attend(q, k, v, kv_cache, attn_metadata, k_scale, v_scale)
+            return impl.forward(self, q, k, v, kv_cache, attn_metadata, k_scale, v_scale, attn_type)
+
+        output = run_with_fallback(self.backends(query.device, query.dtype, attn_type, _block_size(kv_cache)), attempt)
+        if picked is None:
+            return output.view(query.shape)
+        padded = query.new_zeros(query.shape[0] * query.shape[1], query.shape[2])
+        padded[picked] = output.reshape(-1, query.shape[2])
+        return padded.view(query.shape)
+
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: AttentionMetadata
+    ) -> None:
+        """Stores key/value [T, K, D] without attending. Raises what the backend raises."""
+        if self.calculate_kv_scales:
+            self.maybe_calc_kv_scales(key, value)
+        first = self.backends(key.device, key.dtype, self.spec.attn_type, _block_size(kv_cache))[0]
+        self._impl_of(first).store(key, value, kv_cache, attn_metadata, self.k_scale, self.v_scale)
+
+    def maybe_calc_kv_scales(self, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
+        """Sets the scales from the first KV seen, once: what is in the cache was stored with them."""
+        if key is None or value is None or key.numel() == 0:
+            return
+        self.k_scale, self.v_scale = scale_for(key), scale_for(value)
+        self.calculate_kv_scales = False
+
+    def _impl_of(self, backend: type[AttentionBackend]) -> AttentionImpl:
+        if backend not in self._impls:
+            self._impls[backend] = backend.get_impl_cls()(self.spec)
+        return self._impls[backend]
+
+    def extra_repr(self) -> str:
+        return f"{self.layer_name!r}, heads={self.spec.num_heads}/{self.spec.num_kv_heads}x{self.spec.head_size}"
+
+
+def unified_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool = False
+) -> torch.Tensor:
+    """Attention of one layer of the current forward pass, as one custom op (`tandem::unified_attention`).
+
+    query [T, H, D] (or [T, H * D]), key/value [T, K, D] -> like query. Waits for the layer's KV, attends, saves the
+    layer's KV, the first and last through the forward context's hooks if it has any. `kv_is_stored`: key and value are
+    in the cache already (kernels/products/rotary_attention.py).
+    """
+    output: torch.Tensor = torch.ops.tandem.unified_attention(query, key, value, layer_name, kv_is_stored)
+    return output
+
+
+def _unified_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
+) -> torch.Tensor:
+    context = get_forward_context()
+    layer = context.layer(layer_name)
+    metadata = context.metadata_of(layer_name)
+    kv_cache = layer.kv_cache[context.virtual_engine]
+    if context.hooks is not None:
+        context.hooks.wait_for_kv_layer(layer_name)
+    output = layer.forward(
+        query, key, value, kv_cache, metadata, attn_type=layer.spec.attn_type, kv_is_stored=kv_is_stored
+    )
+    if context.hooks is not None:
+        context.hooks.save_kv_layer(layer_name, kv_cache, metadata)
+    return output
+
+
+def _unified_attention_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer_name: str, kv_is_stored: bool
+) -> torch.Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+_library = torch.library.Library("tandem", "FRAGMENT")
+_library.define(
+    "unified_attention(Tensor query, Tensor key, Tensor value, str layer_name, bool kv_is_stored) -> Tensor"
+)
+_library.impl("unified_attention", _unified_attention, "CompositeExplicitAutograd")
+torch.library.register_fake("tandem::unified_attention", _unified_attention_fake, lib=_library)
+
+
+def _backend_name(backend: type[AttentionBackend] | AttentionBackend | str | None) -> str:
+    if backend is None:
+        return "auto"
+    name = backend if isinstance(backend, str) else backend.get_name()
+    if name != "auto":
+        load_backend(name)  # an unknown name fails here, not at the first step
+    return name
+
+
+def _block_size(kv_cache: torch.Tensor) -> int | None:
+    return kv_cache.shape[3] if kv_cache.dim() == 5 else None
+
+
+def _with_type(spec: AttentionSpec, attn_type: str) -> AttentionSpec:
+    return replace(spec, attn_type=attn_type)
+
+
+def _is_one(scale: Scale) -> bool:
+    return not isinstance(scale, torch.Tensor) and scale == 1.0
+
+
+def _batch_tokens(query: torch.Tensor, spec: AttentionSpec, metadata: AttentionMetadata) -> torch.Tensor | None:
+    """For a padded [batch, seq, H * D] query: the flat indices of its real tokens; None for every other form."""
+    if query.dim() != 3 or query.shape[1:] == (spec.num_heads, spec.head_size):
+        return None
+    batch, seq_len, _ = query.shape
+    lengths = metadata.encoder_seq_lens_cpu if spec.attn_type == AttentionType.ENCODER else metadata.query_lens_cpu
+    if len(lengths) != batch or max(lengths, default=0) > seq_len:
+        raise ValueError(f"query is {tuple(query.shape)}, but the metadata has rows of {lengths} new tokens")
+    indices = [row * seq_len + index for row, length in enumerate(lengths) for index in range(length)]
+    return torch.tensor(indices, dtype=torch.long, device=query.device)
+
+
+def _as_heads(tensor: torch.Tensor, num_heads: int, head_size: int, picked: torch.Tensor | None) -> torch.Tensor:
+    """Any accepted form to [T, heads, head_size]."""
+    if tensor is None:
+        return tensor
+    if tensor.shape[-2:] != (num_heads, head_size):
+        if tensor.shape[-1] != num_heads * head_size:
+            raise ValueError(f"expected {num_heads} heads of {head_size}, got a tensor of {tuple(tensor.shape)}")
+        tensor = tensor.reshape(-1, num_heads, head_size)
+    return tensor if picked is None else tensor.reshape(-1, num_heads, head_size)[picked]

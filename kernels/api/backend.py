@@ -1,0 +1,283 @@
+"""The backend interface: what each attention backend answers and implements.
+
+Shapes: T new tokens, H query heads, K KV heads, D head size, N rows, S slots a block; a layer's cache is
+kv_NKPSD = [num_blocks, K, 2, S, D] (plane 0 keys, plane 1 values), usually a strided view of the node's pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tandem.kernels.api.errors import UnsupportedOptionError
+from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder, RowBatch
+from tandem.kernels.api.spec import AttentionSpec, AttentionType
+from tandem.kernels.blocks.quantization import FP8_DTYPE, Scale
+
+if TYPE_CHECKING:
+    from tandem.kernels.api.attention import Attention
+
+
+@dataclass(frozen=True, eq=False)
+class PagedKV:
+    """One layer's cache as two views [num_blocks, K, S, D] with contiguous D, and the fp8 scales."""
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    k_scale: Scale = 1.0
+    v_scale: Scale = 1.0
+
+    @classmethod
+    def of_layer(cls, kv_layer: torch.Tensor, k_scale: Scale = 1.0, v_scale: Scale = 1.0) -> PagedKV:
+        assert kv_layer.dim() == 5, f"not a KV layer: {tuple(kv_layer.shape)}"
+        assert kv_layer.shape[2] == 2, f"dimension 2 is keys and values, got {tuple(kv_layer.shape)}"
+        return cls(kv_layer[:, :, 0], kv_layer[:, :, 1], k_scale, v_scale)
+
+    @property
+    def block_size(self) -> int:
+        return self.key_cache.shape[2]
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.key_cache.dtype == FP8_DTYPE
+
+
+class PagedOps(ABC):
+    """The three operations of a paged backend, without layer or metadata objects around them."""
+
+    @staticmethod
+    @abstractmethod
+    def write(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+        """Stores key/value [T, K, D] at `slot_mapping` [T]; slot -1 is skipped. fp8 saturates and counts."""
+
+    @staticmethod
+    @abstractmethod
+    def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
+        """query [N, H, D], one token a row, whose KV is already stored -> [N, H, D]. Rows of length 0 give zeros."""
+
+    @staticmethod
+    @abstractmethod
+    def prefill(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv: PagedKV | None,
+        rows: RowBatch,
+        spec: AttentionSpec,
+    ) -> torch.Tensor:
+        """query [T, H, D], key/value [T, K, D] of the new tokens; earlier tokens come from the cache -> [T, H, D]."""
+
+
+class AttentionImpl(ABC):
+    """A backend's implementation for one layer."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def forward(
+        self,
+        attn_layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+        attn_type: str = AttentionType.DECODER,
+    ) -> torch.Tensor:
+        """Writes key/value [T, K, D] to `kv_cache`, attends with query [T, H, D] -> [T, H, D].
+
+        An empty `kv_cache` means: nothing is stored and no row has earlier tokens (profiling, encoders).
+        """
+
+    @abstractmethod
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> None:
+        """The first half of `forward` of a decoder: writes key/value [T, K, D], nothing to an empty `kv_cache`."""
+
+    @abstractmethod
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> torch.Tensor:
+        """The second half: the new keys and values are in the cache already. Decode rows don't read key and value."""
+
+
+class AttentionBackend(ABC):
+    """Static description of a backend: name, classes, cache shape, and what it can't do."""
+
+    accept_output_buffer: bool = False
+    supports_quant_query_input: bool = False
+    block_multiple: int = 1  # a cache's block size must be a multiple of this
+    shares_prefixes: bool = False  # whether decode reads metadata.shared_prefixes
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str: ...
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type[AttentionImpl]: ...
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return AttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return AttentionMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Shape of one layer's cache. Every backend here reads the same layout, so that nodes can exchange blocks."""
+        return (num_blocks, num_kv_heads, 2, block_size, head_size)
+
+    @staticmethod
+    @abstractmethod
+    def get_ops() -> type[PagedOps]:
+        """The raw paged operations."""
+
+    @staticmethod
+    @abstractmethod
+    def unavailable_reason() -> str | None:
+        """Why this backend can't run in this process at all (package missing, no such device), or None."""
+
+    @staticmethod
+    @abstractmethod
+    def unsupported_reason(
+        device: torch.device, dtype: torch.dtype, head_size: int, options: AttentionSpec
+    ) -> str | None:
+        """Why this backend can't serve such a layer, or None. Names the option."""
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return cls.unavailable_reason() is None
+
+
+class PagedImpl(AttentionImpl):
+    """Common flow over a backend's PagedOps: write, then decode rows and prefill rows, each as one call."""
+
+    ops: type[PagedOps]
+
+    def forward(
+        self,
+        attn_layer: Attention,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+        attn_type: str = AttentionType.DECODER,
+    ) -> torch.Tensor:
+        if attn_type == AttentionType.DECODER:
+            self.store(key, value, kv_cache, attn_metadata, k_scale, v_scale)
+            return self.attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+        if attn_type == AttentionType.ENCODER_DECODER:
+            return self._forward_cross(query, key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata)
+        rows = attn_metadata.encoder_rows(attn_type == AttentionType.ENCODER)
+        if sum(rows.query_lens_cpu) != query.shape[0]:
+            lengths = rows.query_lens_cpu
+            raise ValueError(f"{query.shape[0]} encoder tokens, but encoder_seq_lens add up to {sum(lengths)}")
+        return self._attend_both_ways(query, key, value, rows)
+
+    def _forward_cross(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv: PagedKV,
+        meta: AttentionMetadata,
+    ) -> torch.Tensor:
+        """Encoder KV is written on the step that brings it (`cross_slot_mapping`), and read from the cache always."""
+        if meta.encoder_seq_lens is None:
+            raise UnsupportedOptionError("attn_type", "cross attention needs encoder_seq_lens and cross_block_tables")
+        if meta.cross_slot_mapping is not None and key is not None and value is not None:
+            self.ops.write(key, value, kv, meta.cross_slot_mapping)
+        return self._attend_cross(query, kv, meta.cross_rows())
+
+    def _attend_both_ways(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch
+    ) -> torch.Tensor:
+        """query [T, H, D], key/value [T, K, D], each row over all its own tokens -> [T, H, D]."""
+        raise UnsupportedOptionError("attn_type", "encoders need the triton or the native backend")
+
+    def _attend_cross(self, query: torch.Tensor, kv: PagedKV, rows: RowBatch) -> torch.Tensor:
+        """query [T, H, D], each row over the `seq_lens` tokens in its blocks -> [T, H, D]; zeros over none."""
+        raise UnsupportedOptionError("attn_type", "cross attention needs the triton or the native backend")
+
+    def store(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> None:
+        if kv_cache.numel():
+            self.ops.write(key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata.slot_mapping)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+    ) -> torch.Tensor:
+        kv = PagedKV.of_layer(kv_cache, k_scale, v_scale) if kv_cache.numel() else None
+        return self._attend(query, key, value, kv, attn_metadata)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        num_decode = meta.num_decode_rows if kv is not None else 0
+        if num_decode == meta.num_rows:
+            assert kv is not None or meta.num_rows == 0
+            return self._forward_decode(query, kv, meta) if kv is not None else torch.empty_like(query)
+        if num_decode == 0:
+            return self._forward_prefill(query, key, value, kv, meta)
+        output = torch.empty_like(query)
+        output[:num_decode] = self._forward_decode(query[:num_decode], kv, meta)
+        rest = slice(num_decode, None)
+        output[rest] = self._forward_prefill(query[rest], key[rest], value[rest], kv, meta)
+        return output
+
+    def _forward_decode(self, query: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata) -> torch.Tensor:
+        assert kv is not None
+        return self.ops.decode(query, kv, meta.decode_rows(), self.spec)
+
+    def _forward_prefill(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        rows = meta.prefill_rows() if kv is not None else meta.all_rows()
+        return self.ops.prefill(query, key, value, kv, rows, self.spec)
+
+
+def refuse(*checks: tuple[Any, str]) -> str | None:
+    """The message of the first check whose condition is true, or None."""
+    return next((message for condition, message in checks if condition), None)

@@ -1,0 +1,69 @@
+"""What a forward pass carries beside its tensors: attention metadata, layers by name, and the layer hooks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from tandem.kernels.api.attention import Attention
+    from tandem.kernels.api.metadata import AttentionMetadata
+
+
+class LayerHooks(Protocol):
+    """Called by `unified_attention` around each layer. Both only enqueue work on streams; they never block the host."""
+
+    def wait_for_kv_layer(self, layer_name: str) -> None:
+        """Before the layer touches its KV: enqueue a wait for loads of that layer that are under way."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any) -> None:
+        """After the layer wrote its KV: enqueue the push of `kv_layer`'s new tokens."""
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """One forward pass. `attn_metadata` is one object for all layers or a mapping from layer name."""
+
+    attn_metadata: AttentionMetadata | Mapping[str, AttentionMetadata]
+    no_compile_layers: Mapping[str, Attention] = field(default_factory=dict)
+    virtual_engine: int = 0
+    hooks: LayerHooks | None = None
+
+    def metadata_of(self, layer_name: str) -> AttentionMetadata:
+        if isinstance(self.attn_metadata, Mapping):
+            if layer_name not in self.attn_metadata:
+                raise KeyError(f"the forward context has no attention metadata for layer {layer_name!r}")
+            return self.attn_metadata[layer_name]
+        return self.attn_metadata
+
+    def layer(self, layer_name: str) -> Attention:
+        if layer_name not in self.no_compile_layers:
+            raise KeyError(f"the forward context has no attention layer {layer_name!r}: add it to no_compile_layers")
+        return self.no_compile_layers[layer_name]
+
+
+_current = threading.local()
+
+
+@contextmanager
+def set_forward_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Makes `context` current in this thread for the duration of the block; contexts nest."""
+    previous = getattr(_current, "context", None)
+    _current.context = context
+    try:
+        yield context
+    finally:
+        _current.context = previous
+
+
+def get_forward_context() -> ForwardContext:
+    """The current thread's context. Raises RuntimeError outside `set_forward_context`."""
+    context: ForwardContext | None = getattr(_current, "context", None)
+    if context is None:
+        raise RuntimeError("no forward context in this thread: call inside `with set_forward_context(...)`")
+    return context

@@ -1,0 +1,100 @@
+"""What one attention layer asks of a backend: sizes, scale and options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tandem.kernels.api.errors import UnsupportedOptionError
+
+
+class AttentionType:
+    """Which tokens attend to which. Plain strings, so that they pass through configs and custom ops."""
+
+    DECODER = "decoder"  # causal, over the paged cache
+    ENCODER = "encoder"  # both ways, encoder half of an encoder-decoder model, no cache
+    ENCODER_ONLY = "encoder_only"  # both ways, no cache
+    ENCODER_DECODER = "encoder_decoder"  # decoder queries over an encoder's cache that is written once
+    ALL = (DECODER, ENCODER, ENCODER_ONLY, ENCODER_DECODER)
+
+
+FP8_CACHE_DTYPES = ("fp8", "fp8_e4m3", "float8_e4m3fn")
+CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", *FP8_CACHE_DTYPES)
+
+
+@dataclass(frozen=True)
+class BlockSparse:
+    """Block-sparse attention in units of `block_size` positions (which need not be the cache's block size).
+
+    A query in sparse block b sees sparse block k of the past when it is local (k > b - local_blocks) or vertical:
+    (k + offset) % vert_stride == 0, where offset = head * head_sliding_step + 1 counts query heads over all ranks; a
+    negative step slides over KV heads instead.
+    """
+
+    local_blocks: int
+    vert_stride: int
+    block_size: int = 64
+    head_sliding_step: int = 0
+    tp_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vert_stride < 1 or self.block_size < 1 or self.local_blocks < 1:
+            raise UnsupportedOptionError(
+                "blocksparse_params", f"local_blocks, vert_stride and block_size must be at least 1, got {self}"
+            )
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any], tp_rank: int = 0) -> BlockSparse:
+        known = {"local_blocks", "vert_stride", "block_size", "head_sliding_step", "tp_rank"}
+        unknown = sorted(set(params) - known)
+        if unknown:
+            raise UnsupportedOptionError("blocksparse_params", f"unknown keys {unknown}; known are {sorted(known)}")
+        return cls(**{"tp_rank": tp_rank, **params})
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSpec:
+    """One layer's attention. `alibi_slopes` is float32 [num_heads]; `sliding_window` counts the query's own token."""
+
+    num_heads: int
+    head_size: int
+    scale: float
+    num_kv_heads: int
+    alibi_slopes: torch.Tensor | None = None
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    kv_cache_dtype: str = "auto"
+    blocksparse: BlockSparse | None = None
+    attn_type: str = AttentionType.DECODER
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise UnsupportedOptionError("num_kv_heads", f"{self.num_heads} heads can't share {self.num_kv_heads}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UnsupportedOptionError("sliding_window", f"must be at least 1 token, got {self.sliding_window}")
+        if self.logits_soft_cap is not None and self.logits_soft_cap <= 0:
+            raise UnsupportedOptionError("logits_soft_cap", f"must be positive, got {self.logits_soft_cap}")
+        if self.kv_cache_dtype not in CACHE_DTYPES:
+            raise UnsupportedOptionError("kv_cache_dtype", f"{self.kv_cache_dtype!r} is none of {CACHE_DTYPES}")
+        if self.attn_type not in AttentionType.ALL:
+            raise UnsupportedOptionError("attn_type", f"{self.attn_type!r} is none of {AttentionType.ALL}")
+        if self.alibi_slopes is not None and self.alibi_slopes.numel() != self.num_heads:
+            raise UnsupportedOptionError(
+                "alibi_slopes", f"{self.alibi_slopes.numel()} slopes for {self.num_heads} heads"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.kv_cache_dtype in FP8_CACHE_DTYPES
+
+    def slopes_on(self, device: torch.device) -> torch.Tensor | None:
+        """ALiBi slopes as float32 [num_heads] on `device`."""
+        return None if self.alibi_slopes is None else self.alibi_slopes.reshape(-1).to(device, torch.float32)

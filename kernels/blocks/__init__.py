@@ -1,0 +1,1 @@
+"""Whole blocks of KV: copies, moves, digests, fp8."""

@@ -1,0 +1,1 @@
+"""Cases with work and error: self-test, benchmarks, counts of late compilations."""

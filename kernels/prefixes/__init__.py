@@ -1,0 +1,1 @@
+"""Leading blocks that rows of a decode batch share."""

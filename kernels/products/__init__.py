@@ -1,0 +1,1 @@
+"""Matrix products of few rows, and what is fused between them."""

@@ -1,0 +1,87 @@
+"""Attention of decode steps of few rows from the merged QKV projection, in one launch on Hopper.
+
+R rows of one new token, H query heads, K KV heads, D head size, C = (H + 2K) * D, P positions, B table columns,
+N programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from tandem.kernels.api.spec import AttentionSpec, AttentionType
+from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
+
+MOST_ROWS = 8  # a power of two
+MOST_GROUP = 16  # query heads of a KV head
+PROGRAMS = 264  # that run at once
+
+
+def why_not(num_rows: int, dtype: torch.dtype, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
+    """Why this kernel doesn't serve such rows of a layer, or None. `cache` [num_blocks, K, 2, S, D]. Pure."""
+    options = (spec.sliding_window, spec.logits_soft_cap, spec.alibi_slopes, spec.blocksparse)
+    reasons = (
+        (not 0 < num_rows <= MOST_ROWS, f"{num_rows} rows"),
+        (cache.numel() == 0 or cache.dtype != dtype, f"the cache holds {cache.dtype}, not {dtype}"),
+        (dtype not in (torch.bfloat16, torch.float16), f"dtype {dtype}"),
+        (spec.head_size not in (64, 128), f"head_size {spec.head_size}"),
+        (spec.group_size > MOST_GROUP, f"{spec.group_size} query heads a KV head"),
+        (any(option is not None for option in options), "an option of the layer"),
+        (spec.attn_type != AttentionType.DECODER, f"attn_type {spec.attn_type}"),
+        (cache.dim() != 5 or cache.shape[3] % 16 != 0, "the block size"),
+    )
+    return next((reason for fails, reason in reasons if fails), None)
+
+
+@functools.cache
+def has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Scratch:
+    """What programs of a launch leave for each other; launches on one stream share it. fp32: `partial` [N, G, D],
+    `peaks` and `totals` [N, G]. `arrivals` int32 [R * K], zero between launches."""
+
+    partial: torch.Tensor
+    peaks: torch.Tensor
+    totals: torch.Tensor
+    arrivals: torch.Tensor
+    programs: int  # N
+
+    def check_integrity(self) -> None:
+        """Waits for the device."""
+        assert not bool(self.arrivals.any()), "a launch left arrivals behind"
+
+
+@functools.cache
+def scratch_for(heads: int, group: int, head_size: int, device: torch.device) -> Scratch:
+    """`heads`: R * K. Made once, outside of captures."""
+    programs = PROGRAMS + heads
+    partial = torch.empty((programs, group, head_size), dtype=torch.float32, device=device)
+    peaks, totals = (torch.empty((programs, group), dtype=torch.float32, device=device) for _ in range(2))
+    return Scratch(partial, peaks, totals, torch.zeros(heads, dtype=torch.int32, device=device), programs)
+
+
+def few_rows_attention(
+    qkv_RC: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+    block_tables_RB: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    slots: CacheSlots,
+    num_heads: int,
+    scale: float,
+    norms: HeadNorms | None = None,
+) -> torch.Tensor:
+    """[R, H, D]: norms and rotates queries and keys (NeoX halves; the new token of row r is at seq_lens[r] - 1), stores
+    keys and values, attends to the whole sequence. `qkv_RC` is only read; seq_lens int32, 0 for padding."""
+    from tandem.kernels.triton_kernels.products.few_rows_launch import launch_attention
+
+    num_rows, num_kv_heads = qkv_RC.shape[0], slots.key_cache.shape[1]
+    head_size = cos_sin_PD.shape[1]
+    scratch = scratch_for(num_rows * num_kv_heads, num_heads // num_kv_heads, head_size, qkv_RC.device)
+    output = torch.empty((num_rows, num_heads, head_size), dtype=qkv_RC.dtype, device=qkv_RC.device)
+    launch_attention(output, scratch, qkv_RC, cos_sin_PD, block_tables_RB, seq_lens_R, slots, scale, norms)
+    return output

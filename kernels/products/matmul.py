@@ -1,0 +1,188 @@
+"""Matrix products of decode steps: y = x @ weight^T for 1 to 320 rows, by our Hopper kernel where it beats cuBLAS.
+
+M rows, N outputs, K inputs, G = 2 * intermediate size of a gated MLP. Which kernel runs is one pure function
+(matmul_plans.choose_plan) of the sizes over a table measured on the device and shipped in `tuned/`; whatever the table
+doesn't name is torch's. Products are deterministic: parts of a sum are added in a fixed order.
+
+Products launched one after another overlap: a kernel fetches weights before its predecessor has ended. So no kernel
+may write a weight on the stream just before its use, except one that itself doesn't let successors start early
+(torch's kernels and copies don't).
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from tandem.kernels.products import few_rows, product_trials
+from tandem.kernels.products.fused_ops import silu_mul
+from tandem.kernels.products.matmul_plans import (
+    GATE_UP_GROUP,
+    LONGEST_TUNED,
+    WORKSPACE_WORDS,
+    Plan,
+    RingPlan,
+    Table,
+    choose_plan,
+    parse_table,
+)
+from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
+
+__all__ = [
+    "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "group_gate_up", "linear", "linear_silu_mul",
+    "prepare", "run_plan", "table_of", "ungroup_gate_up",
+]  # fmt: skip
+
+
+class MatmulWorkspace:
+    """Unfinished sums of the products of one stream; a word is EMPTY until a product leaves a sum there, and is emptied
+    again by the same product."""
+
+    EMPTY = -1
+
+    def __init__(self, device: torch.device) -> None:
+        self.words = torch.full((WORKSPACE_WORDS,), self.EMPTY, dtype=torch.int32, device=device)
+
+    def check_integrity(self) -> None:
+        """Waits for the device; between products every word is empty."""
+        assert bool((self.words == self.EMPTY).all()), "a product left sums behind"
+
+
+def linear(
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    out_MN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ weight^T + bias, summed in fp32, as torch.nn.functional.linear. Allocates `out_MN` alone, when not given."""
+    plan = _plan(x_MK, weight_NK, silu=False)
+    if plan is None or not _is_aligned(x_MK, weight_NK, out_MN):
+        if out_MN is not None and bias_N is None:
+            return torch.mm(x_MK, weight_NK.t(), out=out_MN)
+        return _into(out_MN, functional.linear(x_MK, weight_NK, bias_N))
+    return _by_plan(plan, x_MK, weight_NK, bias_N, out_MN, silu=False)
+
+
+def linear_silu_mul(x_MK: torch.Tensor, grouped_GK: torch.Tensor, out_MI: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(x @ gate^T) * (x @ up^T) -> [M, G / 2], for weights laid out by `group_gate_up`."""
+    plan = _plan(x_MK, grouped_GK, silu=True)
+    if plan is None or not _is_aligned(x_MK, grouped_GK, out_MI) or grouped_GK.shape[0] % 16:
+        return _into(out_MI, silu_mul(functional.linear(x_MK, grouped_GK), GATE_UP_GROUP))
+    return _by_plan(plan, x_MK, grouped_GK, None, out_MI, silu=True)
+
+
+def group_gate_up(gate_up_GK: torch.Tensor) -> torch.Tensor:
+    """[gate; up] stacked along rows -> rows in groups: 8 of gate, the same 8 of up, the next 8 of gate, ...
+
+    A new tensor; works for biases [G] too. Raises ValueError unless the intermediate size is a multiple of 8."""
+    half, odd = divmod(gate_up_GK.shape[0], 2)
+    if odd or half % GATE_UP_GROUP:
+        raise ValueError(f"{gate_up_GK.shape[0]} rows of gate and up: need a multiple of {2 * GATE_UP_GROUP}")
+    halves = gate_up_GK.view(2, half // GATE_UP_GROUP, GATE_UP_GROUP, *gate_up_GK.shape[1:])
+    return halves.transpose(0, 1).reshape(gate_up_GK.shape)
+
+
+def ungroup_gate_up(grouped_GK: torch.Tensor) -> torch.Tensor:
+    """Undoes `group_gate_up`."""
+    groups = grouped_GK.view(-1, 2, GATE_UP_GROUP, *grouped_GK.shape[1:])
+    return groups.transpose(0, 1).reshape(grouped_GK.shape)
+
+
+def prepare(device: torch.device | str) -> None:
+    """Makes the device's workspace and reads its table: once, before graphs are captured."""
+    device = torch.device(device)
+    if device.type == "cuda" and table_of(device):
+        _workspace(device)
+
+
+@functools.cache
+def table_of(device: torch.device) -> Table:
+    """The table tuned for this device; empty where none was or the kernel can't run."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0) or why_no_gluon():
+        return {}
+    properties = torch.cuda.get_device_properties(device)
+    file = Path(__file__).parent / "tuned" / f"matmul_{properties.name.replace(' ', '_')}.json"
+    if properties.multi_processor_count != 132 or not file.is_file():
+        return {}
+    return parse_table(file.read_text())
+
+
+def run_plan(
+    plan: Plan, x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor | None = None, *, silu: bool = False
+) -> torch.Tensor:
+    """The product by a given plan, whatever the table says: for tuning and tests. Needs a Hopper GPU."""
+    return _by_plan(plan, x_MK, weight_NK, None, out_MN, silu=silu)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_plan(rows: int, outputs: int, inputs: int, device: torch.device) -> Plan | None:
+    table = table_of(device)
+    if table and (outputs, inputs) not in table:  # not measured: what a layer of few rows would take
+        return few_rows.plan_for(rows, outputs, inputs) if rows == 1 else None
+    return choose_plan(table, rows, outputs, inputs)
+
+
+def _plan(x_MK: torch.Tensor, weight_NK: torch.Tensor, *, silu: bool) -> Plan | None:
+    if not x_MK.is_cuda or x_MK.dim() != 2 or x_MK.shape[0] > LONGEST_TUNED:
+        return None
+    if x_MK.dtype not in (torch.bfloat16, torch.float16) or weight_NK.dtype != x_MK.dtype:
+        return None
+    plan = _cached_plan(x_MK.shape[0], weight_NK.shape[0], weight_NK.shape[1], x_MK.device)
+    if isinstance(plan, RingPlan) and not _is_right(plan, weight_NK.shape[1], x_MK.dtype, x_MK.device, silu):
+        return None
+    return plan
+
+
+@functools.cache
+def _is_right(plan: RingPlan, num_inputs: int, dtype: torch.dtype, device: torch.device, silu: bool) -> bool:
+    """Tried on some tiles and a part of one, with a row less than a tile's."""
+    x = product_trials.random_matrix(max(1, plan.tile_m - 1), num_inputs, dtype, device, 1)
+    weight = product_trials.random_matrix(4 * plan.tile_n + plan.tile_n // 2, num_inputs, dtype, device, 2)
+
+    def expected() -> torch.Tensor:
+        product = functional.linear(x, weight)
+        return silu_mul(product, GATE_UP_GROUP) if silu else product
+
+    return product_trials.passes(f"the product by {plan}", lambda: run_plan(plan, x, weight, silu=silu), expected)
+
+
+def _is_aligned_matrix(matrix: torch.Tensor) -> bool:
+    """What the tensor memory accelerator can address: contiguous rows that start at multiples of 16 bytes."""
+    return matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def _is_aligned(x_MK: torch.Tensor, weight_NK: torch.Tensor, out: torch.Tensor | None) -> bool:
+    aligned = _is_aligned_matrix(x_MK) and _is_aligned_matrix(weight_NK) and weight_NK.shape[0] % 8 == 0
+    return aligned and (out is None or _is_aligned_matrix(out))
+
+
+def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    return result if out is None else out.copy_(result)
+
+
+@functools.cache
+def _workspace(device: torch.device) -> MatmulWorkspace:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first product of a device is being captured: call kernels.matmul.prepare(device) first")
+    return MatmulWorkspace(device)
+
+
+def _by_plan(
+    plan: Plan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    out: torch.Tensor | None,
+    *,
+    silu: bool,
+) -> torch.Tensor:
+    from tandem.kernels.triton_kernels.products.matmul_launch import launch
+
+    num_rows, num_outputs = x_MK.shape[0], weight_NK.shape[0] // (2 if silu else 1)
+    if out is None:
+        out = torch.empty((num_rows, num_outputs), dtype=x_MK.dtype, device=x_MK.device)
+    launch(plan, x_MK, weight_NK, out, _workspace(x_MK.device).words, bias_N=bias_N, silu=silu)
+    return out

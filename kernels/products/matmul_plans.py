@@ -1,0 +1,142 @@
+"""How a matrix product of few rows is cut, and which cut is taken: a pure function over a table measured on the device.
+
+M rows, N outputs, K inputs: y = x @ weight^T.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernels' epilogues depend on it
+LONGEST_TUNED = 320  # rows
+MAX_PROGRAMS = 264
+MULTIPROCESSORS = 132
+WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
+SHARED_BYTES = 227 << 10  # a program's limit on Hopper
+
+
+class StreamPlan(NamedTuple):
+    """triton_kernels/products/matmul_stream.py: tensor cores, tiles shared evenly."""
+
+    tile_n: int
+    tile_m: int
+    tile_k: int
+    stages: int
+    warps: int
+    programs: int  # for each tile along M
+    lead: int = 0  # K steps; needs a whole number of programs, two or more, for each tile along N
+
+    def lanes(self, num_rows: int) -> int:
+        return -(-num_rows // self.tile_m)
+
+    def grid(self, num_rows: int, num_outputs: int, num_inputs: int) -> int:
+        units = -(-num_outputs // self.tile_n) * -(-num_inputs // self.tile_k)
+        return self.lanes(num_rows) * min(self.programs, units)
+
+    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        """Whether the workspace holds every program's unfinished tile, and all index arithmetic fits 32 bits."""
+        grid, lanes = self.grid(num_rows, num_outputs, num_inputs), self.lanes(num_rows)
+        units = -(-num_outputs // self.tile_n) * -(-num_inputs // self.tile_k)
+        fits = grid * self.tile_n * self.tile_m <= WORKSPACE_WORDS and grid <= MAX_PROGRAMS
+        return fits and units * (grid // lanes + 1) < 2**31 and (self.lead == 0 or self._can_lead(num_outputs, units))
+
+    def _can_lead(self, num_outputs: int, units: int) -> bool:
+        tiles = -(-num_outputs // self.tile_n)
+        even = self.programs % tiles == 0 and tiles < self.programs <= units
+        return even and 0 < self.lead < units // self.programs
+
+
+class RingPlan(NamedTuple):
+    """triton_kernels/products/matmul_ring.py: tensor cores, a loading warp, one or two multiplying warpgroups, whole
+    tiles."""
+
+    tile_n: int
+    tile_m: int
+    tile_k: int
+    stages: int
+    groups: int
+
+    @property
+    def height(self) -> int:
+        """Outputs of one warpgroup."""
+        return self.tile_n // self.groups
+
+    @property
+    def sums(self) -> int:
+        """Registers of a thread that hold unfinished sums."""
+        return self.height * self.tile_m // 128
+
+    @property
+    def parts(self) -> int:
+        """In how many pieces a tile ends."""
+        return 2 if self.sums >= 128 else 1
+
+    @property
+    def rows_stored(self) -> int:
+        return self.tile_m // self.parts
+
+    @property
+    def shared_bytes(self) -> int:
+        ring = self.stages * ((self.tile_n + self.tile_m) * self.tile_k * 2 + 16)
+        return ring + self.tile_n * self.rows_stored * 2
+
+    def lanes(self, num_rows: int) -> int:
+        return -(-num_rows // self.tile_m)
+
+    def grid(self, num_rows: int, num_outputs: int, num_inputs: int) -> int:
+        lanes = self.lanes(num_rows)
+        return lanes * min(-(-num_outputs // self.tile_n), MULTIPROCESSORS // lanes)
+
+    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        """Whether a program's tiles and sums fit a multiprocessor."""
+        return self.groups <= 2 and self.sums <= 128 and self.shared_bytes <= SHARED_BYTES
+
+
+class RowsPlan(NamedTuple):
+    """triton_kernels/products/matmul_rows.py: up to four rows, every program a few whole outputs."""
+
+    tile_n: int
+    tile_k: int
+    warps: int
+
+    def is_valid(self, num_rows: int, num_outputs: int, num_inputs: int) -> bool:
+        whole = num_outputs % self.tile_n == 0 and num_inputs % self.tile_k == 0
+        return num_rows <= 4 and whole and self.tile_n <= 2 * GATE_UP_GROUP
+
+
+Plan = StreamPlan | RingPlan | RowsPlan
+PLANS: dict[int, type[StreamPlan] | type[RingPlan] | type[RowsPlan]] = {
+    len(kind._fields): kind for kind in (StreamPlan, RingPlan, RowsPlan)
+}
+Table = Mapping[tuple[int, int], tuple[tuple[int, "Plan | None"], ...]]
+
+
+def parse_table(text: str) -> Table:
+    """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising; a plan lists the fields of a
+    StreamPlan (seven), a RingPlan (five) or a RowsPlan (three). ValueError for anything else."""
+    table = {}
+    for sizes, steps in json.loads(text)["products"].items():
+        num_outputs, num_inputs = (int(size) for size in sizes.split(","))
+        if [rows for rows, _ in steps] != sorted({rows for rows, _ in steps}):
+            raise ValueError(f"the numbers of rows of product {sizes} do not rise: write the table anew")
+        table[num_outputs, num_inputs] = tuple((rows, _parse_plan(plan)) for rows, plan in steps)
+    return table
+
+
+def _parse_plan(fields: list[int] | None) -> Plan | None:
+    if fields is None:
+        return None
+    if len(fields) not in PLANS:
+        raise ValueError(f"a plan of {len(fields)} fields, expected 3, 5 or 7: write the table anew")
+    return PLANS[len(fields)](*fields)
+
+
+def choose_plan(table: Table, num_rows: int, num_outputs: int, num_inputs: int) -> Plan | None:
+    """The plan of the next larger number of rows measured for this weight; None: torch."""
+    for rows, plan in table.get((num_outputs, num_inputs), ()):
+        if num_rows <= rows:
+            valid = plan is not None and num_rows > 0 and plan.is_valid(num_rows, num_outputs, num_inputs)
+            return plan if valid else None
+    return None

@@ -1,0 +1,1 @@
+"""Eager twins of the kernels, written for reading. Tests compare against these."""

@@ -1,0 +1,1 @@
+"""Stores, copies, moves and sums of KV blocks."""

@@ -1,0 +1,1 @@
+"""Paged decode attention and the inputs of a decode step."""

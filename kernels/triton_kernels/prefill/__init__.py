@@ -1,0 +1,1 @@
+"""Prefill attention: the general kernel, and one for Hopper."""

@@ -1,0 +1,1 @@
+"""Matrix products, fused operations between them, exchanges between ranks."""

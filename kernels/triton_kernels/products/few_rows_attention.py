@@ -1,0 +1,202 @@
+"""Attention of a decode step of few rows, from the QKV product to the output projection in one launch: head norms,
+rotation, the new token's way into the cache, attention over the paged cache, and merging.
+
+With few rows a step waits for one thing after the other, so everything that does not hang on the product before is done
+while that still runs: a program has the keys and values of its newest tile in registers when queries arrive, and takes
+the new token's from there, too. All programs get runs of about equally many tiles, none of two KV heads or rows: each
+works out from the lengths which is its own. Who is last to finish a KV head of a row merges its runs in their order.
+
+R rows of one new token, H query heads in groups of G over K KV heads, D head size, C = (H + 2K) * D, S slots a block,
+B table columns, P positions, N programs.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tandem.kernels.triton_kernels.common import LOG2_E, dot
+from tandem.kernels.triton_kernels.decode.decode_parts import merge_parts
+
+
+@triton.jit
+def load_heads(pointers, columns, mask, weight, cos, sin, eps, HALF: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads of the QKV product, normed and rotated: (first halves [heads, HALF], second halves), fp32."""
+    first = tl.load(pointers + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(pointers + HALF + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        square = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(square / (2 * HALF) + eps)[:, None]
+        first *= scale * tl.load(weight + columns).to(tl.float32)[None, :]
+        second *= scale * tl.load(weight + HALF + columns).to(tl.float32)[None, :]
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def attend_tile(query, keys, values, visible, scale, peak, total, accumulator):
+    """A step of the running softmax; `scale` includes log2(e), the accumulator is [D, M]."""
+    scores = tl.where(visible[:, None], dot(keys, tl.trans(query)) * scale, float("-inf"))  # [TILE, M]
+    new_peak = tl.maximum(peak, tl.max(scores, 0))
+    base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # rows that saw no key yet: no inf - inf
+    weights = tl.exp2(scores - base[None, :])
+    decay = tl.exp2(peak - base)
+    accumulator = accumulator * decay[None, :] + dot(tl.trans(values), weights.to(values.dtype))
+    return new_peak, total * decay + tl.sum(weights, 0), accumulator
+
+
+@triton.jit
+def find_run(program, seq_lens, num_rows, programs, TILE: tl.constexpr, K: tl.constexpr, MOST_ROWS: tl.constexpr):
+    """-> (row, num_rows or more if there is no work; KV head, run, runs of that head, tiles of a run, the row's length,
+    the program that has the head's first run). Runs of a head are K programs apart."""
+    rows = tl.arange(0, MOST_ROWS)
+    is_row = rows < num_rows
+    lens = tl.load(seq_lens + rows, mask=is_row, other=0, cache_modifier=".cg")
+    tiles = tl.where(is_row, tl.maximum((lens + TILE - 1) // TILE, 1), 0)  # an empty row's zeros are written, too
+    share = tl.maximum((tl.sum(tiles, 0) * K + programs - 1) // programs, 1)
+    runs = (tiles + share - 1) // share
+    row = tl.sum((is_row & (tl.cumsum(runs, 0) * K <= program)).to(tl.int32), 0)
+    before = tl.sum(tl.where(rows < row, runs, 0), 0) * K
+    mine = rows == row
+    kv_head = (program - before) % K
+    own_runs, seq_len = tl.sum(tl.where(mine, runs, 0), 0), tl.sum(tl.where(mine, lens, 0), 0)
+    return row, kv_head, (program - before) // K, own_runs, share, seq_len, before + kv_head
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "programs", "table_row"],
+    do_not_specialize_on_alignment=["block_tables", "seq_lens", "slot_mapping"],
+)
+def few_rows_attention_kernel(
+    output,  # [R, H, D] contiguous
+    partial,  # fp32 [N, G, D]
+    peaks,  # fp32 [N, G]
+    totals,  # fp32 [N, G]
+    arrivals,  # int32 [R * K], zero between launches
+    qkv,  # [R, C], strides (qkv_row, 1): query heads, key heads, value heads
+    cos_sin,  # fp32 [P, D] contiguous: cos of the D / 2 angles, then sin
+    q_weight,  # [D], HAS_NORM
+    k_weight,  # [D], HAS_NORM
+    key_cache,  # [num_blocks, K, S, D], strides (cache_block, cache_head, cache_slot, 1)
+    value_cache,  # as key_cache
+    block_tables,  # int32 [R, B], strides (table_row, 1)
+    seq_lens,  # int32 [R], the new token counted; 0: padding
+    slot_mapping,  # int64 [R]; -1: not stored
+    scale,
+    eps,
+    num_rows,
+    programs,  # that share all tiles; N is larger by R * K, since runs end with their head
+    qkv_row,
+    cache_block,
+    cache_head,
+    cache_slot,
+    table_row,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    M_PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MOST_ROWS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (N,). What is read before the wait was complete before the pass began: lengths, tables, older tokens.
+    (A pass begins with torch's embedding, which lets nothing start before it has ended.)"""
+    if PDL:
+        gdc_launch_dependents()
+    program = tl.program_id(0)
+    row, kv_head, run, runs, share, seq_len, first_program = find_run(
+        program, seq_lens, num_rows, programs, TILE, NUM_KV_HEADS, MOST_ROWS
+    )
+    if row >= num_rows:
+        return
+    tiles = tl.maximum(tl.cdiv(seq_len, TILE), 1)
+    newest = tl.minimum((run + 1) * share, tiles) - 1
+    HALF: tl.constexpr = HEAD_SIZE // 2
+    slots, columns, half = tl.arange(0, TILE), tl.arange(0, HEAD_SIZE), tl.arange(0, HALF)
+    in_head = kv_head.to(tl.int64) * cache_head
+    inside = in_head + slots[:, None] * cache_slot + columns[None, :]
+    table = block_tables + row.to(tl.int64) * table_row
+    block = tl.load(table + newest * TILE // BLOCK_SIZE, mask=seq_len > 0, other=0, cache_modifier=".cg")
+    place = block.to(tl.int64) * cache_block + newest * TILE % BLOCK_SIZE * cache_slot
+    is_old = newest * TILE + slots < seq_len - 1
+    keys = tl.load(key_cache + place + inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
+    values = tl.load(value_cache + place + inside, mask=is_old[:, None], other=0.0, cache_modifier=".cg")
+    angles = cos_sin + tl.maximum(seq_len - 1, 0).to(tl.int64) * HEAD_SIZE + half
+    cos, sin = tl.load(angles)[None, :], tl.load(angles + HALF)[None, :]
+    slot = tl.load(slot_mapping + row, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    of_row = qkv + row.to(tl.int64) * qkv_row
+    members, one = tl.arange(0, M_PAD), tl.arange(0, 1)
+    used = members < GROUP
+    heads = of_row + (kv_head * GROUP + members[:, None]) * HEAD_SIZE
+    first, second = load_heads(heads, half, used[:, None], q_weight, cos, sin, eps, HALF, HAS_NORM)
+    of_head = of_row + (NUM_KV_HEADS * GROUP + kv_head + one[:, None]) * HEAD_SIZE
+    key, key_second = load_heads(of_head, half, (one == 0)[:, None], k_weight, cos, sin, eps, HALF, HAS_NORM)
+    value = tl.load(of_row + (NUM_KV_HEADS * (GROUP + 1) + kv_head) * HEAD_SIZE + columns)
+    first, second, key, key_second = first.to(dtype), second.to(dtype), key.to(dtype), key_second.to(dtype)
+    has_new = (newest == tiles - 1) & (seq_len > 0)
+    if has_new & (slot >= 0):
+        into = (slot // BLOCK_SIZE) * cache_block + (slot % BLOCK_SIZE) * cache_slot + in_head
+        tl.store(key_cache + into + half[None, :], key)
+        tl.store(key_cache + into + HALF + half[None, :], key_second)
+        tl.store(value_cache + into + columns, value)
+
+    # The new token opens the running softmax of the run that it belongs to.
+    scale *= LOG2_E
+    score = tl.sum(first.to(tl.float32) * key.to(tl.float32) + second.to(tl.float32) * key_second.to(tl.float32), 1)
+    peak = tl.where(has_new, score * scale, float("-inf"))
+    total = tl.where(has_new, 1.0, tl.zeros([M_PAD], tl.float32))
+    accumulator = tl.where(has_new, value.to(tl.float32), 0.0)[:, None] + tl.zeros([HEAD_SIZE, M_PAD], tl.float32)
+    query = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [M_PAD, HEAD_SIZE])
+    peak, total, accumulator = attend_tile(query, keys, values, is_old, scale, peak, total, accumulator)
+    if run * share < newest:
+        # One tile ahead by hand: a load of addresses in the loop would be pipelined itself, at the cost of the keys.
+        next_block = tl.load(table + run * share * TILE // BLOCK_SIZE)
+        for tile in range(run * share, newest):
+            place = next_block.to(tl.int64) * cache_block + tile * TILE % BLOCK_SIZE * cache_slot
+            next_block = tl.load(table + (tile + 1) * TILE // BLOCK_SIZE)
+            keys = tl.load(key_cache + place + inside)
+            values = tl.load(value_cache + place + inside)
+            peak, total, accumulator = attend_tile(query, keys, values, slots < TILE, scale, peak, total, accumulator)
+
+    head = row * NUM_KV_HEADS + kv_head
+    out = output + head.to(tl.int64) * (GROUP * HEAD_SIZE)
+    if runs == 1:
+        accumulator /= tl.where(total == 0.0, 1.0, total)[None, :]
+        tl.store(out + members[None, :] * HEAD_SIZE + columns[:, None], accumulator.to(dtype), mask=used[None, :])
+    else:
+        entries = program * GROUP + members
+        tl.store(peaks + entries, peak, mask=used)
+        tl.store(totals + entries, total, mask=used)
+        into = partial + entries.to(tl.int64)[None, :] * HEAD_SIZE + columns[:, None]
+        tl.store(into, accumulator, mask=used[None, :])
+        tl.debug_barrier()  # every thread's part is stored before the program says so
+        if tl.atomic_add(arrivals + head, 1, sem="acq_rel", scope="gpu") == runs - 1:
+            tl.store(arrivals + head, 0)  # ready for the next launch
+            _, total_R, accumulator_R = merge_parts(
+                first_program,
+                NUM_KV_HEADS,
+                runs,
+                peaks,
+                totals,
+                partial,
+                GROUP,
+                0,
+                GROUP,
+                HEAD_SIZE,
+                HEAD_SIZE,
+                ROWS,
+                CHUNK,
+            )
+            accumulator_R /= tl.where(total_R == 0.0, 1.0, total_R)[:, None]
+            rows = tl.arange(0, ROWS)
+            into_R = out + rows[:, None] * HEAD_SIZE + columns[None, :]
+            tl.store(into_R, accumulator_R.to(dtype), mask=(rows < GROUP)[:, None])

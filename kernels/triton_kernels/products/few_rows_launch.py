@@ -1,0 +1,58 @@
+"""Launches few_rows_attention.py: tile sizes and strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from tandem.kernels.products.few_rows_attention import MOST_ROWS, Scratch
+from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
+from tandem.kernels.triton_kernels.common import overlap, tile_of
+from tandem.kernels.triton_kernels.products.few_rows_attention import few_rows_attention_kernel
+
+LARGEST_TILE = 64
+RUNS_AT_ONCE = 16  # that are loaded together when they are merged
+
+
+def attention_constants(
+    num_kv_heads: int, group: int, head_size: int, block_size: int, *, has_norm: bool
+) -> dict[str, Any]:
+    rows = triton.next_power_of_2(group)
+    return {
+        "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "M_PAD": max(8, rows), "ROWS": rows,
+        "CHUNK": RUNS_AT_ONCE, "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": block_size, "TILE": tile_of(block_size, LARGEST_TILE), "MOST_ROWS": MOST_ROWS,
+        "HAS_NORM": has_norm,
+        "num_warps": 4, "num_stages": 3,
+    }  # fmt: skip
+
+
+def launch_attention(
+    output_RHD: torch.Tensor,
+    scratch: Scratch,
+    qkv_RC: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+    block_tables_RB: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    slots: CacheSlots,
+    scale: float,
+    norms: HeadNorms | None,
+) -> None:
+    key_cache = slots.key_cache
+    (num_rows, num_heads, head_size), num_kv_heads, block_size = (
+        output_RHD.shape,
+        key_cache.shape[1],
+        key_cache.shape[2],
+    )
+    group = num_heads // num_kv_heads
+    few_rows_attention_kernel[(scratch.programs,)](
+        output_RHD, scratch.partial, scratch.peaks, scratch.totals, scratch.arrivals, qkv_RC, cos_sin_PD,
+        norms and norms.q_weight, norms and norms.k_weight, key_cache, slots.value_cache, block_tables_RB, seq_lens_R,
+        slots.slot_mapping, scale, norms.eps if norms else 0.0, num_rows,
+        scratch.programs - num_rows * num_kv_heads, qkv_RC.stride(0),
+        *key_cache.stride()[:3], block_tables_RB.stride(0),
+        **attention_constants(num_kv_heads, group, head_size, block_size, has_norm=norms is not None),
+        **overlap(qkv_RC.device),
+    )  # fmt: skip

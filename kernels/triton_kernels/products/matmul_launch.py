@@ -1,0 +1,166 @@
+"""Launches the Hopper products: descriptors, constants and grid from a plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tandem.kernels.products.matmul_plans import Plan, RingPlan, RowsPlan, StreamPlan
+from tandem.kernels.triton_kernels.products.matmul_ring import matmul_ring_kernel
+from tandem.kernels.triton_kernels.products.matmul_rows import matmul_rows_kernel
+from tandem.kernels.triton_kernels.products.matmul_stream import matmul_stream_kernel
+
+_DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+def parts_of(plan: StreamPlan) -> int:
+    """In how many pieces a tile ends: 128 sums a thread are too many to add others to."""
+    return 2 if plan.tile_n * plan.tile_m >= 128 * 32 * plan.warps else 1
+
+
+def stream_constants(plan: StreamPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
+    """The kernel's compile-time constants and options for a plan."""
+    return {
+        "TILE_N": plan.tile_n, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
+        "HAS_BIAS": has_bias, "SILU": silu, "PARTS": parts_of(plan),
+        "num_warps": plan.warps,
+    }  # fmt: skip
+
+
+@functools.cache
+def tile_layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _DTYPES[dtype])
+
+
+def ring_constants(plan: RingPlan, *, has_bias: bool, silu: bool) -> dict[str, Any]:
+    """The kernel's compile-time constants and options for a plan. Warpgroups trade registers: the sum over them, with
+    the loading warp's, is what the launch gave."""
+    return {
+        "HEIGHT": plan.height, "TILE_M": plan.tile_m, "TILE_K": plan.tile_k, "STAGES": plan.stages,
+        "GROUPS": plan.groups, "HAS_BIAS": has_bias, "SILU": silu, "PARTS": plan.parts,
+        "GROUP_REGISTERS": 232, "LOADER_REGISTERS": 40, "num_warps": 4,
+    }  # fmt: skip
+
+
+def ring_y_tile(plan: RingPlan, silu: bool) -> tuple[int, int]:
+    return plan.rows_stored, plan.height // 2 if silu else plan.height
+
+
+def rows_constants(
+    plan: RowsPlan,
+    num_rows: int,
+    num_inputs: int,
+    *,
+    has_bias: bool,
+    silu: bool,
+    normalises: bool = False,
+    adds: bool = False,
+) -> dict[str, Any]:
+    return {
+        "ROWS": triton.next_power_of_2(num_rows), "TILE_N": plan.tile_n, "TILE_K": plan.tile_k,
+        "STEPS": num_inputs // plan.tile_k, "HAS_BIAS": has_bias, "SILU": silu, "NORM": normalises, "ADD": adds,
+        "num_warps": plan.warps,
+    }  # fmt: skip
+
+
+def launch(
+    plan: Plan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    workspace: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    """out = x @ weight^T (+ bias, or gated). Rows of all matrices start at multiples of 16 bytes."""
+    assert plan.is_valid(x_MK.shape[0], *weight_NK.shape), f"{plan} for {x_MK.shape[0]} rows of {weight_NK.shape}"
+    if isinstance(plan, RowsPlan):
+        launch_rows(plan, x_MK, weight_NK, out_MN, bias_N=bias_N, silu=silu)
+    elif isinstance(plan, RingPlan):
+        _launch_ring(plan, x_MK, weight_NK, out_MN, bias_N, silu)
+    else:
+        _launch_stream(plan, x_MK, weight_NK, out_MN, workspace, bias_N, silu)
+
+
+def launch_rows(
+    plan: RowsPlan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    *,
+    bias_N: torch.Tensor | None = None,
+    silu: bool = False,
+    norm: tuple[torch.Tensor, float] | None = None,
+    adds: bool = False,
+) -> None:
+    """`norm` (gain [K], epsilon): of x, before the product. `adds`: to `out_MN`."""
+    (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
+    flags = {"has_bias": bias_N is not None, "silu": silu, "normalises": norm is not None, "adds": adds}
+    gain_K, eps = norm or (weight_NK, 0.0)
+    matmul_rows_kernel[(num_outputs // plan.tile_n,)](
+        x_MK, weight_NK, out_MN, weight_NK if bias_N is None else bias_N, gain_K, out_MN.shape[1],
+        x_MK.stride(0), weight_NK.stride(0), out_MN.stride(0), num_rows, eps,
+        launch_pdl=True, **rows_constants(plan, num_rows, num_inputs, **flags),
+    )  # fmt: skip
+
+
+def _launch_stream(
+    plan: StreamPlan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    workspace: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
+    constants = stream_constants(plan, has_bias=bias_N is not None, silu=silu)
+    y_tile = (plan.tile_m // constants["PARTS"], plan.tile_n // 2 if silu else plan.tile_n)
+    matmul_stream_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
+        _describe(weight_NK, plan.tile_n, plan.tile_k),
+        _describe(x_MK, plan.tile_m, plan.tile_k),
+        _describe(out_MN, *y_tile),
+        workspace if bias_N is None else bias_N,
+        workspace,
+        num_outputs,
+        -(-num_outputs // plan.tile_n),
+        -(-num_inputs // plan.tile_k),
+        plan.lanes(num_rows),
+        plan.lead,
+        launch_pdl=True,
+        **constants,
+    )
+
+
+def _launch_ring(
+    plan: RingPlan,
+    x_MK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    out_MN: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    (num_rows, num_inputs), num_outputs = x_MK.shape, weight_NK.shape[0]
+    matmul_ring_kernel[(plan.grid(num_rows, num_outputs, num_inputs),)](
+        _describe(weight_NK, plan.height, plan.tile_k),
+        _describe(x_MK, plan.tile_m, plan.tile_k),
+        _describe(out_MN, *ring_y_tile(plan, silu)),
+        weight_NK if bias_N is None else bias_N,
+        num_outputs,
+        -(-num_outputs // plan.tile_n),
+        -(-num_inputs // plan.tile_k),
+        plan.lanes(num_rows),
+        launch_pdl=True,
+        **ring_constants(plan, has_bias=bias_N is not None, silu=silu),
+    )
+
+
+def _describe(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = tile_layout(rows, columns, matrix.dtype)
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], layout)

@@ -1,0 +1,1 @@
+"""Sampling without a sort."""

@@ -1,0 +1,97 @@
+"""GPU pools of a node's ranks as rank 0 uses them to move KV: each has its heads of every block, on a GPU of its own.
+
+Rank 0 maps the others' pools, and its GPU reads and writes them over NVLink, so one transfer thread and one set of
+channels serve the node, and nothing that another rank runs has to be agreed on. A block is whole where it is gathered.
+Legend: transports/base.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.parallel.peer_memory import RankMemory
+from tandem.kernels.blocks.digest import block_digests
+from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks, why_not_words
+from tandem.kernels.blocks.push_blocks import list_pairs
+from tandem.kernels.blocks.quantization import as_bytes
+
+# Each takes a place on a multiprocessor from the computation. Digests are what the end of a hand-off waits for.
+PROGRAMS, DIGEST_PROGRAMS = 16, 128
+GATHERED_BYTES = 64 << 20  # at a time, for digests
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """One rank's pool: its heads, out of all that a block has."""
+
+    memory: RankMemory
+    heads: range
+    stride_bytes: int
+
+
+class RankPools:
+    """On CUDA everything is enqueued on the current stream of rank 0's device; nothing waits."""
+
+    def __init__(self, own_NHLPBD: torch.Tensor, layout: KVLayout, memories: Sequence[RankMemory]) -> None:
+        """`own_NHLPBD`: rank 0's pool; `layout`: of a whole block. All ranks have as many heads. Raises ValueError for
+        blocks that kernels can't move."""
+        problem = why_not_words(own_NHLPBD)
+        if problem:
+            raise ValueError(problem)
+        num_heads = own_NHLPBD.shape[1]
+        assert num_heads * len(memories) == layout.group.num_kv_heads, "ranks hold no copies of heads"
+        self.layout = layout
+        self._own_NHLPBD = as_bytes(own_NHLPBD)
+        stride_bytes = BlockPlaces.of(self._own_NHLPBD).block_bytes
+        self.parts = [
+            RankPart(memory, range(rank * num_heads, (rank + 1) * num_heads), stride_bytes)
+            for rank, memory in enumerate(memories)
+        ]
+        self._block_shape = (layout.group.num_kv_heads, *self._own_NHLPBD.shape[2:])
+
+    def new_blocks(self, num_blocks: int) -> torch.Tensor:
+        """Room for gathered blocks: [num_blocks, H, L, P, B, D] (fp8 as uint8), undefined."""
+        shape = (num_blocks, *self._block_shape)
+        return torch.empty(shape, dtype=self._own_NHLPBD.dtype, device=self._own_NHLPBD.device)
+
+    def gather(
+        self, block_ids: Sequence[int], layers: range | None, out_nHLPBD: torch.Tensor, num_programs: int = PROGRAMS
+    ) -> None:
+        """Copies `layers` (None: all) of these blocks to the leading ones of `out_nHLPBD`."""
+        size = self.layout.block_size
+        listed = self._listed([(block, index) for index, block in enumerate(block_ids)], [size] * len(block_ids))
+        for part in self.parts:
+            target = out_nHLPBD[:, part.heads.start : part.heads.stop]
+            move_blocks(target, self._places(part), BlockPlaces.of(target), listed, layers, num_programs)
+
+    def scatter(
+        self, blocks_nHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range | None, num_valid: Sequence[int]
+    ) -> None:
+        """Copies `layers` (None: all) of the first `num_valid[i]` slots of block i of `blocks_nHLPBD` to block
+        `block_ids[i]`."""
+        listed = self._listed(list(enumerate(block_ids)), num_valid)
+        for part in self.parts:
+            source = blocks_nHLPBD[:, part.heads.start : part.heads.stop]
+            move_blocks(source, BlockPlaces.of(source), self._places(part), listed, layers, PROGRAMS)
+
+    def digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> torch.Tensor:
+        """int64 [n]: as kernels/blocks/digest.py's `block_digests` of a pool of whole blocks."""
+        at_once, size, made = max(1, GATHERED_BYTES // self.layout.payload_bytes), self.layout.block_size, []
+        for first in range(0, len(block_ids), at_once):
+            ids = block_ids[first : first + at_once]
+            blocks = self.new_blocks(len(ids))
+            self.gather(ids, None, blocks, DIGEST_PROGRAMS)
+            valid = num_valid_last if first + len(ids) == len(block_ids) else size
+            places = range(first, first + len(ids))
+            made.append(block_digests(blocks, range(len(ids)), key, valid, size, positions=places))
+        return torch.cat(made)
+
+    def _places(self, part: RankPart) -> BlockPlaces:
+        return replace(BlockPlaces.of(self._own_NHLPBD), address=part.memory.address)
+
+    def _listed(self, pairs: Sequence[tuple[int, int]], num_valid: Sequence[int]) -> torch.Tensor:
+        return list_pairs(pairs, num_valid, (), self._own_NHLPBD.device)

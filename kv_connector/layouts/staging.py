@@ -1,0 +1,77 @@
+"""Pinned host memory between a CUDA pool and a socket. Wire order as in geometry.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tandem.kv_connector.layouts.geometry import BlockGeometry
+from tandem.kv_connector.layouts.rank_pools import RankPools
+
+
+class Staging:
+    """One growing pinned buffer of one thread. Each call returns when the device copies are done."""
+
+    def __init__(self, geometry: BlockGeometry, device: torch.device, ranks: RankPools | None = None) -> None:
+        """`ranks`: where `scatter` writes, if blocks are not whole on `device`."""
+        self._geometry, self._ranks = geometry, ranks
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    def buffer(self, nbytes: int) -> memoryview:
+        """Host memory of at least `nbytes`; the content of the last call is lost."""
+        if self._host.numel() < nbytes:
+            self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return memoryview(self._host.numpy())[:nbytes]  # type: ignore[arg-type]
+
+    def gather(
+        self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]
+    ) -> memoryview:
+        """Blocks of a CUDA pool as wire bytes. Ordered after the current stream's work."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        nbytes = sum(self._geometry.payload_bytes(len(layers), valid) for valid in num_valid)
+        view = self.buffer(nbytes)
+        with torch.cuda.stream(self._stream):
+            for host, part in self._parts(pool_NHLPBD, block_ids, layers, num_valid):
+                index = torch.tensor(part, device=self._device)
+                blocks = pool_NHLPBD[:, :, layers.start : layers.stop].index_select(0, index)
+                host.copy_(blocks[:, :, :, :, : host.shape[4]], non_blocking=True)
+        self._stream.synchronize()
+        return view
+
+    def scatter(
+        self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]
+    ) -> None:
+        """Wire bytes in `buffer` into blocks of a CUDA pool, other slots and layers untouched."""
+        with torch.cuda.stream(self._stream):
+            for host, part in self._parts(pool_NHLPBD, block_ids, layers, num_valid):
+                if self._ranks is not None:
+                    self._scatter_to_ranks(self._ranks, host, part, layers)
+                    continue
+                index = torch.tensor(part, device=self._device)
+                destination = pool_NHLPBD[:, :, layers.start : layers.stop, :, : host.shape[4]]
+                destination.index_copy_(0, index, host.to(self._device, non_blocking=True))
+        self._stream.synchronize()
+
+    @staticmethod
+    def _scatter_to_ranks(ranks: RankPools, host_nHLPbD: torch.Tensor, block_ids: list[int], layers: range) -> None:
+        blocks_nHLPBD, valid = ranks.new_blocks(len(block_ids)), host_nHLPbD.shape[4]
+        blocks_nHLPBD[:, :, layers.start : layers.stop, :, :valid].copy_(host_nHLPbD, non_blocking=True)
+        ranks.scatter(blocks_nHLPBD, block_ids, layers, [valid] * len(block_ids))
+
+    def _parts(
+        self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]
+    ) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """(host_nHLPbD over the buffer, block ids) for each run of blocks with equally many valid slots."""
+        geometry = self._geometry
+        offset, first = 0, 0
+        for end in range(1, len(block_ids) + 1):
+            if end < len(block_ids) and num_valid[end] == num_valid[first]:
+                continue
+            part, valid = list(block_ids[first:end]), num_valid[first]
+            nbytes = len(part) * geometry.payload_bytes(len(layers), valid)
+            shape = (len(part), geometry.num_heads, len(layers), geometry.num_planes, valid, pool_NHLPBD.shape[5])
+            yield self._host[offset : offset + nbytes].view(pool_NHLPBD.dtype).view(shape), part
+            offset, first = offset + nbytes, end

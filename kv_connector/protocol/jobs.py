@@ -1,0 +1,256 @@
+"""What the hand-off managers (step loop) and the transfer thread tell each other. Frozen plain data, no torch.
+
+Step loop -> transfer thread, one FIFO queue a node:
+    SourceStepMeta  travels with a step (`SchedulerOutput.connector_meta`); the worker half turns its pushes into jobs
+    WholePush       blocks whose KV exists: all layers at once
+    Flush           after every push queued before it: they have arrived -> Flushed
+    Finalize        after every push queued before it: flush, digest, send KVReady -> ReadySent
+    Retire          give up or tidy up everything of one grant -> Retired
+    Verify          sink side: digests of received blocks -> Verified
+    SumArrived      sink side, straight from the control connection: begins what a Verify is about to ask for
+Step loop -> transport receiver (sink side): OpenGrant, CloseGrant.
+
+Order is the contract: jobs of one grant run in the order in which they were queued. A job never blocks the queue of
+another peer for ever: what can't be written becomes PushFailed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
+from tandem.engine.contracts.wire.parts import Continuation, FirstToken
+
+HandoffKey = tuple[str, int]
+"""(request_id, attempt)"""
+
+
+def digest_key(request_id: str, attempt: int, grant_id: int) -> int:
+    """64-bit key of a hand-off's block digests, equal on both sides, different for every grant."""
+    text = request_id.encode()
+    raw = len(text).to_bytes(4, "little") + text + attempt.to_bytes(8, "little") + grant_id.to_bytes(8, "little")
+    return int.from_bytes(hashlib.sha256(raw).digest()[:8], "little")
+
+
+# --- source side: step loop -> worker half and transfer thread -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPush:
+    """Sink blocks of one request that become complete in this step (or the partial last block at the prompt's end).
+
+    `save_kv_layer` pushes each layer of them as soon as it is written. `num_valid[i]` slots of destination block i hold
+    tokens (the sink's block size except for the prompt's last block). Where both sides' block sizes are equal, source
+    block i goes there. Else destination block i begins at slot `first_slots[i]` of a source block and may take several:
+    `source_block_ids` lists those of each destination block one after the other, so that one may be listed twice
+    (BlockSizes in kv_connector/layouts/plan.py).
+    """
+
+    key: HandoffKey
+    grant: KVGrant
+    source_block_ids: tuple[int, ...]
+    destination_block_ids: tuple[int, ...]
+    num_valid: tuple[int, ...]
+    first_slots: tuple[int, ...] = ()
+
+    @property
+    def grant_id(self) -> int:
+        return self.grant.grant_id
+
+
+@dataclass(frozen=True, slots=True)
+class WholePush:
+    """Blocks that were complete before: all layers in one go, after step `step_id` has completed on the device. Which
+    ones is said as in LayerPush.
+
+    Comes in `SourceStepMeta.whole`, or as a job of its own when no step is about to be launched and for resends.
+    `step_id` is -1 when no launched step can still be writing them.
+    """
+
+    key: HandoffKey
+    grant: KVGrant
+    source_block_ids: tuple[int, ...]
+    destination_block_ids: tuple[int, ...]
+    num_valid: tuple[int, ...]
+    step_id: int
+    first_slots: tuple[int, ...] = ()
+
+    @property
+    def grant_id(self) -> int:
+        return self.grant.grant_id
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStepMeta:
+    """Pushes of one step. `whole` is queued before the step's first layer push. Without pushes: the step computes a
+    prompt whose grant may come while it runs, so it is noted when each layer, or all of it, is done.
+
+    `by_layer` False: nothing happens beside the layers; what `whole` has of this step goes out behind it."""
+
+    step_id: int
+    pushes: tuple[LayerPush, ...]
+    whole: tuple[WholePush, ...]
+    by_layer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Finalize:
+    """The prompt is computed. After all pushes of this grant queued before: flush, digest, send KVReady to the sink.
+
+    `source_block_ids` were pushed into `grant.block_ids`, as in LayerPush. The digests are those of the sink's blocks
+    as they arrive: of all slots of each, of the last one `num_valid_last`. `with_digests` False leaves
+    `KVReady.digests` empty. Answered by ReadySent or PushFailed.
+    """
+
+    key: HandoffKey
+    grant: KVGrant
+    round: int  # goes into KVReady.round
+    source_block_ids: tuple[int, ...]
+    num_valid_last: int
+    digest_key: int
+    first_tokens: tuple[FirstToken, ...]
+    with_digests: bool = True
+    first_slots: tuple[int, ...] = ()
+    continuation: Continuation | None = None  # goes into KVReady
+    num_blocks: int = 0  # leading ones of the grant that were pushed; 0: all
+
+    @property
+    def grant_id(self) -> int:
+        return self.grant.grant_id
+
+    @property
+    def num_pushed_blocks(self) -> int:
+        return self.num_blocks or len(self.grant.block_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """After every push of this grant queued before it: they have arrived. Answered by Flushed or PushFailed."""
+
+    key: HandoffKey
+    grant: KVGrant
+
+    @property
+    def grant_id(self) -> int:
+        return self.grant.grant_id
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """End of a grant on the source. Queued jobs of it that have not begun are dropped, the one running is finished and
+    flushed; pushes of it that are queued later (steps already launched) are dropped too. Then Retired: from that event
+    on no write of this grant can land (nixl, if its link broke: none once the sink believes it, see is_settled), none
+    of its source blocks is read, and no KVReady of it will be sent.
+    """
+
+    key: HandoffKey
+    grant: KVGrant
+
+    @property
+    def grant_id(self) -> int:
+        return self.grant.grant_id
+
+
+# --- sink side: step loop -> transfer thread ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compare the digests of received blocks (8 bytes little-endian each, as in KVReady). Answered by Verified.
+
+    Reads only. The blocks may be freed while it runs (cancel); its answer is then stale and ignored.
+    """
+
+    key: HandoffKey
+    grant_id: int
+    round: int
+    block_ids: tuple[int, ...]
+    digests: bytes
+    digest_key: int
+    num_valid_last: int
+
+
+@dataclass(frozen=True, slots=True)
+class SumArrived:
+    """Sum the blocks that this KVReady says have arrived, if its grant is open: the step loop's Verify, which may have
+    to wait for the end of a launch, then only has to compare. Decides nothing; no answer."""
+
+    ready: KVReady
+
+
+SourceJob = WholePush | Flush | Finalize | Retire
+SinkJob = Verify | SumArrived
+TransferJob = SourceJob | SinkJob
+
+
+# --- transfer thread -> step loop -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ReadySent:
+    """All pushes flushed, KVReady handed to the control connection. The manager keeps `ready` to send it again."""
+
+    key: HandoffKey
+    grant_id: int
+    ready: KVReady
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Answer to Flush."""
+
+    key: HandoffKey
+    grant_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushFailed:
+    """A push or Finalize could not be done (connection lost, peer gone). Nothing more of this grant is written unless
+    queued anew; writes begun may still be landing until Retired."""
+
+    key: HandoffKey
+    grant_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Answer to Retire."""
+
+    key: HandoffKey
+    grant_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """Answer to Verify: indices (into `block_ids`) that differ; empty: all are right."""
+
+    key: HandoffKey
+    grant_id: int
+    round: int
+    bad_indices: tuple[int, ...]
+
+
+TransferEvent = ReadySent | Flushed | PushFailed | Retired | Verified
+
+
+# --- sink side: step loop -> transport receiver -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGrant:
+    """Writes that name this grant may land in its blocks, from its source only. Comes before the KVGrant is sent."""
+
+    grant: KVGrant
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGrant:
+    """Writes of this grant that still arrive are read and thrown away (one-sided transports can't; they need Retired or
+    a fence, which is why the blocks stay quarantined)."""
+
+    grant_id: int
+
+
+TransportCommand = OpenGrant | CloseGrant

@@ -1,0 +1,130 @@
+"""How a hand-off ends, as the managers tell the node's main. Every hand-off that was expected ends in exactly one of
+these, or in the caller's own cancel, which needs no report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.engine.contracts.wire.parts import Continuation, FirstToken
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.jobs import HandoffKey
+
+# Reasons, also on the wire in KVRefused and KVRelease.
+CANCELLED = "cancelled"
+DEADLINE = "deadline passed"
+LEASE = "lease of the grant ran out"
+SOURCE_LOST = "source lost"
+SINK_LOST = "sink lost"
+SINK_REFUSED = "the sink is refused"  # why follows
+FINISHED = "every sample ended with its first token"
+RECOMPUTING = "the sink computes the prompt itself"
+UNKNOWN = "no such hand-off"
+EARLY = "the request did not come in time"
+TOO_LARGE = "the prompt does not fit into the pool"
+
+NOT_CACHED = "nothing of it is cached"
+NO_ROOM = "no room for what is pulled"
+BUSY = "busy with other pulls"
+NOT_DECODING = "it does not decode here now"
+PREEMPTED = "preempted meanwhile"
+OUTGROWN = "it grew faster than it was pushed"
+ENDED = "it has ended"
+OTHER_LAYOUT = "the blocks of the two nodes are laid out differently"
+
+# No other attempt can do better.
+_FINAL = frozenset({CANCELLED, DEADLINE, TOO_LARGE})
+
+
+def is_retryable(reason: str) -> bool:
+    return reason not in _FINAL
+
+
+def failure_code(reason: str) -> str:
+    """Code of the RequestFailed that reports this end. "peer_lost": the fault is the other node's."""
+    if reason == DEADLINE:
+        return "deadline_exceeded"
+    is_the_peers = reason in (SOURCE_LOST, SINK_LOST, LEASE) or reason.startswith(SINK_REFUSED)
+    return "peer_lost" if is_the_peers else "handoff_failed"
+
+
+# --- source --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffCompleted:
+    """The sink goes on with the request, or there is nothing to go on with. No report to the router is due."""
+
+    key: HandoffKey
+    reason: str  # "" (committed), RECOMPUTING or FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffFailed:
+    """This node reports RequestFailed, and aborts the request if the scheduler still has it."""
+
+    key: HandoffKey
+    reason: str
+    retryable: bool
+
+
+SourceOutcome = HandoffCompleted | HandoffFailed
+
+
+# --- sink ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The KV of the whole prompt is in `block_ids` (in order of position). The references to them pass to the receiver
+    of this event; the first `num_cached_tokens` tokens were this node's own prefix hits."""
+
+    request: Request
+    block_ids: tuple[int, ...]
+    first_tokens: tuple[FirstToken, ...]
+    num_cached_tokens: int
+    continuation: Continuation | None = None  # of a running sequence, in place of first tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The bytes never came right: compute the prompt here. The client has `first_tokens` already; sampling goes on
+    behind them. No block is held."""
+
+    request: Request
+    first_tokens: tuple[FirstToken, ...]
+    continuation: Continuation | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This node reports RequestFailed. No block is held by the request."""
+
+    request: Request
+    reason: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The source gave the hand-off up and has told the router why: forget the request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What was pulled is in `block_ids`, in order of position. The references to them pass to the receiver."""
+
+    key: HandoffKey
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NotFetched:
+    """Nothing came of the pull, and no block is held by it."""
+
+    key: HandoffKey
+    reason: str
+
+
+SinkOutcome = Commit | Recompute | Failed | Released | Fetched | NotFetched

@@ -1,0 +1,254 @@
+"""Pulls prefixes of prompts from peers that have them cached: who asks whom for what, what is held meanwhile. Pure.
+
+    WANTED ──asked──> ASKED ──Fetched──> HELD ──the request starts, ends or gives way──> OVER
+       └ not worth it, nothing missing ─┴ NotFetched, given up ─────────────────────────────^
+
+Stands before a node's own tiers in the planner's eyes (engine.interfaces.LowerTiers): a request that waits for a pull
+is outside of the batch. What was pulled is registered under this node's own hashes of the request's tokens, and found
+by the request, and by others, as if it had been computed here. A request never fails because of a pull: it computes
+what it does not find. docs/handoff.md tells the protocol.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.hashing import num_public_blocks
+from tandem.engine.contracts.tenants import tenant_of_block
+from tandem.engine.contracts.wire.handoff import KVPull
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint, peer_id_of
+from tandem.engine.scheduling.ports import LowerTiers
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.jobs import HandoffKey
+from tandem.kv_connector.protocol.outcomes import DEADLINE, Fetched, NotFetched
+from tandem.kv_connector.pulls.rates import PullRates
+from tandem.kv_connector.pulls.record import Pull, PullCounters, PullStage
+from tandem.kv_connector.sink.manager import SinkManager
+
+
+class Puller:
+    """Implements LowerTiers. `below`: this node's own tiers. `now` is that of the last `on_tick`."""
+
+    def __init__(
+        self, info: NodeInfo, pool: BlockPool, sink: SinkManager, below: LowerTiers, options: NodeOptions
+    ) -> None:
+        self.info = info
+        self.counters = PullCounters()
+        self.rates = PullRates()
+        self.compute_seconds_per_token: Callable[[], float] = lambda: 0.0
+        self._pool, self._sink, self._below = pool, sink, below
+        self._cache, self._timeouts = options.cache, options.timeouts
+        self._pulls: dict[Request, Pull] = {}
+        self._by_key: dict[HandoffKey, Pull] = {}
+        self._moving: set[bytes] = set()
+        self._connected: set[str] = set()
+        self._connects: list[PeerRef] = []
+        self._outbox: list[tuple[str, Message]] = []
+        self._numbers = itertools.count()
+        self._now = 0.0
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def want(self, request: Request, hint: PrefixHint) -> None:
+        """Before the scheduler gets `request`."""
+        if self._pool.enable_caching and hint.peer.node_id != self.info.node_id:
+            self._pulls[request] = Pull(request, hint)
+
+    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+        """See LowerTiers. What this node has below is brought up first."""
+        pull = self._pulls.get(request)
+        if pull is not None and pull.stage is PullStage.ASKED:
+            return None
+        if len(hits) < len(hashes) and hashes[len(hits)] in self._moving:
+            return None  # somebody else's pull brings it
+        if pull is None or pull.stage is not PullStage.WANTED:
+            return self._below.prepare(request, hashes, hits, runs_alone)
+        if self._below.prepare(request, hashes, hits, runs_alone=False) is None:
+            return None
+        self._ask(pull, hashes, hits)
+        return None if pull.stage in (PullStage.WANTED, PullStage.ASKED) else 0
+
+    def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
+        self._below.load_with_step(request, block_ids, hashes)
+
+    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+        return self._below.step_meta(step_id, meta)
+
+    def started(self, request: Request, hashes: Sequence[bytes]) -> None:
+        self._forget(request)
+        self._below.started(request, hashes)
+
+    def ended(self, request: Request) -> None:
+        self._forget(request)
+        self._below.ended(request)
+
+    def give_way(self, besides: Request | None = None) -> None:
+        if besides is None:  # to what runs, or to the first claim, but not to what only waits to start
+            self._sink.let_hits_go()
+        for request, pull in self._pulls.items():
+            if request is not besides and pull.stage in (PullStage.ASKED, PullStage.HELD):
+                self._give_up(pull)
+        self._below.give_way(besides)
+
+    def flush(self) -> None:
+        self._below.flush()
+
+    # --- what happens elsewhere -----------------------------------------------------------------------------
+
+    def on_outcome(self, outcome: Fetched | NotFetched) -> None:
+        pull = self._by_key.pop(outcome.key, None)
+        blocks = outcome.block_ids if isinstance(outcome, Fetched) else ()
+        if pull is None:  # given up in the moment in which it came
+            self._pool.free(blocks, None)
+            return
+        self._moving.difference_update(pull.wanted)
+        seconds, size = self._now - pull.asked_at, self._cache.block_size
+        if not blocks:
+            self.counters.failed += 1
+            if isinstance(outcome, NotFetched) and outcome.reason == DEADLINE:
+                self.rates.measured(pull.hint.peer.node_id, len(pull.wanted) * size, seconds, self._now)
+            self._let_go(pull)
+            return
+        self.counters.completed += 1
+        self.counters.seconds += seconds
+        self.counters.tokens += len(blocks) * size
+        self.rates.measured(pull.hint.peer.node_id, len(blocks) * size, seconds, self._now)
+        self._register(pull, blocks)
+        pull.stage = PullStage.HELD
+
+    def peer_connected(self, info: NodeInfo) -> None:
+        peer_id = peer_id_of(info.node_id, info.epoch)
+        self._connected.add(peer_id)
+        for pull in self._by_key.values():
+            if pull.peer_id == peer_id:
+                self._send(pull)
+
+    def peer_lost(self, node_id: str, epoch: int) -> None:
+        """It is gone, or refuses this node. The sink may have told of its hand-offs' ends already."""
+        peer_id = peer_id_of(node_id, epoch)
+        self._connected.discard(peer_id)
+        for pull in [each for each in self._by_key.values() if each.peer_id == peer_id]:
+            self.counters.failed += 1
+            self._give_up(pull)
+
+    def on_tick(self, now: float) -> None:
+        """The end of a pull that lasts too long comes from the sink."""
+        self._now = now
+        for pull in self._by_key.values():
+            if now >= pull.resend_at and pull.peer_id in self._connected and self._sink.is_unanswered(pull.key):
+                self._send(pull)
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    def drain_outbox(self) -> list[tuple[str, Message]]:
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def drain_connects(self) -> list[PeerRef]:
+        connects, self._connects = self._connects, []
+        return connects
+
+    def fetch_rates(self) -> tuple[float, dict[str, float]]:
+        """Seconds a token: from any peer, and by node_id."""
+        if not self._pool.enable_caching:
+            return 0.0, {}
+        return self.rates.s_per_token(self.compute_seconds_per_token(), self._now), self.rates.by_peer(self._now)
+
+    def as_counters(self) -> dict[str, float]:
+        return {f"pull_{name}": float(value) for name, value in vars(self.counters).items()}
+
+    def check_integrity(self) -> None:
+        self._below.check_integrity()
+        for pull in self._pulls.values():
+            assert (pull.stage is PullStage.ASKED) == (self._by_key.get(pull.key) is pull), (
+                "a pull is asked for or over"
+            )
+            assert pull.held == [] or pull.stage in (PullStage.ASKED, PullStage.HELD), (
+                f"a pull that is {pull.stage} holds"
+            )
+            for block_id in pull.held:
+                assert self._pool.ref_count(block_id) > 0, f"block {block_id} is held for a pull and free"
+        moving = [block_hash for pull in self._by_key.values() for block_hash in pull.wanted]
+        assert len(moving) == len(set(moving)), "a block is pulled twice"
+        assert set(moving) == self._moving, "what moves is miscounted"
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _ask(self, pull: Pull, hashes: Sequence[bytes], hits: Sequence[int]) -> None:
+        """Leaves it WANTED while others' pulls fill their share of the pool."""
+        size, peer, first = self._cache.block_size, pull.hint.peer, len(hits)
+        wanted = hashes[first : pull.hint.num_tokens // size]
+        compute = self.compute_seconds_per_token()
+        if not wanted:
+            pull.stage = PullStage.OVER
+        elif not self.rates.is_worth(peer.node_id, compute, self._now):
+            self.counters.declined += 1
+            pull.stage = PullStage.OVER
+        elif self._num_held() + first + len(wanted) > self._pool.num_blocks // 2 and self._num_held():
+            pull.stage = pull.stage if self._by_key else PullStage.OVER
+        elif any(block_hash in self._moving for block_hash in wanted):
+            return
+        else:
+            self.counters.asked += 1
+            pull.stage, pull.first, pull.hashes = PullStage.ASKED, first, list(hashes[: first + len(wanted)])
+            pull.held = list(hits)
+            self._pool.touch(hits)
+            self._moving.update(wanted)
+            request_id, attempt = pull.request.key
+            pull.key = (f"{request_id}/{self.info.node_id}/{next(self._numbers)}", attempt)
+            self._by_key[pull.key] = pull
+            patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
+            pull.asked_at, pull.deadline = self._now, self._now + patience
+            self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now)
+            if pull.peer_id in self._connected:
+                self._send(pull)
+            else:
+                self._connects.append(peer)
+
+    def _send(self, pull: Pull) -> None:
+        pull.resend_at = self._now + self._timeouts.resend_s
+        message = KVPull(
+            request_id=pull.key[0],
+            attempt=pull.key[1],
+            source_epoch=pull.hint.peer.epoch,
+            sink_epoch=self.info.epoch,
+            first_block=pull.first,
+            block_hashes=b"".join(pull.hashes),
+            deadline_s=max(0.0, pull.deadline - self._now),
+        )
+        self._outbox.append((pull.peer_id, message))
+
+    def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
+        """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies
+        would only take room from the request that they are for."""
+        request = pull.request
+        num_public = num_public_blocks(request.secrecy, self._cache.block_size, self._cache.hash_block_size)
+        for index, block_id in enumerate(blocks, pull.first):
+            parent = pull.hashes[index - 1] if index else None
+            tenant = tenant_of_block(index, num_public, request.salt)
+            self._pool.register(block_id, pull.hashes[index], parent, None, tenant)
+        found = self._pool.match_prefix(pull.hashes)
+        self._pool.touch(found)
+        self._pool.free([*pull.held, *blocks], None)
+        pull.held = found
+
+    def _forget(self, request: Request) -> None:
+        pull = self._pulls.pop(request, None)
+        if pull is not None:
+            self._give_up(pull)
+
+    def _give_up(self, pull: Pull) -> None:
+        if self._by_key.pop(pull.key, None) is not None:
+            self._moving.difference_update(pull.wanted)
+            self._sink.cancel(*pull.key, self._now)
+        self._let_go(pull)
+
+    def _let_go(self, pull: Pull) -> None:
+        self._pool.free(pull.held, None)
+        pull.held, pull.stage = [], PullStage.OVER
+
+    def _num_held(self) -> int:
+        return sum(len(pull.hashes) for pull in self._pulls.values() if pull.stage in (PullStage.ASKED, PullStage.HELD))

@@ -1,0 +1,165 @@
+"""The other end of a pull: finds what a peer asks for, in the pool or below, pins it and offers it. Pure.
+
+Only blocks that are cached and complete at that moment are offered, and each keeps a reference until the hand-off has
+ended (`SourceManager.offer`): what a peer reads can't be evicted under it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.errors import HandshakeError
+from tandem.engine.contracts.hashing import HASH_BYTES
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.handoff import KVPull, KVRelease
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, parts_of_peer_id
+from tandem.engine.scheduling.ports import LowerTiers
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.layouts.plan import plan
+from tandem.kv_connector.protocol import outcomes
+from tandem.kv_connector.protocol.jobs import HandoffKey
+from tandem.kv_connector.protocol.outcomes import SourceOutcome
+from tandem.kv_connector.source.manager import SourceManager
+
+# Of the pool, as much as pulls may pin at a time. The rest of what is asked for is not offered.
+PINNED_SHARE = 0.5
+MAX_ANSWERED = 65536
+
+
+@dataclass(eq=False, slots=True)
+class PullRequest:
+    """Asked, and waiting for this node's own tiers; `stands_for` holds what is loaded for it there."""
+
+    peer_id: str
+    pull: KVPull
+    hashes: list[bytes]
+    deadline: float
+    stands_for: Request
+
+    @property
+    def key(self) -> HandoffKey:
+        return self.pull.request_id, self.pull.attempt
+
+
+class PullServer:
+    """`tiers`: this node's own, below `pool`."""
+
+    def __init__(
+        self, info: NodeInfo, pool: BlockPool, source: SourceManager, tiers: LowerTiers, options: NodeOptions
+    ) -> None:
+        self.info = info
+        self.num_served_blocks = 0
+        self._pool, self._source, self._tiers = pool, source, tiers
+        self._block_size = options.cache.block_size
+        self._max_pinned = int(PINNED_SHARE * pool.num_blocks)
+        self._pinned: dict[HandoffKey, int] = {}
+        self._waiting: dict[HandoffKey, PullRequest] = {}
+        self._answered: OrderedDict[HandoffKey, None] = OrderedDict()
+        self._outbox: list[tuple[str, Message]] = []
+
+    def on_pull(self, peer_id: str, pull: KVPull, now: float) -> None:
+        """Idempotent. One that was answered by a claim is not heard again: its hand-off may have said that it writes
+        no more, and a second one under its name would take the grant of the first."""
+        key = (pull.request_id, pull.attempt)
+        if pull.source_epoch != self.info.epoch or key in self._answered or key in self._waiting:
+            return
+        problem = self._problem(peer_id, pull)
+        if problem:
+            self._refuse(peer_id, pull, problem)
+            return
+        raw = pull.block_hashes
+        hashes = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
+        stands_for = Request(pull.request_id, pull.attempt, np.zeros(0, np.int32), SamplingParams())
+        question = PullRequest(peer_id, pull, hashes, now + pull.deadline_s, stands_for)
+        self._waiting[key] = question
+        self._look(question, now)
+
+    def on_tick(self, now: float) -> None:
+        for question in list(self._waiting.values()):
+            self._look(question, now)
+
+    def on_outcome(self, outcome: SourceOutcome) -> bool:
+        """How a hand-off ended; False: it was no pull's."""
+        return self._pinned.pop(outcome.key, None) is not None
+
+    def peer_lost(self, peer_id: str) -> None:
+        for question in [each for each in self._waiting.values() if each.peer_id == peer_id]:
+            self._forget(question)
+
+    def drain_outbox(self) -> list[tuple[str, Message]]:
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _problem(self, peer_id: str, pull: KVPull) -> str:
+        """Why it can't be served, ""  when it can."""
+        if self._source.knows((pull.request_id, pull.attempt)):
+            return outcomes.UNKNOWN  # another hand-off has its name
+        peer = self._source.peer(*parts_of_peer_id(peer_id))
+        if peer is None or peer.layout is None or self.info.layout is None:
+            return outcomes.UNKNOWN
+        try:
+            keeps_blocks = plan(self.info.layout, peer.layout).keeps_blocks
+        except HandshakeError:
+            keeps_blocks = False
+        if not keeps_blocks:
+            return outcomes.OTHER_LAYOUT
+        num_hashes, rest = divmod(len(pull.block_hashes), HASH_BYTES)
+        return "" if not rest and 0 <= pull.first_block < num_hashes else outcomes.UNKNOWN
+
+    def _look(self, question: PullRequest, now: float) -> None:
+        """Offers what is there as soon as nothing more is being loaded, or half of the peer's patience has gone."""
+        hits = self._pool.match_prefix(question.hashes)
+        patience_s = question.deadline - now
+        hurries = patience_s < question.pull.deadline_s / 2
+        if not hurries and self._tiers.prepare(question.stands_for, question.hashes, hits, runs_alone=False) is None:
+            return
+        if patience_s > 0:
+            self._answer(question, self._pool.match_prefix(question.hashes), now)
+        self._forget(question)
+
+    def _answer(self, question: PullRequest, found: Sequence[int], now: float) -> None:
+        first = question.pull.first_block
+        complete = []
+        for block_id, block_hash in zip(found[first:], question.hashes[first:], strict=False):
+            if not self._pool.is_published(block_hash):
+                break
+            complete.append(block_id)
+        blocks = complete[: max(0, self._max_pinned - sum(self._pinned.values()))]
+        if not blocks:
+            self._refuse(question.peer_id, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)
+            return
+        self._pool.touch(blocks)
+        self._tiers.started(question.stands_for, question.hashes[: first + len(blocks)])
+        self._note_answered(question.key)
+        self._pinned[question.key] = len(blocks)
+        self.num_served_blocks += len(blocks)
+        node_id, epoch = parts_of_peer_id(question.peer_id)
+        num_tokens = len(blocks) * self._block_size
+        self._source.offer(question.key, PeerRef(node_id, epoch, ""), blocks, num_tokens, question.deadline, now)
+
+    def _note_answered(self, key: HandoffKey) -> None:
+        self._answered[key] = None
+        if len(self._answered) > MAX_ANSWERED:
+            self._answered.popitem(last=False)
+
+    def _refuse(self, peer_id: str, pull: KVPull, reason: str) -> None:
+        release = KVRelease(
+            request_id=pull.request_id, attempt=pull.attempt, source_epoch=self.info.epoch, reason=reason
+        )
+        self._outbox.append((peer_id, release))
+
+    def _forget(self, question: PullRequest) -> None:
+        del self._waiting[question.key]
+        self._tiers.ended(question.stands_for)

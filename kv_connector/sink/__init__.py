@@ -1,0 +1,1 @@
+"""The node that wants KV: tickets, grants, commits, decided without I/O."""

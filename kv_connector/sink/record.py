@@ -1,0 +1,46 @@
+"""What a sink knows about one hand-off besides its protocol state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
+from tandem.engine.contracts.wire.parts import Continuation
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.jobs import HandoffKey
+from tandem.kv_connector.protocol.sink_table import SinkMachine
+
+
+@dataclass(eq=False, slots=True)
+class SinkRecord:
+    key: HandoffKey
+    machine: SinkMachine
+    deadline: float
+    source_id: str = ""
+    request: Request | None = None
+    expected_at: float = 0.0  # when it was submitted
+    num_tokens: int = 0  # to be in the pool at its commit; of a pull known from its claim on
+    num_blocks: int = 0
+    num_claimed: int = 0  # tokens that the claim names
+    follows: bool = False  # of a sequence that runs at its source: `num_tokens` is what it may have at its commit
+    most_blocks: int = 0  # of a pull: so many were asked for; 0: it is no pull
+    hits: list[int] = field(default_factory=list)
+    granted: list[int] = field(default_factory=list)
+    grant: KVGrant | None = None
+    lease_until: float = 0.0
+    quarantined_at: float = 0.0
+    was_warned: bool = False  # that the quarantine lasts
+    ready: KVReady | None = None
+    bad_indices: tuple[int, ...] = ()
+    reason: str = ""
+    resend_at: float = 0.0
+    resend_every_s: float = 0.0
+    closed_at: float = 0.0
+
+    def fits(self, continuation: Continuation | None, block_size: int) -> bool:
+        """Whether it is the end of this running sequence, and what was granted has room for just the rest."""
+        if continuation is None or self.request is None:
+            return True
+        num_tokens = self.request.num_prompt_tokens + len(continuation.token_ids) - 1
+        starts_at = len(self.hits) * block_size
+        return continuation.num_tokens == num_tokens and starts_at < num_tokens <= self.num_tokens

@@ -1,0 +1,1 @@
+"""The node that has KV: its hand-offs, decided without I/O."""

@@ -1,0 +1,142 @@
+"""What a source knows about one hand-off besides its protocol state, and which blocks it has yet to push."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
+from tandem.engine.contracts.wire.parts import Continuation, FirstToken, PeerRef
+from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.layouts.plan import BlockSizes
+from tandem.kv_connector.protocol.jobs import Finalize, HandoffKey, LayerPush, WholePush, digest_key
+from tandem.kv_connector.protocol.source_table import SourceMachine
+
+NO_STEP = -1
+
+
+@dataclass(eq=False, slots=True)
+class SourceRecord:
+    key: HandoffKey
+    peer: PeerRef
+    num_prompt_tokens: int
+    num_blocks: int  # of the prompt, of this node's size
+    block_sizes: BlockSizes
+    deadline: float
+    machine: SourceMachine
+    resend_at: float = 0.0
+    resend_every_s: float = 0.0
+    reason: str = ""
+    closed_at: float = 0.0
+    retire_asked_at: float = 0.0  # when the transfer thread was told to retire the grant; 0: not yet
+    was_warned: bool = False  # that this takes long
+    num_drops_counted: int = 0
+
+    request: Request | None = None  # while the scheduler has it
+    block_ids: list[int] = field(default_factory=list)
+    owns_blocks: bool = False  # the scheduler has left them to us
+    num_computed_tokens: int = 0  # by launched steps
+    last_step: int = NO_STEP  # newest step that has a row of this request
+
+    grant: KVGrant | None = None
+    num_pushed_blocks: int = 0  # sink blocks of the prompt that need no push any more, the sink's own included
+    resend_indices: tuple[int, ...] = ()
+    first_tokens: tuple[FirstToken, ...] = ()
+    ready: KVReady | None = None
+    follows: bool = False  # a sequence that runs: its length is known when it stands still
+    continuation: Continuation | None = None
+    is_flushed: bool = True  # of a sequence that runs: what was pushed of it has arrived
+
+    @property
+    def num_sink_blocks(self) -> int:
+        """Of the prompt; what is granted, pushed and asked for again counts in these."""
+        return self.block_sizes.num_sink_blocks(self.num_prompt_tokens)
+
+    # --- progress -------------------------------------------------------------------------------------------
+
+    def blocks_allocated(self, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """New whole block list. One that doesn't continue the old means a restart after preemption: the pushes start
+        over (they are queued behind the old ones, so the right bytes win)."""
+        is_restart = list(block_ids[: len(self.block_ids)]) != self.block_ids
+        if is_restart or not self.block_ids:
+            self.num_computed_tokens = num_computed_tokens
+            self.num_pushed_blocks = self.grant.first_block if self.grant else 0
+        self.block_ids = list(block_ids)
+
+    def step_built(self, step_id: int, num_computed_tokens: int) -> None:
+        self.last_step = step_id
+        self.num_computed_tokens = num_computed_tokens
+
+    def adopt(self, grant: KVGrant) -> None:
+        self.grant = grant
+        self.num_pushed_blocks = grant.first_block
+
+    # --- what to push ---------------------------------------------------------------------------------------
+
+    def take_layer_push(self) -> LayerPush | None:
+        """Blocks that the step built last completes. Call after `take_whole_push` of what was complete before."""
+        return self._take(LayerPush, self._num_complete(self.num_computed_tokens))
+
+    def take_whole_push(self, num_tokens: int, step_id: int) -> WholePush | None:
+        """Blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write them."""
+        return self._take(WholePush, self._num_complete(num_tokens), step_id=step_id)
+
+    def push_again(self) -> WholePush:
+        """The blocks that the last KVResend names (indices into the grant)."""
+        assert self.grant is not None
+        blocks = [self.grant.first_block + index for index in self.resend_indices]
+        return WholePush(step_id=self.last_step, **self._pairs(blocks))
+
+    def finalize(self, round: int, with_digests: bool) -> Finalize:
+        assert self.grant is not None
+        assert self.num_pushed_blocks == self.num_sink_blocks, "KVReady would name blocks that were not pushed"
+        source_block_ids, first_slots = self._origins(range(self.grant.first_block, self.num_sink_blocks))
+        return Finalize(
+            key=self.key,
+            grant=self.grant,
+            round=round,
+            source_block_ids=source_block_ids,
+            first_slots=first_slots,
+            num_valid_last=self._num_valid(self.num_sink_blocks - 1),
+            digest_key=digest_key(*self.key, self.grant.grant_id),
+            first_tokens=self.first_tokens,
+            with_digests=with_digests,
+            continuation=self.continuation,
+            num_blocks=self.num_sink_blocks - self.grant.first_block,
+        )
+
+    def _take(self, kind, until: int, **extra):  # type: ignore[no-untyped-def]
+        if until <= self.num_pushed_blocks:
+            return None
+        blocks = range(self.num_pushed_blocks, until)
+        self.num_pushed_blocks = until
+        return kind(**self._pairs(blocks), **extra)
+
+    def _pairs(self, blocks: Sequence[int]) -> dict:
+        assert self.grant is not None
+        source_block_ids, first_slots = self._origins(blocks)
+        return {
+            "key": self.key,
+            "grant": self.grant,
+            "source_block_ids": source_block_ids,
+            "first_slots": first_slots,
+            "destination_block_ids": tuple(self.grant.block_ids[block - self.grant.first_block] for block in blocks),
+            "num_valid": tuple(self._num_valid(block) for block in blocks),
+        }
+
+    def _origins(self, sink_blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(source_block_ids, first_slots) of a job for these sink blocks of the prompt."""
+        if self.block_sizes.source == self.block_sizes.sink:
+            return tuple(self.block_ids[block] for block in sink_blocks), ()
+        origins = [self.block_sizes.origin(block, self._num_valid(block)) for block in sink_blocks]
+        block_ids = tuple(self.block_ids[block] for blocks, _ in origins for block in blocks)
+        return block_ids, tuple(first_slot for _, first_slot in origins)
+
+    def _num_complete(self, num_tokens: int) -> int:
+        """Sink blocks of which this node has every token."""
+        if num_tokens >= self.num_prompt_tokens:
+            return self.num_sink_blocks
+        return num_tokens // self.block_sizes.sink
+
+    def _num_valid(self, sink_block: int) -> int:
+        return self.block_sizes.num_valid(sink_block, self.num_prompt_tokens)

@@ -1,0 +1,1 @@
+"""The transfer thread: pushes, digests, checks; and the layer hooks that feed it."""

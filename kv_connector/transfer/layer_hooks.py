@@ -1,0 +1,177 @@
+"""Worker half of the connector: turns a step's metadata into jobs of the transfer thread, from inside the forward pass.
+
+All methods run on the thread that executes steps. Nothing here blocks: on CUDA an event recorded on the current stream
+travels with each job and the transfer thread's stream waits for it; on CPU a layer is written when its hook runs. What
+is pushed does not change later: blocks are complete, and of a partial last block only its valid slots move.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from tandem.kv_connector.layouts.layer_groups import push_groups
+from tandem.kv_connector.protocol.jobs import LayerPush, SourceStepMeta, WholePush
+from tandem.kv_connector.transfer.thread import TransferWorker
+
+KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
+
+
+class LoadEvent(Protocol):
+    """`torch.cuda.Event` (orders the current stream after the load) and `threading.Event` (CPU) both fit."""
+
+    def wait(self) -> object: ...
+
+
+class LayerLoad(Protocol):
+    """KV that comes into the pool while the forward pass runs, layer by layer."""
+
+    def start(self, pool: torch.Tensor) -> Mapping[int, LoadEvent]:
+        """Starts the copies; layer index -> event after which that layer is complete. Does not block."""
+
+
+@runtime_checkable
+class CarriesLoads(Protocol):
+    """Step metadata with loads."""
+
+    loads: Sequence[LayerLoad]
+
+
+class ConnectorWorker:
+    """Implements engine.interfaces.KVConnectorWorker. `layer_indices`: attention layer's name -> layer of the pool."""
+
+    def __init__(self, transfer: TransferWorker, layer_indices: Mapping[str, int], lags: bool = False) -> None:
+        """`lags`: other ranks write the KV as well. That this rank has begun a layer proves that all have written the
+        one before, since they have added up their parts of it; the end of the step proves the last."""
+        self._transfer = transfer
+        self._layer_indices = dict(layer_indices)
+        # While a step with hand-offs is launched, after each layer; it is told how many there were.
+        self.between_layers: Callable[[int], None] = lambda num_layers: None
+        self._meta: SourceStepMeta | None = None
+        self._lags = lags
+        self._newest_layer: int | None = None
+        self._groups = push_groups(len(layer_indices))
+        self._written: list[torch.cuda.Event | None] = []  # layers of a group that is not complete
+        self._load_events: dict[int, list[LoadEvent]] = {}
+        self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
+        self._steps: OrderedDict[int, list[torch.cuda.Event]] = OrderedDict()  # CUDA: of the last steps with hand-offs
+
+    def register_kv_cache(self, pool: torch.Tensor) -> None:
+        assert pool.data_ptr() == self._transfer.pool.data_ptr(), "the connector moves the pool that the model writes"
+        self._transfer.warm_up()
+
+    def start_load_kv(self, meta: object | None) -> None:
+        """Raises TypeError for metadata that no part of this connector made."""
+        assert self._meta is None, "wait_for_save ends a step before the next one starts"
+        if isinstance(meta, CarriesLoads):
+            self._start_loads(meta.loads)
+        elif meta is not None and not isinstance(meta, SourceStepMeta):
+            raise TypeError(f"step metadata of type {type(meta).__name__}")
+        if isinstance(meta, SourceStepMeta):
+            self._meta = meta
+            self._queue_whole([push for push in meta.whole if push.step_id < meta.step_id])
+
+    def wait_for_kv_layer(self, layer_name: str) -> None:
+        if self._load_events:
+            self._wait_for_loads(self._layer_indices[layer_name])
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
+        if self._meta is None:
+            return
+        layer: int | None = self._layer_indices[layer_name]
+        written = self._record_event()
+        self._layer_events.append(written)
+        if self._lags:
+            layer, self._newest_layer = self._newest_layer, layer
+        self._push_layer(layer, written)
+        self.between_layers(len(self._layer_events))
+
+    def wait_for_save(self) -> None:
+        done = self._record_event()
+        if self._newest_layer is not None:
+            self._push_layer(self._newest_layer, done)
+            self._newest_layer = None
+        meta, self._meta = self._meta, None
+        for layer in list(self._load_events):  # layers that this step did not run: no load outlives its step
+            self._wait_for_loads(layer)
+        self._transfer.note_step_launched(done)
+        self._written.clear()
+        layer_events, self._layer_events = self._layer_events, []
+        if self._lags:
+            layer_events = [*layer_events[1:], done]
+        if meta is not None:
+            self._keep_step(meta, layer_events, done)
+            self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
+
+    def push_between_steps(self, push: WholePush) -> None:
+        """A push that travels with no step: its grant came late. If the step that writes its blocks may still run, each
+        layer follows as soon as that is done; if it has run, at once, whatever other step runs now."""
+        events = self._steps.get(push.step_id)
+        if events is None:
+            has_run = push.step_id < 0 or (bool(self._steps) and push.step_id < next(iter(self._steps)))
+            self._transfer.submit(push, waits=not has_run)
+        elif events[-1].query():
+            self._transfer.submit(push, waits=False)
+        elif len(events) < len(self._layer_indices):
+            self._transfer.submit(push, events[-1])
+        else:
+            layered = LayerPush(
+                push.key,
+                push.grant,
+                push.source_block_ids,
+                push.destination_block_ids,
+                push.num_valid,
+                push.first_slots,
+            )
+            for layers in self._groups:
+                self._transfer.submit_layers(layered, layers, events[layers.start : layers.stop])
+
+    def _keep_step(
+        self, meta: SourceStepMeta, layer_events: Sequence[torch.cuda.Event | None], done: torch.cuda.Event | None
+    ) -> None:
+        """One event for each layer, or for a step that ran as a whole one for all."""
+        written = [event for event in layer_events if event is not None]
+        if not meta.by_layer and done is not None:
+            written = written or [done]
+        elif len(written) != len(self._layer_indices):
+            return
+        if written:
+            self._steps[meta.step_id] = written
+            while len(self._steps) > KEPT_STEPS:
+                self._steps.popitem(last=False)
+
+    def _push_layer(self, layer: int | None, written: torch.cuda.Event | None) -> None:
+        """With its group, when that is complete."""
+        if self._meta is None or layer is None:
+            return
+        self._written.append(written)
+        group = next(layers for layers in self._groups if layer in layers)
+        if layer == group.stop - 1:
+            for push in self._meta.pushes:
+                self._transfer.submit_layers(push, group, tuple(self._written))
+            self._written.clear()
+
+    def _start_loads(self, loads: Sequence[LayerLoad]) -> None:
+        for load in loads:
+            for layer, event in load.start(self._transfer.pool).items():
+                self._load_events.setdefault(layer, []).append(event)
+
+    def _wait_for_loads(self, layer: int) -> None:
+        for event in self._load_events.pop(layer, ()):
+            event.wait()
+
+    def _queue_whole(self, pushes: Sequence[WholePush]) -> None:
+        if pushes:
+            written = self._record_event()
+            for push in pushes:
+                self._transfer.submit(push, written)
+
+    def _record_event(self) -> torch.cuda.Event | None:
+        if not self._transfer.pool.is_cuda:
+            return None
+        event = torch.cuda.Event(enable_timing=self._transfer.is_traced)
+        event.record()
+        return event

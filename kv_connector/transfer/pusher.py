@@ -1,0 +1,101 @@
+"""Pushes of the transfer thread: what a job names, in writes of bounded size, reshaped and summed where need be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.kv_connector.layouts.geometry import BlockGeometry
+from tandem.kv_connector.layouts.plan import plan
+from tandem.kv_connector.layouts.rank_pools import RankPools
+from tandem.kv_connector.layouts.reshape import Reshaper
+from tandem.kv_connector.protocol.jobs import LayerPush, WholePush
+from tandem.kv_connector.transfer.channels import PeerChannels
+from tandem.kv_connector.transfer.digests import SentDigests
+from tandem.kv_connector.transfer.grant_book import GrantBook
+from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
+
+
+class Pusher:
+    """Belongs to the transfer thread; on CUDA to its stream of pushes. `counters` are the thread's."""
+
+    def __init__(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        layout: KVLayout,
+        channels: PeerChannels,
+        book: GrantBook,
+        counters: dict[str, float],
+        digests: SentDigests,
+        trace: HandoffTrace | None,
+        ranks: RankPools | None = None,
+    ) -> None:
+        """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
+        self._digests = digests
+        self._pool_NHLPBD, self._layout, self._ranks = pool_NHLPBD, layout, ranks
+        self._geometry = BlockGeometry(layout)
+        self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
+        self._channels, self._book, self._counters, self._trace = channels, book, counters, trace
+
+    def push(self, push: LayerPush | WholePush, layers: range | None, written: Sequence[Moment] = ()) -> None:
+        """Some layers, or all (None). `written`: when the KV of each was, if traced. Raises what a channel's write
+        raises."""
+        if self._trace is None:
+            self._push(push, layers)
+            return
+        on_cuda, before = self._pool_NHLPBD.is_cuda, self._counters["kv_pushed_bytes"]
+        begun = Moment.now(on_cuda)
+        self._push(push, layers)
+        nbytes = self._counters["kv_pushed_bytes"] - before
+        first = push.grant.first_block + push.grant.block_ids.index(push.destination_block_ids[0])
+        self._trace.pushed(push.key, layers or range(-1, 0), first, written, begun, Moment.now(on_cuda), nbytes)
+
+    def reshaper_to(self, sink: KVLayout) -> Reshaper | None:
+        """None when blocks go into such a pool as they are."""
+        if sink not in self._reshapers:
+            as_they_are = self._ranks is None and plan(self._layout, sink).keeps_blocks
+            made = None if as_they_are else Reshaper(self._pool_NHLPBD, self._layout, sink, self._ranks)
+            self._reshapers[sink] = made
+        return self._reshapers[sink]
+
+    def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
+        way = self._channels.of(push.grant)
+        channel, reshaper = way.channel, self.reshaper_to(way.layout)
+        geometry, max_blocks = self._geometry, len(push.num_valid)
+        if reshaper is not None:
+            geometry, max_blocks = reshaper.geometry, reshaper.max_blocks
+            parts = reshaper.parts(push.source_block_ids, push.first_slots, push.num_valid)
+        num_layers = geometry.num_layers if layers is None else len(layers)
+        sizes = [geometry.payload_bytes(num_layers, valid) for valid in push.num_valid]
+        started = time.monotonic()
+        for first, end, nbytes in _portions(sizes, channel.max_write_bytes, max_blocks):
+            if self._book.is_over(push.grant_id):
+                break
+            self._book.unflushed.add(push.grant_id)
+            places = slice(first, end)
+            destinations, valid = push.destination_block_ids[places], push.num_valid[places]
+            if reshaper is None:
+                pairs = tuple(zip(push.source_block_ids[places], destinations, strict=True))
+                sums = self._digests.of_write(push, channel, self._pool_NHLPBD, places, layers)
+                channel.write(push.grant, pairs, layers, valid, sums)
+            else:
+                staged = reshaper.stage(parts[first:end], layers)
+                sums = self._digests.of_write(push, channel, staged, places, layers)
+                channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid, sums)
+            self._counters["kv_pushed_bytes"] += nbytes
+        self._counters["kv_push_s"] += time.monotonic() - started
+
+
+def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, bytes) of consecutive writes of about `limit` bytes and at most `max_blocks` blocks."""
+    first, nbytes = 0, 0
+    for index, size in enumerate(sizes):
+        nbytes += size
+        if nbytes >= limit or index + 1 - first == max_blocks:
+            yield first, index + 1, nbytes
+            first, nbytes = index + 1, 0
+    if nbytes:
+        yield first, len(sizes), nbytes

@@ -1,0 +1,160 @@
+"""What the transfer thread does for sources: pushes, flushes, the end of a hand-off, the end of a grant."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.wire.handoff import KVReady
+from tandem.kv_connector.protocol.jobs import (
+    Finalize,
+    Flush,
+    Flushed,
+    HandoffKey,
+    LayerPush,
+    PushFailed,
+    ReadySent,
+    Retire,
+    Retired,
+    TransferEvent,
+    WholePush,
+)
+from tandem.kv_connector.transfer.channels import PeerChannels
+from tandem.kv_connector.transfer.digests import SentDigests
+from tandem.kv_connector.transfer.grant_book import GrantBook
+from tandem.kv_connector.transfer.pusher import Pusher
+from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LayersJob:
+    """Push of these layers of `push`'s blocks. `written`: when each of them is complete, if traced."""
+
+    push: LayerPush
+    layers: range
+    written: tuple[Moment, ...]
+
+
+SourceWork = WholePush | LayersJob | Flush | Finalize
+
+
+class SourceJobs:
+    """Belongs to the transfer thread; on CUDA to its stream of pushes. `counters`, `post_event` and `send_ready` are
+    TransferWorker's; `source`: (node_id, epoch)."""
+
+    def __init__(
+        self,
+        source: tuple[str, int],
+        channels: PeerChannels,
+        book: GrantBook,
+        pusher: Pusher,
+        digests: SentDigests,
+        post_event: Callable[[TransferEvent], None],
+        send_ready: Callable[[str, KVReady], None],
+        counters: dict[str, float],
+        trace: HandoffTrace | None,
+    ) -> None:
+        self.stream: torch.cuda.Stream | None = None
+        self._source_id, self._source_epoch = source
+        self._channels, self._book, self._pusher, self._digests = channels, book, pusher, digests
+        self._post_event, self._send_ready = post_event, send_ready
+        self._counters, self._trace = counters, trace
+
+    def run(self, job: SourceWork, written: torch.cuda.Event | None) -> None:
+        """`written`: what a push waits for on the device. A job of a grant that is over is dropped."""
+        subject = job.push if isinstance(job, LayersJob) else job
+        if self._book.is_over(subject.grant_id):
+            return
+        try:
+            if isinstance(job, Finalize):
+                self._finalize(job)
+            elif isinstance(job, Flush):
+                self._flush(job)
+            elif isinstance(job, LayersJob):
+                self._push(job.push, job.layers, job.written, written)
+            else:
+                self._push(job, None, (), written)
+        except TandemError as error:
+            self._fail(subject.key, subject.grant_id, error.message)
+        except Exception as error:  # a fault of ours must end this hand-off, not the thread
+            logger.exception("transfer job of %s failed", subject.key)
+            self._fail(subject.key, subject.grant_id, repr(error))
+
+    def retire(self, job: Retire) -> None:
+        grant = job.grant
+        is_flushed = grant.grant_id not in self._book.failed
+        if grant.grant_id in self._book.unflushed:
+            try:
+                self._channels.of(grant).channel.flush(grant)
+            except TandemError as error:  # refused or lost: either way nothing more is sent under this grant
+                logger.debug("grant %#x retired without a flush: %s", grant.grant_id, error)
+                is_flushed = False
+        if self.stream is not None and not is_flushed:  # what was begun may still read; waits for others' steps too
+            self.stream.synchronize()
+        self._digests.forget(grant.grant_id)
+        self._book.forget(grant.grant_id)
+        self._post_event(Retired(job.key, grant.grant_id))
+
+    def _fail(self, key: HandoffKey, grant_id: int, reason: str) -> None:
+        self._book.failed.add(grant_id)
+        self._counters["kv_push_failures"] += 1
+        self._post_event(PushFailed(key, grant_id, reason))
+
+    def _push(
+        self,
+        push: LayerPush | WholePush,
+        layers: range | None,
+        moments: Sequence[Moment],
+        written: torch.cuda.Event | None,
+    ) -> None:
+        if written is not None and self.stream is not None:
+            self.stream.wait_event(written)
+        self._pusher.push(push, layers, moments)
+        way = self._channels.of(push.grant)
+        if self._pusher.reshaper_to(way.layout) is None and not self._book.is_over(push.grant_id):
+            self._digests.pushed(push, way.channel, layers, written)
+
+    def _flush(self, job: Flush) -> None:
+        self._channels.of(job.grant).channel.flush(job.grant)
+        self._book.unflushed.discard(job.grant_id)
+        self._post_event(Flushed(job.key, job.grant_id))
+
+    def _finalize(self, job: Finalize) -> None:
+        """Comes behind its own pushes, which have waited; the newest step launched is none of its business."""
+        if self._trace is not None:
+            self._trace.note(job.key, "ending")
+        grant = job.grant
+        way = self._channels.of(grant)
+        digests, sums = b"", self._digests.whole_sums(job, way.layout)
+        if job.with_digests and sums is None:  # while the last bytes are still on their way
+            digests = self._digests.anew(job, self._pusher.reshaper_to(way.layout)).tobytes()
+        way.channel.flush(grant)
+        self._book.unflushed.discard(grant.grant_id)
+        if sums is not None:
+            digests = sums.digests(job, way.layout.block_size).tobytes()
+            self._digests.forget(grant.grant_id)
+        ready = KVReady(
+            request_id=grant.request_id,
+            attempt=grant.attempt,
+            grant_id=grant.grant_id,
+            grant_signature=grant.signature,
+            source_id=self._source_id,
+            source_epoch=self._source_epoch,
+            sink_epoch=grant.sink_epoch,
+            first_tokens=job.first_tokens,
+            digests=digests,
+            round=job.round,
+            continuation=job.continuation,
+        )
+        if self._book.is_over(grant.grant_id):
+            return
+        self._send_ready(grant.sink_id, ready)
+        self._post_event(ReadySent(job.key, grant.grant_id, ready))
+        if self._trace is not None:
+            self._trace.end_of_pushes(job.key, self.stream is not None)

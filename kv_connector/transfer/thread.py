@@ -1,0 +1,228 @@
+"""The transfer thread of a node: moves KV, makes and checks digests, sends KVReady. Jobs run in the order submitted.
+
+Contract of jobs and events: kv_connector/protocol/jobs.py. What this file adds to it:
+- A grant ends at the moment its Retire is *submitted*: jobs of it that are queued are dropped, the running one stops
+  between two writes. Retired is posted when the thread reaches the Retire and has flushed what was written.
+- After one failed write all further jobs of that grant are skipped; PushFailed is posted once.
+- No wait is without a deadline: the channels' timeouts bound each write and flush.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.wire.handoff import KVReady
+from tandem.engine.contracts.wire.parts import Message, NodeInfo
+from tandem.kernels.blocks.digest import BlockSums, block_digests
+from tandem.kernels.blocks.push_blocks import can_push, list_pairs, push_blocks
+from tandem.kv_connector.layouts.geometry import pool_stride_bytes
+from tandem.kv_connector.layouts.rank_pools import RankPools
+from tandem.kv_connector.protocol.jobs import LayerPush, Retire, SumArrived, TransferEvent, TransferJob, Verify
+from tandem.kv_connector.transfer.channels import Connect, PeerChannels
+from tandem.kv_connector.transfer.digests import SentDigests
+from tandem.kv_connector.transfer.grant_book import GrantBook
+from tandem.kv_connector.transfer.pusher import Pusher
+from tandem.kv_connector.transfer.sink_checks import SinkChecks
+from tandem.kv_connector.transfer.source_jobs import LayersJob, SourceJobs
+from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
+from tandem.kv_connector.transfer.waiting_layers import WaitingLayers
+from tandem.kv_connector.transports.base import OnLost
+
+WRITTEN_POLL_S = 0.0003  # layers but the last, which is enqueued before it is written
+
+_Job = TransferJob | LayersJob | NodeInfo
+_Item = tuple[_Job, torch.cuda.Event | None]
+
+
+class TransferWorker:
+    """`connect(peer, on_lost)` opens a channel (NodeTransports.connect, bound to our NodeInfo).
+
+    `post_event` and `on_peer_lost(node_id, epoch, reason)` are called from this thread or a transport's; `send_ready`
+    (sink's node_id, message) from this thread. None of the three may block.
+    """
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        layout: KVLayout,
+        source: tuple[str, int],
+        connect: Connect,
+        post_event: Callable[[TransferEvent], None],
+        send_ready: Callable[[str, KVReady], None],
+        on_peer_lost: OnLost,
+        fault_injection: str = "",
+        with_digests: bool = True,
+        trace: HandoffTrace | None = None,
+        ranks: RankPools | None = None,
+    ) -> None:
+        """`ranks`: of a node of several GPUs, whose blocks have only some of their heads in `pool`."""
+        self._trace = trace
+        self._pool_NHLPBD, self._layout, self._ranks = pool, layout, ranks
+        self._post_event = post_event
+        self._channels = PeerChannels(connect, on_peer_lost, fault_injection)
+        self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._waiting: WaitingLayers[_Item] = WaitingLayers()
+        self._book = GrantBook()
+        self._stream: torch.cuda.Stream | None = None  # of pushes, each behind the step that computes it
+        self._check_stream: torch.cuda.Stream | None = None  # of what must not wait for other requests' steps
+        self._newest_step_done: torch.cuda.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self.counters: dict[str, float] = dict.fromkeys(
+            (
+                "kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures",
+                "kv_digest_passes",  # hand-offs whose digests were not made while they were pushed
+                "kv_blocks_verified", "kv_blocks_bad",
+            ),
+            0.0,
+        )  # fmt: skip
+        self.sent_digests = SentDigests(pool, layout, self.counters, with_digests)
+        self._pusher = Pusher(pool, layout, self._channels, self._book, self.counters, self.sent_digests, trace, ranks)
+        self._source_jobs = SourceJobs(
+            source, self._channels, self._book, self._pusher, self.sent_digests,
+            post_event, send_ready, self.counters, trace,
+        )  # fmt: skip
+        self.sink_checks = SinkChecks(pool, layout, ranks, self.counters)
+
+    @property
+    def pool(self) -> torch.Tensor:
+        return self._pool_NHLPBD
+
+    @property
+    def is_traced(self) -> bool:
+        """Events given to `submit_layers` are then to be made for timing."""
+        return self._trace is not None
+
+    # --- any thread -----------------------------------------------------------------------------------------
+
+    def warm_up(self) -> None:
+        """Before `start`: compiles what digests and pushes by kernels need. Block 0 is written with its own bytes."""
+        pool, size = self._pool_NHLPBD, self._layout.block_size
+        if not pool.is_cuda:
+            return
+        if self._ranks is not None:
+            pool = self._ranks.new_blocks(1)
+            self._ranks.gather([0], None, pool)
+            self._ranks.scatter(pool, [0], None, [size])
+        block_digests(pool, [0], 0, size, size)
+        self.sent_digests.warm_up()
+        self.sink_checks.warm_up()
+        if can_push(pool):
+            return
+        sums = BlockSums.of_none(pool, 1, 0)
+        for each in (None, sums):
+            push_blocks(pool, pool.data_ptr(), pool_stride_bytes(pool), [(0, 0)], range(1), [size], 1, each)
+        sums.add_layers(pool, list_pairs([(0, 0)], [size], (), pool.device), range(1))
+        torch.cuda.synchronize(pool.device)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def connect_peer(self, peer: NodeInfo) -> None:
+        """Opens a channel to a sink; pushes to it that are submitted later find it. Failure: `on_peer_lost`."""
+        self._jobs.put((peer, None))
+
+    def drop_peer(self, node_id: str, epoch: int) -> None:
+        """The control plane has lost this peer: a write to it that is under way fails soon."""
+        self._channels.drop(node_id, epoch)
+
+    def submit(self, job: TransferJob, written: torch.cuda.Event | None = None, waits: bool = True) -> None:
+        """`written`: device event after which its source blocks are complete; None: every step launched so far, or,
+        if it does not wait at all, they are."""
+        if isinstance(job, Retire):
+            self._book.end(job.grant_id)
+        self._jobs.put((job, (written or self._newest_step_done) if waits else None))
+
+    def hear(self, message: Message | None) -> None:
+        """What came over the control connection, ahead of the step loop, which may be launching."""
+        if isinstance(message, KVReady):
+            self.submit(SumArrived(message))
+
+    def note_step_launched(self, done: torch.cuda.Event | None) -> None:
+        """From the thread that launches steps: `done` fires when that step is complete (None on CPU: it is)."""
+        self._newest_step_done = done
+
+    def submit_layers(self, push: LayerPush, layers: range, written: Sequence[torch.cuda.Event | None] = ()) -> None:
+        """Push of these layers of `push`'s blocks. `written`: device events after which each of them is complete."""
+        moments = [Moment(time.monotonic(), event) for event in written] if self.is_traced else []
+        self._jobs.put((LayersJob(push, layers, tuple(moments)), written[-1] if written else None))
+
+    def stop(self, deadline_s: float) -> bool:
+        """Runs what is queued for at most `deadline_s`, then breaks the channels. Whether the thread has ended."""
+        self._jobs.put(None)
+        self._thread.join(deadline_s)
+        self._channels.close()
+        self._thread.join(1.0)
+        return not self._thread.is_alive()
+
+    # --- transfer thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self._pool_NHLPBD.is_cuda:
+            torch.cuda.set_device(self._pool_NHLPBD.device)
+            # Pushes come first wherever a multiprocessor has room: there are few of their programs, and behind the
+            # next step's kernels, which always wait for more room than there is, they would not get on.
+            self._stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
+            # Somebody waits for each of them, and they are short.
+            self._check_stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
+        self._source_jobs.stream = self._stream
+        with _on_stream(self._stream):
+            while (item := self._next_item()) is not None:
+                job, written = item
+                if isinstance(job, LayersJob) and written is not None:
+                    is_last = job.layers.stop == self._pool_NHLPBD.shape[2]
+                    self._waiting.add(job.push.grant_id, item, written, goes_ahead=is_last)
+                    continue
+                for before in self._waiting.take_all_of(getattr(job, "grant_id", 0)):
+                    self._run_job(*before)
+                self._run_job(job, written)
+            for left in self._waiting.take_all_of(None):
+                self._run_job(*left)
+
+    def _next_item(self) -> _Item | None:
+        """Meanwhile layers are pushed as they are written, one at a time: what ends a hand-off or starts another may be
+        next, and does not wait for all of them."""
+        wait_s: float | None = 0.0
+        while True:
+            try:
+                return self._jobs.get(timeout=wait_s)
+            except queue.Empty:
+                written = self._waiting.take_written()
+            if written is not None:
+                self._run_job(*written)
+                wait_s = 0.0
+            else:
+                wait_s = WRITTEN_POLL_S if self._waiting else None
+
+    def _run_job(self, job: _Job, written: torch.cuda.Event | None) -> None:
+        self.counters["kv_jobs"] += 1
+        if isinstance(job, NodeInfo):
+            self._channels.open(job)
+        elif isinstance(job, Verify):
+            self._verify(job)
+        elif isinstance(job, SumArrived):
+            with _on_stream(self._check_stream):
+                self.sink_checks.sum_arrived(job.ready)
+        elif isinstance(job, Retire):
+            self._source_jobs.retire(job)
+        else:
+            self._source_jobs.run(job, written)
+
+    def _verify(self, job: Verify) -> None:
+        if self._trace is not None:
+            self._trace.note(job.key, "verifying")
+        with _on_stream(self._check_stream):
+            verified = self.sink_checks.verify(job)
+        if self._trace is not None:
+            self._trace.note(job.key, "verified", num_bad=len(verified.bad_indices))
+        self._post_event(verified)
+
+
+def _on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    return nullcontext() if stream is None else torch.cuda.stream(stream)

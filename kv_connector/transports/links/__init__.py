@@ -1,0 +1,1 @@
+"""Transports between hosts: one authenticated socket for each pair of nodes."""

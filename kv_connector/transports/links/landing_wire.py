@@ -1,0 +1,62 @@
+"""Frames on a link whose bytes travel beside it (NIXL, UCX). The preface and the framing are those of tcp_wire.py.
+
+    sink → source   an offer (what the source needs to reach this node's memory) or Refusal
+    source → sink   WakeFrame | OpenFrame | LandFrame | LandingFlushFrame, any number
+    sink → source   Answer, one for each frame but WakeFrame, in their order
+
+`sequence` counts a link's frames that are answered, from 1.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.engine.contracts.wire.decoder import WireDecoder
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
+    """Instead of an offer: this node can't do it, whatever its export says."""
+
+    error: str
+
+
+class WakeFrame(msgspec.Struct, frozen=True, tag="w"):
+    """Bytes will come: the sink's thread drives their library until the next LandingFlushFrame."""
+
+
+class OpenFrame(msgspec.Struct, frozen=True, tag="o"):
+    """Asks to write into these blocks of the pool directly; the answer comes before the first byte."""
+
+    sequence: int
+    grant_id: int
+    block_ids: tuple[int, ...]
+
+
+class LandFrame(msgspec.Struct, frozen=True, tag="l"):
+    """A slot of the sink's landing buffer is (NIXL) or will be (UCX) filled with blocks: the sink stores them."""
+
+    sequence: int
+    grant_id: int
+    block_ids: tuple[int, ...]
+    first_layer: int
+    num_layers: int
+    num_valid: tuple[int, ...]
+    slot: int
+    nbytes: int
+
+
+class LandingFlushFrame(msgspec.Struct, frozen=True, tag="f"):
+    """Every write so far, under any grant, is complete on the source's side."""
+
+    sequence: int
+    grant_id: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    sequence: int
+    error: str  # "": done
+
+
+Frame = WakeFrame | OpenFrame | LandFrame | LandingFlushFrame
+decode_frame: WireDecoder[Frame] = WireDecoder(Frame)
+decode_answer: WireDecoder[Answer] = WireDecoder(Answer)

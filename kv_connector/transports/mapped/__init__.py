@@ -1,0 +1,1 @@
+"""Transports within a host: the source maps the sink's pool and stores into it."""

@@ -1,0 +1,263 @@
+"""What one-sided transports between processes of one host share: everything but how memory is mapped and copied.
+
+The source maps the sink's pool and stores into it without the sink's help. Hence:
+- the sink can't turn a write away; only the exit of the source's process (its pidfd) proves that none can land;
+- a source keeps a mapping no longer than its sink's epoch: it ends when that process exits or a newer epoch connects,
+  otherwise a dead node's memory would stay allocated.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tandem.engine.contracts.errors import DecodeError, GrantError, PeerLostError, TransportError
+from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.wire.decoder import WireDecoder
+from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, PairSums, RegisteredPool
+from tandem.kv_connector.transports.mapped.processes import ProcessRef, Watch, host_id, process_watcher
+from tandem.kv_connector.transports.pool_channel import PoolChannel
+
+
+class MappedExport(msgspec.Struct, frozen=True):
+    """Value of NodeInfo.transports for these transports. `handle` is read by the one transport alone."""
+
+    pid: int
+    start_time: int
+    num_blocks: int
+    handle: bytes
+
+    @property
+    def process(self) -> ProcessRef:
+        return ProcessRef(self.pid, self.start_time)
+
+
+_decode_export: WireDecoder[MappedExport] = WireDecoder(MappedExport)
+
+
+class Mapping(ABC):
+    """Another process's pool in our address space. `close` waits for the copy that is running."""
+
+    max_write_bytes = MAX_WRITE_BYTES  # of one copy
+    sums_blocks = sums_layers = False  # as Channel has them
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def copy_in(
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None = None,
+    ) -> bool:
+        """Starts (or does) the copy of blocks; False when the mapping is closed. `sums` where it `sums_blocks`."""
+        with self._lock:
+            if not self._closed:
+                self._copy(grant_id, source_NHLPBD, pairs, layers, num_valid, sums)
+            return not self._closed
+
+    @abstractmethod
+    def flush(self, grant_id: int) -> None:
+        """Returns when every copy made so far for this grant is in the other pool. Raises TransportError."""
+
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._unmap()
+
+    @abstractmethod
+    def _copy(
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None,
+    ) -> None: ...
+
+    @abstractmethod
+    def _unmap(self) -> None: ...
+
+
+class MappedTransport(ABC):
+    """Life of channels and fences; subclasses export and map memory."""
+
+    name: str
+    receiver_writes = False
+
+    def __init__(self) -> None:
+        self.pool: RegisteredPool | None = None
+        self._host_id = host_id()
+        self._lock = threading.Lock()
+        self._channels: dict[str, MappedChannel] = {}  # by sink's node_id: the newest epoch
+        self._sources: dict[tuple[str, int], Watch] = {}  # processes that may write into our pool
+
+    @abstractmethod
+    def is_usable(self, device: torch.device) -> tuple[bool, str]: ...
+
+    @abstractmethod
+    def pool_storage(self, nbytes: int) -> memoryview | None: ...
+
+    @abstractmethod
+    def _export_handle(self) -> bytes:
+        """How a peer finds this process's pool."""
+
+    @abstractmethod
+    def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
+        """Maps a peer's pool. Raises TransportError."""
+
+    def register(self, pool: RegisteredPool) -> None:
+        assert self.pool is None, "a pool is registered once"
+        self.pool = pool
+
+    def export(self) -> bytes:
+        assert self.pool is not None, "register the pool first"
+        me = ProcessRef.current()
+        num_blocks = self.pool.pool_NHLPBD.shape[0]
+        return msgspec.msgpack.encode(MappedExport(me.pid, me.start_time, num_blocks, self._export_handle()))
+
+    def connect(self, peer: NodeInfo, on_lost: OnLost) -> MappedChannel:
+        assert self.pool is not None, "register the pool first"
+        assert peer.layout is not None, "only nodes are connected to"
+        export = self._peer_export(peer)
+        self._check_same_user(export.process)
+        channel = MappedChannel(self.pool, peer, self._map(export, peer.layout), on_lost)
+        try:
+            channel.watch_peer(export.process)
+        except PeerLostError:
+            channel.close()
+            raise
+        with self._lock:
+            superseded = self._channels.get(peer.node_id)
+            self._channels[peer.node_id] = channel
+        if superseded is not None:
+            superseded.close()
+        return channel
+
+    def admit(self, peer: NodeInfo) -> None:
+        source = (peer.node_id, peer.epoch)
+        with self._lock:
+            if source in self._sources:
+                return
+        watch = process_watcher().watch(self._peer_export(peer).process, lambda: self._forget_source(source))
+        with self._lock:
+            self._sources[source] = watch
+        if watch.exited.done():
+            self._forget_source(source)
+
+    def open_grant(self, grant: KVGrant) -> None:
+        with self._lock:
+            if (grant.source_id, grant.source_epoch) not in self._sources:
+                raise GrantError(
+                    f"{grant.source_id} epoch {grant.source_epoch:#x} has exited or was never admitted to {self.name}",
+                    request_id=grant.request_id,
+                )
+
+    def close_grant(self, grant_id: int) -> None:  # noqa: B027
+        pass  # proves nothing here: the source writes without asking
+
+    def is_settled(self, grant_id: int) -> bool:
+        return True
+
+    def fence(self, node_id: str, epoch: int) -> Future[None]:
+        with self._lock:
+            watch = self._sources.get((node_id, epoch))
+        if watch is not None:
+            return watch.exited
+        gone: Future[None] = Future()
+        gone.set_result(None)
+        return gone
+
+    def close(self) -> None:
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+            watches, self._sources = list(self._sources.values()), {}
+        for channel in channels:
+            channel.close()
+        for watch in watches:
+            process_watcher().unwatch(watch)
+
+    def _forget_source(self, source: tuple[str, int]) -> None:
+        with self._lock:
+            self._sources.pop(source, None)
+
+    def _peer_export(self, peer: NodeInfo) -> MappedExport:
+        if peer.host_id != self._host_id:
+            raise TransportError(f"{self.name} needs {peer.node_id} on this host, in this pid namespace")
+        try:
+            return _decode_export(peer.transports[self.name])
+        except (KeyError, DecodeError) as error:
+            raise TransportError(f"{peer.node_id} exports no pool for {self.name}") from error
+
+    @staticmethod
+    def _check_same_user(process: ProcessRef) -> None:
+        try:
+            owner = Path(f"/proc/{process.pid}").stat().st_uid
+        except OSError as error:
+            raise PeerLostError(f"process {process.pid} is gone: {error.strerror}") from error
+        if owner != os.geteuid():
+            raise TransportError(f"process {process.pid} belongs to user {owner}, this one to {os.geteuid()}")
+
+
+class MappedChannel(PoolChannel):
+    """Stores into a mapped pool. Ends with the peer's process."""
+
+    def __init__(self, source: RegisteredPool, peer: NodeInfo, mapping: Mapping, on_lost: OnLost) -> None:
+        super().__init__(source, peer.node_id, peer.epoch, on_lost)
+        self._mapping = mapping
+        self.max_write_bytes = mapping.max_write_bytes
+        self.sums_blocks, self.sums_layers = mapping.sums_blocks, mapping.sums_layers
+        self._watch: Watch | None = None
+
+    def watch_peer(self, process: ProcessRef) -> None:
+        """Raises PeerLostError when it is gone, or is not the process that the mapping was meant for."""
+        self._watch = process_watcher().watch(process, lambda: self.lose("its process exited"))
+        if self.ended:
+            self._release()
+
+    def _copy(
+        self,
+        pool_NHLPBD: torch.Tensor,
+        grant: KVGrant,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+    ) -> None:
+        if not self._mapping.copy_in(grant.grant_id, pool_NHLPBD, pairs, layers, num_valid):
+            self._raise_if_ended()
+
+    def _copy_and_sum(
+        self,
+        grant: KVGrant,
+        pool_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums,
+    ) -> None:
+        if not self._mapping.copy_in(grant.grant_id, pool_NHLPBD, pairs, layers, num_valid, sums):
+            self._raise_if_ended()
+
+    def flush(self, grant: KVGrant) -> None:
+        self._raise_if_ended()
+        self._mapping.flush(grant.grant_id)
+
+    def _release(self) -> None:
+        self._mapping.close()
+        if self._watch is not None:
+            process_watcher().unwatch(self._watch)

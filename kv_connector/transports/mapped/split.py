@@ -1,0 +1,46 @@
+"""Another node's pool in several memories, each with some heads of every block: those of its ranks' GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tandem.kv_connector.transports.base import BlockPairs, PairSums
+from tandem.kv_connector.transports.mapped.base import Mapping
+
+# Of blocks as `Mapping._copy` takes them, all heads together.
+SumBlocks = Callable[[torch.Tensor, BlockPairs, range | None, Sequence[int], PairSums], None]
+
+
+class SplitMapping(Mapping):
+    """`parts`: which heads are where. What is written has all heads; `sum_blocks` sums it, where that can be done."""
+
+    def __init__(self, parts: Sequence[tuple[range, Mapping]], sum_blocks: SumBlocks | None = None) -> None:
+        super().__init__()
+        self._parts, self._sum_blocks = parts, sum_blocks
+        self.sums_blocks = sum_blocks is not None
+        self.max_write_bytes = min(mapping.max_write_bytes for _, mapping in parts)
+
+    def _copy(
+        self,
+        grant_id: int,
+        source_NHLPBD: torch.Tensor,
+        pairs: BlockPairs,
+        layers: range | None,
+        num_valid: Sequence[int],
+        sums: PairSums | None,
+    ) -> None:
+        if sums is not None:
+            assert self._sum_blocks is not None, "the parts would each make sums of blocks of their own"
+            self._sum_blocks(source_NHLPBD, pairs, layers, num_valid, sums)
+        for heads, mapping in self._parts:
+            mapping.copy_in(grant_id, source_NHLPBD[:, heads.start : heads.stop], pairs, layers, num_valid)
+
+    def flush(self, grant_id: int) -> None:
+        for _, mapping in self._parts:
+            mapping.flush(grant_id)
+
+    def _unmap(self) -> None:
+        for _, mapping in self._parts:
+            mapping.close()

@@ -1,0 +1,1 @@
+"""The process around an engine and its connector: loop, control sockets, ranks, requests."""

@@ -1,0 +1,124 @@
+"""Carries out what a node's logic decided about other nodes' memory: channels, grants, fences, transfer jobs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.wire.handoff import (
+    KVClaim,
+    KVCommitted,
+    KVDrained,
+    KVDrainedAck,
+    KVGrant,
+    KVPull,
+    KVReady,
+    KVWait,
+)
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.process.process_log import RateLimited
+from tandem.kv_connector.protocol.jobs import (
+    CloseGrant,
+    OpenGrant,
+    ReadySent,
+    Retired,
+    TransferJob,
+    TransportCommand,
+    Verified,
+    WholePush,
+)
+from tandem.kv_connector.protocol.peer_effects import AdmitSource, CloseChannel, Fenced, OpenChannel, PeerEffect
+from tandem.kv_connector.tiers.jobs import JobDone
+from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
+from tandem.kv_connector.transfer.thread import TransferWorker
+from tandem.kv_connector.transports.node_transports import NodeTransports
+from tandem.node.control.events import PeerUp, Received
+
+logger = logging.getLogger(__name__)
+limited = RateLimited(logger)
+_URGENT_MESSAGES = (KVPull, KVClaim, KVWait, KVGrant, KVReady, KVCommitted, KVDrained, KVDrainedAck, Submit)
+_URGENT_EVENTS = (PeerUp, ReadySent, Retired, Verified, JobDone)
+
+
+def is_urgent(event: object) -> bool:
+    """Whether an event of a node's inbox is served while a step runs: a hand-off's way from claim to commit, which is
+    part of the time to a second token. They start, free and hand on; none ends what is in a launched step. PeerUp
+    and JobDone are none of these, but come with each request, and what is behind them would wait."""
+    if isinstance(event, Received):
+        return isinstance(event.message, _URGENT_MESSAGES)
+    return isinstance(event, _URGENT_EVENTS)
+
+
+@runtime_checkable
+class HandsOff(Protocol):
+    """A node's logic that takes part in hand-offs, on either side."""
+
+    def drain_peer_effects(self) -> list[PeerEffect]: ...
+
+    def drain_transport_commands(self) -> list[TransportCommand]: ...
+
+    def drain_jobs(self) -> list[TransferJob]: ...
+
+
+class Effects:
+    """`apply` runs on the step loop, before the messages of the turn are sent; nothing in it waits for a peer."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        logic: object,
+        transports: NodeTransports,
+        transfer: TransferWorker,
+        worker: ConnectorWorker,
+        post: Callable[[object], None],
+    ) -> None:
+        self._info = info
+        self._logic = logic if isinstance(logic, HandsOff) else None
+        self._transports = transports
+        self._transfer = transfer
+        self._worker = worker
+        self._post = post
+
+    def apply(self) -> None:
+        if self._logic is None:
+            return
+        for effect in self._logic.drain_peer_effects():
+            self._on_peer(effect)
+        for command in self._logic.drain_transport_commands():
+            self._on_command(command)
+        for job in self._logic.drain_jobs():
+            if isinstance(job, WholePush):
+                self._worker.push_between_steps(job)
+            else:
+                self._transfer.submit(job)
+
+    def _on_peer(self, effect: PeerEffect) -> None:
+        if isinstance(effect, OpenChannel):
+            self._transfer.connect_peer(effect.peer)
+        elif isinstance(effect, CloseChannel):
+            self._transfer.drop_peer(effect.node_id, effect.epoch)
+        elif isinstance(effect, AdmitSource):
+            # Where no descriptor is left to watch it by, this node ends: a source that nobody watches could write into
+            # blocks that are given to others.
+            try:
+                self._transports.admit(self._info, effect.peer)
+            except TandemError as error:  # of what it says it exports, or it is gone: it costs this peer
+                limited.warning("%s can't hand KV to this node: %r", effect.peer.node_id, error)
+        else:
+            fenced = Fenced(effect.node_id, effect.epoch)
+            self._transports.fence(effect.node_id, effect.epoch).add_done_callback(lambda _: self._post(fenced))
+
+    def _on_command(self, command: TransportCommand) -> None:
+        if isinstance(command, OpenGrant):
+            self._transfer.sink_checks.expect(command.grant)
+            try:
+                self._transports.open_grant(command.grant)
+            except TandemError as error:  # the source is gone; its loss is on the way through the control plane
+                logger.warning("grant %#x is not opened: %s", command.grant.grant_id, error.message)
+        else:
+            assert isinstance(command, CloseGrant)
+            self._transfer.sink_checks.end(command.grant_id)
+            self._transports.close_grant(command.grant_id)

@@ -1,0 +1,81 @@
+"""What a role's logic is made of, put together from a loaded model and a node's options."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
+from tandem.engine.scheduling.prompt_order import MEASURED_TOKENS, ArrivalOrder, PromptOrder, SlackOrder
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.scheduling.step_pace import StepPace
+from tandem.kv_connector.pulls.puller import Puller
+from tandem.kv_connector.pulls.server import PullServer
+from tandem.kv_connector.sink.manager import SinkManager
+from tandem.kv_connector.source.manager import SourceManager
+from tandem.node.handoffs import HandoffNode
+from tandem.node.requests import RequestBook
+from tandem.node.setup import LoadedModel
+
+
+@dataclass(frozen=True)
+class NodeContext:
+    """`tiers`: below the pool."""
+
+    options: NodeOptions
+    info: NodeInfo
+    keys: ClusterKeys
+    pool: BlockPool
+    loaded: LoadedModel
+    tiers: LowerTiers
+    is_settled: Callable[[int], bool]  # NodeTransports.is_settled
+
+    def make_node(self, kind: type[HandoffNode], pushes_prompts: bool) -> HandoffNode:
+        """`pushes_prompts`: prompts in mode "prefill" are handed over while they are computed."""
+        info, pool, options, tiers = self.info, self.pool, self.options, self.tiers
+        source = SourceManager(info, self.keys, pool, options)
+        sink = SinkManager(info, self.keys, pool, options, self.is_settled)
+        asker = Puller(info, pool, sink, tiers, options)
+        holder = PullServer(info, pool, source, tiers, options)
+        scheduler = self._make_scheduler(source if pushes_prompts else None, asker)
+        asker.compute_seconds_per_token = lambda: scheduler.prompt_order.seconds_per_token
+        max_queue = options.scheduler.max_queue
+        return kind(info, self._make_book(), scheduler, pool, max_queue, source, sink, asker, holder)
+
+    def _make_book(self) -> RequestBook:
+        return RequestBook(self.loaded.config.vocab_size, self.loaded.max_model_len, self.pool.shares)
+
+    def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
+        cache, loaded = self.options.cache, self.loaded
+        identity_key = loaded.identity.key()
+        order = self._prompt_order()
+        scheduler = Scheduler(
+            self.options.scheduler,
+            self.pool,
+            block_size=cache.block_size,
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=loaded.config.eos_token_ids,
+            root_for_salt=lambda salt: root_hash(identity_key, salt),
+            hash_block_size=cache.hash_block_size,
+            limits_prompt_work=self.options.role != "prefill",
+            connector=connector,
+            prompt_order=order,
+            tiers=tiers,
+            pace=StepPace(time.monotonic),
+        )
+        if isinstance(order, SlackOrder):
+            order.num_cached_tokens = scheduler.kv.num_cached_tokens
+        return scheduler
+
+    def _prompt_order(self) -> PromptOrder:
+        target_ms = self.options.scheduler.ttft_target_ms
+        if self.options.role != "prefill" or not target_ms:
+            # Beside decodes prompts get a few tokens a step: what those take changes with the decodes.
+            return ArrivalOrder(time.monotonic, MEASURED_TOKENS if self.options.role == "prefill" else 256)
+        return SlackOrder(target_ms / 1e3, time.monotonic)

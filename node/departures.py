@@ -1,0 +1,193 @@
+"""Running sequences on their way to another node: what is pushed while they run, when they stand still, how it ends.
+
+The node goes on with a sequence while its full blocks are pushed, in rounds, each with what has become full during the
+one before. When a round finds next to nothing it holds the sequence, hands over the rest, and forgets it at the sink's
+KVCommitted. Whatever else ends the hand-off lets the sequence go on here. Pure; docs/handoff.md, "A running sequence".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.engine.contracts.wire.parts import Continuation, Message
+from tandem.engine.contracts.wire.requests import Migrate, Migrated
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kv_connector.protocol import outcomes
+from tandem.kv_connector.protocol.jobs import HandoffKey
+from tandem.kv_connector.protocol.outcomes import HandoffCompleted, SourceOutcome
+from tandem.kv_connector.source.manager import SourceManager
+from tandem.node.requests import RequestBook
+
+# What is claimed beyond a sequence's length: it may grow by as much before its last block has been pushed.
+GROWTH_BLOCKS = 2
+LEAST_GROWTH_TOKENS = 128
+# With so few full blocks left to push it is time to stand still.
+LAST_ROUND_BLOCKS = 1
+
+
+@dataclass
+class MigrationCounters:
+    started: int = 0
+    finished: int = 0
+    failed: int = 0  # and went on here
+    tokens: int = 0  # of sequences that have left
+    pause_s: float = 0.0  # that they stood still, in all
+
+    def as_dict(self) -> dict[str, float]:
+        return {f"migrations_{name}": float(value) for name, value in vars(self).items()}
+
+
+@dataclass(eq=False, slots=True)
+class Departure:
+    """`reason` is set when nothing comes of it any more; it stays until no transfer reads its blocks."""
+
+    order: Migrate
+    router_id: str
+    request: Request
+    most_tokens: int
+    num_preemptions: int
+    least_tokens: int  # known, before anything is pushed: what a launched step computes is there when its token is
+    paused_at: float = 0.0
+    is_handed_over: bool = False
+    reason: str = ""
+
+    @property
+    def key(self) -> HandoffKey:
+        return self.order.successor
+
+
+class Departures:
+    """Of one node, as source. `advance` is called once a turn of the step loop, before a step is scheduled."""
+
+    def __init__(self, source: SourceManager, scheduler: Scheduler, book: RequestBook) -> None:
+        self.counters = MigrationCounters()
+        self._source, self._scheduler, self._book = source, scheduler, book
+        self._departures: dict[HandoffKey, Departure] = {}
+        self._outbox: list[tuple[str, Message]] = []
+
+    # --- events in ------------------------------------------------------------------------------------------
+
+    def begin(self, router_id: str, order: Migrate, now: float) -> bool:
+        """Whether its peer is needed now. False: a repetition, or answered at once."""
+        if order.successor in self._departures or self._source.knows(order.successor):
+            return False
+        entry = self._book.entries.get((order.request_id, order.attempt))
+        request = self._scheduler.sequence_of((order.request_id, order.attempt), order.sample_index)
+        problem = ""
+        if entry is None or entry.router_id != router_id or request is None:
+            problem = outcomes.UNKNOWN
+        elif request.state is not RequestState.RUNNING or request.num_uncomputed_tokens > 1:
+            problem = outcomes.NOT_DECODING
+        elif order.num_tokens > request.num_tokens or any(d.request is request for d in self._departures.values()):
+            problem = outcomes.UNKNOWN
+        if problem or request is None:
+            self._answer(router_id, order, problem)
+            return False
+        growth = max(GROWTH_BLOCKS * self._scheduler.block_size, LEAST_GROWTH_TOKENS)
+        most_tokens = min(request.num_launched_tokens + growth, request.max_num_tokens)
+        least_tokens = request.num_launched_tokens
+        departure = Departure(order, router_id, request, most_tokens, request.num_preemptions, least_tokens)
+        self._departures[order.successor] = departure
+        self.counters.started += 1
+        self._source.follow(order.successor, order.peer, most_tokens, now + order.deadline_s, now)
+        return True
+
+    def on_outcome(self, outcome: SourceOutcome, now: float) -> bool:
+        """How a hand-off ended; False: it was no running sequence's."""
+        departure = self._departures.get(outcome.key)
+        if departure is None:
+            return False
+        if isinstance(outcome, HandoffCompleted):
+            self._leave(departure, now)
+        else:
+            self._stay(departure, outcome.reason)
+        return True
+
+    def advance(self, now: float) -> None:
+        for departure in list(self._departures.values()):
+            if not departure.reason:
+                self._look(departure, now)
+            if departure.reason and not self._source.holds_blocks(departure.key):
+                departure.request.is_paused = False
+                del self._departures[departure.key]
+
+    def drain_outbox(self) -> list[tuple[str, Message]]:
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._departures
+
+    def check_integrity(self) -> None:
+        requests = [departure.request for departure in self._departures.values()]
+        assert len(set(map(id, requests))) == len(requests), "a sequence leaves twice"
+        for departure in self._departures.values():
+            assert not departure.request.is_paused or departure.paused_at, "a sequence is held and nobody holds it"
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _look(self, departure: Departure, now: float) -> None:
+        request = departure.request
+        if request.state is RequestState.FINISHED:
+            self._cancel(departure, outcomes.ENDED, now)
+        elif request.state is not RequestState.RUNNING or request.num_preemptions != departure.num_preemptions:
+            self._cancel(departure, outcomes.PREEMPTED, now)
+        elif not self._source.is_pushing(departure.key):
+            if request.num_launched_tokens >= departure.most_tokens and not departure.is_handed_over:
+                self._cancel(departure, outcomes.OUTGROWN, now)
+        elif not departure.paused_at:
+            self._push(departure, now)
+        elif not request.num_in_flight:
+            self._hand_over(departure, now)
+
+    def _push(self, departure: Departure, now: float) -> None:
+        """The KV of all tokens but the newest that the host knows is complete, and does not change any more."""
+        request, key = departure.request, departure.key
+        must_stop = request.num_launched_tokens >= departure.most_tokens
+        if not must_stop:
+            if request.num_tokens < departure.least_tokens or not self._source.is_flushed(key):
+                return
+            num_blocks = self._source.push_settled(key, request.block_ids, request.num_tokens - 1, now)
+            must_stop = num_blocks <= LAST_ROUND_BLOCKS
+        if must_stop:
+            request.is_paused, departure.paused_at = True, now
+
+    def _hand_over(self, departure: Departure, now: float) -> None:
+        """Every token of it is known: none is in flight, none is launched any more."""
+        request = departure.request
+        tail = tuple(request.known_token_ids(departure.order.num_tokens).tolist())
+        continuation = Continuation(request.num_tokens - 1, tail)
+        departure.is_handed_over = True
+        self._source.hand_over(departure.key, request.block_ids, continuation, now)
+
+    def _leave(self, departure: Departure, now: float) -> None:
+        order, request = departure.order, departure.request
+        self.counters.finished += 1
+        self.counters.tokens += request.num_tokens
+        self.counters.pause_s += now - departure.paused_at
+        del self._departures[departure.key]
+        self._scheduler.abort(order.request_id, order.attempt, (order.sample_index,))
+        self._book.sample_left(request.key, order.sample_index)
+        self._answer(departure.router_id, order, "")
+
+    def _stay(self, departure: Departure, reason: str) -> None:
+        # One that was cancelled may have arrived, and its successor may be why.
+        self.counters.failed += departure.request.state is not RequestState.FINISHED
+        departure.reason = reason or outcomes.UNKNOWN
+        self._answer(departure.router_id, departure.order, departure.reason)
+
+    def _cancel(self, departure: Departure, reason: str, now: float) -> None:
+        self._stay(departure, reason)
+        self._source.cancel(*departure.key, now)
+
+    def _answer(self, router_id: str, order: Migrate, reason: str) -> None:
+        answer = Migrated(
+            request_id=order.request_id,
+            attempt=order.attempt,
+            sample_index=order.sample_index,
+            successor=order.successor,
+            reason=reason,
+        )
+        self._outbox.append((router_id, answer))

@@ -1,0 +1,50 @@
+"""What a node tells the directory: its record, its load, and the publisher that keeps both and its blocks in Redis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.directory.records import NodeLoad, NodeRecord
+
+if TYPE_CHECKING:
+    from tandem.kv_connector.directory.publisher import RedisPublisher
+
+
+def make_publisher(
+    options: NodeOptions, info: NodeInfo, num_blocks: int, status: Callable[[], Status | None]
+) -> RedisPublisher | None:
+    """None without a Redis. `status` returns the newest report of the step loop; the publisher's thread calls it."""
+    if not options.redis_url:
+        return None
+    from tandem.kv_connector.directory.publisher import RedisPublisher
+
+    def load() -> NodeLoad:
+        newest = status()
+        return NodeLoad() if newest is None else NodeLoad.of(newest)
+
+    record = make_record(info, num_blocks, options.cache.block_size)
+    return RedisPublisher(options.redis_url, options.namespace, record, load=load)
+
+
+def make_record(info: NodeInfo, num_blocks: int, block_size: int) -> NodeRecord:
+    assert info.identity is not None
+    identity = info.identity.key()
+    return NodeRecord(
+        node_id=info.node_id,
+        epoch=info.epoch,
+        role=info.role,
+        control_address=info.control_address,
+        model_name=info.model_name,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        identity_key=identity,
+        layout_key=msgspec.msgpack.encode(info.layout),
+        hash_seed=root_hash(identity, b""),
+    )

@@ -1,0 +1,182 @@
+"""A node that takes part in hand-offs as source and as sink, whatever its role; roles say which requests it takes.
+
+One manager a side over one pool and the same transports; pulls of prefixes, which use both, stand beside them. A
+message, a transfer event or an end belongs to the side that its type names; a peer that comes or goes is told to both,
+since it may be source and sink at once. Sans-IO.
+"""
+
+from __future__ import annotations
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVPull, KVReady, KVRelease
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, parts_of_peer_id
+from tandem.engine.contracts.wire.requests import Migrate
+from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kv_connector.protocol import outcomes
+from tandem.kv_connector.protocol.jobs import TransferJob, TransportCommand, Verified
+from tandem.kv_connector.protocol.outcomes import (
+    Fetched,
+    HandoffCompleted,
+    HandoffFailed,
+    NotFetched,
+    SinkOutcome,
+    SourceOutcome,
+    failure_code,
+)
+from tandem.kv_connector.protocol.peer_effects import Fenced, PeerEffect
+from tandem.kv_connector.pulls.puller import Puller
+from tandem.kv_connector.pulls.server import PullServer
+from tandem.kv_connector.sink.manager import SinkManager
+from tandem.kv_connector.source.manager import SourceManager
+from tandem.node.departures import Departures
+from tandem.node.requests import AcceptedRequest, RequestBook
+from tandem.node.serving import ServingNode
+
+
+class HandoffNode(ServingNode):
+    """Takes "full" requests; roles add to that."""
+
+    def __init__(
+        self,
+        info: NodeInfo,
+        book: RequestBook,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        max_queue: int,
+        source: SourceManager,
+        sink: SinkManager,
+        asker: Puller,
+        holder: PullServer,
+    ) -> None:
+        super().__init__(info, book, scheduler, pool, max_queue)
+        self.source, self.sink = source, sink
+        self.asker, self.holder = asker, holder
+        self.migrations = Departures(source, scheduler, book)
+
+    # --- for the roles --------------------------------------------------------------------------------------
+
+    def start(self, entry: AcceptedRequest, now: float) -> None:
+        if entry.submit.prefix is not None:
+            self.asker.want(entry.request, entry.submit.prefix)
+        super().start(entry, now)
+
+    def on_source_outcome(self, outcome: SourceOutcome, now: float) -> None:
+        """How a hand-off of this node's KV ended."""
+        if isinstance(outcome, HandoffCompleted):
+            self.book.prompt_left(outcome.key)
+        else:
+            assert isinstance(outcome, HandoffFailed)
+            text = f"the hand-off failed: {outcome.reason}"
+            entry = self.book.fail(outcome.key, failure_code(outcome.reason), text, outcome.retryable)
+            if entry is not None:
+                self.stop(entry, now)
+
+    def on_sink_outcome(self, outcome: SinkOutcome) -> None:
+        """How a hand-off of others' KV ended; nothing is expected here unless a role expects it."""
+        raise AssertionError(f"nobody here expects KV: {outcome}")
+
+    # --- events in ------------------------------------------------------------------------------------------
+
+    def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
+        if isinstance(message, Migrate):
+            if self.migrations.begin(peer_id, message, now):
+                self._connects.append(message.peer)
+        elif self.source.peer(*parts_of_peer_id(peer_id)) is None:
+            self.sink.counters.foreign_messages += 1  # of a router, whose loss would fence nothing that it was granted
+        elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
+            self.sink.on_message(peer_id, message, now)
+        elif isinstance(message, KVPull):
+            self.holder.on_pull(peer_id, message, now)
+        else:
+            self.source.on_message(peer_id, message, now)
+        self._take_outcomes(now)
+
+    def on_peer_up(self, info: NodeInfo, now: float) -> None:
+        self.sink.peer_connected(info)
+        self.source.peer_connected(info)
+        self.asker.peer_connected(info)
+        self._take_outcomes(now)
+
+    def on_peer_lost(self, peer_id: str, info: NodeInfo, is_alive: bool, now: float) -> None:
+        if is_alive:
+            self._connects += self.source.peer_forgot(info.node_id, info.epoch, now)
+        else:
+            self.source.peer_lost(info.node_id, info.epoch)
+        self.sink.peer_lost(info.node_id, info.epoch)
+        self.holder.peer_lost(peer_id)
+        self._take_outcomes(now)
+        self.asker.peer_lost(info.node_id, info.epoch)
+
+    def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None:
+        self.source.peer_lost(ref.node_id, ref.epoch, f"{outcomes.SINK_REFUSED}: {reason}")
+        self._take_outcomes(now)
+        self.asker.peer_lost(ref.node_id, ref.epoch)
+
+    def on_transfer(self, event: object, now: float) -> None:
+        if isinstance(event, Verified | Fenced):
+            self.sink.on_transfer_event(event, now)
+        else:
+            self.source.on_transfer_event(event, now)
+        self._take_outcomes(now)
+
+    def on_tick(self, now: float) -> None:
+        self.asker.on_tick(now)
+        self.holder.on_tick(now)
+        if self.sink.needs_way(now):
+            self.scheduler.tiers.give_way()
+        self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
+        self.sink.on_tick(now)
+        self._take_outcomes(now)
+        self.migrations.advance(now)
+        super().on_tick(now)
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    def drain_jobs(self) -> list[TransferJob]:
+        return self.source.drain_jobs() + self.sink.drain_jobs()
+
+    def drain_peer_effects(self) -> list[PeerEffect]:
+        return self.source.drain_peer_effects() + self.sink.drain_peer_effects()
+
+    def drain_transport_commands(self) -> list[TransportCommand]:
+        return self.source.drain_transport_commands() + self.sink.drain_transport_commands()
+
+    def handoff_outbox(self) -> list[tuple[str, Message]]:
+        asked, answered = self.asker.drain_outbox(), self.holder.drain_outbox()
+        migrated = self.migrations.drain_outbox()
+        return self.source.drain_outbox() + self.sink.drain_outbox() + asked + answered + migrated
+
+    def drain_connects(self) -> list[PeerRef]:
+        return super().drain_connects() + self.asker.drain_connects()
+
+    def handoff_counters(self) -> dict[str, float]:
+        return {
+            **self.source.counters.as_dict(),
+            **self.sink.counters.as_dict(),
+            **self.asker.as_counters(),
+            **self.migrations.counters.as_dict(),
+            "pull_served_blocks": float(self.holder.num_served_blocks),
+        }
+
+    def fetch_rates(self) -> tuple[float, dict[str, float]]:
+        return self.asker.fetch_rates()
+
+    @property
+    def handoff_idle(self) -> bool:
+        return self.source.is_idle and self.sink.is_idle and self.holder.is_idle and self.migrations.is_idle
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.source.check_integrity()
+        self.sink.check_integrity()
+        self.migrations.check_integrity()
+
+    def _take_outcomes(self, now: float) -> None:
+        for ended in self.source.drain_events():
+            if not self.holder.on_outcome(ended) and not self.migrations.on_outcome(ended, now):
+                self.on_source_outcome(ended, now)
+        for received in self.sink.drain_events():
+            if isinstance(received, Fetched | NotFetched):
+                self.asker.on_outcome(received)
+            else:
+                self.on_sink_outcome(received)

@@ -1,0 +1,255 @@
+"""The step loop of a node: the one thread that decides.
+
+Everything that happens (control messages, transfer events, signals) comes through one inbox; the logic turns it into
+scheduler calls and messages; the engine core launches steps. The loop never waits while there is work it could do.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.parts import Message, PeerRef
+from tandem.engine.scheduling.core import EngineCore
+from tandem.engine.scheduling.request import EngineEvent
+from tandem.engine.scheduling.turn_times import TurnTimes
+from tandem.node.control.events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
+
+IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
+STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each step would cost more than scheduling does
+# A launch layer by layer hardly lets other threads run. When it is so many layers ahead of the device it stops for a
+# moment, so that they can end the hand-offs of what was just computed.
+LAYERS_AHEAD, GIVE_WAY_S = 2, 0.001
+BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
+HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen
+STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
+STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late
+EARLY_S = 0.0005  # before its expected end it is looked for: each look takes the interpreter from other threads
+# Nobody sleeps longer than this on the word of an estimate: what ends sooner would be read when it was expected, and so
+# be measured as what was expected. After other load a first token was late by half of a 2,048-token prompt. A guess.
+LOOK_S = 0.001
+
+
+class NodeLogic(Protocol):
+    """The sans-IO heart of a node; see node/serving.py."""
+
+    def on_control(self, event: ControlEvent, now: float) -> None: ...
+
+    def on_transfer(self, event: object, now: float) -> None: ...
+
+    def on_tick(self, now: float) -> None: ...
+
+    def on_engine_events(self, events: Sequence[EngineEvent]) -> None: ...
+
+    def drain_outbox(self) -> list[tuple[str, Message]]: ...
+
+    def drain_connects(self) -> list[PeerRef]: ...
+
+    def status(self) -> Status: ...
+
+    def drain(self) -> None: ...
+
+    @property
+    def is_empty(self) -> bool: ...
+
+
+class ControlSender(Protocol):
+    status: Status | None
+
+    def send(self, peer_id: str, message: Message) -> None: ...
+
+    def connect(self, ref: PeerRef) -> None: ...
+
+
+class NodeLoop:
+    """`post` may be called from any thread; everything else belongs to the thread that calls `run`."""
+
+    def __init__(
+        self,
+        logic: NodeLogic,
+        core: EngineCore,
+        control: ControlSender,
+        drain_s: float,
+        apply_effects: Callable[[], None] = lambda: None,
+        handlers: Mapping[type, Callable[[Any], None]] | None = None,
+        is_urgent: Callable[[object], bool] | None = None,
+        launch_at: Callable[[], float] | None = None,
+        times: TurnTimes | None = None,
+        ends_at: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`handlers`: who takes events of that type, in place of the logic. `is_urgent`: which events are served while
+        two launched steps are unread; None: that is not looked for. Events keep their order: one that is not urgent
+        holds up those behind it. `launch_at`: until when the next step need not be decided while one runs; the later it
+        is, the more is known of what waits. `times`: is told what the loop does. `ends_at`: when the running step is
+        expected to end."""
+        self._logic = logic
+        self._core = core
+        self._control = control
+        self._drain_s = drain_s
+        self._apply_effects = apply_effects
+        self._handlers = dict(handlers or {})
+        self._is_urgent = is_urgent
+        self._launch_at = launch_at
+        self._ends_at = ends_at
+        self._times = times
+        self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._drain_deadline: float | None = None
+        self._stopping = False
+        self._next_status = 0.0
+        self._turned_at = math.inf
+        self.busy_s = 0.0  # with a step launched and not read
+        self._was_inflight, self._counted_at = False, 0.0
+
+    def is_stuck(self) -> bool:
+        """Asked from any thread: whether a turn takes longer than any step, such as when the device or a rank that was
+        stopped never answers. Nothing here can end that; the node must be given up."""
+        return time.monotonic() - self._turned_at > STUCK_S
+
+    def post(self, event: object) -> None:
+        self._inbox.put(event)
+
+    def begin_drain(self) -> None:
+        """Take nothing new, finish what is here, then return from `run`; a second call returns at once."""
+        self.post("drain")
+
+    def run(self) -> None:
+        """Returns when drained. An exception from the engine ends the node's epoch: it is raised to the caller."""
+        launched = True
+        while not self._stopping:
+            self._turned_at = time.monotonic()
+            self._read_inbox(self._idle_wait(launched))
+            self._charge("events")
+            if self._launch_at is not None:
+                self._hold_launch(self._launch_at)
+                self._charge("device")
+            now = time.monotonic()
+            self._logic.on_tick(now)
+            self._apply_effects()  # grants that ended are closed before the scheduler can reuse their blocks
+            self._charge("upkeep")
+            launched = self._step()
+            self._count_busy(now, launched)
+            self._write_outbox()
+            self._end_turn(launched)
+            if self._drain_deadline is not None and (self._logic.is_empty or now > self._drain_deadline):
+                self._stopping = True
+        self._write_outbox()
+
+    def _step(self) -> bool:
+        if not self._core.has_work():
+            return False
+        self._core.launch(self._before_execution)
+        self._charge("launch")
+        if self._is_urgent is not None:
+            self._serve_urgent(self._is_urgent)
+        events = self._core.read()
+        self._charge("device")
+        if events:
+            self._logic.on_engine_events(events)
+        return self._core.inflight
+
+    def _count_busy(self, turn_began: float, inflight: bool) -> None:
+        now = time.monotonic()
+        if inflight or self._was_inflight:
+            self.busy_s += now - (self._counted_at if self._was_inflight else turn_began)
+        self._was_inflight, self._counted_at = inflight, now
+
+    def _before_execution(self) -> None:
+        self._write_outbox()  # claims of what starts
+        self._charge("schedule")
+
+    def look_at_step(self, num_layers: int) -> None:
+        """From within a launch that takes long, `num_layers` of it done: what the step before made doesn't wait for the
+        rest."""
+        events = self._core.read_ended()
+        if events:
+            self._logic.on_engine_events(events)
+            self._write_outbox()
+            if num_layers >= LAYERS_AHEAD:
+                time.sleep(GIVE_WAY_S)
+
+    def _charge(self, part: str) -> None:
+        if self._times is not None:
+            self._times.charge(part)
+
+    def _end_turn(self, launched: bool) -> None:
+        if self._times is None:
+            return
+        if self._core.newest_read is not None:
+            self._times.step_read(self._core.newest_read)
+        if not launched:
+            self._times.paused()
+
+    def _serve_urgent(self, is_urgent: Callable[[object], bool]) -> None:
+        """What others wait for does not wait for the step that runs."""
+        if self._core.read_would_wait:
+            self._write_outbox()
+        while not self._held_up and self._core.read_would_wait:
+            try:
+                early = self._ends_at() - EARLY_S - time.monotonic()
+                event = self._inbox.get(timeout=min(max(STEP_POLL_S, early), LOOK_S))
+            except queue.Empty:
+                continue
+            if is_urgent(event):
+                self._charge("device")
+                self._dispatch(event, time.monotonic())
+                self._write_outbox()
+                self._charge("urgent")
+            else:
+                self._held_up.append(event)
+
+    def _hold_launch(self, launch_at: Callable[[], float]) -> None:
+        while self._core.device_is_busy and not self._stopping and (wait := launch_at() - time.monotonic()) > 0:
+            self._write_outbox()  # what was said by now does not wait for the next event
+            self._read_inbox(min(wait, HOLD_POLL_S))
+
+    def _idle_wait(self, launched: bool) -> float:
+        if launched or self._held_up:
+            return 0.0
+        return BLOCKED_WAIT_S if self._core.has_work() else IDLE_WAIT_S
+
+    def _read_inbox(self, wait: float) -> None:
+        now = time.monotonic()
+        for held_up in self._held_up:
+            self._dispatch(held_up, now)
+        self._held_up.clear()
+        try:
+            event = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
+        except queue.Empty:
+            return
+        now = time.monotonic()
+        while True:
+            self._dispatch(event, now)
+            try:
+                event = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+
+    def _dispatch(self, event: object, now: float) -> None:
+        if isinstance(event, Received | PeerUp | PeerLost | PeerRefused):
+            self._logic.on_control(event, now)
+        elif event == "drain":
+            if self._drain_deadline is not None:
+                self._stopping = True
+            self._drain_deadline = now + self._drain_s
+            self._logic.drain()
+            self._next_status = 0.0  # whoever places requests here should know at once
+        elif handler := self._handlers.get(type(event)):
+            handler(event)
+        else:
+            self._logic.on_transfer(event, now)
+
+    def _write_outbox(self) -> None:
+        self._apply_effects()  # before any message: a grant is opened before the source hears of it
+        for ref in self._logic.drain_connects():
+            self._control.connect(ref)
+        for peer_id, message in self._logic.drain_outbox():
+            self._control.send(peer_id, message)
+        now = time.monotonic()
+        if now >= self._next_status:
+            self._next_status = now + STATUS_EVERY_S
+            self._control.status = self._logic.status()

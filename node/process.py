@@ -1,0 +1,314 @@
+"""The process around a node's logic: model, pool, transports, threads, signals. The roles' mains wire it.
+
+Threads: step loop (the caller's), I/O (node/control/plane.py), transfer (kv_connector/transfer/thread.py), those of the
+transports, and the directory publisher's. They meet in the step loop's inbox.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.errors import ConfigError, HandshakeError, TandemError
+from tandem.engine.contracts.security import load_cluster_keys
+from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
+from tandem.engine.contracts.wire.handoff import KVReady
+from tandem.engine.contracts.wire.parts import NodeInfo, peer_id_of
+from tandem.engine.process.launcher_pipe import LauncherPipe
+from tandem.engine.process.process_log import start_log
+from tandem.engine.process.watched import end_with_any_thread
+from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
+from tandem.engine.running.runner import ModelRunner
+from tandem.engine.running.step_measure import measure_step_times
+from tandem.engine.scheduling.core import EngineCore
+from tandem.engine.scheduling.ports import LowerTiers, NoTiers
+from tandem.engine.scheduling.turn_times import TurnTimes
+from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
+from tandem.kernels.check.compilations import CompilationCounter
+from tandem.kv_connector.layouts.plan import check_hello
+from tandem.kv_connector.protocol.peer_effects import PeerFailed
+from tandem.kv_connector.tiers.jobs import JobDone
+from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
+from tandem.kv_connector.transfer.thread import TransferWorker
+from tandem.kv_connector.transfer.trace import HandoffTrace
+from tandem.kv_connector.transports.mapped.processes import host_id
+from tandem.kv_connector.transports.node_transports import NodeTransports
+from tandem.node.carry_out import Effects, is_urgent
+from tandem.node.context import NodeContext
+from tandem.node.control.events import ControlEvent, Received
+from tandem.node.control.plane import ControlPlane
+from tandem.node.control.sockets import advertised
+from tandem.node.directory import make_publisher
+from tandem.node.handoffs import HandoffNode
+from tandem.node.loop import NodeLoop
+from tandem.node.pool import NodePool, allocate_node_pool, transports_of
+from tandem.node.ranks.leader import start_ranks
+from tandem.node.report import announce, node_counters
+from tandem.node.serving import ServingNode
+from tandem.node.setup import LoadedModel, load, size_pool, with_device_defaults, with_length_that_fits
+from tandem.node.tiers import make_tiers
+from tandem.node.traced_sender import TracedSender
+
+# Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
+GC_THRESHOLDS = (50_000, 20, 1_000)
+# Of the end of a hand-off each part runs on another thread, while the step loop launches kernels for 20 ms on end.
+SWITCH_INTERVAL_S = 0.0003
+SLOW_STEP_MS = 1.0  # beyond `itl_budget_ms`: such steps are counted by their reason
+logger = logging.getLogger(__name__)
+
+
+def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
+    """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine failed or the node could
+    not start, 2 for a bad configuration."""
+    start_log(options.log_level)
+    end_with_any_thread()
+    try:
+        process = NodeProcess(options, make_logic)
+        process.warm_up()
+    except (ConfigError, BackendUnavailableError, UnsupportedOptionError) as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        return 2
+    except (OSError, zmq.ZMQError) as error:  # no descriptor or port is left, say: it may go better the next time
+        logger.critical("this node can't start: %s", error, exc_info=True)
+        return 1
+    return process.serve()
+
+
+class NodeProcess:
+    """Everything of one node. The constructor loads and binds, `serve` blocks."""
+
+    def __init__(self, options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> None:
+        self._compilations = CompilationCounter()
+        self.launcher = LauncherPipe(options.ready_fd)
+        self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
+        self.ranks = start_ranks(options)
+        on_loaded = self.launcher.loaded if self.launcher.is_open else None
+        self.loaded = load(options, None if self.ranks is None else self.ranks.membership, on_loaded)
+        self.options = options = with_device_defaults(options, self.loaded.device)
+        node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
+        epoch = secrets.randbits(64)
+        num_blocks = size_pool(self.loaded, options)
+        self.loaded = with_length_that_fits(self.loaded, options, num_blocks)
+        self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
+        self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
+        self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None
+        memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
+        tensor, self.layout = memory.tensor, memory.layout
+        self.tiers = make_tiers(options, self.pool, tensor, self.loaded, self._post)
+        self.transports.register(tensor, self.layout, node_id, epoch, memory.ranks)
+        self.control = ControlPlane(
+            keys=self.keys,
+            timeouts=options.timeouts,
+            deliver=self._deliver,
+            check_peer=self._check_peer,
+            on_beat=self.launcher.beat,
+            is_stuck=lambda: self.loop.is_stuck(),
+        )
+        address = self.control.bind(options.host, options.port)
+        self.info = self._describe(node_id, epoch, address)
+        self.transfer = self._make_transfer(memory)
+        layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
+        self.worker = ConnectorWorker(self.transfer, layers, lags=self.ranks is not None)
+        self.runner = self._make_runner(memory)
+        self.logic = self._configure(make_logic(self._context()))
+        self.publisher = make_publisher(options, self.info, num_blocks, lambda: self.control.status)
+        self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
+        self.turn_times = self._make_turn_times()
+        self.loop = self._make_loop()
+        self.worker.between_layers = self.loop.look_at_step
+
+    def warm_up(self) -> None:
+        """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""
+        if self.loaded.device.type == "cuda":
+            torch.cuda.set_device(self.loaded.device)  # another node of this process may have set another
+        self.runner.warmup()
+        if self.tiers is not None:
+            self.tiers.warm_up()
+        if self.options.cuda_graphs and self.loaded.device.type == "cuda":
+            self.runner.capture_decode_steps()
+        if not self.options.scheduler.decode_prompt_budget:
+            self.logic.scheduler.step_times = measure_step_times(
+                self.runner, self.options.scheduler.max_num_batched_tokens
+            )
+        self._compilations.warn_from_now()
+
+    def serve(self) -> int:
+        """For a process of its own: signals, garbage collector, ready line, then `run`."""
+        self.start()
+        signal.signal(signal.SIGTERM, lambda *_: self.loop.begin_drain())
+        signal.signal(signal.SIGINT, lambda *_: self.loop.begin_drain())
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        announce(self)
+        return self.run()
+
+    def start(self) -> None:
+        """Starts the other threads; from here on peers may connect."""
+        self.control.info, self.control.status = self.info, self.logic.status()
+        self.transfer.start()
+        self.control.start()
+
+    def run(self) -> int:
+        """The step loop, on the caller's thread, until drained; then everything is closed."""
+        if self.loaded.device.type == "cuda":
+            torch.cuda.set_device(self.loaded.device)  # the current device belongs to a thread
+        try:
+            self.loop.run()
+        except Exception:
+            logger.exception("the engine failed; this node's epoch ends")
+            self._close()
+            return 1
+        self._close()
+        return 0
+
+    # --- making ---------------------------------------------------------------------------------------------
+
+    def _make_transfer(self, memory: NodePool) -> TransferWorker:
+        return TransferWorker(
+            memory.tensor,
+            self.layout,
+            (self.info.node_id, self.info.epoch),
+            connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
+            post_event=lambda event: self.loop.post(event),
+            send_ready=self._send_ready,
+            on_peer_lost=lambda peer, peer_epoch, reason: self.loop.post(PeerFailed(peer, peer_epoch, reason)),
+            fault_injection=self.options.fault_injection,
+            with_digests=self.options.digests,
+            trace=self.trace,
+            ranks=memory.ranks,
+        )
+
+    def _make_runner(self, memory: NodePool) -> ModelRunner:
+        return ModelRunner(
+            self.loaded.model,
+            memory.own,
+            self.options.scheduler,
+            self.options.cache.block_size,
+            self.loaded.max_model_len,
+            self.loaded.config.eos_token_ids,
+            self.worker,
+            self.ranks,
+        )
+
+    def _configure(self, logic: ServingNode) -> ServingNode:
+        """What a logic is told of this node's device and parts."""
+        if isinstance(logic, HandoffNode) and self.ranks is None:
+            replayed = REPLAYED_TOKENS if self.options.cuda_graphs and self.loaded.device.type == "cuda" else 0
+            logic.source.whole_up_to = replayed
+        logic.extra_counters = lambda: node_counters(self, self._compilations)
+        if self.tiers is not None:
+            order = logic.scheduler.prompt_order
+            self.tiers.manager.compute_seconds_per_token = lambda: order.seconds_per_token
+        return logic
+
+    def _make_loop(self) -> NodeLoop:
+        handlers: dict[type, Callable[[Any], None]] = {}
+        if self.tiers is not None:
+            handlers[JobDone] = self.tiers.manager.on_done
+        return NodeLoop(
+            self.logic,
+            EngineCore(self.logic.scheduler, self.runner),
+            self.control if self.trace is None else TracedSender(self.control, self.trace),
+            self.options.timeouts.drain_s,
+            self._after_turn,
+            handlers,
+            is_urgent,
+            self.logic.launch_at,
+            self.turn_times,
+            self.logic.scheduler.pace.ends_at,
+        )
+
+    def _describe(self, node_id: str, epoch: int, address: str) -> NodeInfo:
+        loaded: LoadedModel = self.loaded
+        return NodeInfo(
+            node_id=node_id,
+            epoch=epoch,
+            role=self.options.role,
+            control_address=advertised(address, self.options.advertise_host),
+            host_id=host_id(),
+            pid=os.getpid(),
+            identity=loaded.identity,
+            layout=self.layout,
+            model_name=loaded.served_name,
+            max_model_len=loaded.max_model_len,
+            vocab_size=loaded.config.vocab_size,
+            transports=self.transports.exports(),
+        )
+
+    def _context(self) -> NodeContext:
+        tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
+        return NodeContext(
+            self.options, self.info, self.keys, self.pool, self.loaded, tiers, self.transports.is_settled
+        )
+
+    def _make_turn_times(self) -> TurnTimes | None:
+        """Nobody waits for one step of a prefill node more than for another."""
+        if self.options.role == "prefill":
+            return None
+        slow_s = (self.options.scheduler.itl_budget_ms + SLOW_STEP_MS) / 1e3
+        trace = self.trace
+        note = None if trace is None else lambda values: trace.note(("", 0), "slow step", **values)
+        return TurnTimes(slow_s, time.monotonic, time.thread_time, note)
+
+    def _check_peer(self, info: NodeInfo) -> None:
+        check_hello(self.info, Hello(wire_version=WIRE_VERSION, info=info))
+        if info.node_id == self.info.node_id:
+            raise HandshakeError("node_id", self.info.node_id, info.node_id)
+        self.transports.check_peer(self.info, info)
+
+    # --- running --------------------------------------------------------------------------------------------
+
+    def _deliver(self, event: ControlEvent) -> None:
+        message = event.message if isinstance(event, Received) else None
+        if self.trace is not None and message is not None:
+            self.trace.message("received", message)
+        self.transfer.hear(message)
+        self.loop.post(event)
+
+    def _post(self, event: object) -> None:
+        self.loop.post(event)
+
+    def _send_ready(self, sink_id: str, ready: KVReady) -> None:
+        if self.trace is not None:
+            self.trace.message("sent", ready)
+        self.control.send(peer_id_of(sink_id, ready.sink_epoch), ready)
+
+    def _after_turn(self) -> None:
+        self.effects.apply()
+        events = self.pool.drain_events()
+        if self.tiers is not None:
+            events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.has_work())
+        if events and self.publisher is not None:
+            self.publisher.publish(events)
+
+    def _close(self) -> None:
+        """Best effort, bounded: what can't be closed in time dies with the process."""
+        try:
+            if self.publisher is not None:
+                self.publisher.close()
+            self.control.stop()
+            self.transfer.stop(2.0)
+            if self.trace is not None:
+                self.trace.flush()
+            if self.tiers is not None:
+                self.tiers.close()
+            self.transports.close()
+            if self.ranks is not None:
+                self.ranks.close()
+        except (TandemError, OSError, msgspec.MsgspecError):
+            logger.exception("closing failed")

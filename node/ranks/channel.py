@@ -1,0 +1,123 @@
+"""What rank 0 tells the other ranks: MessagePack over a socket pair each, a length before each message. No torch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.wire.decoder import WireDecoder
+from tandem.engine.scheduling.step import SchedulerOutput
+
+LENGTH_BYTES = 4
+STEP_BYTES = 8
+Verb = Literal["step", "dummy", "warm_up", "capture"]
+
+
+class RankSetup(msgspec.Struct, frozen=True):
+    """First message to a rank. `options` are the node's, `port` is where the ranks find each other."""
+
+    options: NodeOptions
+    rank: int
+    port: int
+
+
+class PoolFile(msgspec.Struct, frozen=True):
+    """Second message, where ranks share a pool: rank 0's file descriptor of its memory, and where the pool begins."""
+
+    fd: int
+    offset: int
+
+
+class Command(msgspec.Struct, frozen=True, array_like=True):
+    """What all ranks do next. `step`: a step's plan; of a dummy the rows alone count."""
+
+    verb: Verb
+    step: SchedulerOutput | None = None
+
+
+def _to_bytes(value: Any) -> bytes:
+    assert isinstance(value, np.ndarray), f"a step holds {type(value).__name__}"
+    return np.ascontiguousarray(value, np.int32).tobytes()
+
+
+def _from_bytes(kind: type, data: Any) -> Any:
+    if kind is object:  # of `as_announced`
+        return data
+    assert kind is np.ndarray
+    return np.frombuffer(data, np.int32)
+
+
+def as_announced(step: SchedulerOutput) -> SchedulerOutput:
+    """Rank 0 alone moves KV. How it does decides whether a step is a graph's, which all ranks must find alike."""
+    return step if step.connector_meta is None else msgspec.structs.replace(step, connector_meta=step.is_layered)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)
+_decode_command: WireDecoder[Command] = WireDecoder(Command, dec_hook=_from_bytes)
+_decode_setup: WireDecoder[RankSetup] = WireDecoder(RankSetup)
+_decode_pool_file: WireDecoder[PoolFile] = WireDecoder(PoolFile)
+
+
+def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Command) -> None:
+    """Raises OSError when a rank is gone."""
+    body = _encoder.encode(message)
+    data = len(body).to_bytes(LENGTH_BYTES, "little") + body
+    for end in sockets:
+        end.sendall(data)
+
+
+def send_failed(end: socket.socket, step_id: int) -> None:
+    """To rank 0: this rank can't compute that step. Raises OSError when rank 0 is gone."""
+    end.sendall(step_id.to_bytes(STEP_BYTES, "little"))
+
+
+def receive_failed(end: socket.socket) -> Iterator[int]:
+    """Steps that the rank at the other end couldn't compute, as far as it has said so. Doesn't wait."""
+    while True:
+        try:
+            data = end.recv(STEP_BYTES, socket.MSG_DONTWAIT)
+        except (BlockingIOError, ConnectionResetError):
+            return
+        if len(data) < STEP_BYTES:  # the rank has ended
+            return
+        yield int.from_bytes(data, "little")
+
+
+def receive_setup(end: socket.socket) -> RankSetup | None:
+    body = _receive(end)
+    return None if body is None else _decode_setup(body)
+
+
+def receive_pool_file(end: socket.socket) -> PoolFile | None:
+    body = _receive(end)
+    return None if body is None else _decode_pool_file(body)
+
+
+def receive_command(end: socket.socket) -> Command | None:
+    """Waits for the next command. None: rank 0 has closed its end, or is gone."""
+    body = _receive(end)
+    return None if body is None else _decode_command(body)
+
+
+def _receive(end: socket.socket) -> bytearray | None:
+    length = _exactly(end, LENGTH_BYTES)
+    return None if length is None else _exactly(end, int.from_bytes(length, "little"))
+
+
+def _exactly(end: socket.socket, count: int) -> bytearray | None:
+    data = bytearray(count)
+    view = memoryview(data)
+    while view:
+        try:
+            received = end.recv_into(view)
+        except ConnectionResetError:
+            return None
+        if not received:
+            return None
+        view = view[received:]
+    return data

@@ -1,0 +1,149 @@
+"""The other ranks of a tensor-parallel node, as rank 0 starts, leads and watches them.
+
+A rank's end is the node's end: a step that lacks a rank can't finish, not even fail, since the device waits for it.
+Rank 0's end is the ranks' end as well: the kernel kills them (PR_SET_PDEATHSIG), and their socket closes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.model_config import load_model_config
+from tandem.engine.contracts.model_folder import resolve_model
+from tandem.engine.parallel.group import STUCK_S, Membership
+from tandem.engine.parallel.sharding import Shard
+from tandem.engine.process.watched import end_process
+from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, receive_failed, send
+
+logger = logging.getLogger(__name__)
+END_S = 5.0  # how long a rank that was told to end may take
+# Not `python -m`, which would put the working directory on sys.path, where a folder may shadow a package.
+PROGRAM = "import sys; sys.path.remove(''); from tandem.node.ranks.main import main; main(*sys.argv[1:])"
+
+
+def start_ranks(options: NodeOptions) -> Ranks | None:
+    """None for a node of one rank. Raises ConfigError for what can't be shared out, before any process starts.
+
+    To be called from the thread that lives longest: the ranks end with it.
+    """
+    size = options.tensor_parallel_size
+    if size == 1:
+        return None
+    if size < 1:
+        raise ConfigError(f"--tensor-parallel-size {size}: give the number of GPUs of a node, 1 or more")
+    config = load_model_config(resolve_model(options.model.model, options.model.revision))
+    Shard(0, size).config(config)
+    if options.role != "unified" and config.num_kv_heads < size:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} with a {options.role} node: ranks would hold copies of the model's "
+            f"{config.num_kv_heads} KV heads, which can't be handed over; give at most {config.num_kv_heads}"
+        )
+    if options.device != "cpu" and torch.cuda.is_available():
+        available = torch.cuda.device_count() - options.device_index
+        if size > available:
+            raise ConfigError(
+                f"--tensor-parallel-size {size}, but {available} GPUs are visible from index {options.device_index} on"
+            )
+    return Ranks(options)
+
+
+def make_store() -> Any:
+    """Where ranks find each other: a server in this process, on loopback only (left alone it listens everywhere)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, timeout = listener.getsockname()[1], timedelta(seconds=STUCK_S)
+    return dist.TCPStore("127.0.0.1", port, None, True, timeout, False, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
+
+
+class Ranks:
+    """Ranks 1 and up. `membership` is rank 0's own place."""
+
+    def __init__(self, options: NodeOptions, on_death: Callable[[str], None] | None = None) -> None:
+        """`on_death` is told which rank ended unasked, from a thread of its own; by default this process ends."""
+        size = options.tensor_parallel_size
+        store = make_store()
+        self.membership = Membership(Shard(0, size), store.port, store)
+        # At once: other threads may wait for the device, which waits for the rank.
+        self._on_death = on_death or end_process
+        self._closing = threading.Event()
+        self._processes: list[subprocess.Popen] = []
+        self._sockets: list[socket.socket] = []
+        self._reports = select.poll()
+        self._failed: set[int] = set()  # steps that some rank couldn't compute
+        for rank in range(1, size):
+            self._start(RankSetup(options, rank, store.port))
+        self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
+        self._watcher.start()
+
+    def announce(self, verb: Verb, step: SchedulerOutput | None = None) -> None:
+        """Every rank does this next; the caller then does the same. Raises OSError when a rank is gone."""
+        send(self._sockets, Command(verb, None if step is None else as_announced(step)))
+
+    def share_pool(self, file: PoolFile) -> None:
+        """Before the first command, where `ranks_share_pool`."""
+        send(self._sockets, file)
+
+    def failed(self, step_id: int) -> bool:
+        """Whether some rank couldn't compute this step. To be asked once, when the step has ended on rank 0: a rank
+        says it before it takes part in what rank 0 waits for."""
+        if self._reports.poll(0):
+            for end in self._sockets:
+                self._failed.update(receive_failed(end))
+        has_failed = step_id in self._failed
+        self._failed.discard(step_id)
+        return has_failed
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """Ends the ranks: at the end of the stream of commands each ends by itself."""
+        self._closing.set()
+        for end in self._sockets:
+            end.close()
+        for process in self._processes:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._watcher.join()
+
+    def _start(self, setup: RankSetup) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid())]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._processes.append(process)
+        self._sockets.append(ours)
+        self._reports.register(ours, select.POLLIN)
+        send([ours], setup)
+
+    def _watch(self) -> None:
+        """Until the first rank ends."""
+        poll = select.poll()
+        ranks = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._processes, start=1)}
+        try:
+            for fd in ranks:
+                poll.register(fd, select.POLLIN)
+            ended = [ranks[fd] for fd, _ in poll.poll()]
+        finally:
+            for fd in ranks:
+                os.close(fd)
+        if not self._closing.is_set():
+            self._on_death(f"rank {ended[0]} (process {self.pids[ended[0] - 1]}) ended")

@@ -1,0 +1,86 @@
+"""A process of a tensor-parallel node other than rank 0's: it does what rank 0 announces and says nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from functools import partial
+
+from tandem.engine.process.process_log import start_log
+
+_PR_SET_PDEATHSIG = 1
+logger = logging.getLogger(__name__)
+
+
+def main(fd: str, parent_pid: str) -> None:
+    """Runs until rank 0 closes its end of socket `fd`. Does not return."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(parent_pid):  # it ended before the line above
+        os._exit(1)
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 drains and then closes the socket
+        signal.signal(number, signal.SIG_IGN)
+    start_log()
+    try:
+        _run(socket.socket(fileno=int(fd)))
+        code = 0
+    except Exception:
+        logger.exception("this rank failed")
+        code = 1
+    sys.stderr.flush()
+    os._exit(code)  # no teardown: NCCL's would wait for ranks that may be gone
+
+
+def _run(commands: socket.socket) -> None:
+    """The same steps as rank 0 (node/process.py): load, size the pool, then whatever is announced."""
+    from tandem.engine.device.kv_pool import allocate_pool
+    from tandem.engine.parallel.group import Membership
+    from tandem.engine.parallel.sharding import Shard
+    from tandem.engine.running.runner import ModelRunner
+    from tandem.node.ranks.channel import receive_command, receive_pool_file, receive_setup, send_failed
+    from tandem.node.ranks.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
+    from tandem.node.setup import load, size_pool, with_device_defaults
+
+    setup = receive_setup(commands)
+    if setup is None:
+        return
+    start_log(setup.options.log_level)
+    options = replace(setup.options, device_index=setup.options.device_index + setup.rank)
+    loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
+    options = with_device_defaults(options, loaded.device)
+    num_blocks = size_pool(loaded, options)
+    max_model_len = min(loaded.max_model_len, num_blocks * options.cache.block_size)  # rank 0 says so
+    if ranks_share_pool(loaded.layout, loaded.device):
+        file = receive_pool_file(commands)
+        if file is None:
+            return
+        pool = map_in_rank(file, loaded.layout, num_blocks)
+    else:
+        pool = allocate_pool(loaded.layout, num_blocks, loaded.device)
+        if ranks_show_pools(loaded.layout, loaded.device):
+            assert loaded.model.group is not None
+            loaded.model.group.share_memory(pool)
+    eos = loaded.config.eos_token_ids
+    runner = ModelRunner(
+        loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos,
+        report_failed=partial(send_failed, commands),
+    )  # fmt: skip
+    gc.collect()
+    gc.freeze()
+    while (command := receive_command(commands)) is not None:
+        if command.verb == "warm_up":
+            runner.warmup()
+        elif command.verb == "capture":
+            runner.capture_decode_steps()
+        else:
+            assert command.step is not None
+            if command.verb == "step":
+                runner.execute(command.step)
+            else:
+                runner.run_dummy(command.step.rows)

@@ -1,0 +1,271 @@
+"""Which router gave this node which request, and what it is still owed. Sans-IO.
+
+Accepts Submit and Cancel idempotently, turns engine events into one Tokens message a step for each router, and sees to
+it that every accepted request ends exactly once: by its last token, a failure, a cancel, its deadline or its router's
+loss.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tandem.engine.contracts.tenants import TenantShares, tenant_of_salt
+from tandem.engine.contracts.wire.parts import Message
+from tandem.engine.contracts.wire.requests import (
+    Accepted,
+    Cancelled,
+    PromptLogprobs,
+    RequestFailed,
+    Submit,
+    TokenDelta,
+    Tokens,
+)
+from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.node.submit_check import problem_of
+
+Key = tuple[str, int]
+NUM_TOMBSTONES = 65536
+
+
+@dataclass(slots=True)
+class AcceptedRequest:
+    """A live request. `open_samples` are those that have not ended."""
+
+    request: Request
+    router_id: str
+    submit: Submit
+    deadline: float
+    open_samples: set[int]
+    num_cached_tokens: int = 0
+
+
+@dataclass
+class RequestBook:
+    """`max_queue` bounds accepted requests that wait; `clock` values are monotonic seconds passed in."""
+
+    vocab_size: int
+    max_model_len: int
+    tenant_shares: TenantShares = field(default_factory=TenantShares)
+    entries: dict[Key, AcceptedRequest] = field(default_factory=dict)
+    num_accepted: int = 0
+    num_ended: int = 0
+
+    def __post_init__(self) -> None:
+        self._tombstones: OrderedDict[Key, None] = OrderedDict()
+        self._deadlines: list[tuple[float, Key]] = []
+        self._outbox: list[tuple[str, Message]] = []
+        self._deltas: dict[str, list[TokenDelta]] = {}
+        self._attempts: dict[str, set[int]] = {}  # of live entries, by request id
+        self._arrivals = 0
+
+    # --- requests in ----------------------------------------------------------------------------------------
+
+    def older_attempts(self, submit: Submit) -> list[AcceptedRequest]:
+        """Live ones of the same request."""
+        older = sorted(each for each in self._attempts.get(submit.request_id, ()) if each < submit.attempt)
+        return [self.entries[submit.request_id, attempt] for attempt in older]
+
+    def open(self, router_id: str, submit: Submit, now: float) -> AcceptedRequest | None:
+        """A new entry to be started by the caller, or None when `submit` was answered here (duplicate, invalid)."""
+        key = (submit.request_id, submit.attempt)
+        if key in self.entries:
+            self._accept(self.entries[key])
+            return None
+        if key in self._tombstones:
+            self._send(router_id, Accepted(request_id=submit.request_id, attempt=submit.attempt))
+            return None
+        problem = problem_of(submit, self.vocab_size, self.max_model_len)
+        if problem:
+            self.refuse(router_id, submit, "invalid_request", problem, retryable=False)
+            return None
+        self.tenant_shares.note(tenant_of_salt(submit.salt), submit.cache_share)
+        request = self._make_request(router_id, submit)
+        entry = AcceptedRequest(request, router_id, submit, now + submit.deadline_s, set(submit.sample_indices))
+        self.entries[key] = entry
+        self._attempts.setdefault(submit.request_id, set()).add(submit.attempt)
+        heapq.heappush(self._deadlines, (entry.deadline, key))
+        self.num_accepted += 1
+        return entry
+
+    def accept(self, entry: AcceptedRequest, num_cached_tokens: int = 0) -> None:
+        """Answers the Submit of an entry that was started."""
+        entry.num_cached_tokens = num_cached_tokens
+        self._accept(entry)
+
+    def refuse(self, router_id: str, submit: Submit, code: str, message: str, retryable: bool) -> None:
+        """Answers a Submit that never got an entry."""
+        self._send(
+            router_id,
+            RequestFailed(
+                request_id=submit.request_id, attempt=submit.attempt, code=code, message=message, retryable=retryable
+            ),
+        )
+
+    def cancel_samples(self, router_id: str, key: Key, samples: Sequence[int]) -> tuple[AcceptedRequest | None, bool]:
+        """Closes `samples` (all when empty) and answers; (the entry if it lived, whether nothing of it is left)."""
+        self._send(router_id, Cancelled(request_id=key[0], attempt=key[1], sample_indices=tuple(samples)))
+        entry = self.entries.get(key)
+        if entry is None:
+            self._bury(key)
+            return None, False
+        entry.open_samples -= set(samples) if samples else set(entry.open_samples)
+        if entry.open_samples:
+            return entry, False
+        self._end(key)
+        return entry, True
+
+    # --- engine events out ----------------------------------------------------------------------------------
+
+    def on_events(self, events: Sequence[EngineEvent]) -> None:
+        for event in events:
+            entry = self.entries.get(event.request.key)
+            if entry is None:
+                continue
+            if isinstance(event, TokenEvent):
+                self._on_token(entry, event)
+            elif isinstance(event, PromptLogprobsEvent):
+                message = PromptLogprobs(
+                    request_id=entry.request.request_id, attempt=entry.request.attempt, entries=event.entries
+                )
+                self._flush(entry.router_id)
+                self._send(entry.router_id, message)
+            else:
+                assert isinstance(event, FailedEvent)
+                self.fail(event.request.key, event.code, event.message, event.retryable)
+
+    def fail(self, key: Key, code: str, message: str, retryable: bool) -> AcceptedRequest | None:
+        """Ends the request with an error; None when it had ended already."""
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        self._flush(entry.router_id)
+        self.refuse(entry.router_id, entry.submit, code, message, retryable)
+        self._end(key)
+        return entry
+
+    def prompt_left(self, key: Key) -> None:
+        """A prompt in mode "prefill" is the sink's now; nothing more comes from here."""
+        if key in self.entries:
+            self._end(key)
+
+    def sample_left(self, key: Key, sample_index: int) -> None:
+        """A running sample is another node's now; nothing more of it comes from here."""
+        entry = self.entries.get(key)
+        if entry is not None:
+            entry.open_samples.discard(sample_index)
+            if not entry.open_samples:
+                self._end(key)
+
+    def repeat(self, entry: AcceptedRequest, sample_index: int, output_index: int, token_ids: Sequence[int]) -> None:
+        """Tokens that another node has sent, or was about to send: the router drops those that it has."""
+        key = entry.request.key
+        delta = TokenDelta(*key, sample_index, output_index, tuple(token_ids))
+        self._deltas.setdefault(entry.router_id, []).append(delta)
+
+    def expired(self, now: float) -> list[AcceptedRequest]:
+        """Entries whose deadline has passed; each was told DeadlineError and has ended. The caller aborts them."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, key = heapq.heappop(self._deadlines)
+            entry = self.entries.get(key)
+            if entry is not None and entry.deadline <= now:
+                self.fail(key, "deadline_exceeded", "the request's deadline passed", retryable=False)
+                ended.append(entry)
+        return ended
+
+    def router_lost(self, router_id: str) -> list[AcceptedRequest]:
+        """Ends everything of that router silently. The caller aborts the entries."""
+        lost = [entry for entry in self.entries.values() if entry.router_id == router_id]
+        for entry in lost:
+            self._end(entry.request.key)
+        self._deltas.pop(router_id, None)
+        return lost
+
+    def drain_outbox(self) -> list[tuple[str, Message]]:
+        """(router peer_id, message) in order; all tokens since the last call are one message a router."""
+        for router_id in list(self._deltas):
+            self._flush(router_id)
+        outbox, self._outbox = self._outbox, []
+        return outbox
+
+    def check_integrity(self) -> None:
+        assert self.num_accepted == self.num_ended + len(self.entries), "an accepted request ended not exactly once"
+        attempts = {(name, attempt) for name, numbers in self._attempts.items() for attempt in numbers}
+        assert attempts == self.entries.keys(), "attempts are miscounted"
+        for key, entry in self.entries.items():
+            assert entry.open_samples, f"{key} lives without an open sample"
+            assert key not in self._tombstones, f"{key} lives and is buried"
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _make_request(self, router_id: str, submit: Submit) -> Request:
+        self._arrivals += 1
+        return Request(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            prompt_token_ids=np.frombuffer(submit.prompt_token_ids, "<i4").astype(np.int32),
+            sampling=submit.sampling,
+            sample_indices=submit.sample_indices,
+            num_prior_output_tokens=submit.num_prior_output_tokens,
+            priority=submit.priority,
+            arrival=self._arrivals,
+            mode=submit.mode,
+            use_prefix_cache=submit.use_prefix_cache,
+            salt=submit.salt,
+            num_public_tokens=submit.num_public_tokens,
+            owner=router_id,
+        )
+
+    def _on_token(self, entry: AcceptedRequest, event: TokenEvent) -> None:
+        if event.sample_index not in entry.open_samples:
+            return
+        delta = TokenDelta(
+            entry.request.request_id,
+            entry.request.attempt,
+            event.sample_index,
+            event.output_index,
+            (event.token_id,),
+            event.finish_reason,
+            event.stop_token_id,
+            None if event.logprobs is None else (event.logprobs,),
+            max(entry.num_cached_tokens, event.request.num_cached_tokens),
+        )
+        self._deltas.setdefault(entry.router_id, []).append(delta)
+        if event.finish_reason is not None:
+            entry.open_samples.discard(event.sample_index)
+            if not entry.open_samples:
+                self._end(entry.request.key)
+
+    def _flush(self, router_id: str) -> None:
+        deltas = self._deltas.pop(router_id, None)
+        if deltas:
+            self._send(router_id, Tokens(deltas=tuple(deltas)))
+
+    def _accept(self, entry: AcceptedRequest) -> None:
+        request = entry.request
+        answer = Accepted(
+            request_id=request.request_id, attempt=request.attempt, num_cached_tokens=entry.num_cached_tokens
+        )
+        self._send(entry.router_id, answer)
+
+    def _send(self, router_id: str, message: Message) -> None:
+        self._outbox.append((router_id, message))
+
+    def _end(self, key: Key) -> None:
+        del self.entries[key]
+        request_id, attempt = key
+        self._attempts[request_id].remove(attempt)
+        if not self._attempts[request_id]:
+            del self._attempts[request_id]
+        self.num_ended += 1
+        self._bury(key)
+
+    def _bury(self, key: Key) -> None:
+        self._tombstones[key] = None
+        if len(self._tombstones) > NUM_TOMBSTONES:
+            self._tombstones.popitem(last=False)

@@ -1,0 +1,148 @@
+"""From options to a loaded model and a sized KV pool: what every role does before it serves."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.kv_layout import KVLayout, ModelIdentity
+from tandem.engine.contracts.model_config import ModelConfig, load_model_config
+from tandem.engine.contracts.model_folder import resolve_model, served_name
+from tandem.engine.device.kv_encoding import choose_kv_encoding
+from tandem.engine.device.kv_pool import free_host_bytes, make_layout, num_blocks_for
+from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.identity import model_identity
+from tandem.engine.models.loader import load_model
+from tandem.engine.parallel.group import Membership, TensorParallel
+from tandem.engine.running.memory import profile_free_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model on its device, and what peers must agree on."""
+
+    config: ModelConfig
+    model: DecoderModel
+    device: torch.device
+    dtype: torch.dtype
+    layout: KVLayout
+    identity: ModelIdentity
+    max_model_len: int
+    served_name: str
+
+
+def choose_device(options: NodeOptions) -> torch.device:
+    """Raises ConfigError when CUDA is asked for and there is none."""
+    if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no CUDA device: install a CUDA build of torch or use cpu")
+    if options.device_index >= torch.cuda.device_count():
+        raise ConfigError(f"--device-index {options.device_index}, but there are {torch.cuda.device_count()} devices")
+    device = torch.device("cuda", options.device_index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOptions:
+    """The same options with the step's budgets chosen where they were left to us (0)."""
+    given, on_gpu = options.scheduler, device.type == "cuda"
+    prompt_budget = 256 if options.role == "decode" else 2048
+    if options.role == "decode" and on_gpu and options.tensor_parallel_size == 1:
+        prompt_budget = 0  # by measured step times
+    scheduler = replace(
+        given,
+        max_num_seqs=given.max_num_seqs or (256 if on_gpu else 64),
+        max_num_batched_tokens=given.max_num_batched_tokens or (8192 if on_gpu else 2048),
+        contended_prefill_chunk=given.contended_prefill_chunk or (2048 if options.role == "prefill" else 0),
+        decode_prompt_budget=given.decode_prompt_budget or prompt_budget,
+    )
+    return replace(options, scheduler=scheduler)
+
+
+def load(
+    options: NodeOptions,
+    membership: Membership | None = None,
+    on_loaded: Callable[[float], None] | None = None,
+) -> LoadedModel:
+    """Checks the folder first, so that a bad one fails before anything slow happens. Raises ConfigError.
+
+    With a membership: this rank's share of the model, after all ranks have met. `on_loaded` is told how much of the
+    weights is there, of 1.
+    """
+    folder = resolve_model(options.model.model, options.model.revision)
+    config = load_model_config(folder)
+    max_model_len = options.model.max_model_len or config.max_model_len
+    if max_model_len > config.max_model_len:
+        raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's {config.max_model_len}")
+    cache = options.cache
+    if cache.block_size < 1 or cache.hash_block_size < 1 or cache.block_size % cache.hash_block_size:
+        sizes = f"--block-size {cache.block_size} is no multiple of --hash-block-size {cache.hash_block_size}"
+        raise ConfigError(f"{sizes}; change one of them")
+    device = choose_device(options)
+    num_ranks = 1 if membership is None else membership.shard.size
+    torch.set_num_threads(options.num_threads or max(1, torch.get_num_threads() // num_ranks))
+    name: str = options.model.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else config.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    group = None
+    if membership is not None:
+        scheduler = with_device_defaults(options, device).scheduler
+        max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
+    model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
+    identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
+    kept = choose_kv_encoding(cache, dtype, device, config.num_layers)
+    layout = make_layout(config, cache.block_size, kept.dtype, None if group is None else group.shard, kept.scales)
+    if group is not None:
+        group.ends_steps_together = layout.holds_no_copies
+    if kept.dtype != dtype:
+        model.keep_kv_as(layout.group)
+    served = served_name(options.model.model, options.model.served_name)
+    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served)
+
+
+def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
+    """Number of blocks: as configured, else what memory allows after the worst step. Raises ConfigError."""
+    if options.cache.num_blocks or options.cache.kv_cache_memory_bytes:
+        free = 0
+    elif loaded.device.type == "cuda":
+        free = profile_free_bytes(
+            loaded.model,
+            loaded.layout,
+            options.scheduler,
+            loaded.max_model_len,
+            loaded.device,
+            options.cache.gpu_memory_utilization,
+            options.cuda_graphs,
+        )
+    else:
+        free = free_host_bytes(most=1 << 30)
+    group = loaded.model.group
+    if group is not None:
+        free = group.smallest(free)
+    return num_blocks_for(options.cache, loaded.layout, free)
+
+
+def with_length_that_fits(loaded: LoadedModel, options: NodeOptions, num_blocks: int) -> LoadedModel:
+    """The same model, with a length of which one sequence fits into a pool of `num_blocks`.
+
+    Warns when the model's own length does not; raises ConfigError when the configured one does not.
+    """
+    fits, wanted = num_blocks * options.cache.block_size, loaded.max_model_len
+    if wanted <= fits:
+        return loaded
+    pool = f"the KV pool of {num_blocks} blocks of {options.cache.block_size} tokens holds {fits}"
+    remedy = "--num-blocks, --kv-cache-memory-bytes or --gpu-memory-utilization give it more"
+    if options.model.max_model_len:
+        raise ConfigError(f"--max-model-len is {wanted}, but {pool}: lower it to {fits} or less, or {remedy}")
+    logger.warning("the model takes %d tokens, but %s: max_model_len is %d; %s", wanted, pool, fits, remedy)
+    return replace(loaded, max_model_len=fits)

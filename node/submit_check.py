@@ -1,0 +1,118 @@
+"""What a node asks of every Submit before anything else looks at it: what no router sends ends no node.
+
+Everything that is used as an index, a count, a size or a point in time is bounded here, so that nothing behind has to.
+Limits that are no property of the model are far beyond those of the router's API.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import PeerRef
+from tandem.engine.contracts.wire.requests import Submit
+
+MAX_ID_CHARS = 512
+MAX_SALT_BYTES = 64
+MAX_SAMPLES = 4096
+MAX_LOGPROBS = 256
+MAX_SECONDS = 1e9
+INT32 = 1 << 31
+INT64 = 1 << 64
+
+
+def problem_of(submit: Submit, vocab_size: int, max_model_len: int) -> str:
+    """Why this node can't take `submit`, for who sent it; "" when it can."""
+    for problem in (
+        _problems_of_name(submit),
+        _problems_of_prompt(submit, vocab_size, max_model_len),
+        _problems_of_sampling(submit.sampling, vocab_size),
+        _problems_of_place(submit),
+    ):
+        found = next(problem, "")
+        if found:
+            return found
+    return ""
+
+
+def _problems_of_name(submit: Submit) -> Iterator[str]:
+    if not 0 < len(submit.request_id) <= MAX_ID_CHARS:
+        yield f"request_id must have 1 to {MAX_ID_CHARS} characters"
+    if not 0 <= submit.attempt < INT32:
+        yield "attempt must lie in [0, 2^31)"
+    if not -INT32 <= submit.priority < INT32:
+        yield "priority must lie in [-2^31, 2^31)"
+    if not 0 <= submit.deadline_s <= MAX_SECONDS:  # not for NaN, either
+        yield f"deadline_s must lie in [0, {MAX_SECONDS:g}]"
+    if len(submit.salt) > MAX_SALT_BYTES:
+        yield f"salt must have at most {MAX_SALT_BYTES} bytes"
+    if not 0 <= submit.cache_share <= 1:
+        yield "cache_share must lie in [0, 1]"
+
+
+def _problems_of_prompt(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[str]:
+    num_tokens, rest = divmod(len(submit.prompt_token_ids), 4)
+    if rest or not num_tokens:
+        yield "prompt_token_ids must hold at least one int32"
+    if num_tokens >= max_model_len:
+        yield f"the prompt has {num_tokens} tokens; with one output token the model takes {max_model_len}"
+    token_ids = np.frombuffer(submit.prompt_token_ids, "<i4")
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        yield f"a prompt token id is outside of [0, {vocab_size})"
+    if not 0 <= submit.num_prior_output_tokens < num_tokens:
+        yield "num_prior_output_tokens must leave at least one prompt token"
+    if submit.num_prior_output_tokens >= submit.sampling.max_tokens:
+        yield "max_tokens, which counts prior output, must leave at least one token"
+    if not 0 <= submit.num_public_tokens <= num_tokens:
+        yield "num_public_tokens must be a part of the prompt"
+    samples = submit.sample_indices
+    if not 0 < len(samples) <= MAX_SAMPLES or len(set(samples)) != len(samples):
+        yield f"sample_indices must be distinct, 1 to {MAX_SAMPLES} of them"
+    if not all(0 <= index < INT32 for index in samples):
+        yield "sample_indices must lie in [0, 2^31)"
+
+
+def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[str]:
+    if not 1 <= params.max_tokens < INT32 or not 0 <= params.min_tokens < INT32:
+        yield "max_tokens must lie in [1, 2^31), min_tokens in [0, 2^31)"
+    if not 0 <= params.temperature < math.inf:
+        yield "temperature must be a number, 0 or more"
+    if not -1 <= params.top_k < INT32 or not 0 < params.top_p <= 1 or not 0 <= params.min_p <= 1:
+        yield "top_k must lie in [-1, 2^31), top_p in (0, 1], min_p in [0, 1]"
+    if not 0 < params.repetition_penalty < math.inf:
+        yield "repetition_penalty must be a number above 0"
+    if not math.isfinite(params.presence_penalty) or not math.isfinite(params.frequency_penalty):
+        yield "presence_penalty and frequency_penalty must be numbers"
+    if not 0 <= params.seed < INT64:
+        yield "seed must lie in [0, 2^64)"
+    for name, number in (("num_logprobs", params.num_logprobs), ("num_prompt_logprobs", params.num_prompt_logprobs)):
+        if number is not None and not 0 <= number <= MAX_LOGPROBS:
+            yield f"{name} must lie in [0, {MAX_LOGPROBS}]"
+    if max(len(params.logit_bias), len(params.stop_token_ids)) > vocab_size:
+        yield "logit_bias and stop_token_ids must not hold more ids than the vocabulary"
+    if not all(0 <= token_id < vocab_size for token_id, _ in params.logit_bias):
+        yield f"a token id of logit_bias is outside of [0, {vocab_size})"
+    if not all(math.isfinite(value) for _, value in params.logit_bias):
+        yield "a value of logit_bias is not a number"
+    if not all(0 <= token_id < vocab_size for token_id in params.stop_token_ids):
+        yield f"a stop token id is outside of [0, {vocab_size})"
+
+
+def _problems_of_place(submit: Submit) -> Iterator[str]:
+    """Who else serves it."""
+    if submit.peer is None and submit.mode != "full":
+        yield f"mode {submit.mode} needs a peer"
+    if submit.is_running and (submit.mode != "decode" or len(submit.sample_indices) != 1):
+        yield "is_running is for mode decode and one sample"
+    if submit.peer is not None and not _is_name(submit.peer):
+        yield "peer must name a node and an epoch of 64 bits"
+    if submit.prefix is not None and not (_is_name(submit.prefix.peer) and 0 <= submit.prefix.num_tokens < INT32):
+        yield "prefix must name a node, an epoch of 64 bits, and a number of tokens"
+
+
+def _is_name(peer: PeerRef) -> bool:
+    """Its address may be none: then it can't be reached, and it alone."""
+    return 0 < len(peer.node_id) <= MAX_ID_CHARS and 0 <= peer.epoch < INT64

@@ -1,0 +1,1 @@
+"""HTTP: bodies in, events out, keys, errors."""

@@ -1,0 +1,69 @@
+"""Why requests go where they go: the session a client names, the header that tells, and `POST /explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from tandem.router.http.http_io import read_body
+from tandem.router.placing.placement import PlacementRequest
+from tandem.router.placing.policies import Choice
+from tandem.router.requests.generation import Generation
+from tandem.router.requests.service import CompletionService
+from tandem.router.text.api_keys import ApiKeys
+
+SESSION_HEADER, PLACEMENT_HEADER = b"x-session-id", b"x-tandem-placement"
+MAX_SESSION_BYTES = 256
+
+
+def session_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The session that the client names, "" when it names none. What is beyond the longest name is left out."""
+    for name, value in headers:
+        if name == SESSION_HEADER:
+            return value[:MAX_SESSION_BYTES].decode("latin-1")
+    return ""
+
+
+def placement_headers(generations: Sequence[Generation]) -> list[tuple[bytes, bytes]]:
+    """One header a prompt: where its first attempt went and why."""
+    placed = [generation.placement for generation in generations if generation.placement is not None]
+    return [(PLACEMENT_HEADER, placement.explanation().encode("ascii", "replace")) for placement in placed]
+
+
+def add_explain_route(app: FastAPI, service: CompletionService, keys: ApiKeys, limit: int) -> None:
+    """Takes what /v1/completions takes, answers what each node would cost now. Nothing is placed or sent."""
+
+    @app.post("/explain")
+    async def explain(request: Request) -> Response:
+        tenant = keys.check(request.headers.raw)
+        body, plans = await service.plan(await read_body(request.scope, request.receive, limit), tenant)
+        prompts = []
+        for plan in plans:
+            wanted = PlacementRequest(len(plan.token_ids), plan.sampling.max_tokens, body.num_generated)
+            found = service.offers(wanted, plan)
+            prompts.append({"num_prompt_tokens": len(plan.token_ids), "nodes": [_shown(choice) for choice in found]})
+        answer = {"placement": service.options.placement, "prompts": prompts}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _shown(choice: Choice) -> dict[str, Any]:
+    info = choice.node.info
+    return {
+        "node_id": info.node_id,
+        "role": info.role,
+        "part": choice.kind,
+        "cost_s": round(choice.cost_s, 6),
+        "queue_s": round(choice.queue_s, 6),
+        "compute_s": round(choice.compute_s, 6),
+        "transfer_s": round(choice.transfer_s, 6),
+        "sequences_s": round(choice.sequences_s, 6),
+        "duplicate_s": round(choice.duplicate_s, 6),
+        "crowding_s": round(choice.crowding_s, 6),
+        "num_cached_tokens": choice.num_cached_tokens,
+        "num_fetched_tokens": choice.num_fetched_tokens,
+        "fetched_from": choice.holder,
+        "no_room": choice.no_room,
+    }

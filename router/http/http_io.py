@@ -1,0 +1,102 @@
+"""Reading bodies with a limit and sending answers, straight on ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable
+
+from starlette.types import Receive, Scope, Send
+
+from tandem.engine.contracts.errors import BodyTooLargeError, ClientGoneError, InvalidRequestError, TandemError
+from tandem.router.text.openai_api import error_body
+
+DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0  # how much of a body that is too large is read past the limit, and how long
+JSON_TYPE = (b"content-type", b"application/json")
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class UnsupportedMediaTypeError(InvalidRequestError):
+    status, code = 415, "unsupported_media_type"
+
+
+async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
+    """Raises UnsupportedMediaTypeError, BodyTooLargeError, ClientGoneError when the client leaves before the end,
+    which includes a body that takes too long: http_protocol.py closes its connection."""
+    _check_media_type(scope["headers"])
+    too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
+    length = _announced_length(scope["headers"])
+    if length > limit:
+        if not any(name == b"expect" for name, _ in scope["headers"]):
+            await _discard(receive, length)
+        raise too_large
+    body = bytearray()
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError("the client closed the connection before its body was complete")
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+        if len(body) > limit:
+            if more:
+                await _discard(receive, 0)
+            raise too_large
+    return bytes(body)
+
+
+def _check_media_type(headers: Headers) -> None:
+    """Without a type the body counts as JSON. Types that web pages may send anywhere unasked are refused."""
+    for name, value in headers:
+        if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
+            raise UnsupportedMediaTypeError("send JSON, and say so: `Content-Type: application/json`")
+        if name == b"content-encoding" and value.strip().lower() != b"identity":
+            raise UnsupportedMediaTypeError("send the body as it is, without Content-Encoding")
+
+
+def _announced_length(headers: Headers) -> int:
+    return next((int(value) for name, value in headers if name == b"content-length"), 0)
+
+
+async def _discard(receive: Receive, length: int) -> None:
+    """Reads on, within bounds: a connection that is closed while its client still sends is reset, and most clients
+    then never see the answer."""
+
+    async def read_on() -> None:
+        num_bytes, more = 0, length <= DISCARD_BYTES
+        while more and num_bytes <= DISCARD_BYTES:
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            more = message.get("more_body", False)
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(read_on(), DISCARD_S)
+
+
+async def send_whole(send: Send, status: int, body: bytes, headers: Headers = (JSON_TYPE,)) -> None:
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: TandemError) -> None:
+    await send_whole(send, error.status, error_body(error), error_headers(error))
+
+
+def our_fault() -> TandemError:
+    return TandemError("the server made an error; its log says more")
+
+
+def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
+    headers = [JSON_TYPE]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+    if isinstance(error, BodyTooLargeError):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
+    return headers
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

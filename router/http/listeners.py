@@ -1,0 +1,216 @@
+"""Who gets the output of the generations of one HTTP request: a collector of the whole, or a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.router.http import responses
+from tandem.router.http.responses import CompletionChoice, EventWriter
+from tandem.router.requests.generation import Generation
+from tandem.router.requests.sample_output import Piece, echo_logprobs, prompt_logprobs_table
+from tandem.router.text.completion import ModelFacts, PromptPlan, echo_text
+from tandem.router.text.openai_api import CompletionBody
+from tandem.router.text.tokenizer import Tokenizer
+
+
+class _Listener:
+    """What both kinds share: counting the prompts that are under way, and the echo of a prompt."""
+
+    def __init__(
+        self,
+        completion_id: str,
+        body: CompletionBody,
+        plans: list[PromptPlan],
+        facts: ModelFacts,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._completion_id, self._body, self._plans, self._facts = completion_id, body, plans, facts
+        self._tokenizer = tokenizer
+        self._entries: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._num_open = len(plans)
+        self.generations: list[Generation] = []
+
+    def prompt_logprobs(self, prompt_index: int, entries: tuple[TokenLogprobs, ...]) -> None:
+        self._entries[prompt_index] = entries
+
+    def _echo(self, prompt_index: int) -> Piece:
+        plan, logprobs = self._plans[prompt_index], None
+        if self._body.logprobs is not None:
+            entries = self._entries.get(prompt_index, ())
+            logprobs = echo_logprobs(self._tokenizer, plan.token_ids.tolist(), entries, self._body.logprobs)
+        return Piece(echo_text(plan, self._tokenizer), (), logprobs, None)
+
+    def _shown(self, piece: Piece) -> Piece:
+        """With max_tokens = 0 (echo alone) the one token that was made is not shown."""
+        if self._body.max_tokens == 0:
+            return Piece("", (), None, "length" if piece.finish_reason else None)
+        return piece
+
+    def _usage(self) -> dict[str, Any]:
+        shown = self._body.max_tokens != 0
+        return responses.usage(
+            sum(len(plan.token_ids) for plan in self._plans),
+            sum(sample.num_tokens for g in self.generations for sample in g.samples) if shown else 0,
+            sum(generation.machine.num_cached_tokens for generation in self.generations),
+        )
+
+
+class Collector(_Listener):
+    """Gathers the whole response; `done` resolves to its body or raises the error that ended the request."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._choices = [[CompletionChoice() for _ in range(self._body.num_generated)] for _ in self._plans]
+
+    def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None:
+        self._choices[prompt_index][sample_index].add(self._shown(piece))
+
+    def failed(self, prompt_index: int, error: TandemError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def finished(self, prompt_index: int) -> None:
+        self._num_open -= 1
+        if not self._num_open and not self.done.done():
+            self.done.set_result(self._response())
+
+    def _response(self) -> bytes:
+        choices = [choice for i in range(len(self._plans)) for choice in self._returned(i)]
+        with_token_ids = bool(self._body.return_token_ids)
+        dicts = [choice.as_dict(index, with_token_ids) for index, choice in enumerate(choices)]
+        return responses.completion(self._completion_id, self._facts, dicts, self._usage())
+
+    def _returned(self, prompt_index: int) -> list[CompletionChoice]:
+        """The best `n` samples by mean log-probability, in the order of their quality only if some are left out."""
+        samples = self.generations[prompt_index].samples
+        order = list(range(len(samples)))
+        if len(samples) > self._body.num_samples:
+            order.sort(key=lambda i: -samples[i].mean_logprob)
+        chosen = [self._choices[prompt_index][i] for i in order[: self._body.num_samples]]
+        return [self._complete(prompt_index, choice) for choice in chosen]
+
+    def _complete(self, prompt_index: int, choice: CompletionChoice) -> CompletionChoice:
+        complete = CompletionChoice()
+        if self._body.echo:
+            complete.add(self._echo(prompt_index))
+        complete.add(Piece("".join(choice.text), choice.token_ids, choice.logprobs, None))
+        complete.finish_reason = choice.finish_reason
+        if self._body.return_token_ids:
+            complete.extra["prompt_token_ids"] = self._plans[prompt_index].token_ids.tolist()
+        if self._body.prompt_logprobs is not None:
+            complete.extra["prompt_logprobs"] = prompt_logprobs_table(
+                self._tokenizer, self._entries.get(prompt_index, ()), self._body.prompt_logprobs
+            )
+        return complete
+
+
+class ChunkWriter(Protocol):
+    def write_chunk(self, body: bytes) -> bool:
+        """False, and nothing is written: not now."""
+
+
+class EventStream(_Listener):
+    """Server-sent events through a bounded queue; a client that does not read makes it overflow, once.
+
+    What a turn of the event loop brings is one write: when there is a single choice, and the response has `begun`, and
+    nothing waits, an event is that write, past the queue; the events of several choices are gathered in it.
+
+    `next_batch` returns what waits, b"" at the end; it raises the error of a request that failed before its first
+    event, so that it can still become an HTTP status.
+    """
+
+    def __init__(self, *arguments: Any, client: ChunkWriter, limit: int, on_overflow: Callable[[], object]) -> None:
+        super().__init__(*arguments)
+        self._client = client
+        self._is_single = len(self._plans) * self._body.num_samples == 1
+        self.begun = False
+        options = self._body.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._writer = EventWriter(
+            self._completion_id, self._facts, self._include_usage, bool(self._body.return_token_ids)
+        )
+        self._limit, self._on_overflow = limit, on_overflow
+        self._events: deque[bytes] = deque()
+        self._wakeup: asyncio.Future[None] | None = None
+        self._seen: set[int] = set()  # choices that have begun
+        self._closed = False
+        self._early_error: TandemError | None = None
+        self._has_output = False
+
+    def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None:
+        index = prompt_index * self._body.num_samples + sample_index
+        extra = self._first_of(prompt_index, index) if index not in self._seen else None
+        self._push(self._writer.piece(index, self._shown(piece), extra))
+
+    def _first_of(self, prompt_index: int, index: int) -> dict[str, Any] | None:
+        """What a choice begins with: its echo, as an event of its own, or what its first event says besides."""
+        self._seen.add(index)
+        extra: dict[str, Any] | None = None
+        if self._body.return_token_ids:
+            extra = {"prompt_token_ids": self._plans[prompt_index].token_ids.tolist()}
+        if self._body.echo:
+            self._push(self._writer.piece(index, self._echo(prompt_index), extra))
+            return None
+        return extra
+
+    def finished(self, prompt_index: int) -> None:
+        self._num_open -= 1
+        if self._num_open or self._closed:
+            return
+        if self._include_usage:
+            self._push(self._writer.usage(self._usage()))
+        self._push(responses.DONE)
+        self._close()
+
+    def failed(self, prompt_index: int, error: TandemError) -> None:
+        if self._closed:
+            return
+        if self._has_output:
+            self._push(responses.error_event(error))
+        else:
+            self._early_error = error
+        self._close()
+
+    async def next_batch(self) -> bytes:
+        while not self._events:
+            if self._early_error is not None:
+                raise self._early_error
+            if self._closed:
+                return b""
+            self._wakeup = asyncio.get_running_loop().create_future()
+            await self._wakeup
+            self._wakeup = None
+        batch = b"".join(self._events)
+        self._events.clear()
+        return batch
+
+    def _push(self, event: bytes) -> None:
+        if self._closed:
+            return
+        if self._may_pass() and self._client.write_chunk(event):
+            return
+        if len(self._events) >= self._limit:
+            self._close()
+            self._on_overflow()
+            return
+        self._has_output = True
+        self._events.append(event)
+        self._wake()
+
+    def _may_pass(self) -> bool:
+        """Nothing is on its way to be written while the endpoint waits for more."""
+        return self._is_single and self.begun and self._wakeup is not None and not self._events
+
+    def _close(self) -> None:
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)

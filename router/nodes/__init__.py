@@ -1,0 +1,1 @@
+"""The nodes of a router: links, discovery, what was sent and not answered."""

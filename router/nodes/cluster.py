@@ -1,0 +1,293 @@
+"""All nodes that a router process knows: links, views, the model they serve, and placing onto them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.contracts.config import RouterOptions
+from tandem.engine.contracts.directory import DirectoryReader
+from tandem.engine.contracts.hashing import PromptHashes, Secrecy, every_kth, root_hash
+from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.requests import Cancel, Migrate, RequestFailed, Submit
+from tandem.engine.process.process_log import RateLimited
+from tandem.router.nodes.discovery import NodeDiscovery
+from tandem.router.nodes.link import NodeLink, RequestMessage
+from tandem.router.nodes.node_socket import new_context
+from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
+from tandem.router.placing.policies import Choice, make_policy
+from tandem.router.placing.readiness import describe, difference, missing_roles
+from tandem.router.placing.siblings import Siblings, Told
+from tandem.router.placing.view import NodeKey, NodeView
+from tandem.router.text.completion import ModelFacts
+
+logger = logging.getLogger(__name__)
+repeated = RateLimited(logger)
+
+
+class Cluster:
+    """Calls `on_up(key)`, `on_message(key, message)`, `on_lost(key, reason)`, `on_room()` (placing may succeed now)."""
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        keys: ClusterKeys,
+        hello: NodeInfo,
+        directory: DirectoryReader | None = None,
+        siblings: Siblings | None = None,
+    ) -> None:
+        self._options, self._keys, self._hello, self._directory = options, keys, hello, directory
+        self._siblings = siblings
+        self._context = new_context()
+        self._links: dict[str, NodeLink] = {}
+        self._links_by_key: dict[NodeKey, NodeLink] = {}
+        self._views_by_tag: dict[int, NodeView] = {}
+        self._unlisted: set[str] = set()  # addresses whose record is gone while the node can be reached
+        self._last_tick = time.monotonic()
+        self._identity_key = b""
+        self._serving: list[NodeView] | None = None  # None: to be found out
+        self._policy = make_policy(options.placement, seed=hello.epoch)
+        self.identity: ModelIdentity | None = None
+        self.facts: ModelFacts | None = None
+        self.on_up: Callable[[NodeKey], None]
+        self.on_message: Callable[[NodeKey, RequestMessage], None]
+        self.on_lost: Callable[[NodeKey, str], None]
+        self.on_room: Callable[[], None]
+
+    # --- membership -------------------------------------------------------------------------------------------
+
+    def add(self, address: str) -> None:
+        self._unlisted.discard(address)
+        if address not in self._links:
+            link = NodeLink(address, self._hello, self._context, self._keys, self._options.timeouts, self)
+            self._links[address] = link
+            link.open()
+
+    def remove(self, address: str) -> None:
+        """The record is gone: an unreachable node is forgotten, a reachable one is kept until it is lost. Addresses
+        that were given (`--node`) are kept always."""
+        link = self._links.get(address)
+        if link is None or address in self._options.nodes:
+            return
+        if link.view is not None:
+            self._unlisted.add(address)
+        else:
+            self._links.pop(address).close()
+
+    async def follow(self, discovery: NodeDiscovery) -> None:
+        async for event in discovery.watch():
+            (self.add if event.present else self.remove)(event.address)
+
+    def tick(self, now: float) -> None:
+        pause_s = max(0.0, now - self._last_tick - 2 * self._options.timeouts.heartbeat_s)
+        self._last_tick = now
+        self._hear_siblings(now)  # before the next pings: what they placed so far may be in the answers
+        for address, link in list(self._links.items()):
+            try:
+                if link.view is None and address in self._unlisted:
+                    self._unlisted.discard(address)
+                    self._links.pop(address).close()
+                else:
+                    link.tick(now, pause_s)
+            except Exception:  # costs this node's connection: the others have their heartbeats and deadlines
+                repeated.exception("the connection to %s failed", address)
+                self._fail(link)
+
+    @staticmethod
+    def _fail(link: NodeLink) -> None:
+        try:
+            link.fail()
+        except Exception:
+            repeated.exception("the connection to %s failed, and so did ending it", link.address)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            try:
+                link.close()
+            except Exception:
+                logger.exception("the connection to %s can't be closed", link.address)
+        self._links.clear()
+        self._links_by_key.clear()
+        self._views_by_tag.clear()
+        self._serving = None
+        self._context.destroy(linger=0)  # of what a failure left open: a `term` would wait for it without end
+
+    # --- what is there ----------------------------------------------------------------------------------------
+
+    @property
+    def views(self) -> list[NodeView]:
+        """Connected nodes, those of another model included."""
+        return [link.view for link in self._links_by_key.values() if link.view is not None]
+
+    def serving(self) -> list[NodeView]:
+        """Connected nodes of the model that is served."""
+        if self._serving is None:
+            self._serving = [view for view in self.views if view.info.identity == self.identity]
+        return self._serving
+
+    @property
+    def ready(self) -> bool:
+        """A unified node, or a decode node and a prefill node, can take requests."""
+        return not missing_roles(self.serving())
+
+    def missing(self) -> str:
+        """Why `ready` is False, for people."""
+        reasons = []
+        for link in self._links.values():
+            view = link.view
+            differs = difference(self.identity, view.info.identity) if view is not None else ""
+            if link.refusal or differs:
+                reasons.append(f"{link.address}: {link.refusal or differs}")
+            elif link.trouble:
+                reasons.append(link.trouble)
+        return describe(self.serving(), reasons)
+
+    def missing_roles(self) -> str:
+        """What kinds of nodes are needed before a request can be served, for people; "" when none is missing."""
+        return missing_roles(self.serving())
+
+    def counters(self) -> dict[str, float]:
+        """Figures of all connections, for /metrics."""
+        links = self._links.values()
+        return {
+            "nodes_known": float(len(links)),
+            "nodes_unreachable": float(sum(link.view is None for link in links)),
+            "failed_handshakes": float(sum(link.num_failed_handshakes for link in links)),
+            "undecodable_messages": float(sum(link.num_undecodable for link in links)),
+            "resent_messages": float(sum(link.outbox.num_resent for link in links)),
+        }
+
+    # --- placing ----------------------------------------------------------------------------------------------
+
+    def hash_prompt(self, token_ids: npt.NDArray[np.int32], secrecy: Secrecy) -> PromptHashes:
+        """Made as far as placing needs them; nodes go on from there."""
+        if self.identity is None:
+            return PromptHashes(token_ids[:0], 1, self._root_for_salt)
+        return PromptHashes(token_ids, self.identity.hash_block_size, self._root_for_salt, secrecy)
+
+    def _root_for_salt(self, salt: bytes) -> bytes:
+        return _root(self._identity_key, salt)
+
+    def place(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> Placement | None:
+        self._hear_siblings(now)
+        cached = self._cached_tokens(block_hashes)
+        tail = self._options.local_tail_tokens
+        placement = find_placement(request, self.serving(), cached, tail, self._policy, now)
+        if placement is not None:
+            for choice in placement.choices:
+                self._note(choice.node, choice.num_computed_tokens, request.num_samples, choice.num_new_tokens, now)
+        return placement
+
+    def _note(self, view: NodeView, num_tokens: int, num_sequences: int, num_new_tokens: int, now: float) -> None:
+        """Counts a placement here, and tells the other router processes."""
+        ping_sequence = self._links_by_key[view.key].ping_sequence
+        view.note_placement(ping_sequence, num_tokens, num_sequences, now, num_new_tokens)
+        if self._siblings is not None:
+            self._siblings.tell(Told(view.tag, num_tokens, num_sequences, num_new_tokens))
+
+    def _hear_siblings(self, now: float) -> None:
+        for told in self._siblings.news() if self._siblings is not None else ():
+            view = self._views_by_tag.get(told.tag)
+            if view is not None:
+                ping_sequence = self._links_by_key[view.key].ping_sequence
+                view.note_placement(ping_sequence, told.num_tokens, told.num_sequences, now, told.num_new_tokens)
+
+    def expect_sequence(self, view: NodeView, now: float) -> None:
+        """A running sequence is about to come to this node."""
+        self._note(view, 0, 1, 0, now)
+
+    def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
+        """What each node would cost now, cheapest first; nothing is placed."""
+        return offers(request, self.serving(), self._cached_tokens(block_hashes), now)
+
+    def _cached_tokens(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
+        if self._directory is None or self.identity is None or not block_hashes:
+            return {}
+        return cached_tokens(self._directory, self.serving(), block_hashes, self.identity.hash_block_size)
+
+    def send(self, key: NodeKey, message: Submit | Cancel | Migrate, now: float) -> bool:
+        """False: that epoch of the node is not connected."""
+        link = self._links_by_key.get(key)
+        if link is None:
+            return False
+        link.send(message, now)
+        return True
+
+    # --- LinkListener -----------------------------------------------------------------------------------------
+
+    def node_up(self, view: NodeView) -> None:
+        link = next(link for link in self._links.values() if link.view is view)
+        previous = self._links_by_key.get(view.key)
+        if previous is not None and previous is not link:
+            logger.warning("%s is the same node as %s; it is not used", link.address, previous.address)
+            self._links.pop(link.address).close()
+            return
+        self._links_by_key[view.key] = link
+        self._views_by_tag[view.tag] = view
+        self._serving = None
+        if self.identity is None or not self.serving():
+            self._serve(view.info)
+        elif differs := difference(self.identity, view.info.identity):
+            logger.error("node %s at %s: %s; nothing is sent to it", view.info.node_id, link.address, differs)
+        self._update_facts(self.serving())
+        self.on_up(view.key)
+        self.on_room()
+
+    def node_status(self, view: NodeView) -> None:
+        if view.usable:
+            self.on_room()
+
+    def node_lost(self, view: NodeView, reason: str) -> None:
+        link = self._links_by_key.get(view.key)
+        if link is None or link.view is not None:
+            return  # a second address of a node that is still reached through the first
+        del self._links_by_key[view.key], self._views_by_tag[view.tag]
+        self._serving = None
+        rest = self.views
+        if rest and not self.serving():
+            self._serve(rest[0].info)
+        self._update_facts(self.serving())
+        self.on_lost(view.key, reason)
+
+    def node_message(self, key: NodeKey, message: RequestMessage) -> None:
+        link = self._links_by_key.get(key)
+        if isinstance(message, RequestFailed) and message.code == "draining" and link is not None and link.view:
+            link.view.draining = True  # its Status will say so
+        self.on_message(key, message)
+
+    def _serve(self, info: NodeInfo) -> None:
+        self.identity, self._serving = info.identity, None
+        self._identity_key = info.identity.key() if info.identity is not None else b""
+
+    def _update_facts(self, nodes: Iterable[NodeView]) -> None:
+        """With no node left the last facts stay, so that requests can be checked while they wait for one."""
+        infos = [view.info for view in nodes]
+        if infos:
+            name = self._options.model.served_name or infos[0].model_name
+            self.facts = ModelFacts(
+                name, min(info.max_model_len for info in infos), min(info.vocab_size for info in infos)
+            )
+
+
+_root = functools.lru_cache(maxsize=4096)(root_hash)
+
+
+def cached_tokens(
+    directory: DirectoryReader, nodes: Sequence[NodeView], block_hashes: Sequence[bytes], hash_block_size: int
+) -> dict[NodeKey, int]:
+    """How many leading tokens of a prompt each node holds. A node's blocks may be k times as long as those that are
+    hashed: it publishes every k-th hash, so it is looked up by those."""
+    size_of = {node.key: node.info.layout.block_size if node.info.layout else hash_block_size for node in nodes}
+    found: dict[NodeKey, int] = {}
+    for size in set(size_of.values()):
+        step = size // hash_block_size
+        lengths = directory.longest_prefix(block_hashes if step == 1 else every_kth(block_hashes, step))
+        found.update({key: n * size for key, n in lengths.items() if size_of.get(key) == size})
+    return found

@@ -1,0 +1,71 @@
+"""Verbs that were sent and not yet answered: sent again until they are, or until their deadline. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.engine.contracts.wire.requests import (
+    Accepted,
+    Cancel,
+    Cancelled,
+    Migrate,
+    RequestFailed,
+    Submit,
+    TokenDelta,
+)
+
+VerbKey = tuple[str, str, int, tuple[int, ...]]  # (verb, request_id, attempt, sample_indices)
+
+
+@dataclass(slots=True)
+class _Pending:
+    payload: bytes
+    next_send: float
+    give_up: float
+
+
+@dataclass(slots=True)
+class Outbox:
+    resend_s: float
+    give_up_s: float
+    _pending: dict[VerbKey, _Pending] = field(default_factory=dict)
+    num_resent: int = 0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def sent(self, message: Submit | Cancel | Migrate, payload: bytes, now: float) -> None:
+        """A cancelled request must not be submitted again by a resend that overtakes the cancel's answer. A Migrate is
+        sent once: whoever asked for it waits for what comes of it, and asks anew."""
+        if isinstance(message, Migrate):
+            return
+        if isinstance(message, Cancel):
+            key: VerbKey = ("cancel", message.request_id, message.attempt, message.sample_indices)
+            if not message.sample_indices:
+                self._pending.pop(("submit", message.request_id, message.attempt, ()), None)
+        else:
+            key = ("submit", message.request_id, message.attempt, ())
+        self._pending[key] = _Pending(payload, now + self.resend_s, now + self.give_up_s)
+
+    def answered(self, message: Accepted | Cancelled | RequestFailed | TokenDelta) -> None:
+        if not self._pending:
+            return
+        if isinstance(message, Cancelled):
+            self._pending.pop(("cancel", message.request_id, message.attempt, message.sample_indices), None)
+        else:
+            self._pending.pop(("submit", message.request_id, message.attempt, ()), None)
+
+    def due(self, now: float) -> list[bytes]:
+        """What to send again now."""
+        payloads = []
+        for key, entry in list(self._pending.items()):
+            if now >= entry.give_up:
+                del self._pending[key]
+            elif now >= entry.next_send:
+                entry.next_send = now + self.resend_s
+                payloads.append(entry.payload)
+        self.num_resent += len(payloads)
+        return payloads
+
+    def clear(self) -> None:
+        self._pending.clear()

@@ -1,0 +1,1 @@
+"""Which nodes serve a request, and which sequences should move. Pure."""

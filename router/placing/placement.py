@@ -1,0 +1,188 @@
+"""Which nodes serve a request: pure policy over a snapshot of the nodes (docs/placement.md).
+
+A decode node D and a prefill node P, or D alone when the tail that it has not cached is short and it would be done with
+it before P and a hand-over, or P alone when the first token ends the request. Unified nodes do both halves. Which
+halves there are is decided here; which node does a half is decided by a `PlacementPolicy`, unless the request's session
+has a home that is not overloaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
+from tandem.router.placing.policies import Choice, PlacementPolicy, Work, mean_new_tokens, price
+from tandem.router.placing.prefix_source import with_holder
+from tandem.router.placing.view import NodeKey, NodeView, affinity, node_key
+
+__all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "find_placement", "node_key", "offers"]
+
+# A session stays at its home until others are ahead by this much prompt work, or its home has no room.
+SESSION_PATIENCE_S = 1.0
+# What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
+HANDOVER_S = 0.01
+# So much sooner a prefill node must be done with a short tail that a decode node could take: a long prompt that comes
+# meanwhile, which is what prefill nodes are there for, would wait for it.
+DISTURBANCE_S = 0.02
+# What a tail waits for on a prefill node, in tokens, however many wait there: late prompts let it pass, and a step has
+# no more while others wait.
+PASSED_BY_TOKENS = 2048
+
+
+class PlacementRequest(msgspec.Struct, frozen=True):
+    num_prompt_tokens: int
+    max_tokens: int
+    num_samples: int = 1
+    prompt_logprobs: bool = False  # computed without the cache and without a hand-off
+    avoid: frozenset[NodeKey] = frozenset()  # nodes that failed this request; taken only when there is no other
+    session: str = ""  # "": none
+
+
+class Placement(msgspec.Struct, frozen=True):
+    primary: PeerRef  # makes the tokens
+    prefill: PeerRef | None  # computes the prompt and hands its KV to the primary; None: the primary does all
+    reason: str
+    choices: tuple[Choice, ...] = ()  # one for each of the nodes above, whoever computes the prompt last
+    prefix: PrefixHint | None = None  # for whoever computes the prompt
+
+    def explanation(self) -> str:
+        """One line of ASCII for people: what was chosen and what it was expected to cost."""
+        return "; ".join([self.reason, *(choice.explanation() for choice in self.choices)])
+
+
+def find_placement(
+    request: PlacementRequest,
+    nodes: Sequence[NodeView],
+    cached_tokens: Mapping[NodeKey, int],
+    local_tail_tokens: int,
+    policy: PlacementPolicy,
+    now: float,
+) -> Placement | None:
+    """The policy's choice, or None when no set of usable nodes can serve the request now.
+
+    `cached_tokens`: leading prompt tokens that a node holds, per node; absent means none or unknown.
+    """
+    cached = {} if request.prompt_logprobs else cached_tokens
+    finder = _Finder(request, cached, local_tail_tokens, policy, now)
+    placement = None
+    if request.avoid:
+        placement = finder.place([node for node in nodes if node.key not in request.avoid])
+    if placement is None:
+        placement = finder.place(nodes)
+    if placement is None or not placement.choices[-1].num_fetched_tokens:
+        return placement
+    *others, computing = placement.choices
+    computing, prefix = with_holder(computing, nodes, cached, request.num_prompt_tokens)
+    return msgspec.structs.replace(placement, choices=(*others, computing), prefix=prefix)
+
+
+def offers(
+    request: PlacementRequest, nodes: Sequence[NodeView], cached_tokens: Mapping[NodeKey, int], now: float
+) -> list[Choice]:
+    """What each usable node would cost for the part of the request that it could do, as prefix_aware counts."""
+    prefills = [node for node in nodes if node.role == "prefill"]
+    transfer_s = mean_transfer_s(prefills)
+    usual = mean_new_tokens(nodes) if nodes else 0.0
+    found = []
+    for node in nodes:
+        if node.usable:
+            kind = "prompt" if node.role == "prefill" else "all"
+            kind = "tokens" if node.role == "decode" and prefills else kind
+            work = Work(kind, request.num_prompt_tokens, transfer_s)
+            choice = price(node, work, cached_tokens, now, usual)
+            found.append(with_holder(choice, nodes, cached_tokens, request.num_prompt_tokens)[0])
+    return sorted(found, key=lambda choice: choice.cost_s)
+
+
+def mean_transfer_s(sources: Sequence[NodeView]) -> float:
+    """Seconds a token, over the nodes that have measured it: they hand over, and it is their pushes that take time."""
+    measured = [rate for node in sources if (rate := node.status.transfer_s_per_token)]
+    return sum(measured) / len(measured) if measured else 0.0
+
+
+@dataclass(slots=True)
+class _Finder:
+    request: PlacementRequest
+    cached: Mapping[NodeKey, int]
+    local_tail_tokens: int
+    policy: PlacementPolicy
+    now: float
+
+    def place(self, nodes: Sequence[NodeView]) -> Placement | None:
+        request = self.request
+        prefills: list[NodeView] = []
+        decoders: list[NodeView] = []
+        silent: list[NodeView] = []
+        for node in nodes:
+            if node.silent:
+                silent.append(node)
+            elif not (node.lost or node.draining):
+                (prefills if node.role == "prefill" else decoders).append(node)
+        if silent and not (prefills and decoders):
+            rest = [node for node in silent if not (node.lost or node.draining)]
+            prefills = prefills or [node for node in rest if node.role == "prefill"]
+            decoders = decoders or [node for node in rest if node.role != "prefill"]
+        if request.max_tokens == 1 and request.num_samples == 1 and prefills and not request.prompt_logprobs:
+            choice = self._choose("prompt", [*prefills, *(n for n in decoders if n.role == "unified")])
+            return Placement(choice.node.ref, None, "the first token ends it", (choice,))
+        if not decoders:
+            return None
+        decode = self._choose("tokens" if prefills else "all", decoders, mean_transfer_s(prefills))
+        alone = self._why_alone(decode)
+        if alone:
+            return self._alone(decode, alone)
+        alone_s = self._tail_s(decode)
+        detour_s = HANDOVER_S + DISTURBANCE_S
+        if alone_s <= detour_s:
+            return self._alone(decode, "short uncached tail")
+        model = decode.node.model
+        partners = [node for node in prefills if node.model == model]
+        if not partners:
+            return self._alone(decode, "no prefill node")
+        prefill = self._choose("prompt", partners)
+        queue_s = min(prefill.queue_s, PASSED_BY_TOKENS * prefill.node.prefill_s_per_token)
+        if alone_s <= queue_s + prefill.compute_s + prefill.transfer_s + decode.transfer_s + detour_s:
+            return self._alone(decode, "short uncached tail")
+        return Placement(decode.node.ref, prefill.node.ref, "prefill and decode", (decode, prefill))
+
+    def _tail_s(self, decode: Choice) -> float:
+        """When the decode node would be done with the tail itself, beside its decodes: by the rate that it measured."""
+        tail = decode.num_new_tokens
+        if tail > self.local_tail_tokens:
+            return math.inf
+        return decode.node.backlog_s(self.now) + tail * decode.node.prefill_s_per_token
+
+    def _alone(self, choice: Choice, reason: str) -> Placement:
+        """The node computes the prompt too, whatever it was chosen for."""
+        work = Work("all", self.request.num_prompt_tokens)
+        whole = price(choice.node, work, self.cached, self.now, 0.0, choice.why, choice.num_candidates)
+        return Placement(choice.node.ref, None, reason, (whole,))
+
+    def _why_alone(self, decode: Choice) -> str:
+        if decode.node.role == "unified":
+            return "unified node"
+        if self.request.prompt_logprobs:
+            return "prompt logprobs are computed where the tokens are"
+        return ""
+
+    def _choose(self, kind: str, nodes: Sequence[NodeView], transfer_s_per_token: float = 0.0) -> Choice:
+        work = Work(kind, self.request.num_prompt_tokens, transfer_s_per_token)
+        home = self._home(nodes) if self.request.session else None
+        if home is not None:
+            return price(home, work, self.cached, self.now, mean_new_tokens(nodes), "session", len(nodes))
+        return self.policy.choose(work, nodes, self.cached, self.now)
+
+    def _home(self, nodes: Sequence[NodeView]) -> NodeView | None:
+        """The node that the session likes best, if it is neither full nor behind the others."""
+        session = int.from_bytes(hashlib.sha256(self.request.session.encode()).digest()[:8], "little")
+        home = max(nodes, key=lambda node: affinity(session, node))
+        ahead = min(node.idle_at for node in nodes)
+        if home.backlog_s(self.now) > max(0.0, ahead - self.now) + SESSION_PATIENCE_S:
+            return None
+        tail = self.request.num_prompt_tokens - self.cached.get(home.key, 0)
+        return home if home.free_tokens >= tail else None

@@ -1,0 +1,40 @@
+"""Whether requests can be served by the nodes that are there, and in words for people: why not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from tandem.engine.contracts.kv_layout import ModelIdentity
+from tandem.router.placing.view import NodeView
+
+MAX_REASONS = 10  # in one answer
+
+
+def missing_roles(views: Iterable[NodeView]) -> str:
+    """Which kinds of nodes are needed before a request can be served; "" when none is missing."""
+    roles = {view.info.role for view in views if view.usable}
+    if "unified" in roles or {"prefill", "decode"} <= roles:
+        return ""
+    return " and ".join(f"no {role} node" for role in ("prefill", "decode") if role not in roles)
+
+
+def describe(views: Iterable[NodeView], reasons: Sequence[str]) -> str:
+    """The usable nodes, and why others are not."""
+    roles = sorted(view.info.role for view in views if view.usable)
+    left_out = [f"and {len(reasons) - MAX_REASONS} more"] if len(reasons) > MAX_REASONS else []
+    return "; ".join([f"usable nodes: {', '.join(roles) or 'none'}", *reasons[:MAX_REASONS], *left_out])
+
+
+def difference(ours: ModelIdentity | None, theirs: ModelIdentity | None) -> str:
+    """In what a node's model differs from the one that is served; "" when it doesn't, or none is served yet."""
+    if ours is None or ours == theirs:
+        return ""
+    if theirs is None:
+        return "it does not say which model it serves"
+    return ", ".join(
+        f"{name} differs (theirs {getattr(theirs, name)}, ours {getattr(ours, name)})"
+        for name in (field.name for field in msgspec.structs.fields(ours))
+        if getattr(ours, name) != getattr(theirs, name)
+    )

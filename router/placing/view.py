@@ -1,0 +1,123 @@
+"""A connected node in the figures that placement needs. Pure: time is passed in, in seconds of a monotonic clock."""
+
+from __future__ import annotations
+
+import math
+
+from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
+
+NodeKey = tuple[str, int]  # (node_id, epoch)
+
+# Until a node has measured its own.
+PREFILL_S_PER_TOKEN = 1 / 20_000
+# Moving a token's KV is cheaper than computing it, but not free: this share of computing it.
+TRANSFER_SHARE = 0.25
+# Half-life of `num_new_tokens`.
+NEW_TOKENS_MEMORY_S = 300.0
+_ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+def node_key(ref: PeerRef) -> NodeKey:
+    return ref.node_id, ref.epoch
+
+
+class NodeView:
+    """A node's last Status, and the placements of this router that the Status doesn't show yet.
+
+    `idle_at` runs between two reports: it grows by what is placed and lies still while the node works that off. A
+    report corrects it, but only as far as the report can know better.
+    """
+
+    __slots__ = (
+        "_status_at",
+        "draining",
+        "fetch_gain_s_per_token",
+        "fetch_s_per_token",
+        "free_tokens",
+        "idle_at",
+        "info",
+        "key",
+        "lost",
+        "model",
+        "num_new_tokens",
+        "num_sequences",
+        "num_unseen",
+        "prefill_s_per_token",
+        "role",
+        "seed",
+        "silent",
+        "status",
+        "transfer_s_per_token",
+        "unseen",
+    )
+
+    def __init__(self, info: NodeInfo, status: Status, now: float = 0.0) -> None:
+        self.info = info
+        self.key: NodeKey = (info.node_id, info.epoch)
+        self.role = info.role
+        self.model = info.identity.key() if info.identity is not None else b""
+        self.lost = False
+        self.silent = False  # for some heartbeats: it may be lost soon, and gets only what nobody else can take
+        # ping sequence that was current when placed -> (prompt tokens to compute there, sequences)
+        self.unseen: dict[int, tuple[int, int]] = {}
+        self.seed = int.from_bytes(info.node_id.encode()[-64:], "big") * _ODD & _MASK
+        self.idle_at = 0.0
+        self.num_new_tokens = 0.0  # that this router's placements brought into its cache in the last minutes
+        self._status_at = now
+        self.note_status(status, now)
+
+    @property
+    def ref(self) -> PeerRef:
+        return PeerRef(self.info.node_id, self.info.epoch, self.info.control_address)
+
+    @property
+    def tag(self) -> int:
+        """64 bits that name this epoch of the node, equal in every router process."""
+        return (self.seed ^ self.info.epoch) & _MASK
+
+    @property
+    def usable(self) -> bool:
+        return not (self.lost or self.draining)
+
+    def backlog_s(self, now: float) -> float:
+        """Seconds of prompt work that it has, as far as is known."""
+        return max(0.0, self.idle_at - now)
+
+    def note_placement(
+        self, ping_sequence: int, num_tokens: int, num_sequences: int, now: float, num_new_tokens: int = 0
+    ) -> None:
+        """`num_tokens`: of the prompt, to be computed there; `num_new_tokens`: that its cache doesn't hold yet."""
+        tokens, sequences = self.unseen.get(ping_sequence, (0, 0))
+        self.unseen[ping_sequence] = tokens + num_tokens, sequences + num_sequences
+        self.num_unseen += num_sequences
+        self.num_sequences += num_sequences
+        self.idle_at = max(self.idle_at, now) + num_tokens * self.prefill_s_per_token
+        self.num_new_tokens += num_new_tokens
+
+    def note_status(self, status: Status, now: float) -> None:
+        """A node's step loop publishes its load a moment after its I/O thread took a message. What was placed after
+        the ping is surely not in the answer; what was placed just before it may be, or may even be done."""
+        self.num_new_tokens *= 0.5 ** ((now - self._status_at) / NEW_TOKENS_MEMORY_S)
+        self._status_at = now
+        self.status = status
+        self.draining = status.draining
+        self.unseen = {sent: load for sent, load in self.unseen.items() if sent + 2 > status.sequence}
+        self.num_unseen = sum(count for _, count in self.unseen.values())
+        self.num_sequences = status.num_running + status.num_waiting + self.num_unseen
+        self.prefill_s_per_token = status.prefill_s_per_token or PREFILL_S_PER_TOKEN
+        self.transfer_s_per_token = status.transfer_s_per_token or TRANSFER_SHARE * self.prefill_s_per_token
+        self.fetch_s_per_token = fetch = status.fetch_s_per_token
+        self.fetch_gain_s_per_token = max(0.0, self.prefill_s_per_token - fetch) if fetch else 0.0  # 0: not worth it
+        self.free_tokens = status.num_free_blocks * status.block_size if status.num_blocks else math.inf
+        surely = sum(tokens for sent, (tokens, _) in self.unseen.items() if sent >= status.sequence)
+        perhaps = sum(tokens for tokens, _ in self.unseen.values()) - surely
+        least = now + (status.num_waiting_tokens + surely) * self.prefill_s_per_token
+        self.idle_at = min(max(self.idle_at, least), least + perhaps * self.prefill_s_per_token)
+
+
+def affinity(session: int, node: NodeView) -> int:
+    """How much a session likes a node: rendezvous hashing, equal in every router process (Thaler, Ravishankar 1998).
+    `session` is a 64-bit hash of its name."""
+    mixed = (session ^ node.seed) * _ODD & _MASK
+    return (mixed ^ mixed >> 32) * _ODD & _MASK

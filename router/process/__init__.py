@@ -1,0 +1,1 @@
+"""Router processes: start, sources, metrics, end."""

@@ -1,0 +1,154 @@
+"""One router process: builds the parts, serves until told to stop, drains."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from tandem.engine.contracts.config import RouterOptions
+from tandem.engine.contracts.directory import DirectoryReader
+from tandem.engine.contracts.errors import UnavailableError
+from tandem.engine.contracts.generation_config import sampling_defaults
+from tandem.engine.contracts.model_folder import resolve_model
+from tandem.engine.contracts.security import load_cluster_keys
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.process.watched import lasting_task, watched_task
+from tandem.router.http.app import make_app
+from tandem.router.http.http_protocol import HttpLimits
+from tandem.router.http.server import Server, max_connections
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.discovery import NodeDiscovery
+from tandem.router.placing.siblings import Seat, Siblings
+from tandem.router.requests.metrics import RouterMetrics
+from tandem.router.requests.service import CompletionService
+from tandem.router.text.api_keys import ApiKeys
+from tandem.router.text.privacy import Privacy
+from tandem.router.text.tokenizer import Tokenizer
+
+TICK_S = 0.1
+CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where nodes and cached prefixes are learnt from, besides `RouterOptions.nodes`."""
+
+    discovery: NodeDiscovery | None = None
+    directory: DirectoryReader | None = None
+    counters: Callable[[], dict[str, float]] = dict  # for /metrics
+
+
+class Worker:
+    """`sock` is bound and becomes this process's listening socket. `on_beat` is called every heartbeat."""
+
+    def __init__(self, options: RouterOptions, router_id: str = "", seat: Seat | None = None) -> None:
+        """Raises ConfigError for a folder, key file or secret that can't be used."""
+        epoch = secrets.randbits(63) + 1
+        self.info = NodeInfo(
+            node_id=router_id or f"router-{secrets.token_hex(4)}", epoch=epoch, role="router", pid=os.getpid()
+        )
+        # Routers only connect; whether a control socket may leave loopback is decided where it is bound.
+        self._cluster_keys = load_cluster_keys(options.cluster_secret_file, "127.0.0.1")
+        self._options, self._seat = options, seat
+        self._api_keys = ApiKeys.of(options, self._cluster_keys.tenant_salt)
+        folder = resolve_model(options.model.model, options.model.revision, with_weights=False)
+        self._tokenizer = Tokenizer(folder)
+        self.sampling_defaults = sampling_defaults(folder, options.generation_config)
+        self.service: CompletionService  # made by `run`, on its event loop
+        self._server: Server | None = None
+
+    def stop(self) -> None:
+        """Stop accepting, finish running streams within `drain_s`. Safe from signal handlers and other threads."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def run(
+        self,
+        sock: socket.socket,
+        sources: Sources,
+        on_serving: Callable[[int], None],
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
+        siblings = Siblings(self._seat) if self._seat is not None else None
+        cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory, siblings)
+        metrics = RouterMetrics(lambda: cluster.views, lambda: {**cluster.counters(), **sources.counters()})
+        self.service = service = CompletionService(
+            self._options,
+            cluster,
+            self._tokenizer,
+            metrics,
+            Privacy(self._tokenizer, self._api_keys.public_prefixes),
+            self.sampling_defaults,
+        )
+        # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
+        last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
+        self._server = server = Server(make_app(service, self._api_keys), last_resort_s, self._http_limits())
+        for address in self._options.nodes:
+            cluster.add(address)
+        tasks = [watched_task(self._tick(server, on_beat), "tick")]
+        if sources.discovery is not None:
+            tasks.append(lasting_task(partial(cluster.follow, sources.discovery), "discovery"))
+        tasks.append(watched_task(_announce(server, sock.getsockname()[1], on_serving), "announce"))
+        try:
+            await server.serve(sockets=[sock])
+            await self._finish()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            cluster.close()
+            if siblings is not None:
+                siblings.close()
+
+    def _http_limits(self) -> HttpLimits:
+        options = self._options
+        most = options.max_connections or max_connections()
+        return HttpLimits(most, options.http_header_s, options.http_body_s, options.http_keep_alive_s)
+
+    async def _tick(self, server: Server, on_beat: Callable[[], None]) -> None:
+        timeouts, next_beat, stopping_since = self._options.timeouts, 0.0, math.inf
+        while True:
+            now = time.monotonic()
+            self.service.tick()
+            if now >= next_beat:
+                next_beat = now + timeouts.heartbeat_s
+                on_beat()
+            stopping_since = min(stopping_since, now) if server.should_exit else math.inf
+            if now - stopping_since >= timeouts.drain_s:
+                self.service.abort_all(UnavailableError("the router is shutting down"))
+            await asyncio.sleep(min(TICK_S, timeouts.heartbeat_s / 2))
+
+    async def _finish(self) -> None:
+        """After the last connection: what was not finished is cancelled, and nodes get a moment to hear it."""
+        self.service.abort_all(UnavailableError("the router is shutting down"))
+        end = time.monotonic() + CANCEL_GRACE_S
+        while self.service.num_active and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+
+
+async def _announce(server: Server, port: int, on_serving: Callable[[int], None]) -> None:
+    while not server.started:
+        await asyncio.sleep(0.005)
+    on_serving(port)
+
+
+def stop_on_signals(worker: Worker) -> None:
+    """SIGTERM and SIGINT drain; a second one ends at once."""
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)
+        loop.remove_signal_handler(signal.SIGINT)
+        worker.stop()
+
+    loop.add_signal_handler(signal.SIGTERM, on_signal)
+    loop.add_signal_handler(signal.SIGINT, on_signal)

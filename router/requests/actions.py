@@ -1,0 +1,84 @@
+"""What a request machine is asked for and what it answers: the specification of a request, and its actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
+from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit
+from tandem.router.placing.view import NodeKey
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What is asked for; never changes. Durations in seconds."""
+
+    request_id: str
+    prompt_token_ids: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    num_samples: int = 1
+    priority: int = 0
+    use_prefix_cache: bool = True
+    secrecy: Secrecy = EVERYBODYS
+    cache_share: float = 1.0
+    session: str = ""  # requests of one session go to the same nodes
+    max_attempts: int = 3
+    deadline_s: float = 600.0
+    queue_s: float = 10.0  # longest wait for a node that can take it
+    accept_s: float = 10.0  # longest wait for the nodes' answers to Submit
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Find nodes for this sub-request, then call `placed`. When there are none, or it must not be placed yet, it waits:
+    the machine asks again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    node: NodeKey
+    message: Submit | Cancel | Migrate
+
+
+@dataclass(frozen=True, slots=True)
+class EmitPromptLogprobs:
+    entries: tuple[TokenLogprobs, ...]
+
+
+class EmitTokens(msgspec.Struct, frozen=True):
+    """The next tokens of a sample, in order and without gaps."""
+
+    sample_index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None
+    finish_reason: FinishReason | None
+    stop_token_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The next tokens of this sample come from another node than those before."""
+
+    sample_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    error: TandemError
+
+
+Action = Place | Send | EmitPromptLogprobs | EmitTokens | Moved | Finish | Fail

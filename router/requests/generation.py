@@ -1,0 +1,96 @@
+"""One prompt of one HTTP request on its way: the machine that decides, the samples' text, and who listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem.engine.contracts.config import RouterOptions
+from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.router.placing.placement import Placement
+from tandem.router.requests.actions import RequestSpec
+from tandem.router.requests.machine import RequestMachine
+from tandem.router.requests.sample_output import Piece, SampleOutput
+from tandem.router.text.completion import PromptPlan, echo_text
+from tandem.router.text.openai_api import CompletionBody
+from tandem.router.text.tokenizer import PROMPT_TAIL, Tokenizer
+
+
+class GenerationListener(Protocol):
+    """Called on the event loop; after `finished` or `failed` nothing more comes."""
+
+    def prompt_logprobs(self, prompt_index: int, entries: tuple[TokenLogprobs, ...]) -> None: ...
+
+    def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None: ...
+
+    def finished(self, prompt_index: int) -> None: ...
+
+    def failed(self, prompt_index: int, error: TandemError) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    prompt_index: int
+    plan: PromptPlan
+    machine: RequestMachine
+    samples: list[SampleOutput]
+    listener: GenerationListener
+    started_at: float
+    submitted_ids: set[str] = field(default_factory=set)  # every sub-request id that nodes have heard of
+    first_token_at: float | None = None
+    last_token_at: list[float] = field(default_factory=list)  # per sample; 0.0 before its first token
+    placement: Placement | None = None  # the first
+    moved_samples: set[int] = field(default_factory=set)  # to another node, and no token has come from there yet
+
+
+class GenerationFactory:
+    def __init__(self, options: RouterOptions, tokenizer: Tokenizer) -> None:
+        self._options, self._tokenizer = options, tokenizer
+
+    def make(
+        self,
+        request_id: str,
+        index: int,
+        body: CompletionBody,
+        plan: PromptPlan,
+        listener: GenerationListener,
+        now: float,
+        session: str = "",
+    ) -> Generation:
+        samples = self._samples(body, plan)
+        machine = RequestMachine(self._spec(request_id, body, plan, session), now)
+        return Generation(index, plan, machine, samples, listener, now, last_token_at=[0.0] * body.num_generated)
+
+    def _spec(self, request_id: str, body: CompletionBody, plan: PromptPlan, session: str) -> RequestSpec:
+        timeouts = self._options.timeouts
+        return RequestSpec(
+            request_id=request_id,
+            prompt_token_ids=plan.token_ids,
+            sampling=plan.sampling,
+            num_samples=body.num_generated,
+            priority=body.priority or 0,
+            use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
+            secrecy=plan.secrecy,
+            cache_share=plan.cache_share,
+            session=session,
+            max_attempts=self._options.max_attempts,
+            deadline_s=timeouts.request_s,
+            queue_s=timeouts.connect_s,
+            accept_s=timeouts.connect_s,
+        )
+
+    def _samples(self, body: CompletionBody, plan: PromptPlan) -> list[SampleOutput]:
+        prompt_tail = plan.token_ids[-PROMPT_TAIL:].tolist()
+        offset = len(echo_text(plan, self._tokenizer)) if body.echo else 0
+        return [
+            SampleOutput(
+                self._tokenizer,
+                self._tokenizer.detokenizer(prompt_tail),
+                body.stops,
+                body.logprobs,
+                plan.sampling.min_tokens,
+                offset,
+            )
+            for _ in range(body.num_generated)
+        ]

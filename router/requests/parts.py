@@ -1,0 +1,169 @@
+"""What a request machine is made of: its states, one attempt of a sub-request, the output of one sample."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.engine.contracts.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NodeFailedError,
+    OverloadedError,
+    TandemError,
+    UnavailableError,
+)
+from tandem.engine.contracts.wire.parts import FinishReason
+from tandem.engine.contracts.wire.requests import TokenDelta
+from tandem.router.placing.view import NodeKey
+
+
+class AttemptState(enum.Enum):
+    """In order of progress."""
+
+    QUEUED = 0
+    PLACED = 1
+    PREFILLING = 2
+    STREAMING = 3
+    FINISHED = 4
+    FAILED = 5
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try of one sub-request. `primary` makes the tokens; `prefill` hands its KV over to it, if set."""
+
+    request_id: str
+    number: int
+    sample_indices: tuple[int, ...]
+    entered_at: float
+    state: AttemptState = AttemptState.QUEUED
+    primary: NodeKey | None = None
+    prefill: NodeKey | None = None
+    awaiting: set[NodeKey] = field(default_factory=set)  # nodes that have not answered Submit
+    handed_off: bool = False  # the primary has sent tokens
+    num_failures: int = 0  # of attempts before it
+    num_prior: int = 0  # output tokens that its prompt contains
+    not_before: float = 0.0
+    waits_since: float = field(init=False)  # for nodes that take it
+    was_turned_away: bool = False  # a node took nothing: no failure of it, and no reason to avoid the node
+    avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
+    error: TandemError | None = None  # why the attempt before failed
+
+    @property
+    def nodes(self) -> list[NodeKey]:
+        return [node for node in (self.primary, self.prefill) if node is not None]
+
+    def __post_init__(self) -> None:
+        self.waits_since = self.entered_at
+
+    def enter(self, state: AttemptState, now: float) -> None:
+        assert state.value > self.state.value, f"{self.state} -> {state}"
+        self.state, self.entered_at = state, now
+
+    def next(
+        self,
+        request_id: str,
+        number: int,
+        sample_indices: tuple[int, ...],
+        culprits: Iterable[NodeKey],
+        error: TandemError,
+        now: float,
+        backoff_s: float,
+    ) -> Attempt:
+        following = Attempt(
+            request_id,
+            number,
+            sample_indices,
+            now,
+            num_failures=self.num_failures + (not self.was_turned_away),
+            not_before=now + backoff_s,
+            avoid=self.avoid if self.was_turned_away else self.avoid | set(culprits),
+            error=error,
+        )
+        if self.was_turned_away:
+            following.waits_since = self.waits_since
+        return following
+
+    def check_integrity(self) -> None:
+        assert self.state.value <= AttemptState.STREAMING.value
+        assert (self.primary is None) == (self.state is AttemptState.QUEUED), "placed means: has a node"
+        assert self.awaiting <= set(self.nodes)
+
+
+@dataclass(slots=True)
+class Sample:
+    """Output of one sample. `token_ids` were emitted; `pending` came early and waits for the tokens before it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    pending: dict[int, TokenDelta] = field(default_factory=dict)
+    finish_reason: FinishReason | None = None
+
+    def take(self, delta: TokenDelta, max_tokens: int) -> list[TokenDelta]:
+        """Puts `delta` in its place; returns what can be emitted now, in order, cut free of duplicates."""
+        if self.finish_reason is not None:
+            return []
+        if delta.output_index > len(self.token_ids):
+            if delta.output_index < max_tokens:
+                self.pending.setdefault(delta.output_index, delta)
+            return []
+        ready = self._append(delta, max_tokens)
+        while self.pending and self.finish_reason is None:
+            early = min(self.pending)
+            if early > len(self.token_ids):
+                break
+            ready += self._append(self.pending.pop(early), max_tokens)
+        return ready
+
+    def _append(self, delta: TokenDelta, max_tokens: int) -> list[TokenDelta]:
+        num_known = len(self.token_ids) - delta.output_index
+        if num_known > len(delta.token_ids):
+            return []
+        room = max_tokens - len(self.token_ids)
+        if num_known or len(delta.token_ids) > room:
+            delta = _cut(delta, num_known, num_known + room)
+        if not delta.token_ids and delta.finish_reason is None:
+            return []
+        self.token_ids += delta.token_ids
+        if delta.finish_reason is None and len(self.token_ids) >= max_tokens:
+            delta = msgspec.structs.replace(delta, finish_reason="length")
+        if delta.finish_reason is not None:
+            self.finish(delta.finish_reason)
+        return [delta]
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        self.pending.clear()
+
+
+def _cut(delta: TokenDelta, start: int, end: int) -> TokenDelta:
+    overshoot = end < len(delta.token_ids)
+    return msgspec.structs.replace(
+        delta,
+        output_index=delta.output_index + start,
+        token_ids=delta.token_ids[start:end],
+        logprobs=None if delta.logprobs is None else delta.logprobs[start:end],
+        finish_reason=None if overshoot else delta.finish_reason,
+        stop_token_id=None if overshoot else delta.stop_token_id,
+    )
+
+
+PEER_LOST = "peer_lost"  # code of a node that has lost the other one of its attempt
+# Codes of a node that is full or drains: nothing was lost, and the request waits until one takes it.
+TAKES_NOTHING = frozenset({"overloaded", "draining"})
+_ERRORS_BY_CODE: dict[str, type[TandemError]] = {
+    "overloaded": OverloadedError,
+    "unavailable": UnavailableError,
+    "draining": UnavailableError,
+    "deadline_exceeded": DeadlineError,
+    "invalid_request": InvalidRequestError,
+    "too_large_for_pool": InvalidRequestError,  # more KV than the node has in all: no retry can help
+}
+
+
+def failure_of(code: str, message: str, request_id: str) -> TandemError:
+    """The error that a node's RequestFailed becomes when no attempt is left."""
+    return _ERRORS_BY_CODE.get(code, NodeFailedError)(message, request_id=request_id)

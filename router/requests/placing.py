@@ -1,0 +1,25 @@
+"""From a sub-request that waits to the nodes that take it."""
+
+from __future__ import annotations
+
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.placing.placement import Placement, PlacementRequest
+from tandem.router.requests.machine import RequestMachine
+
+
+def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: float) -> Placement | None:
+    """Places the next attempt of a sub-request, prompt and what it has emitted so far. None: nobody takes it now."""
+    if not any(view.usable for view in cluster.serving()):
+        return None
+    prompt, spec = machine.prompt_of(request_id), machine.spec
+    hashes = cluster.hash_prompt(prompt, spec.secrecy)
+    num_done = len(prompt) - len(spec.prompt_token_ids)
+    request = PlacementRequest(
+        num_prompt_tokens=len(prompt),
+        max_tokens=spec.sampling.max_tokens - num_done,
+        num_samples=len(machine.live[request_id].sample_indices),
+        prompt_logprobs=machine.wants_prompt_logprobs(),
+        avoid=machine.nodes_to_avoid(request_id),
+        session=spec.session,
+    )
+    return cluster.place(request, hashes if spec.use_prefix_cache else [], now)

@@ -1,0 +1,168 @@
+"""What the client sees of one sample: text without stop strings, token ids, log-probabilities, finish reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
+from tandem.router.requests.actions import EmitTokens
+from tandem.router.text.detokenizer import Detokenizer, StopSearch
+from tandem.router.text.tokenizer import Tokenizer
+
+LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
+
+
+@dataclass(slots=True)
+class TextLogprobs:
+    """OpenAI's log-probability object, one entry per token; offsets are characters of the choice's text."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    text_offset: list[int] = field(default_factory=list)
+
+    def append(
+        self, tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs | None, num_top: int, offset: int
+    ) -> None:
+        text = tokenizer.token_text(token_id)
+        self.tokens.append(text)
+        self.text_offset.append(offset)
+        if entry is None:
+            self.token_logprobs.append(None)
+            self.top_logprobs.append(None)
+            return
+        chosen = max(entry.logprobs[0], LOWEST_LOGPROB)
+        top = {text: chosen}
+        for other, logprob in zip(entry.token_ids[1 : 1 + num_top], entry.logprobs[1 : 1 + num_top], strict=True):
+            top.setdefault(tokenizer.token_text(other), max(logprob, LOWEST_LOGPROB))
+        self.token_logprobs.append(chosen)
+        self.top_logprobs.append(top)
+
+    def extend(self, other: TextLogprobs) -> None:
+        self.tokens += other.tokens
+        self.token_logprobs += other.token_logprobs
+        self.top_logprobs += other.top_logprobs
+        self.text_offset += other.text_offset
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one token delta adds to a choice. `text` may be empty: held back, or the middle of a character."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: TextLogprobs | None
+    finish_reason: FinishReason | None
+
+
+class SampleOutput:
+    """Feed it a machine's EmitTokens in order; `stopped` turns True when a stop string ended it."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        num_logprobs: int | None,
+        min_tokens: int,
+        text_offset: int,
+    ) -> None:
+        self._tokenizer, self._detokenizer = tokenizer, detokenizer
+        self._search = StopSearch(stops)
+        self._num_logprobs, self._min_tokens = num_logprobs, min_tokens
+        self._offset = text_offset  # kept for log-probabilities alone
+        self._is_plain = num_logprobs is None and not stops
+        self.stopped = False
+        self.finish_reason: FinishReason | None = None
+        self.num_tokens = 0
+        self.sum_logprobs = 0.0
+
+    def feed(self, emitted: EmitTokens) -> Piece | None:
+        """None when the sample had ended before."""
+        if self.finish_reason is not None:
+            return None
+        if self._is_plain and emitted.finish_reason is None and emitted.logprobs is None:
+            text = ""
+            for token_id in emitted.token_ids:
+                text += self._detokenizer.feed(token_id)
+            self.num_tokens += len(emitted.token_ids)
+            return Piece(text, emitted.token_ids, None, None)
+        piece = Piece("", emitted.token_ids, None if self._num_logprobs is None else TextLogprobs(), None)
+        last = len(emitted.token_ids) - 1
+        for i, token_id in enumerate(emitted.token_ids):
+            self._note_logprobs(piece, token_id, None if emitted.logprobs is None else emitted.logprobs[i])
+            self.num_tokens += 1
+            if i == last and emitted.stop_token_id is not None:
+                break  # a token that ends the output is no part of its text
+            if self._add_text(piece, self._detokenizer.feed(token_id)):
+                piece.token_ids = emitted.token_ids[: i + 1]
+                break
+        if (
+            not self.stopped
+            and emitted.finish_reason is not None
+            and not self._add_text(piece, self._detokenizer.flush())
+        ):
+            piece.text += self._search.flush()
+            self.finish_reason = emitted.finish_reason
+        piece.finish_reason = self.finish_reason
+        return piece
+
+    def _add_text(self, piece: Piece, text: str) -> bool:
+        """True: the text completed a stop string, and the sample ends here."""
+        self._offset += len(text)
+        if self.num_tokens <= self._min_tokens:
+            piece.text += text
+            return False
+        visible, self.stopped = self._search.feed(text)
+        piece.text += visible
+        if self.stopped:
+            self.finish_reason = "stop"
+        return self.stopped
+
+    def _note_logprobs(self, piece: Piece, token_id: int, entry: TokenLogprobs | None) -> None:
+        if entry is not None:
+            self.sum_logprobs += entry.logprobs[0]
+        if piece.logprobs is not None:
+            assert self._num_logprobs is not None
+            piece.logprobs.append(self._tokenizer, token_id, entry, self._num_logprobs, self._offset)
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.sum_logprobs / max(1, self.num_tokens)
+
+
+def echo_logprobs(
+    tokenizer: Tokenizer, prompt_token_ids: list[int], entries: Sequence[TokenLogprobs], num_top: int
+) -> TextLogprobs:
+    """The prompt's half of the log-probability object; its first token has no prediction."""
+    logprobs, offset = TextLogprobs(), 0
+    detokenizer = tokenizer.detokenizer([])
+    for position, token_id in enumerate(prompt_token_ids):
+        entry = entries[position - 1] if 0 < position <= len(entries) else None
+        logprobs.append(tokenizer, token_id, entry, num_top, offset)
+        offset += len(detokenizer.feed(token_id))
+    return logprobs
+
+
+def prompt_logprobs_table(
+    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """The extension `prompt_logprobs`: per position token id -> log-probability, rank, text; None for the first."""
+    table: list[dict[str, dict[str, Any]] | None] = [None]
+    for entry in entries:
+        row: dict[str, dict[str, Any]] = {}
+        for i, (token_id, logprob) in enumerate(
+            zip(entry.token_ids[: 1 + num_top], entry.logprobs[: 1 + num_top], strict=True)
+        ):
+            row.setdefault(
+                str(token_id),
+                {
+                    "logprob": max(logprob, LOWEST_LOGPROB),
+                    "rank": i if i else entry.rank,
+                    "decoded_token": tokenizer.token_text(token_id),
+                },
+            )
+        table.append(row)
+    return table

@@ -1,0 +1,36 @@
+"""When tokens came to a router, for its metrics."""
+
+from __future__ import annotations
+
+from tandem.router.requests.generation import Generation
+from tandem.router.requests.metrics import RouterMetrics
+
+
+class TokenTimes:
+    """Between `begin` and `end` tokens of one message are counted: most gaps between tokens are equal there."""
+
+    def __init__(self, metrics: RouterMetrics) -> None:
+        self._metrics = metrics
+        self._now = 0.0
+        self._num_tokens = 0
+        self._gaps_s: dict[float, int] = {}  # how often each gap between two tokens of a sample
+
+    def begin(self, now: float) -> None:
+        self._now, self._num_tokens, self._gaps_s = now, 0, {}
+
+    def count(self, generation: Generation, sample_index: int, num_tokens: int) -> None:
+        if generation.first_token_at is None:
+            generation.first_token_at = self._now
+            self._metrics.ttft_s.observe(self._now - generation.started_at)
+        previous = generation.last_token_at[sample_index]
+        if previous:
+            gap_s = self._now - previous
+            self._gaps_s[gap_s] = self._gaps_s.get(gap_s, 0) + 1
+            if sample_index in generation.moved_samples:
+                generation.moved_samples.remove(sample_index)
+                self._metrics.migration_pause_s.observe(gap_s)
+        generation.last_token_at[sample_index] = self._now
+        self._num_tokens += num_tokens
+
+    def end(self) -> None:
+        self._metrics.observe_step(self._gaps_s, self._num_tokens)

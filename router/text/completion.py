@@ -1,0 +1,178 @@
+"""From a validated body to what each prompt asks of the nodes: token ids, sampling parameters, limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tandem.engine.contracts.errors import InvalidRequestError, ModelNotFoundError
+from tandem.engine.contracts.generation_config import SamplingDefaults
+from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.router.text.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
+from tandem.router.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+DEFAULT_MAX_TOKENS = 16
+MAX_SEQUENCES = 4096
+CHARS_PER_TOKEN = 32  # far above what text in any language has on average
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the router knows about the served model; the lengths come from the nodes."""
+
+    name: str
+    max_model_len: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlan:
+    """One prompt of a request, ready to be sent."""
+
+    token_ids: npt.NDArray[np.int32]
+    text: str | None  # None: the client sent token ids
+    sampling: SamplingParams
+    secrecy: Secrecy = EVERYBODYS  # who may find its blocks in a cache
+    cache_share: float = 1.0  # of each cache: how much its tenant may fill
+
+
+def check_model(name: str | None, facts: ModelFacts) -> None:
+    if name is not None and name != facts.name:
+        raise ModelNotFoundError(
+            f"the model {name[:200]!r} does not exist; this server has {facts.name!r}", param="model"
+        )
+
+
+def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer, facts: ModelFacts) -> list[list[int]]:
+    """Raises InvalidRequestError for a text whose beginning alone is far too long for the model."""
+    return [_tokenize(prompt, tokenizer, facts) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _tokenize(text: str, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
+    limit = CHARS_PER_TOKEN * facts.max_model_len
+    # Twice: cutting a text may change its last tokens, but never so many.
+    if len(text) > limit and len(tokenizer.encode(text[:limit])) > 2 * facts.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has more than {2 * facts.max_model_len} tokens; the model takes {facts.max_model_len} in all, "
+            "output included",
+            param="prompt",
+        )
+    return tokenizer.encode(text)
+
+
+def check_text(text: str, facts: ModelFacts) -> None:
+    """What /tokenize takes at once: as tokens a text needs a hundred times its size in memory."""
+    limit = CHARS_PER_TOKEN * facts.max_model_len
+    if len(text) > limit:
+        raise InvalidRequestError(
+            f"the text has {len(text)} characters; at most {limit} are tokenized in one request", param="prompt"
+        )
+
+
+def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:
+    return plan.text if plan.text is not None else tokenizer.decode(plan.token_ids.tolist())
+
+
+def plan_prompts(
+    body: CompletionBody,
+    prompts: Prompts,
+    prompt_ids: list[list[int]],
+    facts: ModelFacts,
+    defaults: SamplingDefaults,
+) -> list[PromptPlan]:
+    """One plan for each prompt; what the body leaves open is as in `defaults`.
+
+    Raises InvalidRequestError when ids or lengths are beyond the model, naming prompt, max_tokens or the list.
+    """
+    if len(prompts) * body.num_generated > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"{len(prompts)} prompts with {body.num_generated} samples each are more than {MAX_SEQUENCES} sequences",
+            param="best_of" if body.best_of else "n",
+        )
+    _check_token_ids(body.stop_token_ids or [], facts.vocab_size, "stop_token_ids")
+    logit_bias = parse_logit_bias(body.logit_bias, facts.vocab_size)
+    plans = []
+    for prompt, ids in zip(prompts, prompt_ids, strict=True):
+        _check_length(len(ids), facts)
+        token_ids = np.array(ids, dtype=np.int32)
+        if int(token_ids.max()) >= facts.vocab_size:
+            _check_token_ids(ids, facts.vocab_size, "prompt")
+        sampling = _sampling(body, logit_bias, _max_tokens(body, len(ids), facts, defaults), defaults)
+        plans.append(PromptPlan(token_ids, prompt if isinstance(prompt, str) else None, sampling))
+    return plans
+
+
+def _check_length(num_tokens: int, facts: ModelFacts) -> None:
+    if not num_tokens:
+        raise InvalidRequestError("prompt has no tokens", param="prompt")
+    if num_tokens >= facts.max_model_len:
+        raise InvalidRequestError(
+            f"the prompt has {num_tokens} tokens; the model takes {facts.max_model_len} in all, output included",
+            param="prompt",
+        )
+
+
+def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
+    wrong = next((token_id for token_id in token_ids if token_id >= vocab_size), None)
+    if wrong is not None:
+        raise InvalidRequestError(
+            f"{param} holds the token id {wrong}; ids of this model end at {vocab_size - 1}", param=param
+        )
+
+
+def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts, defaults: SamplingDefaults) -> int:
+    room = facts.max_model_len - num_prompt_tokens
+    wanted = body.max_tokens
+    if wanted is None:
+        wanted = min(defaults.max_new_tokens or DEFAULT_MAX_TOKENS, room)
+        if (body.min_tokens or 0) > wanted:
+            raise InvalidRequestError(
+                f"min_tokens ({body.min_tokens}) is greater than max_tokens ({wanted} by default)", param="min_tokens"
+            )
+    if wanted > room:
+        raise InvalidRequestError(
+            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}; together they may not exceed "
+            f"{facts.max_model_len}: at most {room} output tokens fit",
+            param="max_tokens",
+        )
+    return wanted
+
+
+def _sampling(
+    body: CompletionBody, logit_bias: tuple[tuple[int, float], ...], max_tokens: int, defaults: SamplingDefaults
+) -> SamplingParams:
+    num_logprobs = body.logprobs
+    if num_logprobs is None and body.num_generated > body.num_samples:
+        num_logprobs = 0  # the best are chosen by their log-probability
+    num_prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
+    return SamplingParams(
+        max_tokens=max(1, max_tokens),  # max_tokens = 0 (echo alone): the one token is not shown
+        min_tokens=body.min_tokens or 0,
+        temperature=_first(body.temperature, defaults.temperature, 1.0),
+        top_k=max(0, _first(body.top_k, defaults.top_k, 0)),
+        top_p=_first(body.top_p, defaults.top_p, 1.0),
+        min_p=_first(body.min_p, defaults.min_p, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=logit_bias,
+        seed=parse_seed(body.seed),
+        num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+    )
+
+
+def _first(asked: T | None, default: T | None, otherwise: T) -> T:
+    if asked is not None:
+        return asked
+    return otherwise if default is None else default

@@ -1,0 +1,204 @@
+"""The bodies that clients send: schema, strict validation, and errors that name the field.
+
+Beyond OpenAI's completions API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens,
+return_token_ids, priority, prompt_logprobs, use_prefix_cache, cache_salt.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from tandem.engine.contracts.errors import InvalidRequestError, TandemError
+
+MAX_SAMPLES = 128
+MAX_PROMPTS = 2048
+MAX_STOPS = 16
+MAX_LOGPROBS = 20
+MAX_BIASES = 4096
+
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
+class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions as it is on the wire; `null` means the default everywhere."""
+
+    prompt: msgspec.Raw
+    model: str | None = None
+    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    stop: Annotated[str, Meta(max_length=1024)] | Stops | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    suffix: Any = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
+    user: str | None = None
+    # extensions
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    use_prefix_cache: bool | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return self.n or 1
+
+    @property
+    def num_generated(self) -> int:
+        """Samples to generate, of which the best `num_samples` are returned."""
+        return self.best_of or self.num_samples
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else (self.stop or [])
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+Body = TypeVar("Body", CompletionBody, TokenizeBody, DetokenizeBody)
+Prompts = list[str] | list[list[int]]
+
+_decoders: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind) for kind in (CompletionBody, TokenizeBody, DetokenizeBody)
+}
+_decode_text = msgspec.json.Decoder(str).decode
+_decode_texts = msgspec.json.Decoder(list[str]).decode
+_decode_ids = msgspec.json.Decoder(list[TokenId]).decode
+_decode_id_lists = msgspec.json.Decoder(list[list[TokenId]]).decode
+
+
+def parse_body(kind: type[Body], body: bytes) -> Body:
+    """Raises InvalidRequestError; `param` names the field when the fault lies in one."""
+    try:
+        parsed: Body = _decoders[kind].decode(body)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(_readable(str(error)), param=_field_of(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON in UTF-8: {error}") from None
+    if isinstance(parsed, CompletionBody):
+        _check_combinations(parsed)
+    return parsed
+
+
+def parse_prompts(raw: msgspec.Raw) -> Prompts:
+    """A string, strings, token ids, or lists of token ids, always as a list of prompts; none of them is empty."""
+    data = bytes(raw).strip()
+    inner = data[1:].lstrip()[:1]
+    prompts: Prompts
+    try:
+        if data[:1] == b'"':
+            prompts = [_decode_text(data)]
+        elif inner == b'"':
+            prompts = _decode_texts(data)
+        elif inner == b"[":
+            prompts = _decode_id_lists(data)
+        else:
+            prompts = [_decode_ids(data)]
+    except msgspec.ValidationError as error:
+        place = re.search(r"`\$(\S+)`", str(error))
+        _bad("prompt", f"{str(error).split(' - at')[0]}{f' at prompt{place[1]}' if place else ''}; {_PROMPT_KINDS}")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        _bad("prompt", f"prompt is not valid JSON in UTF-8: {error}")
+    if not prompts or not all(prompts):
+        _bad("prompt", f"prompt must not be empty; {_PROMPT_KINDS}")
+    if len(prompts) > MAX_PROMPTS:
+        _bad("prompt", f"at most {MAX_PROMPTS} prompts in one request, not {len(prompts)}")
+    return prompts
+
+
+_PROMPT_KINDS = "prompt is a string, a list of strings, a list of token ids, or a list of lists of token ids"
+
+
+def _check_combinations(body: CompletionBody) -> None:
+    if body.suffix is not None:
+        _bad("suffix", "suffix is not supported: the served models only continue text")
+    if body.stop == "":
+        _bad("stop", "a stop string must not be empty")
+    if body.max_tokens == 0 and not body.echo:
+        _bad("max_tokens", "max_tokens must be at least 1 (0 is only allowed together with echo)")
+    if body.stream_options is not None and not body.stream:
+        _bad("stream_options", "stream_options is only allowed when stream is true")
+    if body.best_of is not None and body.best_of < body.num_samples:
+        _bad("best_of", f"best_of ({body.best_of}) must be at least n ({body.num_samples})")
+    if body.stream and body.num_generated > body.num_samples:
+        _bad("best_of", "best_of greater than n can't be streamed: the best are known only at the end")
+    if body.stream and body.prompt_logprobs is not None:
+        _bad("prompt_logprobs", "prompt_logprobs can't be streamed; use echo with logprobs")
+    if body.max_tokens is not None and (body.min_tokens or 0) > body.max_tokens:
+        _bad("min_tokens", f"min_tokens ({body.min_tokens}) is greater than max_tokens ({body.max_tokens})")
+
+
+def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    """Sorted (token id, bias); raises InvalidRequestError for keys that are no token ids of the model."""
+    pairs = []
+    for key, value in (bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            _bad("logit_bias", f"logit_bias has the key {key[:32]!r}; keys are token ids from 0 to {vocab_size - 1}")
+        pairs.append((int(key), value))
+    return tuple(sorted(pairs))
+
+
+def parse_seed(seed: int | None) -> int:
+    """A u64; drawn here when the client gave none, so that another attempt continues the same random sequence."""
+    return secrets.randbits(64) if seed is None else seed & ((1 << 64) - 1)
+
+
+def _bad(param: str, message: str) -> NoReturn:
+    raise InvalidRequestError(message, param=param)
+
+
+def _field_of(message: str) -> str | None:
+    """The top-level field in msgspec's "… - at `$.field[…]`" or "… field `name`"."""
+    found = re.search(r"\$\.([A-Za-z_]\w*)", message) or re.search(r"field `([^`]*)`", message)
+    return found[1] if found else None
+
+
+def _readable(message: str) -> str:
+    return re.sub(r" - at (?:`key` in )?`\$\.([^`]*)`", r" (field `\1`)", message)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------
+
+
+def error_body(error: TandemError) -> bytes:
+    """OpenAI's error object."""
+    return msgspec.json.encode(
+        {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+    )

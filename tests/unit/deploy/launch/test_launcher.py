@@ -1,0 +1,340 @@
+"""The launcher as a process, with dummy children: start order, restarts, kills, draining, nobody left behind."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import dummy_child
+import psutil
+import pytest
+import redis
+from waiting import PATIENCE_S, is_gone, wait_until
+
+from tandem.deploy.launch.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
+from tandem.deploy.launch.console import LINE_EVERY_S, Console
+from tandem.deploy.redis_server import PORTS, RedisServer, answers
+from tandem.engine.contracts.errors import ConfigError
+
+SCRIPT = """
+import json, sys
+from tandem.deploy.launch.cluster_plan import ChildPlan
+from tandem.deploy.launch.launcher import Launcher
+from tandem.deploy.launch.console import LINE_EVERY_S, Console
+from tandem.deploy.redis_server import RedisServer
+from tandem.deploy.launch import console
+plans, values, with_redis = json.loads(sys.argv[1])
+console.LINE_EVERY_S = values.pop("progress_every_s", console.LINE_EVERY_S)
+redis = RedisServer() if with_redis else None
+if redis:
+    redis.start()
+    print(redis.pid, redis.port, flush=True)
+plans = [ChildPlan(p[0], p[1], tuple(p[2]), (), connects_to=tuple(p[3])) for p in plans]
+sys.exit(Launcher(plans, {"model": "m", **values}, redis).run())
+"""
+
+
+class LauncherProcess:
+    """A launcher over dummy children: `modes` by name; the router comes last and connects to `node`."""
+
+    def __init__(self, folder: Path, modes: dict[str, str], with_redis: bool = False, **values: float) -> None:
+        self.folder = folder
+        plans = []
+        for name, mode in modes.items():
+            command = [sys.executable, str(Path(dummy_child.__file__)), name, mode, str(folder)]
+            plans.append((name, int(name == "router"), command, ["node"] if name == "router" else []))
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, json.dumps([plans, values, with_redis])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def lives(self, name: str) -> list[list[str]]:
+        """One entry a life of the child: [pid, port flag, node flag]."""
+        return [line.split()[1:] for line in self._log(name) if line.startswith("start")]
+
+    def terminated_at(self, name: str) -> float:
+        return next(float(line.split()[1]) for line in self._log(name) if line.startswith("term"))
+
+    def _log(self, name: str) -> list[str]:
+        path = self.folder / f"{name}.log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def first_line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def stop(self) -> tuple[int, str]:
+        """SIGTERM; the exit code and what was written to stderr."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.end()
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.process.communicate(timeout=2 * PATIENCE_S)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., LauncherProcess]]:
+    started: list[LauncherProcess] = []
+
+    def start(modes: dict[str, str], **values: float) -> LauncherProcess:
+        started.append(LauncherProcess(tmp_path, modes, **values))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.process.kill()
+        launcher.process.communicate()
+
+
+def test_children_start_in_order_are_announced_and_drain_router_first(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    assert re.fullmatch(r"serving m on http://127\.0\.0\.1:\d+", launcher.first_line())
+    assert launcher.lives("router")[0][2].startswith("tcp://127.0.0.1:")
+    assert int(launcher.lives("node")[0][1]) in PORTS, "a port that no connection takes while the node is down"
+    code, errors = launcher.stop()
+    assert code == 0
+    assert "[node] node speaks" in errors
+    assert launcher.terminated_at("router") < launcher.terminated_at("node")
+
+
+def test_a_killed_child_comes_back_at_its_address(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    os.kill(int(launcher.lives("node")[0][0]), signal.SIGKILL)
+    wait_until(lambda: len(launcher.lives("node")) >= 2)
+    assert launcher.lives("node")[1][1] == launcher.lives("router")[0][2].rpartition(":")[2]
+    assert len(launcher.lives("router")) == 1
+    code, errors = launcher.stop()
+    assert code == 0
+    assert "node ended (signal 9); starting it again" in errors
+
+
+def test_a_stopped_child_is_killed_and_comes_back(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"}, peer_lost_s=1.0)
+    launcher.first_line()
+    pid = int(launcher.lives("node")[0][0])
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: len(launcher.lives("node")) >= 2)
+    assert is_gone(pid)
+    assert "killing node: silent for 1 s" in launcher.stop()[1]
+
+
+def test_a_child_without_heartbeats_is_killed(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "mute", "router": "serve"}, peer_lost_s=0.5)
+    wait_until(lambda: len(launcher.lives("node")) >= 2)
+    launcher.stop()
+
+
+def test_a_bad_configuration_ends_it_all_with_the_childs_words(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"other": "serve", "node": "bad-config", "router": "serve"})
+    code, errors = launcher.end()
+    assert code == 2
+    assert "tandem: bad folder" in errors
+    assert len(launcher.lives("node")) == 1
+    assert launcher.lives("router") == []
+
+
+def test_what_can_not_be_read_from_a_child_costs_nothing(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "babbling", "router": "serve"}, peer_lost_s=1.0)
+    assert launcher.first_line().startswith("serving m on ")
+    assert len(launcher.lives("node")) == 1
+    assert launcher.stop()[0] == 0
+
+
+def test_the_launcher_listens_nowhere(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    assert psutil.Process(launcher.process.pid).net_connections() == []
+    assert launcher.stop()[0] == 0
+
+
+def test_an_exception_before_a_child_serves_ends_it_all(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"other": "serve", "node": "fails", "router": "serve"})
+    code, errors = launcher.end()
+    assert code == 1
+    assert "node ended (exit code 1) before it served" in errors
+    assert "no such luck" in errors
+    assert len(launcher.lives("node")) == 1
+
+
+# README says: "`tandem serve` drains on Ctrl-C, SIGTERM and SIGHUP"
+def test_a_closed_terminal_drains(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    assert launcher.process.stderr is not None
+    launcher.process.stderr.close()  # what it writes from now on fails
+    launcher.process.send_signal(signal.SIGHUP)
+    assert launcher.process.wait(20) == 0
+    assert launcher.terminated_at("router") < launcher.terminated_at("node")
+
+
+# README says: "says how many requests it waits for"
+def test_it_says_what_it_drains(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"})
+    launcher.first_line()
+    launcher.process.send_signal(signal.SIGINT)
+    code, errors = launcher.end()
+    assert code == 0
+    assert "tandem: draining 3 requests; stop again to kill" in errors
+
+
+def test_load_progress_is_a_line_on_a_terminal_and_now_and_then_one_elsewhere() -> None:
+    terminal, plain = io.StringIO(), io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    for stream in (terminal, plain):
+        console = Console(stream)
+        for now, loaded in (
+            (0, {"b": 0.25, "a": 0.5}),
+            (1, {"b": 0.3, "a": 1.0}),
+            (LINE_EVERY_S, {"b": 0.5}),
+            (12, {}),
+        ):
+            console.progress(loaded, now)
+            console.line(f"other {now}")
+    assert [line for line in plain.getvalue().splitlines() if "other" not in line] == ["tandem: loading weights: b 50%"]
+    drawn = [part for part in re.split(r"\r\x1b\[K|\n", terminal.getvalue()) if "loading" in part]
+    assert list(dict.fromkeys(drawn)) == [
+        "loading weights: a 50%, b 25%", "loading weights: a 100%, b 30%", "loading weights: b 50%"
+    ]  # fmt: skip
+    assert terminal.getvalue().endswith("\r\x1b[Kother 12\n"), "nothing is left of it"
+
+
+def test_progress_reaches_the_launcher(launch: Callable[..., LauncherProcess], tmp_path: Path) -> None:
+    launcher = launch({"node": "loading", "router": "serve"}, progress_every_s=0.1)
+    assert launcher.process.stderr is not None
+    said = iter(launcher.process.stderr.readline, "")
+    assert any("loading weights: node 50%" in line for line in said)
+    (tmp_path / "go").touch()
+    assert launcher.first_line().startswith("serving")
+    assert launcher.stop()[0] == 0
+
+
+def test_who_ignores_the_drain_is_killed_by_a_second_signal(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "stubborn", "router": "serve"})
+    launcher.first_line()
+    launcher.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: "term" in "".join(launcher._log("node")))
+    code, _ = launcher.stop()
+    assert code == 1
+    assert is_gone(int(launcher.lives("node")[0][0]))
+
+
+def test_children_and_redis_die_with_a_killed_launcher(launch: Callable[..., LauncherProcess]) -> None:
+    launcher = launch({"node": "serve", "router": "serve"}, with_redis=True)
+    redis_pid, port = map(int, launcher.first_line().split())
+    launcher.first_line()
+    os.kill(redis_pid, signal.SIGKILL)
+    wait_until(lambda: answers(port))
+    pids = [int(launcher.lives(name)[0][0]) for name in ("node", "router")]
+    launcher.process.kill()
+    wait_until(lambda: all(map(is_gone, pids)) and not answers(port))
+
+
+# --- plans ----------------------------------------------------------------------------------------------------
+
+
+def test_single_node_plan_has_one_node_and_a_router_that_connects_to_it() -> None:
+    node, router = plan_single_node(
+        {"model": "m", "port": 9000, "host": "0.0.0.0", "block_size": 128, "redis_url": "x"}
+    )
+    assert node.command[-1] == "unified"
+    assert {"m", "--block-size=128"} <= set(node.arguments)
+    assert not any(argument.startswith(("--port", "--host", "--redis")) for argument in node.arguments)
+    assert router.connects_to == (node.name,)
+    assert {"m", "--port=9000", "--host=0.0.0.0"} <= set(router.arguments)
+    assert router.stage > node.stage
+
+
+def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
+    plans = plan_cluster({"model": "m", "prefill": 2, "decode": 1, "device": "cpu"}, "redis://r/0")
+    assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
+    assert all(plan.environment == {"TANDEM_REDIS_URL": "redis://r/0"} for plan in plans)
+    assert plans[-1].connects_to == ("prefill-0", "prefill-1", "decode-0"), "the router needs no Redis to find them"
+
+
+def test_processes_are_not_given_a_transport_within_one() -> None:
+    with pytest.raises(ConfigError, match=r"local moves KV inside one process.*choose auto"):
+        plan_cluster({"model": "m", "prefill": 1, "decode": 1, "device": "cpu", "transport": "local"}, "redis://r/0")
+
+
+def test_nodes_share_gpus_memory_and_cores() -> None:
+    assert share_of_machine(0, [1], 0, 8, {}) == {}
+    assert share_of_machine(2, [1, 1, 1], 0, 8, {}) == {"num_threads": 2}
+    assert share_of_machine(2, [1, 1, 1], 0, 8, {"num_threads": 5}) == {}
+    assert share_of_machine(1, [1, 1], 4, 8, {}) == {"device_index": 1}
+    assert share_of_machine(2, [1, 1, 1], 2, 8, {}) == {"device_index": 0, "gpu_memory_utilization": 0.45}
+    assert share_of_machine(1, [1, 1, 1], 2, 8, {}) == {"device_index": 1}
+
+
+def test_nodes_of_several_gpus_share_none() -> None:
+    assert [share_of_machine(index, [1, 2, 1], 4, 8, {}) for index in range(3)] == [
+        {"device_index": first} for first in (0, 1, 3)
+    ]
+    with pytest.raises(ConfigError, match=r"nodes of 2 \+ 2 GPUs, but 3 are visible"):
+        share_of_machine(0, [2, 2], 3, 8, {})
+
+
+def test_roles_may_have_numbers_of_gpus_of_their_own() -> None:
+    values = {"model": "m", "prefill": 1, "decode": 2, "device": "cpu", "tensor_parallel_size": 2}
+    plans = plan_cluster({**values, "decode_tensor_parallel_size": 4}, "redis://localhost")
+    sizes = [[a for a in plan.arguments if "tensor" in a] for plan in plans]
+    assert sizes == [["--tensor-parallel-size=2"], *[["--tensor-parallel-size=4"]] * 2, []]
+
+
+def test_children_do_not_see_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "kernels.py").write_text("raise SystemExit('shadowed')")
+    code = PROGRAM.replace(
+        "from tandem", "import importlib.util as u; assert u.find_spec('kernels') is None; from tandem"
+    )
+    result = subprocess.run([sys.executable, "-c", code, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_redis_starts_again_on_its_port_after_a_crash() -> None:
+    server = RedisServer()
+    server.start()
+    try:
+        port = server.port
+        os.kill(server.pid, signal.SIGKILL)
+        wait_until(lambda: not server.is_running())
+        server.start()
+        assert server.port == port
+        assert answers(port)
+    finally:
+        server.stop()
+    assert not answers(port)
+
+
+def test_a_redis_that_is_killed_with_its_starter_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from tandem.deploy.redis_server import RedisServer; server = RedisServer(); "
+        "server.start(); print(server.port, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    port = int(result.stdout)
+    wait_until(lambda: not answers(port))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_redis_writes_nothing_though_it_is_told_to(tmp_path: Path) -> None:
+    server = RedisServer()
+    server.start()
+    try:
+        with redis.Redis(port=server.port) as client:
+            client.set("key", "value")
+            with pytest.raises(redis.ResponseError):
+                client.save()
+            assert client.get("key") == b"value"
+    finally:
+        server.stop()

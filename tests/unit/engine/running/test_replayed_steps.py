@@ -1,0 +1,126 @@
+"""Small steps as graphs would run them, on CPU: chunks of prompts as rows of one token make the usual tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+import torch
+from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_slot
+
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.running.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
+from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kernels.products.few_rows_attention import MOST_ROWS
+from tandem.kv_connector.protocol.jobs import SourceStepMeta
+from tiny_models import random_prompt, reference_greedy, tiny_model
+
+SLOT_BLOCKS = {0: (7, 3, 11), 2: (5, 6, 2)}
+
+
+class RunsDirectly(DecodeGraphs):
+    """The graphs' buffers and choices; a step is run instead of replayed."""
+
+    num_runs = 0
+
+    def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
+        self.num_runs += 1
+        size = self.size_for(rows)
+        self.batch.fill(rows, size)
+        return self.batch.forward(size)[: len(rows)]
+
+
+def steps(prompts: dict[int, list[int]], sampling: SamplingParams) -> list[SchedulerOutput]:
+    """Slot 0's prompt in two chunks, the second beside all of slot 2's; then both decode, then slot 2 alone."""
+    first, second = len(prompts[0]), len(prompts[2])
+    entering = {slot: new_slot(slot, prompt, SLOT_BLOCKS[slot], sampling) for slot, prompt in prompts.items()}
+    return [
+        SchedulerOutput(0, (ScheduledRow(0, 0, BLOCK),), (), new_slots=(entering[0],)),
+        SchedulerOutput(
+            1,
+            (ScheduledRow(2, 0, second), ScheduledRow(0, BLOCK, first - BLOCK)),
+            (SampleRow(1, 0, first, 0, 0), SampleRow(0, 2, second, 0, 0)),
+            new_slots=(entering[2],),
+        ),
+        SchedulerOutput(
+            2,
+            (ScheduledRow(0, first, 1), ScheduledRow(2, second, 1)),
+            (SampleRow(0, 0, first + 1, 0, 1), SampleRow(1, 2, second + 1, 0, 1)),
+        ),
+        SchedulerOutput(3, (ScheduledRow(2, second + 1, 1),), (SampleRow(0, 2, second + 2, 0, 2),)),
+    ]
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3)])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_chunks_as_rows_make_the_same_tokens(kind: str, sampling: SamplingParams) -> None:
+    prompts = {0: random_prompt(33, seed=2), 2: random_prompt(5, seed=1)}
+    tokens, pools = [], []
+    for replayed in (False, True):
+        runner = make_runner(tiny_model(kind))
+        graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+        if replayed:
+            runner._graphs = graphs
+        results = [runner.execute(step).result().token_ids.tolist() for step in steps(prompts, sampling)]
+        assert graphs.num_runs == (len(results) if replayed else 0)
+        tokens.append(results)
+        pools.append(runner.pool)
+    assert tokens[0] == tokens[1]
+    torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=1e-5)
+    if sampling.greedy:
+        assert [step[0] for step in tokens[1][1:3]] == reference_greedy(tiny_model(kind), prompts[0], 2).token_ids
+
+
+def test_which_steps_are_replayed() -> None:
+    runner = make_runner(tiny_model("llama"))
+    graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    assert graphs.takes([ScheduledRow(0, 0, runner.max_graph_rows)])
+    assert not graphs.takes([ScheduledRow(0, 0, runner.max_graph_rows), ScheduledRow(1, 9, 1)])
+    assert graphs.takes([ScheduledRow(0, MAX_CHUNK_READS // 4, 2), ScheduledRow(1, 10**6, 1)])
+    assert not graphs.takes([ScheduledRow(0, MAX_CHUNK_READS // 2, 4)])
+    chunk, sample = ScheduledRow(0, 0, 8), SampleRow(0, 0, 8, 0, 0)
+    assert SchedulerOutput(0, (chunk,), (sample,)).is_only_rows
+    assert not SchedulerOutput(0, (chunk,), (sample, SampleRow(0, 1, 8, 1, 0))).is_only_rows
+    assert not SchedulerOutput(0, (chunk,), (sample,), forks=(ForkSlot(1, 0, 8, (1,), 1),)).is_only_rows
+    assert not SchedulerOutput(0, (chunk,), (), connector_meta=object()).is_only_rows  # type: ignore[arg-type]
+    assert not SchedulerOutput(0, (ScheduledRow(0, 0, 8, prompt_logprobs=True),), (sample,)).is_only_rows
+
+
+def test_tokens_of_one_prompt_never_run_in_one_launch() -> None:
+    """In the attention of few rows none sees what another stores."""
+    runner = make_runner(tiny_model("llama"))
+    graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    for num_tokens in range(2, MOST_ROWS + 1):
+        chunk = [ScheduledRow(0, position, 1) for position in range(num_tokens)]
+        decodes = [ScheduledRow(slot, 40, 1) for slot in range(num_tokens)]
+        padding = [ScheduledRow(-1, 0, 1)] * num_tokens
+        assert graphs.size_for(chunk) > MOST_ROWS
+        assert graphs.size_for([*chunk[:2], *decodes[1:]]) > MOST_ROWS
+        assert graphs.size_for(decodes) == graphs.size_for(padding) == next(n for n in graphs.sizes if n >= num_tokens)
+    small = RunsDirectly(runner.model, runner.state, MOST_ROWS, MAX_LEN)
+    assert small.takes([ScheduledRow(slot, 40, 1) for slot in range(MOST_ROWS)])
+    assert not small.takes([ScheduledRow(0, 0, 2)])
+
+
+def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> None:
+    diary = RecordingConnector()
+    runner = make_runner(tiny_model("llama"), connector=diary)
+    runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    (first, *_), behind = steps({0: random_prompt(33, seed=2), 2: random_prompt(5, seed=1)}, SamplingParams()), []
+    for by_layer in (False, True):
+        diary.calls.clear()
+        meta = SourceStepMeta(0, (), (), by_layer)
+        runner.execute(msgspec.structs.replace(first, connector_meta=meta))
+        behind.append((graphs.num_runs, diary.calls[0], diary.calls[-1], "save" in diary.calls))
+    assert behind == [(1, "start", "saved", False), (1, "start", "saved", True)]
+
+
+def test_dummy_steps_write_nothing() -> None:
+    runner = make_runner(tiny_model("llama"))
+    runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+    runner.pool.fill_(7.0)
+    runner.run_dummy([ScheduledRow(0, 0, 1), ScheduledRow(0, 0, 9)])
+    assert graphs.num_runs == 1
+    assert bool((runner.pool == 7.0).all())
+    assert not runner.state.token_ids_SC.any()

@@ -1,0 +1,271 @@
+"""The scheduler under the pipelined loop: lengths, budgets, order, stops.
+
+The device runs each step late and checks every KV slot that it reads (tests/fakes/fake_runner.py).
+"""
+
+from __future__ import annotations
+
+import pytest
+from engine_harness import BLOCK, MAX_MODEL_LEN, Harness, prompt_that_stops
+
+from tandem.engine.scheduling.step_times import StepTimes
+
+# --- length -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 40])
+def test_a_request_runs_to_its_length(length: int, caching: bool, pipelined: bool) -> None:
+    harness = Harness(pipelined=pipelined, caching=caching)
+    harness.add("a", range(length), max_tokens=9)
+    harness.run()
+    harness.assert_output("a")
+    assert harness.finished == {("a", 0): "length"}
+    assert harness.runner.num_computed_tokens == length + 8, "no row was launched in vain"
+    harness.assert_empty()
+
+
+def test_model_length_ends_a_request() -> None:
+    harness = Harness()
+    harness.add("a", range(60), max_tokens=100)
+    harness.run()
+    assert len(harness.tokens["a", 0]) == MAX_MODEL_LEN - 60
+    harness.assert_output("a")
+
+
+def test_output_of_prior_attempts_counts() -> None:
+    """The tail of the prompt is output that the client has: max_tokens, min_tokens and output_index go on from it."""
+    prompt, tokens = prompt_that_stops(6, 8)
+    for prior in range(1, 6):
+        harness = Harness()
+        harness.add("a", [*prompt, *tokens[:prior]], num_prior_output_tokens=prior, max_tokens=12, ignore_eos=False)
+        harness.run()
+        harness.assert_output("a")
+        assert [*tokens[:prior], *harness.tokens["a", 0]] == tokens
+
+
+def test_nothing_left_to_make_fails_by_name() -> None:
+    harness = Harness()
+    harness.add("a", range(MAX_MODEL_LEN), max_tokens=4)
+    harness.add("b", range(9), num_prior_output_tokens=4, max_tokens=4)
+    harness.run()
+    assert harness.failed == {"a": "too_long", "b": "too_long"}
+    harness.assert_empty()
+
+
+# --- budgets and order --------------------------------------------------------------------------------------
+
+
+def chunks(harness: Harness, num_steps: int) -> list[list[int]]:
+    sizes = []
+    execute = harness.runner.execute
+
+    def spy(output):  # type: ignore[no-untyped-def]
+        sizes.append([row.num_tokens for row in output.rows])
+        return execute(output)
+
+    harness.runner.execute = spy  # type: ignore[method-assign]
+    for _ in range(num_steps):
+        harness.step()
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("options", "expected_chunks"),
+    [
+        ({"max_num_batched_tokens": 64}, [[22], [1]]),
+        ({"max_num_batched_tokens": 10}, [[8], [8], [6], [1]]),
+        ({"max_num_batched_tokens": 64, "max_prefill_chunk": 9}, [[8], [8], [6], [1]]),
+        ({"max_num_batched_tokens": 64, "max_prefill_chunk": 8}, [[8], [8], [6], [1]]),
+        ({"max_num_batched_tokens": 3}, [*[[3]] * 7, [1], [1]]),
+    ],
+)
+def test_chunks_end_on_block_boundaries_when_they_can(
+    options: dict[str, int], expected_chunks: list[list[int]]
+) -> None:
+    harness = Harness(**options)
+    harness.add("a", range(22), max_tokens=4)
+    assert chunks(harness, len(expected_chunks)) == expected_chunks
+
+
+def test_running_decodes_come_before_prompt_chunks() -> None:
+    harness = Harness(max_num_batched_tokens=6)
+    harness.add("a", [1, 2], max_tokens=20)
+    chunks(harness, 3)
+    harness.add("b", range(30), max_tokens=1)
+    assert chunks(harness, 2) == [[1, 4], [1, 4]]
+
+
+def test_several_prompts_share_a_step() -> None:
+    harness = Harness(max_num_batched_tokens=12)
+    for name in "abc":
+        harness.add(name, [ord(name)] * 5, max_tokens=2)
+    assert chunks(harness, 2) == [[5, 5, 2], [1, 1, 3]]
+
+
+@pytest.mark.parametrize(("limits", "second_step"), [(True, [1, 4]), (False, [1, 28])])
+def test_prompt_work_beside_decodes_is_bounded_on_decode_nodes(limits: bool, second_step: list[int]) -> None:
+    harness = Harness(limits_prompt_work=limits, max_num_batched_tokens=64, decode_prompt_budget=5)
+    harness.add("a", range(9), max_tokens=20)
+    assert chunks(harness, 1) == [[9]], "nothing decodes yet: no bound"
+    harness.add("b", range(28, 0, -1), max_tokens=2)
+    assert chunks(harness, 1) == [second_step]
+    harness.run()
+    harness.assert_output("b")
+
+
+def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
+    """7 ms hold 20 tokens; beside one decode 19 are left, cut to whole blocks. Too slow a device still gets on."""
+    for milliseconds, second_step in ((5.0, [1, 16]), (50.0, [1, 4])):
+        harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, decode_prompt_budget=5)
+        harness.scheduler.step_times = StepTimes({16: milliseconds / 1e3, 24: milliseconds / 1e3 + 0.004})
+        harness.add("a", range(9), max_tokens=20)
+        assert chunks(harness, 1) == [[9]], "nothing decodes yet: no bound"
+        harness.add("b", range(28, 0, -1), max_tokens=2)
+        assert chunks(harness, 1) == [second_step]
+        harness.run()
+        harness.assert_output("b")
+
+
+@pytest.mark.parametrize(("num_decodes", "num_prompt_tokens"), [(1, 15), (6, 10), (10, 20), (24, 8), (27, 20)])
+def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decodes: int, num_prompt_tokens: int) -> None:
+    """Up to the next size that was measured, if that is worth a chunk; 20 at most, a block."""
+    harness = Harness(num_blocks=400, limits_prompt_work=True, max_num_seqs=64, max_num_batched_tokens=640)
+    times = harness.scheduler.step_times = StepTimes({16: 0.050, 32: 0.060, 64: 0.070})
+    planner = harness.scheduler._planner
+    harness.scheduler.block_size = 20
+    assert planner._prompt_budget(num_decodes) == num_prompt_tokens
+    harness.scheduler.block_size = BLOCK
+    for number in range(num_decodes):
+        harness.add(f"{number}", [number], max_tokens=20)
+    assert harness.scheduler.prompt_s_per_token == pytest.approx(times.seconds(640) / 640)
+    assert times.seconds(640) == pytest.approx(0.7)
+    chunks(harness, 1)
+    assert harness.scheduler.prompt_s_per_token == pytest.approx(times.seconds(num_decodes + BLOCK) / BLOCK)
+
+
+def test_step_times_are_read_between_their_points() -> None:
+    times = StepTimes({16: 0.004, 32: 0.004, 64: 0.006, 128: 0.005, 256: 0.012})
+    assert times.most_tokens(0.003) == 0
+    assert times.most_tokens(0.004) == 32
+    assert times.most_tokens(0.005) == 48
+    assert times.most_tokens(0.006) == 128, "what looked faster than a smaller step counts as equal"
+    assert times.most_tokens(0.009) == 192
+    assert times.most_tokens(1.0) == 256
+
+
+def test_step_times_learn_what_serving_adds() -> None:
+    times = StepTimes({16: 0.004, 256: 0.012})
+    for _ in range(100):
+        times.observed(136, 0.010)  # a quarter longer than measured
+    assert times.most_tokens(0.010) == pytest.approx(136, abs=2)
+    times.observed(136, 60.0)  # a stopped process, say
+    assert times.most_tokens(0.010) == pytest.approx(133, abs=2)
+    for _ in range(300):
+        times.observed(136, 60.0)
+    assert times.most_tokens(0.030) == pytest.approx(196, abs=2), "at most three times as slow"
+    for _ in range(100):
+        times.observed(8, 0.001)
+    assert times.most_tokens(0.008) == pytest.approx(136, abs=2), "never faster than measured"
+
+
+def test_only_steps_with_both_kinds_of_work_teach() -> None:
+    observed = []
+    harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64)
+    harness.scheduler.step_times = times = StepTimes({16: 0.001, 64: 0.001})
+    times.observed = lambda tokens, seconds: observed.append(tokens)  # type: ignore[method-assign]
+    harness.add("a", range(9), max_tokens=20)
+    for _ in range(3):
+        harness.step()
+    harness.add("b", range(28, 0, -1), max_tokens=2)
+    harness.run()
+    assert observed == [29]
+    harness.assert_output("b")
+
+
+def test_priority_comes_before_arrival() -> None:
+    harness = Harness(max_num_seqs=1)
+    for name, priority in (("late", 5), ("early", 0), ("middle", 3)):
+        harness.add(name, [priority] * 6, max_tokens=2, priority=priority)
+    harness.run()
+    assert [key[0] for key in harness.finished] == ["early", "middle", "late"]
+
+
+def test_large_requests_are_not_starved_by_small_ones() -> None:
+    harness = Harness(num_blocks=8, max_num_seqs=4)
+    harness.add("running", range(9), max_tokens=12)
+    harness.step()
+    harness.add("large", range(20, 44), max_tokens=2)
+    for index in range(6):
+        harness.add(f"small{index}", [index] * 5, max_tokens=2)
+    harness.run()
+    assert list(harness.finished)[:2] == [("running", 0), ("large", 0)]
+    harness.assert_empty()
+
+
+# --- stops --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_eos_ends_with_at_most_one_overshoot(pipelined: bool) -> None:
+    prompt, tokens = prompt_that_stops(4, 8)
+    harness = Harness(pipelined=pipelined)
+    harness.add("a", prompt, max_tokens=30, ignore_eos=False)
+    harness.run()
+    assert harness.tokens["a", 0] == tokens
+    assert harness.finished["a", 0] == "stop"
+    assert harness.runner.num_rows == len(tokens) + pipelined
+    harness.assert_empty()
+
+
+def test_a_stop_id_ends_and_eos_may_be_ignored() -> None:
+    prompt, tokens = prompt_that_stops(2, 4)
+    harness = Harness()
+    harness.add("ignored", prompt, max_tokens=10)
+    harness.add("stop id", prompt, max_tokens=10, stop_token_ids=(tokens[0],))
+    harness.run()
+    assert len(harness.tokens["ignored", 0]) == 10
+    assert harness.tokens["stop id", 0] == tokens[:1]
+
+
+def test_a_stop_before_min_tokens_does_not_end() -> None:
+    prompt, tokens = prompt_that_stops(3, 3)
+    for min_tokens in (3, 4):
+        harness = Harness()
+        harness.add("a", prompt, max_tokens=12, min_tokens=min_tokens, ignore_eos=False)
+        harness.run()
+        harness.assert_output("a")
+        assert (harness.tokens["a", 0] == tokens) == (min_tokens == 3), "EOS may be the token after min_tokens"
+
+
+def test_a_last_token_that_is_a_stop_counts_as_stop() -> None:
+    prompt, tokens = prompt_that_stops(3, 3)
+    harness = Harness()
+    harness.add("a", prompt, max_tokens=len(tokens), ignore_eos=False)
+    harness.run()
+    assert harness.finished["a", 0] == "stop"
+
+
+def test_the_overshoot_token_is_never_cached() -> None:
+    """The step after EOS may have filled a block; what is found later are known tokens only."""
+    prompt, tokens = prompt_that_stops(4, 4)
+    assert (len(prompt) + len(tokens)) % BLOCK == 0
+    harness = Harness()
+    harness.add("a", prompt, max_tokens=30, ignore_eos=False)
+    harness.run()
+    assert harness.pool.num_cached <= 2
+    follow = harness.add("b", [*prompt, *tokens, 3, 3], max_tokens=3)
+    harness.run()
+    assert follow.num_cached_tokens in (BLOCK, 2 * BLOCK)
+    harness.assert_output("b")
+
+
+def test_chunks_below_a_block_take_the_whole_budget() -> None:
+    harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, decode_prompt_budget=3)
+    harness.add("a", range(9), max_tokens=20)
+    harness.step()
+    harness.add("b", range(10, 0, -1), max_tokens=2)
+    assert chunks(harness, 4) == [[1, 3], [1, 3], [1, 3], [1, 1]]
+    harness.run()
+    harness.assert_output("b")

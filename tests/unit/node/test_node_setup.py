@@ -1,0 +1,40 @@
+"""What a node's steps may hold when nothing was said: by role and device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions
+from tandem.node.setup import with_device_defaults
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def chosen(role: str, device: torch.device, **given: int) -> SchedulerOptions:
+    options = NodeOptions(role=role, model=ModelOptions("m"), scheduler=SchedulerOptions(**given))  # type: ignore[arg-type]
+    return with_device_defaults(options, device).scheduler
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_only_prefill_nodes_cut_prompts_short_for_who_waits(device: torch.device) -> None:
+    assert chosen("prefill", device).contended_prefill_chunk == 2048
+    assert chosen("decode", device).contended_prefill_chunk == 0
+    assert chosen("unified", device).contended_prefill_chunk == 0
+
+
+def test_a_decode_node_on_a_gpu_takes_prompt_work_by_measured_times() -> None:
+    assert chosen("decode", CUDA).decode_prompt_budget == 0
+    assert chosen("decode", CPU).decode_prompt_budget == 256
+
+
+def test_what_was_given_stays() -> None:
+    given = {
+        "contended_prefill_chunk": 512,
+        "decode_prompt_budget": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 777,
+    }
+    for role in ("prefill", "decode", "unified"):
+        scheduler = chosen(role, CUDA, **given)
+        assert {name: getattr(scheduler, name) for name in given} == given

@@ -1,0 +1,135 @@
+"""Keys files: who gets in, as which tenant, and what a file that is wrong is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.engine.contracts.errors import AuthenticationError, ConfigError
+from tandem.engine.contracts.security import ClusterKeys
+from tandem.router.text.api_keys import EVERYBODY, ApiKeys, Tenant
+
+KEYS = ClusterKeys(b"a secret of a cluster", curve=True)
+
+
+def opened(folder: Path, content: str, name: str = "keys.yaml") -> ApiKeys:
+    path = folder / name
+    path.write_text(content)
+    return ApiKeys(str(path), KEYS.tenant_salt)
+
+
+def asks(keys: ApiKeys, key: str, scheme: str = "Bearer") -> Tenant:
+    return keys.check([(b"host", b"x"), (b"authorization", f"{scheme} {key}".encode())])
+
+
+def test_without_a_file_everybody_asks_as_nobody() -> None:
+    assert ApiKeys("", KEYS.tenant_salt).check([]) is EVERYBODY
+    assert EVERYBODY.salt == b""
+
+
+def test_lines_are_keys_without_tenants(tmp_path: Path) -> None:
+    hashed = hashlib.sha256(b"second").hexdigest()
+    keys = opened(tmp_path, f"# comment\n first \n\nsha256:{hashed}\nwith:colon\n", "keys")
+    for key in ("first", "second", "with:colon"):
+        assert asks(keys, key) is EVERYBODY
+        assert asks(keys, key, "bearer") is EVERYBODY
+    for key in ("", "First", "firs", "third", hashed, f"sha256:{hashed}"):
+        with pytest.raises(AuthenticationError):
+            asks(keys, key)
+    with pytest.raises(AuthenticationError):
+        asks(keys, "first", "Basic")
+    with pytest.raises(AuthenticationError):
+        keys.check([])
+
+
+@pytest.mark.parametrize("name", ["keys.yaml", "keys.yml", "keys.json", "keys.txt", "keys"])
+def test_keys_map_to_tenants_whose_salts_are_apart(tmp_path: Path, name: str) -> None:
+    hashed = "sha256:" + hashlib.sha256(b"three").hexdigest()
+    keys = opened(tmp_path, json.dumps({"one": "acme", "two": "acme", hashed: "globex"}), name)
+    one, two, three = (asks(keys, key) for key in ("one", "two", "three"))
+    assert one == two == Tenant("acme", KEYS.tenant_salt("acme"))
+    assert three.name == "globex"
+    assert len({one.salt, three.salt, b""}) == 3
+    assert len(one.salt) == len(three.salt) == 16
+    with pytest.raises(AuthenticationError):
+        asks(keys, "acme")
+
+
+def test_salts_are_equal_in_all_routers_and_differ_between_clusters() -> None:
+    assert KEYS.tenant_salt("acme") == ClusterKeys(KEYS.secret, curve=True).tenant_salt("acme")
+    assert KEYS.tenant_salt("acme") != ClusterKeys(b"another cluster's secret", curve=True).tenant_salt("acme")
+
+
+def test_cache_salts_narrow_a_tenant_and_keep_its_name() -> None:
+    acme, globex = (Tenant(name, KEYS.tenant_salt(name)) for name in ("acme", "globex"))
+    salts = [tenant.salt_for(salt) for tenant in (acme, globex, EVERYBODY) for salt in ("", "a", "b")]
+    assert len(set(salts)) == 9
+    assert {salt[:16] for salt in salts[:3]} == {acme.salt}
+    assert EVERYBODY.salt_for("") == b""
+    # Nobody reaches a tenant's blocks by naming its salt: a cache_salt only ever follows 16 bytes that are not its own.
+    assert EVERYBODY.salt_for(acme.salt.hex())[:16] == bytes(16)
+
+
+def test_sections(tmp_path: Path) -> None:
+    text = """
+    keys: {one: acme, two: globex}
+    tenants: {acme: {cache_share: 0.25}}
+    public_prefixes: ["You are kind.", [1, 2, 3]]
+    """
+    keys = opened(tmp_path, text)
+    assert asks(keys, "one").cache_share == 0.25
+    assert asks(keys, "two").cache_share == 1.0
+    assert keys.public_prefixes == ["You are kind.", [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "must map"),
+        ("[one, two]", "must map"),
+        ("{}", "holds no key"),
+        ("a: {", "can't be parsed"),
+        ("123: acme", "in quotes"),
+        ("one:", "give it a name"),
+        ("one: 5", "give it a name"),
+        ("sha256:abc: acme", "no SHA-256"),
+        (f"one: acme\nsha256:{hashlib.sha256(b'one').hexdigest()}: globex", "belongs to 'acme' and to 'globex'"),
+        ("keys: {one: acme}\nlimits: {}", "unknown section 'limits'"),
+        ("keys: {one: acme}\ntenants: {acne: {}}", "no key belongs to the tenant 'acne'"),
+        ("keys: {one: acme}\ntenants: {acme: {share: 1}}", "unknown setting 'share'"),
+        ("keys: {one: acme}\ntenants: {acme: {cache_share: 1.5}}", "between 0 and 1"),
+        ("keys: {one: acme}\npublic_prefixes: [[1, -2]]", "list of token ids"),
+        ("keys: {one: acme}\npublic_prefixes: ['']", "list of token ids"),
+    ],
+)
+def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        opened(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("sk-one\nsk-two: acme\n", 2), ("sk-one: acme\nsk-two\n", 1), ("# keys\n- sk-one\n", 2), ("sk-one acme", 1)],
+)
+def test_a_line_that_no_client_can_send_is_no_key(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(ConfigError, match=rf"line {line} is no key: write one key a line") as caught:
+        opened(tmp_path, text, "keys.txt")
+    assert "sk-" not in caught.value.message.replace(str(tmp_path), ""), "no secret in a message"
+
+
+# README says: "asks every client for that key"
+def test_one_key_without_a_file() -> None:
+    keys = ApiKeys("", KEYS.tenant_salt, "sk-one")
+    assert asks(keys, "sk-one") is EVERYBODY
+    with pytest.raises(AuthenticationError):
+        asks(keys, "sk-two")
+    with pytest.raises(ConfigError, match="both given"):
+        ApiKeys("keys", KEYS.tenant_salt, "sk-one")
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't read"):
+        ApiKeys(str(tmp_path / "none"), KEYS.tenant_salt)

@@ -1,0 +1,202 @@
+"""The router as a process: ready line, launcher heartbeats, signals, several workers, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from router_in_thread import VOCAB_SIZE, make_tokenizer_folder
+from waiting import PATIENCE_S, wait_until
+
+from stand_in_node import StandInNode
+from tandem.router.process.main import default_workers
+
+MAIN = """
+import json, sys
+from tandem.engine.contracts.config import ModelOptions, RouterOptions, Timeouts
+from tandem.router.process.main import run_router
+sys.modules["torch"] = sys.modules["transformers"] = None
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    timeouts = Timeouts(heartbeat_s=0.1, peer_lost_s=20.0, connect_s=20.0, drain_s=60.0)
+    model = ModelOptions(model=given.pop("model"))
+    sys.exit(run_router(RouterOptions(model=model, timeouts=timeouts, port=0, **given)))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def node() -> Iterator[StandInNode]:
+    node = StandInNode(vocab_size=VOCAB_SIZE).start()
+    yield node
+    node.stop()
+
+
+class RouterProcess:
+    def __init__(self, folder: Path, descriptors: int = 0, **options: Any) -> None:
+        """`descriptors`: how many it may have; 0: as many as the test."""
+        read_end, write_end = os.pipe()
+        given = {"model": str(folder), "ready_fd": write_end, **options}
+        script = folder / "main.py"
+        script.write_text(MAIN)
+        limit = f"ulimit -n {descriptors}; " if descriptors else ""
+        self.process = subprocess.Popen(
+            ["sh", "-c", f'{limit}exec "$0" "$@"', sys.executable, str(script), json.dumps(given)],
+            pass_fds=[write_end],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        os.close(write_end)
+        self._ready = os.fdopen(read_end)
+
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.said()['port']}"
+
+    def said(self) -> dict[str, Any]:
+        """The next line down the launcher's pipe."""
+        return json.loads(self._ready.readline())
+
+    def __enter__(self) -> RouterProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._ready.close()
+
+
+def ready(url: str) -> bool:
+    return httpx.get(f"{url}/ready", timeout=PATIENCE_S).status_code == 200
+
+
+def test_one_process_from_ready_line_to_sigterm(folder: Path, node: StandInNode) -> None:
+    with RouterProcess(folder, nodes=[node.address]) as router:
+        url = router.url()
+        wait_until(lambda: ready(url), "the router to be ready")
+        assert router.said() == {"beat": 1}
+        node.step_s = 0.01
+        body = {"prompt": "the fox", "max_tokens": 50, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            router.process.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]", "a running stream is finished"
+        assert router.process.wait(PATIENCE_S) == 0
+        assert router.process.stderr is not None
+        said = router.process.stderr.read()
+        assert re.search(
+            r"^\d{4}-\d\d-\d\d .* INFO tandem\.router\.nodes\.link: node .* is up at tcp:", said, re.MULTILINE
+        )
+        assert "uvicorn" not in said
+
+
+def test_clients_that_only_connect_leave_descriptors_for_a_node_that_restarts(folder: Path, node: StandInNode) -> None:
+    other = StandInNode(vocab_size=VOCAB_SIZE).start()
+    with RouterProcess(folder, descriptors=128, nodes=[node.address, other.address], workers=1) as router:
+        url = router.url()
+        with httpx.Client(base_url=url) as client:
+            wait_until(lambda: client.get("/ready").status_code == 200, "the router to be ready")
+            place = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+            idle = [socket.create_connection(place) for _ in range(228)]
+            other.stop()
+            second = StandInNode(vocab_size=VOCAB_SIZE, port=other.port).start()
+            wait_until(lambda: bool(second.hellos), "the node that came again", 30)
+            node.draining = True
+
+            def is_served() -> bool:
+                return client.post("/v1/completions", json={"prompt": "the fox", "max_tokens": 2}).status_code == 200
+
+            wait_until(lambda: is_served() and bool(second.submits), "a request on it", 30)
+            for each in idle:
+                each.close()
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(20) == 0
+        second.stop()
+
+
+def test_with_given_nodes_it_serves_while_redis_is_away(folder: Path, node: StandInNode) -> None:
+    with RouterProcess(folder, nodes=[node.address], redis_url="redis://127.0.0.1:1") as router:
+        url = router.url()
+        wait_until(lambda: ready(url), "the router to be ready")
+
+
+def test_a_folder_without_tokenizer_ends_it(tmp_path: Path) -> None:
+    with RouterProcess(tmp_path, workers=2) as router:
+        _, errors = router.process.communicate(timeout=PATIENCE_S)
+        assert router.process.returncode != 0
+        assert "has no tokenizer.json" in errors
+
+
+def workers_of(pid: int) -> set[int]:
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()}
+
+
+def test_two_workers_share_the_port_and_are_replaced(folder: Path, node: StandInNode) -> None:
+    with RouterProcess(folder, nodes=[node.address], workers=2) as router:
+        url = router.url()
+        first = workers_of(router.process.pid)
+        assert len(first) == 2
+        wait_until(lambda: len({hello.info.node_id for hello in node.hellos}) == 2, "both workers at the node")
+        body = {"prompt": "the fox", "max_tokens": 2}
+
+        def completes() -> bool:
+            return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+
+        wait_until(lambda: all(completes() for _ in range(8)), "both workers to be ready")
+        total = 'tandem_router_prompts_ended_total{outcome="finished"}'
+        lines = httpx.get(f"{url}/metrics").text.splitlines()
+        counted = float(next(line for line in lines if line.startswith(total)).split()[1])
+        assert counted >= 8, "figures are the sum over the workers"
+        victim = min(first)
+        os.kill(victim, signal.SIGKILL)
+        wait_until(lambda: len(workers_of(router.process.pid) - first) == 1, "a new worker")
+        wait_until(lambda: len({hello.info.node_id for hello in node.hellos}) == 3, "its connection")
+        assert all(completes() for _ in range(8))
+        router.process.send_signal(signal.SIGTERM)
+        assert router.process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (8, 2), (16, 4), (128, 8)])
+def test_workers_follow_the_cores_unless_given(cores: int, workers: int) -> None:
+    assert default_workers(cores) == workers
+
+
+def test_the_next_router_removes_what_a_killed_one_left(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    (tmp_path / "tandem-workers-link").symlink_to(folder)
+    killed = RouterProcess(folder, workers=2)
+    with killed:
+        killed.said()
+        (abandoned,) = [path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()]
+        workers = workers_of(killed.process.pid)
+    wait_until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), "its workers to end")
+    with RouterProcess(folder, workers=2) as first:
+        first.said()
+        assert not abandoned.exists()
+        (used,) = [path for path in tmp_path.iterdir() if path.is_dir() and not path.is_symlink()]
+        with RouterProcess(folder, workers=2) as second:
+            second.said()
+            assert used.exists(), "somebody uses it"
+            second.process.send_signal(signal.SIGTERM)
+            assert second.process.wait(20) == 0
+        first.process.send_signal(signal.SIGTERM)
+        assert first.process.wait(20) == 0
+    assert (folder / "tokenizer.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["tandem-workers-link"]
