@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from waiting import wait_until
 
 from real_cluster import RealCluster
 from tandem.deploy.options import DEMO_MODEL
@@ -45,7 +46,7 @@ def test_serve_takes_a_hub_name_and_a_revision(cache: Path) -> None:
     with RealCluster(Path("acme/tiny"), "--revision", "old", start_s=START_S) as served:
         assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["tiny"]
         assert served.client.post("/v1/completions", json={"model": "tiny", "prompt": "def"}).status_code == 200
-        assert "serving tiny on" in served.log()
+        wait_until(lambda: "serving tiny on" in served.log(), "the launcher's word")
         for child in psutil.Process(served.process.pid).children():
             assert str(cache / "snapshots" / OLD) in child.cmdline(), "all serve one snapshot"
 

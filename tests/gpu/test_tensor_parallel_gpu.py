@@ -103,7 +103,7 @@ def test_a_rank_that_dies_takes_its_node_along() -> None:
     with RealCluster(DEMO, "--tensor-parallel-size", "2", "--device", "cuda") as cluster:
         assert len(cluster.tokens(random_prompt(20, 1), 8)[0]) == 8
         node = psutil.Process(cluster.pid_of("unified"))
-        (rank,) = [child for child in node.children() if "rank_main" in " ".join(child.cmdline())]
+        (rank,) = [child for child in node.children() if "ranks.main" in " ".join(child.cmdline())]
 
         def ask() -> None:
             with contextlib.suppress(httpx.HTTPError):

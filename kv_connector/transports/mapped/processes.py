@@ -43,11 +43,11 @@ class ProcessRef:
         descriptor left: whoever can't be watched must not count as one that can't write any more."""
         try:
             pidfd = os.pidfd_open(self.pid)
-        except (ProcessLookupError, OverflowError) as error:  # the latter: no process can have this number
-            raise PeerLostError(f"process {self.pid} is gone: {error}") from error
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # that is: 0, or a negative number
+        except OSError as error:  # kernels differ in how they say that there is no such process
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
                 raise
+            raise PeerLostError(f"process {self.pid} is gone: {error}") from error
+        except OverflowError as error:  # no process can have this number
             raise PeerLostError(f"process {self.pid} is gone: {error}") from error
         try:
             # Read after the pidfd is held: from here on the pid can't be given to another process unnoticed.

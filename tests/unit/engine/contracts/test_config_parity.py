@@ -210,9 +210,15 @@ def test_where_both_rope_fields_stand_the_older_holds(tmp_path: Path) -> None:
     assert not judge(changed("llama", {**both, "rope_scaling": {**yarn, "rope_theta": 500.0}}), tmp_path).refusal
 
 
+def foreign_cases() -> list[Changes]:
+    """Half a count is refused by some versions of transformers and not looked at by others."""
+    counts = ("num_", "chunk_size_")
+    return [{name: value} for name in FOREIGN for value in (0.5, 2) if value == 2 or not name.startswith(counts)]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_fields_of_other_models(kind: str, tmp_path: Path) -> None:
-    found, num_accepted = wrong(kind, ({name: value} for name in FOREIGN for value in (0.5, 2)), tmp_path)
+    found, num_accepted = wrong(kind, foreign_cases(), tmp_path)
     assert not found
     assert num_accepted > 30
 
@@ -244,7 +250,7 @@ def test_random_company_of_odd_fields(kind: str, seed: int, tmp_path: Path) -> N
     """Two to five fields at once, drawn more from the values that are accepted alone."""
     draw = random.Random(f"{kind}{seed}")
     alone = [{name: value} for name in VALUES for value in values_of(name, ())] + rope_cases()
-    alone += [{name: value} for name in FOREIGN for value in (0.5, 2)]
+    alone += foreign_cases()
     fine = [one for one in alone if not refused(kind, one, tmp_path)]
     cases: list[Changes] = []
     for _ in range(400):
