@@ -5,6 +5,7 @@
        │    429 if full    │ full: waits again   │                         │
        └───────────── attempt failed, attempts left ─┴─────────────────────────┘
 
+Its parts: the samples' output (`parts.py`), the attempts that live (`attempts.py`), samples on the move (`moves.py`).
 The machine owns the output: per sample it orders token deltas by output_index, drops duplicates and everything of an
 older attempt, and alone starts the next attempt, whose prompt is the prompt plus the tokens already emitted. One
 sub-request serves all samples until an attempt fails after tokens were emitted; from then on each unfinished sample
@@ -13,48 +14,149 @@ continues in a sub-request of its own. The request ends exactly once, by `Finish
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
 
 from tandem.engine.contracts.errors import DeadlineError, NodeFailedError, NoNodeError, TandemError
+from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancelled,
     Migrated,
     PromptLogprobs,
     RequestFailed,
+    Submit,
     TokenDelta,
 )
 from tandem.router.placing.placement import Placement
 from tandem.router.placing.view import NodeKey, node_key
-from tandem.router.requests.actions import Action, EmitPromptLogprobs, EmitTokens, Place, Send
-from tandem.router.requests.moves import RequestMoves, contradicts
-from tandem.router.requests.parts import PEER_LOST, TAKES_NOTHING, Attempt, AttemptState, failure_of
+from tandem.router.requests import submits
+from tandem.router.requests.actions import (
+    Action,
+    EmitPromptLogprobs,
+    EmitTokens,
+    Fail,
+    Finish,
+    Place,
+    RequestSpec,
+)
+from tandem.router.requests.attempts import LiveAttempts
+from tandem.router.requests.moves import Moves
+from tandem.router.requests.parts import PEER_LOST, TAKES_NOTHING, Attempt, AttemptState, Sample, failure_of
 
 
-class RequestMachine(RequestMoves):
-    """See the module's docstring. Every method here takes an event and returns the actions to carry out, in order."""
+class RequestMachine:
+    """See the module's docstring. Every event returns the actions to carry out, in order."""
+
+    def __init__(self, spec: RequestSpec, now: float) -> None:
+        self.spec = spec
+        self.samples = [Sample() for _ in range(spec.num_samples)]
+        self.attempts = LiveAttempts(spec.request_id, self.samples, now)
+        self.moves = Moves(self.samples, self.attempts)
+        self.outcome: Finish | Fail | None = None
+        self.deadline = now + spec.deadline_s
+        self.num_cached_tokens = 0
+        self.num_dropped_deltas = 0
+        self._has_prompt_logprobs = False
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> AttemptState:
+        """Of the whole request: its least advanced sub-request's."""
+        if self.outcome is not None:
+            return AttemptState.FINISHED if isinstance(self.outcome, Finish) else AttemptState.FAILED
+        return min((attempt.state for attempt in self.attempts.live.values()), key=lambda state: state.value)
+
+    @property
+    def closed(self) -> bool:
+        """Ended, and every node that was told to cancel has answered or is gone."""
+        return self.outcome is not None and not self.attempts.pending_cancels
+
+    def prompt_of(self, request_id: str) -> npt.NDArray[np.int32]:
+        """The prompt of the sub-request's next Submit: the client's, then what this sample has emitted."""
+        return submits.continued_prompt(self.spec, self.attempts.seen(self.attempts.live[request_id]))
+
+    def num_tokens_of(self, sample_index: int) -> int:
+        return len(self.spec.prompt_token_ids) + len(self.samples[sample_index].token_ids)
+
+    def work_on(self, node: NodeKey) -> set[tuple[str, int]]:
+        """(sub-request, attempt) that this node may be working on."""
+        return self.attempts.work_on(node) | self.moves.work_on(node)
+
+    def wants_prompt_logprobs(self) -> bool:
+        return self.spec.sampling.num_prompt_logprobs is not None and not self._has_prompt_logprobs
+
+    # --- from the router --------------------------------------------------------------------------------------
 
     def start(self) -> list[Action]:
-        return [Place(request_id) for request_id in self.waiting()]
+        return [Place(request_id) for request_id in self.attempts.queued()]
 
     def placed(self, request_id: str, placement: Placement, now: float) -> list[Action]:
         """Nodes were found."""
-        attempt = self.live.get(request_id)
+        attempt = self.attempts.live.get(request_id)
         if attempt is None or attempt.state is not AttemptState.QUEUED:
             return []
         attempt.enter(AttemptState.PLACED, now)
         attempt.primary = node_key(placement.primary)
         attempt.prefill = node_key(placement.prefill) if placement.prefill else None
-        attempt.awaiting, attempt.num_prior = set(attempt.nodes), len(self._seen(attempt))
-        self.placed_at = self.placed_at if self.placed_at is not None else now
-        base = self._submit(attempt, now)
-        computes = msgspec.structs.replace(base, prefix=placement.prefix) if placement.prefix is not None else base
-        if placement.prefill is None:
-            return [Send(attempt.primary, computes)]
-        assert attempt.prefill is not None
-        decode = msgspec.structs.replace(base, mode="decode", peer=placement.prefill)
-        prefill = msgspec.structs.replace(computes, mode="prefill", peer=placement.primary)
-        return [Send(attempt.primary, decode), Send(attempt.prefill, prefill)]
+        attempt.awaiting, attempt.num_prior = set(attempt.nodes), len(self.attempts.seen(attempt))
+        return submits.to_placed(self._submit(attempt, now), attempt, placement)
+
+    def move(self, sample_index: int, source: PeerRef, target: PeerRef, now: float, within_s: float) -> list[Action]:
+        """A sample out of `moves.movable(source)` goes to `target`, if that succeeds."""
+        move = self.moves.begin(sample_index, node_key(source), node_key(target), now, within_s)
+        base = self._submit(move.successor, now)
+        return submits.to_moving(base, move, self.num_tokens_of(sample_index), source, target, within_s)
+
+    def stop_sample(self, sample_index: int) -> list[Action]:
+        """The text of a sample contains a stop string: it is complete; the nodes must not go on."""
+        sample = self.samples[sample_index]
+        if self.outcome is not None or sample.finish_reason is not None:
+            return []
+        sample.finish("stop")
+        attempt = self.attempts.of_sample(sample_index)
+        unfinished = self.attempts.unfinished(attempt)
+        actions = self.attempts.cancel(attempt, attempt.nodes, (sample_index,) if unfinished else ())
+        return actions + self._retire(attempt)
+
+    def abort(self, error: TandemError) -> list[Action]:
+        """Ends the request with `error` from outside, in any state; does nothing after the end."""
+        return [] if self.outcome is not None else self._fail(error)
+
+    def tick(self, now: float) -> list[Action]:
+        """Judges the deadlines; called a few times a second."""
+        if self.outcome is not None:
+            return []
+        if now >= self.deadline:
+            limit = f"{self.spec.deadline_s:g} s"
+            error = DeadlineError(f"the request did not end within {limit}", request_id=self.spec.request_id)
+            return self._fail(error)
+        actions = self.moves.give_up_overdue(now)
+        for attempt in list(self.attempts.live.values()):
+            if attempt.request_id in self.attempts.live:
+                actions += self._tick_attempt(attempt, now)
+        return actions
+
+    def _tick_attempt(self, attempt: Attempt, now: float) -> list[Action]:
+        in_state_s = now - attempt.entered_at
+        if attempt.state is AttemptState.QUEUED:
+            if now - attempt.waits_since >= self.spec.queue_s:
+                message = f"no node could take the request within {self.spec.queue_s:g} s"
+                if attempt.error is None:
+                    return self._fail(NoNodeError(message, request_id=self.spec.request_id))
+                attempt.error.message += f"; since then {message}"
+                return self._fail(attempt.error)
+            return [Place(attempt.request_id)] if now >= attempt.not_before else []
+        if attempt.state is AttemptState.PLACED and in_state_s >= self.spec.accept_s:
+            names = ", ".join(sorted(node[0] for node in attempt.awaiting))
+            error = self._node_failed(f"no answer from {names} within {self.spec.accept_s:g} s")
+            return self._attempt_failed(attempt, attempt.awaiting, set(), error, True, now)
+        return []
+
+    # --- from nodes -------------------------------------------------------------------------------------------
 
     def answered(
         self, node: NodeKey, message: Accepted | PromptLogprobs | RequestFailed | Cancelled | Migrated, now: float
@@ -71,7 +173,7 @@ class RequestMachine(RequestMoves):
         return self.cancelled(node, message)
 
     def accepted(self, node: NodeKey, message: Accepted, now: float) -> list[Action]:
-        attempt = self._current(node, message.request_id, message.attempt)
+        attempt = self.attempts.current(node, message.request_id, message.attempt)
         if attempt is None:
             return []
         attempt.awaiting.discard(node)
@@ -81,17 +183,17 @@ class RequestMachine(RequestMoves):
         return []
 
     def prompt_logprobs(self, node: NodeKey, message: PromptLogprobs) -> list[Action]:
-        attempt = self._current(node, message.request_id, message.attempt)
+        attempt = self.attempts.current(node, message.request_id, message.attempt)
         if attempt is None or not self.wants_prompt_logprobs():
             return []
-        self.has_prompt_logprobs = True
+        self._has_prompt_logprobs = True
         return [EmitPromptLogprobs(message.entries)]
 
     def tokens(self, node: NodeKey, delta: TokenDelta, now: float) -> list[Action]:
-        attempt = self._current(node, delta.request_id, delta.attempt)
-        moved: list[Action] = []
-        if attempt is None and self.moves:
-            attempt, moved = self._arrived(node, delta, now)
+        attempt = self.attempts.current(node, delta.request_id, delta.attempt)
+        actions: list[Action] = []
+        if attempt is None and self.moves.under_way:
+            attempt, actions = self.moves.arrived(node, delta, now)
         if attempt is None or delta.sample_index not in attempt.sample_indices:
             self.num_dropped_deltas += 1
             return []
@@ -100,35 +202,42 @@ class RequestMachine(RequestMoves):
         attempt.handed_off |= node == attempt.primary
         if delta.num_cached_tokens:
             self._note_cached(attempt, node, delta.num_cached_tokens)
-        if sample.finish_reason is None and contradicts(sample, delta):
-            error = NodeFailedError("two nodes made different tokens", request_id=self.spec.request_id)
-            return moved + self._attempt_failed(attempt, {node}, set(), error, True, now)
+        if sample.is_contradicted_by(delta):
+            error = self._node_failed("two nodes made different tokens")
+            return actions + self._attempt_failed(attempt, {node}, set(), error, True, now)
         ready = sample.take(delta, self.spec.sampling.max_tokens)
         if not ready:
             self.num_dropped_deltas += sample.finish_reason is not None or delta.output_index < len(sample.token_ids)
-            return moved
+            return actions
         if attempt.state is not AttemptState.STREAMING:
             attempt.enter(AttemptState.STREAMING, now)
-        actions = moved
         for d in ready:
             actions.append(EmitTokens(delta.sample_index, d.token_ids, d.logprobs, d.finish_reason, d.stop_token_id))
         return actions + self._retire(attempt) if sample.finish_reason is not None else actions
 
-    def stop_sample(self, sample_index: int) -> list[Action]:
-        """The text of a sample contains a stop string: it is complete; the nodes must not go on."""
-        sample = self.samples[sample_index]
-        if self.outcome is not None or sample.finish_reason is not None:
+    def migrated(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:
+        """The old node's word on how a move ended there."""
+        move = self.moves.under_way.get(message.sample_index)
+        if move is None or (move.successor.request_id, move.successor.number) != message.successor:
+            return [] if message.reason else self._left_for_nowhere(node, message, now)
+        if node != move.source.primary:
             return []
-        sample.finish("stop")
-        attempt = next(a for a in self.live.values() if sample_index in a.sample_indices)
-        unfinished = self._unfinished(attempt)
-        actions = self._cancel(attempt, attempt.nodes, (sample_index,) if unfinished else ())
-        return actions + self._retire(attempt)
+        if message.reason:
+            return self.moves.give_up([message.sample_index], now)
+        return self.moves.take_over(message.sample_index, now)
+
+    def _left_for_nowhere(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:
+        """It left its node after its successor had been given up: nobody makes its tokens."""
+        attempt = self.attempts.current(node, message.request_id, message.attempt)
+        if attempt is None or message.sample_index not in self.attempts.unfinished(attempt):
+            return []
+        error = self._node_failed("a running request was lost between two nodes")
+        return self._attempt_failed(attempt, (), set(), error, True, now)
 
     def request_failed(self, node: NodeKey, message: RequestFailed, now: float) -> list[Action]:
-        attempt = self._current(node, message.request_id, message.attempt)
+        attempt = self.attempts.current(node, message.request_id, message.attempt)
         if attempt is None:
-            self._successor_failed(node, message.request_id, message.attempt, now)
+            self.moves.successor_failed(node, message.request_id, message.attempt, now)
             return []
         error = failure_of(message.code, message.message, self.spec.request_id)
         # Once it makes tokens, what turns it away is an answer to a Submit that was sent twice: an end like any other.
@@ -137,53 +246,87 @@ class RequestMachine(RequestMoves):
         return self._node_gave_up(attempt, node, culprits, error, message.retryable, now)
 
     def node_lost(self, node: NodeKey, reason: str, now: float) -> list[Action]:
-        """Nothing more comes from this epoch of the node; cancels aimed at it need no answer."""
-        self.pending_cancels = {cancel for cancel in self.pending_cancels if cancel[0] != node}
-        self._successors_lost(node, now)
+        """Nothing more comes from this epoch of the node."""
+        self.attempts.node_lost(node)
+        self.moves.node_lost(node, now)
         actions: list[Action] = []
-        for attempt in [a for a in self.live.values() if node in a.nodes]:
-            if attempt.request_id in self.live:
-                error = NodeFailedError(f"node {node[0]} was lost: {reason}", request_id=self.spec.request_id)
+        for attempt in self.attempts.on_node(node):
+            if attempt.request_id in self.attempts.live:
+                error = self._node_failed(f"node {node[0]} was lost: {reason}")
                 actions += self._node_gave_up(attempt, node, {node}, error, True, now)
         return actions
 
     def cancelled(self, node: NodeKey, message: Cancelled) -> list[Action]:
         if not message.sample_indices:
-            self.pending_cancels.discard((node, message.request_id, message.attempt))
+            self.attempts.pending_cancels.discard((node, message.request_id, message.attempt))
         return []
 
-    def abort(self, error: TandemError) -> list[Action]:
-        """Ends the request with `error` from outside, in any state; does nothing after the end."""
-        return [] if self.outcome is not None else self._fail(error)
+    # --- transitions ------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Action]:
-        """Judges the deadlines; called a few times a second."""
-        if self.outcome is not None:
-            return []
-        if now >= self.deadline:
-            limit = f"{self.spec.deadline_s:g} s"
-            error = DeadlineError(f"the request did not end within {limit}", request_id=self.spec.request_id)
-            return self._fail(error)
-        actions = self._overdue_moves(now)
-        for attempt in list(self.live.values()):
-            if attempt.request_id in self.live:
-                actions += self._tick_attempt(attempt, now)
-        return actions
-
-    def _tick_attempt(self, attempt: Attempt, now: float) -> list[Action]:
-        in_state_s = now - attempt.entered_at
-        if attempt.state is AttemptState.QUEUED:
-            if now - attempt.waits_since >= self.spec.queue_s:
-                message = f"no node could take the request within {self.spec.queue_s:g} s"
-                if attempt.error is None:
-                    return self._fail(NoNodeError(message, request_id=self.spec.request_id))
-                attempt.error.message += f"; since then {message}"
-                return self._fail(attempt.error)
-            return [Place(attempt.request_id)] if now >= attempt.not_before else []
-        if attempt.state is AttemptState.PLACED and in_state_s >= self.spec.accept_s:
-            names = ", ".join(sorted(node[0] for node in attempt.awaiting))
-            message = f"no answer from {names} within {self.spec.accept_s:g} s"
-            return self._attempt_failed(
-                attempt, attempt.awaiting, set(), NodeFailedError(message, request_id=self.spec.request_id), True, now
+    def _note_cached(self, attempt: Attempt, node: NodeKey, num_cached_tokens: int) -> None:
+        """What need not be computed is up to the node that computes the prompt: what the other one holds is not sent to
+        it. Later attempts find the first one's blocks, which is no saving for the client."""
+        if self.attempts.highest_number == 1 and node == (attempt.prefill or attempt.primary):
+            self.num_cached_tokens = max(
+                self.num_cached_tokens, min(num_cached_tokens, len(self.spec.prompt_token_ids))
             )
-        return []
+
+    def _submit(self, attempt: Attempt, now: float) -> Submit:
+        seen = self.attempts.seen(attempt)
+        return submits.submit(self.spec, attempt, seen, self.wants_prompt_logprobs(), self.deadline - now)
+
+    def _node_failed(self, message: str) -> NodeFailedError:
+        return NodeFailedError(message, request_id=self.spec.request_id)
+
+    def _retire(self, attempt: Attempt) -> list[Action]:
+        """Drops the attempt when its last sample ended, and ends the request when it was the last attempt."""
+        actions = self.moves.end_finished()
+        if self.attempts.unfinished(attempt):
+            return actions
+        del self.attempts.live[attempt.request_id]
+        if self.attempts.live:
+            return actions
+        self.outcome = Finish()
+        return [*actions, self.outcome]
+
+    def _node_gave_up(
+        self,
+        attempt: Attempt,
+        node: NodeKey,
+        culprits: set[NodeKey],
+        error: TandemError,
+        retryable: bool,
+        now: float,
+    ) -> list[Action]:
+        if node == attempt.prefill and self.attempts.has_all_first_tokens(attempt):
+            attempt.prefill = None  # its work is done: the decode node has streamed
+            attempt.awaiting.discard(node)
+            return []
+        return self._attempt_failed(attempt, culprits, {node}, error, retryable, now)
+
+    def _attempt_failed(
+        self,
+        attempt: Attempt,
+        culprits: Iterable[NodeKey],
+        already_clean: set[NodeKey],
+        error: TandemError,
+        retryable: bool,
+        now: float,
+    ) -> list[Action]:
+        actions = self.moves.give_up(attempt.sample_indices, now)
+        actions += self.attempts.cancel(attempt, [node for node in attempt.nodes if node not in already_clean])
+        attempt.primary = attempt.prefill = None
+        if not retryable or attempt.is_last(self.spec.max_attempts, self.spec.queue_s, now):
+            return actions + self._fail(attempt.with_history(error))
+        return actions + [Place(request_id) for request_id in self.attempts.replace(attempt, culprits, error, now)]
+
+    def _fail(self, error: TandemError) -> list[Action]:
+        assert self.outcome is None, "a request ends once"
+        self.outcome = Fail(error)
+        return [*self.moves.end_all(), *self.attempts.cancel_all(), self.outcome]
+
+    def check_integrity(self) -> None:
+        """Asserts that every unfinished sample has exactly one live attempt, and an ended request none."""
+        self.attempts.check_integrity(ended=self.outcome is not None)
+        self.moves.check_integrity()
+        assert all(len(sample.token_ids) <= self.spec.sampling.max_tokens for sample in self.samples)

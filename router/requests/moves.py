@@ -1,4 +1,4 @@
-"""Running samples that are handed to another node, as the router sees it. Part of RequestMachine; docs/handoff.md.
+"""Running samples that are handed to another node, as the router sees it. Pure; docs/handoff.md.
 
 A move has two attempts at once: the live one, from which the tokens come, and its successor, whose prompt is what the
 client has seen. The successor takes over with its first token, or when the old node says that the sample has left it;
@@ -8,17 +8,13 @@ news. A successor that contradicts what the client has seen is given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-import msgspec
-
-from tandem.engine.contracts.errors import NodeFailedError, TandemError
-from tandem.engine.contracts.wire.parts import PeerRef
-from tandem.engine.contracts.wire.requests import Migrate, Migrated, TokenDelta
-from tandem.router.placing.view import NodeKey, node_key
-from tandem.router.requests.actions import Action, Moved, Send
-from tandem.router.requests.core import RequestCore
+from tandem.engine.contracts.wire.requests import TokenDelta
+from tandem.router.placing.view import NodeKey
+from tandem.router.requests.actions import Action, Moved
+from tandem.router.requests.attempts import LiveAttempts
 from tandem.router.requests.parts import Attempt, AttemptState, Sample
 
 MOVE_AGAIN_S = 1.0  # after a move that came to nothing
@@ -31,159 +27,122 @@ class Move:
     give_up_at: float
 
 
-@dataclass
-class RequestMoves(RequestCore):
-    moves: dict[int, Move] = field(default_factory=dict)  # by sample
-    move_not_before: float = 0.0
+class Moves:
+    """The moves of one request's samples. What ends a live attempt tells them so first (`give_up`, `end_finished`)."""
 
-    # --- asked for from outside -----------------------------------------------------------------------------
+    def __init__(self, samples: Sequence[Sample], attempts: LiveAttempts) -> None:
+        self._samples, self._attempts = samples, attempts
+        self.under_way: dict[int, Move] = {}  # by sample
+        self.not_before = 0.0
+
+    # --- reading ----------------------------------------------------------------------------------------------
 
     def movable(self, node: NodeKey, now: float) -> list[int]:
         """Samples whose tokens come from this node and that may be moved now."""
-        if self.outcome is not None or now < self.move_not_before:
+        if now < self.not_before:
             return []
-        running = [a for a in self.live.values() if a.primary == node and a.state is AttemptState.STREAMING]
+        live = self._attempts.live.values()
+        running = [a for a in live if a.primary == node and a.state is AttemptState.STREAMING]
         return [
             i
             for attempt in running
             if attempt.handed_off
-            for i in self._unfinished(attempt)
-            if i not in self.moves and len(self.samples[i].token_ids) > attempt.num_prior
+            for i in self._attempts.unfinished(attempt)
+            if i not in self.under_way and len(self._samples[i].token_ids) > attempt.num_prior
         ]
 
-    def num_tokens_of(self, sample_index: int) -> int:
-        return len(self.spec.prompt_token_ids) + len(self.samples[sample_index].token_ids)
-
-    def move(self, sample_index: int, source: PeerRef, target: PeerRef, now: float, within_s: float) -> list[Action]:
-        """A sample out of `movable(source)` goes to `target`, if that succeeds."""
-        old = next(a for a in self.live.values() if sample_index in a.sample_indices)
-        assert old.primary == node_key(source)
-        assert sample_index not in self.moves
-        name = old.request_id if len(old.sample_indices) == 1 else f"{self.spec.request_id}-s{sample_index}"
-        new = Attempt(name, self._next_number(name, old), (sample_index,), now, avoid=set(old.avoid))
-        new.enter(AttemptState.PLACED, now)
-        new.primary, new.num_prior = node_key(target), len(self.samples[sample_index].token_ids)
-        new.num_failures = old.num_failures
-        self.moves[sample_index] = Move(old, new, now + within_s)
-        submit = msgspec.structs.replace(self._submit(new, now), mode="decode", peer=source, is_running=True)
-        order = Migrate(
-            request_id=old.request_id,
-            attempt=old.number,
-            sample_index=sample_index,
-            peer=target,
-            successor=(new.request_id, new.number),
-            num_tokens=self.num_tokens_of(sample_index),
-            deadline_s=within_s / 2,  # the old node ends it by itself before this router does
-        )
-        return [Send(new.primary, submit), Send(old.primary, order)]
-
-    def migrated(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:
-        """The old node's word on how it ended there."""
-        move = self.moves.get(message.sample_index)
-        if move is None or (move.successor.request_id, move.successor.number) != message.successor:
-            return [] if message.reason else self._left_for_nowhere(node, message, now)
-        if node != move.source.primary:
-            return []
-        if message.reason:
-            return self._drop_move(message.sample_index, now)
-        return self._take_over(message.sample_index, now)
-
-    # --- inside ---------------------------------------------------------------------------------------------
-
-    def _arrived(self, node: NodeKey, delta: TokenDelta, now: float) -> tuple[Attempt | None, list[Action]]:
-        """The attempt that a delta is of, if it is a successor's: it takes over, unless tokens before are missing."""
-        move = self.moves.get(delta.sample_index)
-        if move is None or not self._is_of(move.successor, node, delta.request_id, delta.attempt):
-            return None, []
-        if delta.output_index > len(self.samples[delta.sample_index].token_ids):
-            return move.successor, []
-        return move.successor, self._take_over(delta.sample_index, now)
-
-    def _take_over(self, sample_index: int, now: float) -> list[Action]:
-        move = self.moves.pop(sample_index)
-        old, new = move.source, move.successor
-        old.sample_indices = tuple(i for i in old.sample_indices if i != sample_index)
-        if self._unfinished(old):
-            actions = self._cancel(old, old.nodes, (sample_index,))
-        else:
-            actions = self._cancel(old, old.nodes, ())
-            del self.live[old.request_id]
-        new.enter(AttemptState.STREAMING, now)
-        new.handed_off = True
-        self.live[new.request_id] = new
-        return [*actions, Moved(sample_index)]
-
-    def _left_for_nowhere(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:
-        """It left its node after its successor had been given up: nobody makes its tokens."""
-        attempt = self._current(node, message.request_id, message.attempt)
-        if attempt is None or message.sample_index not in self._unfinished(attempt):
-            return []
-        error = NodeFailedError("a running request was lost between two nodes", request_id=self.spec.request_id)
-        return self._attempt_failed(attempt, (), set(), error, True, now)
-
-    def _successor_failed(self, node: NodeKey, request_id: str, number: int, now: float) -> bool:
-        """Whether what failed is a successor: then its sample stays where it is."""
-        for i, move in self.moves.items():
-            if self._is_of(move.successor, node, request_id, number):
-                self._drop_move(i, now, is_clean=True)
-                return True
-        return False
-
-    def _successors_lost(self, node: NodeKey, now: float) -> None:
-        for i in [i for i, move in self.moves.items() if move.successor.primary == node]:
-            self._drop_move(i, now, is_clean=True)
-
-    def _overdue_moves(self, now: float) -> list[Action]:
-        overdue = [i for i, move in self.moves.items() if now >= move.give_up_at]
-        return [action for i in overdue for action in self._drop_move(i, now)]
-
-    def _drop_move(self, sample_index: int, now: float, is_clean: bool = False) -> list[Action]:
-        move = self.moves.pop(sample_index)
-        self.samples[sample_index].pending.clear()  # the old node's tokens come in order
-        self.move_not_before = now + MOVE_AGAIN_S
-        return [] if is_clean else self._cancel(move.successor, move.successor.nodes, ())
-
-    def _drop_moves(self, samples: Iterable[int], now: float) -> list[Action]:
-        return [action for i in samples if i in self.moves for action in self._drop_move(i, now)]
-
-    @staticmethod
-    def _is_of(attempt: Attempt, node: NodeKey, request_id: str, number: int) -> bool:
-        return (attempt.primary, attempt.request_id, attempt.number) == (node, request_id, number)
-
-    # --- what ends attempts ends their moves ----------------------------------------------------------------
-
-    def _retire(self, attempt: Attempt) -> list[Action]:
-        ended = [i for i in self.moves if self.samples[i].finish_reason is not None]
-        return self._drop_moves(ended, 0.0) + super()._retire(attempt)
-
-    def _attempt_failed(
-        self,
-        attempt: Attempt,
-        culprits: Iterable[NodeKey],
-        already_clean: set[NodeKey],
-        error: TandemError,
-        retryable: bool,
-        now: float,
-    ) -> list[Action]:
-        actions = self._drop_moves(attempt.sample_indices, now)
-        return actions + super()._attempt_failed(attempt, culprits, already_clean, error, retryable, now)
-
-    def _fail(self, error: TandemError) -> list[Action]:
-        return self._drop_moves(list(self.moves), 0.0) + super()._fail(error)
+    def num_away_from(self, node: NodeKey) -> int:
+        return sum(move.source.primary == node for move in self.under_way.values())
 
     def work_on(self, node: NodeKey) -> set[tuple[str, int]]:
-        moving = [move.successor for move in self.moves.values() if move.successor.primary == node]
-        return super().work_on(node) | {(attempt.request_id, attempt.number) for attempt in moving}
+        """(sub-request, attempt) of the successors that this node was given."""
+        successors = [move.successor for move in self.under_way.values()]
+        return {(new.request_id, new.number) for new in successors if new.primary == node}
+
+    # --- changes ----------------------------------------------------------------------------------------------
+
+    def begin(self, sample_index: int, source: NodeKey, target: NodeKey, now: float, within_s: float) -> Move:
+        """A sample out of `movable(source)` gets a successor at `target`."""
+        old = self._attempts.of_sample(sample_index)
+        assert old.primary == source
+        assert sample_index not in self.under_way
+        name = old.request_id if len(old.sample_indices) == 1 else self._attempts.own_name(sample_index)
+        number = self._attempts.next_number(name, old)
+        new = Attempt(name, number, (sample_index,), now, num_failures=old.num_failures, avoid=set(old.avoid))
+        new.enter(AttemptState.PLACED, now)
+        new.primary, new.num_prior = target, len(self._samples[sample_index].token_ids)
+        move = self.under_way[sample_index] = Move(old, new, now + within_s)
+        return move
+
+    def arrived(self, node: NodeKey, delta: TokenDelta, now: float) -> tuple[Attempt | None, list[Action]]:
+        """The attempt that a delta is of, if it is a successor's: it takes over, unless tokens before are missing."""
+        move = self.under_way.get(delta.sample_index)
+        if move is None or not _is_of(move.successor, node, delta.request_id, delta.attempt):
+            return None, []
+        if delta.output_index > len(self._samples[delta.sample_index].token_ids):
+            return move.successor, []
+        return move.successor, self.take_over(delta.sample_index, now)
+
+    def take_over(self, sample_index: int, now: float) -> list[Action]:
+        """The successor is the sample's live attempt from now on."""
+        move = self.under_way.pop(sample_index)
+        old, new = move.source, move.successor
+        old.sample_indices = tuple(i for i in old.sample_indices if i != sample_index)
+        if self._attempts.unfinished(old):
+            actions = self._attempts.cancel(old, old.nodes, (sample_index,))
+        else:
+            actions = self._attempts.cancel(old, old.nodes)
+            del self._attempts.live[old.request_id]
+        new.enter(AttemptState.STREAMING, now)
+        new.handed_off = True
+        self._attempts.live[new.request_id] = new
+        return [*actions, Moved(sample_index)]
+
+    def successor_failed(self, node: NodeKey, request_id: str, number: int, now: float) -> None:
+        """If it is one: then its sample stays where it is."""
+        for i, move in self.under_way.items():
+            if _is_of(move.successor, node, request_id, number):
+                self._forget(i, now)
+                return
+
+    def node_lost(self, node: NodeKey, now: float) -> None:
+        for i in [i for i, move in self.under_way.items() if move.successor.primary == node]:
+            self._forget(i, now)
+
+    def give_up(self, samples: Iterable[int], now: float) -> list[Action]:
+        """Their moves come to nothing: the successors are cancelled."""
+        return [action for i in samples if i in self.under_way for action in self._cancel(self._forget(i, now))]
+
+    def give_up_overdue(self, now: float) -> list[Action]:
+        return self.give_up([i for i, move in self.under_way.items() if now >= move.give_up_at], now)
+
+    def end_finished(self) -> list[Action]:
+        """Samples that have ended need no successor."""
+        ended = [i for i in self.under_way if self._samples[i].finish_reason is not None]
+        return [action for i in ended for action in self._cancel(self.under_way.pop(i).successor)]
+
+    def end_all(self) -> list[Action]:
+        """The request is over."""
+        successors = [move.successor for move in self.under_way.values()]
+        self.under_way.clear()
+        return [action for successor in successors for action in self._cancel(successor)]
+
+    def _forget(self, sample_index: int, now: float) -> Attempt:
+        """Returns the successor, of which nothing more counts."""
+        self._samples[sample_index].pending.clear()  # the old node's tokens come in order
+        self.not_before = now + MOVE_AGAIN_S
+        return self.under_way.pop(sample_index).successor
+
+    def _cancel(self, successor: Attempt) -> list[Action]:
+        return self._attempts.cancel(successor, successor.nodes)
 
     def check_integrity(self) -> None:
-        super().check_integrity()
-        for i, move in self.moves.items():
-            assert self.live.get(move.source.request_id) is move.source, "a move of no live attempt"
-            assert i in self._unfinished(move.source), "a move of a sample that has ended or is elsewhere"
-            assert move.successor not in self.live.values()
+        live = self._attempts.live
+        for i, move in self.under_way.items():
+            assert live.get(move.source.request_id) is move.source, "a move of no live attempt"
+            assert i in self._attempts.unfinished(move.source), "a move of a sample that has ended or is elsewhere"
+            assert move.successor not in live.values()
 
 
-def contradicts(sample: Sample, delta: TokenDelta) -> bool:
-    """Whether `delta` repeats tokens that were emitted, and not the same."""
-    known = sample.token_ids[delta.output_index : delta.output_index + len(delta.token_ids)]
-    return tuple(known) != delta.token_ids[: len(known)]
+def _is_of(attempt: Attempt, node: NodeKey, request_id: str, number: int) -> bool:
+    return (attempt.primary, attempt.request_id, attempt.number) == (node, request_id, number)

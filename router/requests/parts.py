@@ -88,6 +88,18 @@ class Attempt:
             following.waits_since = self.waits_since
         return following
 
+    def is_last(self, max_attempts: int, queue_s: float, now: float) -> bool:
+        """Whether no attempt may follow this one, which failed. Being turned away costs time and no attempt."""
+        if self.was_turned_away:
+            return now - self.waits_since >= queue_s
+        return self.num_failures + 1 >= max_attempts
+
+    def with_history(self, error: TandemError) -> TandemError:
+        """The error that ended it; if others were before, with how many and the one before."""
+        if self.num_failures and self.error is not None:
+            error.message += f" (failure {self.num_failures + 1} of the request; before: {self.error.message})"
+        return error
+
     def check_integrity(self) -> None:
         assert self.state.value <= AttemptState.STREAMING.value
         assert (self.primary is None) == (self.state is AttemptState.QUEUED), "placed means: has a node"
@@ -133,6 +145,13 @@ class Sample:
         if delta.finish_reason is not None:
             self.finish(delta.finish_reason)
         return [delta]
+
+    def is_contradicted_by(self, delta: TokenDelta) -> bool:
+        """Whether `delta` repeats tokens that were emitted, and not the same. An ended sample takes no more."""
+        if self.finish_reason is not None:
+            return False
+        known = self.token_ids[delta.output_index : delta.output_index + len(delta.token_ids)]
+        return tuple(known) != delta.token_ids[: len(known)]
 
     def finish(self, reason: FinishReason) -> None:
         self.finish_reason = reason

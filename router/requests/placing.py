@@ -11,15 +11,15 @@ def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: 
     """Places the next attempt of a sub-request, prompt and what it has emitted so far. None: nobody takes it now."""
     if not any(view.usable for view in cluster.serving()):
         return None
-    prompt, spec = machine.prompt_of(request_id), machine.spec
+    attempt, prompt, spec = machine.attempts.live[request_id], machine.prompt_of(request_id), machine.spec
     hashes = cluster.hash_prompt(prompt, spec.secrecy)
     num_done = len(prompt) - len(spec.prompt_token_ids)
     request = PlacementRequest(
         num_prompt_tokens=len(prompt),
         max_tokens=spec.sampling.max_tokens - num_done,
-        num_samples=len(machine.live[request_id].sample_indices),
+        num_samples=len(attempt.sample_indices),
         prompt_logprobs=machine.wants_prompt_logprobs(),
-        avoid=machine.nodes_to_avoid(request_id),
+        avoid=frozenset(attempt.avoid),
         session=spec.session,
     )
     return cluster.place(request, hashes if spec.use_prefix_cache else [], now)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.router.placing.rebalancing import MigrationPolicy
-from tandem.router.placing.view import NodeKey, NodeView
+from tandem.router.placing.view import NodeView
 from tandem.router.requests.actions import Action
 from tandem.router.requests.generation import Generation
 
@@ -32,7 +32,7 @@ class Rebalancer:
         nodes = self._nodes.serving()
         for source, most in self._policy.sources(nodes, now):
             known = list(generations)
-            room = most - sum(num_moving(generation, source.key) for generation in known)
+            room = most - sum(generation.machine.moves.num_away_from(source.key) for generation in known)
             for generation, sample in self._candidates(known, source, now)[: max(0, room)]:
                 self._move(generation, sample, source, nodes, now)
 
@@ -44,9 +44,9 @@ class Rebalancer:
         found = []
         for generation in generations:
             machine = generation.machine
-            if machine.moves:
+            if machine.moves.under_way:
                 continue
-            for sample in machine.movable(source.key, now)[:1]:
+            for sample in machine.moves.movable(source.key, now)[:1]:
                 found.append((generation, sample))
         return sorted(found, key=lambda each: -each[0].machine.num_tokens_of(each[1]))
 
@@ -60,7 +60,3 @@ class Rebalancer:
         self._policy.moved(source, now)
         self._nodes.expect_sequence(target, now)
         self._carry_out(generation, machine.move(sample, source.ref, target.ref, now, self._within_s))
-
-
-def num_moving(generation: Generation, source: NodeKey) -> int:
-    return sum(move.source.primary == source for move in generation.machine.moves.values())

@@ -271,9 +271,9 @@ class CompletionService:
     def _place(self, generation: Generation, request_id: str) -> None:
         machine = generation.machine
         self._waiting.pop(request_id, None)
-        if request_id not in machine.waiting():
+        if request_id not in machine.attempts.queued():
             return
-        placed = machine.may_be_placed(request_id, self._clock()) and self._find_nodes(generation, request_id)
+        placed = machine.attempts.may_be_placed(request_id, self._clock()) and self._find_nodes(generation, request_id)
         if not placed:
             self._waiting[request_id] = generation
 
@@ -282,7 +282,7 @@ class CompletionService:
         placement = find_nodes(self.cluster, machine, request_id, now)
         if placement is None:
             return False
-        is_first = machine.live[request_id].number == 1
+        is_first = machine.attempts.live[request_id].number == 1
         generation.placement = generation.placement or placement
         self._carry_out(generation, machine.placed(request_id, placement, now))
         # Counting can wait until it is under way.

@@ -81,7 +81,7 @@ def _on_node(world: World, name: str, node: Node) -> Iterator[tuple[Event, int]]
 
 
 def _moves(world: World, key: tuple) -> bool:
-    return bool(world.machines[int(key[0][1:].split("-")[0])].moves)
+    return bool(world.machines[int(key[0][1:].split("-")[0])].moves.under_way)
 
 
 def _other_is_over(record, over) -> bool:  # type: ignore[no-untyped-def]
@@ -123,7 +123,7 @@ def _faults(world: World) -> Iterator[Event]:
     for r, machine in enumerate(world.machines):
         if "client_gone" in faults and machine.outcome is None:
             yield ("client_gone", r)
-        if "give_up" in faults and machine.moves:
+        if "give_up" in faults and machine.moves.under_way:
             yield ("give_up", r)
     for name, node in world.nodes.items():
         for key, record in node.sources.items():

@@ -56,8 +56,9 @@ class Machine(RequestMachine):
                     tuple(sorted(a.avoid)))  # fmt: skip
 
         samples = tuple((tuple(s.token_ids), tuple(sorted(s.pending)), s.finish_reason) for s in self.samples)
-        moves = tuple((i, attempt(m.source), attempt(m.successor)) for i, m in sorted(self.moves.items()))
+        moves = tuple((i, attempt(m.source), attempt(m.successor)) for i, m in sorted(self.moves.under_way.items()))
+        live = tuple(attempt(a) for _, a in sorted(self.attempts.live.items()))
         return (
-            type(self.outcome).__name__, samples, tuple(attempt(a) for _, a in sorted(self.live.items())), moves,
-            tuple(sorted(self._numbers.items())), tuple(sorted(self.pending_cancels)),
+            type(self.outcome).__name__, samples, live, moves,
+            tuple(sorted(self.attempts._numbers.items())), tuple(sorted(self.attempts.pending_cancels)),
         )  # fmt: skip

@@ -96,14 +96,14 @@ class World:
 
     def _place(self, r: int, request_id: str) -> None:
         machine = self.machines[r]
-        avoid = {name for name, _ in machine.nodes_to_avoid(request_id)}
+        avoid = {name for name, _ in machine.attempts.live[request_id].avoid}
         name = next((name for name in self.nodes if name not in avoid), next(iter(self.nodes)))
         self.do(r, machine.placed(request_id, Placement(self.ref(name), None, "test"), 0.0))
 
     def can_move(self, number: int) -> bool:
         r, sample, source, _ = self.setting.moves[number]
         node = (source, self.nodes[source].epoch)
-        return number not in self.asked and sample in self.machines[r].movable(node, 100.0)
+        return number not in self.asked and sample in self.machines[r].moves.movable(node, 100.0)
 
     def move(self, number: int) -> None:
         self.asked.add(number)
@@ -303,7 +303,7 @@ class World:
         self.do(r, self.machines[r].abort(ClientGoneError("it left")))
 
     def give_up(self, r: int) -> None:
-        self.do(r, self.machines[r]._overdue_moves(1e9))
+        self.do(r, self.machines[r].moves.give_up_overdue(1e9))
 
     # --- ends -----------------------------------------------------------------------------------------------
 

@@ -99,10 +99,11 @@ PURE_MODULES = (
     "router/placing/rebalancing.py",
     "router/placing/view.py",
     "router/requests/actions.py",
-    "router/requests/core.py",
+    "router/requests/attempts.py",
     "router/requests/machine.py",
     "router/requests/moves.py",
     "router/requests/parts.py",
+    "router/requests/submits.py",
 )
 IO_MODULES = {"torch", "zmq", "asyncio", "redis", "socket", "threading", "subprocess", "uvloop", "time"}
 MAX_MODULES = 15  # in a folder

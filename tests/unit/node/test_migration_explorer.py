@@ -10,6 +10,8 @@ from migration_machines import Machine
 from migration_setting import ALL_FAULTS, MigrationSetting
 
 from tandem.node.departures import Departures
+from tandem.router.requests.attempts import LiveAttempts
+from tandem.router.requests.moves import Moves
 
 MOVE = ((0, 0, "a", "b"),)
 PAIR = ("a", "b")
@@ -71,7 +73,7 @@ def test_found_a_sequence_that_stays_held(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_found_a_number_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that has heard of it takes the second one for a repetition."""
-    monkeypatch.setattr(Machine, "_next_number", lambda self, request_id, attempt: attempt.number + 1)
+    monkeypatch.setattr(LiveAttempts, "next_number", lambda self, request_id, attempt: attempt.number + 1)
     _is_found(one_fault("crash"))
 
 
@@ -81,5 +83,5 @@ def test_found_bytes_that_nobody_checks() -> None:
 
 def test_found_a_successor_that_does_not_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the old node did not get through before it died is missing, unless the router starts over."""
-    monkeypatch.setattr(Machine, "_successors_lost", lambda *_: None)
+    monkeypatch.setattr(Moves, "node_lost", lambda *_: None)
     _is_found(one_fault("crash"))

@@ -73,7 +73,7 @@ def test_both_nodes_are_told_and_the_successor_gets_what_the_client_has_seen() -
     assert submit.num_prior_output_tokens == 3
     assert (order.attempt, order.successor, order.num_tokens, order.peer) == (1, ("r", 2), 13, E)
     assert order.deadline_s == 5.0, "the old node gives up before its router does"
-    assert machine.movable(DK, 3.0) == [], "it moves already"
+    assert machine.moves.movable(DK, 3.0) == [], "it moves already"
 
 
 def test_old_tokens_count_until_the_successor_speaks_and_doubles_are_dropped() -> None:
@@ -125,7 +125,7 @@ def test_a_successor_that_fails_costs_nothing() -> None:
         actions = fail(machine, order)
         assert not [a for a in actions if isinstance(a, Fail | Place)]
         assert not sent(actions, Cancel) or sent(actions, Cancel) == [(EK, Cancel(request_id="r", attempt=2))]
-        assert not machine.moves
+        assert not machine.moves.under_way
         assert emitted(machine.tokens(DK, delta(3, 9), 13.0)) == list(range(3, 12))
         assert isinstance(machine.outcome, Finish)
 
@@ -158,7 +158,7 @@ def test_samples_of_one_prompt_leave_one_by_one() -> None:
     submit, order = move(machine, 0)
     assert submit.request_id == "r"
     machine.migrated(DK, left(order), 2.3)
-    assert sorted(machine.live) == ["r", "r-s1"]
+    assert sorted(machine.attempts.live) == ["r", "r-s1"]
     machine.check_integrity()
 
 
@@ -266,9 +266,9 @@ def test_random_moves_lose_and_double_nothing(data: st.DataObject) -> None:
             break
         choices = [("make", key) for key in nodes.running] + [("deliver", n) for n, link in nodes.links.items() if link]
         choices += [("end", key) for key in nodes.orders]
-        movable = [ref for ref in nodes.refs.values() if machine.movable((ref.node_id, ref.epoch), 5.0)]
+        movable = [ref for ref in nodes.refs.values() if machine.moves.movable((ref.node_id, ref.epoch), 5.0)]
         choices += [("move", ref.node_id) for ref in movable]
-        choices += [("give_up", "")] if machine.moves else []
+        choices += [("give_up", "")] if machine.moves.under_way else []
         choices += [("lose", name) for name in ("e", "x")]
         kind, subject = data.draw(st.sampled_from(choices))
         if kind == "make":
@@ -285,7 +285,7 @@ def test_random_moves_lose_and_double_nothing(data: st.DataObject) -> None:
             nodes.do(machine.tick(11.5))
         else:
             nodes.lose(subject)
-        machine.move_not_before = 0.0
+        machine.moves.not_before = 0.0
     for _ in range(200):  # undisturbed, it ends
         if machine.outcome is not None:
             break
@@ -296,5 +296,5 @@ def test_random_moves_lose_and_double_nothing(data: st.DataObject) -> None:
         for name in nodes.links:
             while nodes.links[name]:
                 nodes.deliver(name)
-    assert isinstance(machine.outcome, Finish), machine.live
+    assert isinstance(machine.outcome, Finish), machine.attempts.live
     assert nodes.output == list(range(MAX_TOKENS))

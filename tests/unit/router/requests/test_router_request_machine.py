@@ -219,8 +219,8 @@ def test_state_and_event(setup: str, event: str) -> None:
     machine = make()
     SETUPS[setup](machine)
     assert machine.state is STATES[START[setup]]
-    before = set(machine.live["r"].nodes) if machine.live else set()
-    attempts_before = machine.num_attempts
+    before = set(machine.attempts.live["r"].nodes) if machine.attempts.live else set()
+    attempts_before = machine.attempts.highest_number
     actions = EVENTS[event](machine)
     machine.check_integrity()
     after = ROWS[event][list(SETUPS).index(setup)]
@@ -230,7 +230,7 @@ def test_state_and_event(setup: str, event: str) -> None:
     assert len(ends) == newly_ended
     if START[setup] in ("FI", "FA"):
         assert actions == []
-    if machine.num_attempts > attempts_before or (newly_ended and event not in ("all tokens",)):
+    if machine.attempts.highest_number > attempts_before or (newly_ended and event not in ("all tokens",)):
         gone = {"decode node": {DK}, "prefill node": {PK}}.get(
             event.rsplit(" ", 2 if "gives" in event else 1)[0], set()
         )
@@ -259,7 +259,7 @@ def test_next_attempt_continues_after_what_was_emitted() -> None:
     _handed_off(machine)
     actions = machine.node_lost(DK, "gone", 5.0)
     assert [a for a in actions if isinstance(a, Place)] == [Place("r")]
-    assert machine.nodes_to_avoid("r") == {DK}
+    assert machine.attempts.live["r"].avoid == {DK}
     assert machine.prompt_of("r").tolist() == [*range(10), 0, 1]
     (submit,) = sends(machine.placed("r", ALONE, 5.0), Submit)
     assert submit.message.attempt == 2
@@ -317,9 +317,9 @@ def test_being_turned_away_costs_time_and_no_attempt(code: str, kind: type[Tande
         number += 1
         machine.placed("r", ALONE, now)
         assert machine.request_failed(XK, failed(True, code, attempt=number), now) == [Place("r")]
-        assert not machine.nodes_to_avoid("r"), "it may have room by then"
+        assert not machine.attempts.live["r"].avoid, "it may have room by then"
         backs_off = code == "overloaded"
-        assert machine.may_be_placed("r", now) != backs_off
+        assert machine.attempts.may_be_placed("r", now) != backs_off
         assert (machine.tick(now + 0.1) == []) == backs_off
         now += 0.3
         assert machine.tick(now) == [Place("r")]
@@ -336,7 +336,7 @@ def test_failures_count_though_a_node_was_full_in_between() -> None:
     machine.placed("r", ALONE, 9.0)
     machine.request_failed(XK, failed(True, "overloaded", attempt=2), 9.0)
     assert machine.tick(18.0) == [Place("r")], "it waits since it lost its node"
-    assert machine.nodes_to_avoid("r") == {XK}
+    assert machine.attempts.live["r"].avoid == {XK}
     machine.placed("r", ALONE, 18.0)
     assert isinstance(machine.node_lost(XK, "gone", 18.0)[-1], Fail)
 
@@ -346,7 +346,7 @@ def test_a_node_that_lost_the_other_one_is_not_avoided(reporter: NodeKey, lost: 
     machine = make()
     _prefilling(machine)
     machine.request_failed(reporter, failed(True, "peer_lost"), 0.0)
-    assert machine.nodes_to_avoid("r") == {lost}
+    assert machine.attempts.live["r"].avoid == {lost}
 
 
 def test_errors_of_the_deadlines() -> None:
@@ -447,7 +447,7 @@ def test_random_histories_end_once_with_every_token_once(data: st.DataObject) ->
             data.draw(st.sampled_from(nodes)),
             data.draw(st.integers(1, 4)),
         )
-        if kind == "place" and name in machine.live:
+        if kind == "place" and name in machine.attempts.live:
             note(machine.placed(name, data.draw(st.sampled_from([SPLIT, ALONE])), 0.0))
         elif kind == "tokens":
             index, sample = data.draw(st.integers(0, max_tokens - 1)), data.draw(st.integers(0, num_samples - 1))
@@ -468,7 +468,7 @@ def test_random_histories_end_once_with_every_token_once(data: st.DataObject) ->
         for i, ids in enumerate(out):
             assert ids == [token(i, k) for k in range(len(ids))], "a token was lost, repeated or out of order"
     for _ in range(20):  # from every reachable state an end can be reached
-        for name, attempt in list(machine.live.items()):
+        for name, attempt in list(machine.attempts.live.items()):
             note(machine.placed(name, ALONE, 0.0))
             for sample in attempt.sample_indices:
                 node = attempt.primary or XK

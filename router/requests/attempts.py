@@ -1,0 +1,132 @@
+"""The live attempts of one request, the numbers they have had, and the cancels that nodes have yet to answer. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.wire.requests import Cancel
+from tandem.router.placing.view import NodeKey
+from tandem.router.requests.actions import Action, Send
+from tandem.router.requests.parts import Attempt, AttemptState, Sample
+
+OVERLOAD_BACKOFF_S = 0.2  # before the next attempt when a node's queue was full
+
+
+class LiveAttempts:
+    """Every unfinished sample is in exactly one of them: at first all in one, later perhaps in one each."""
+
+    def __init__(self, request_id: str, samples: Sequence[Sample], now: float) -> None:
+        self._request_id, self._samples = request_id, samples
+        first = Attempt(request_id, 1, tuple(range(len(samples))), now)
+        self.live: dict[str, Attempt] = {first.request_id: first}  # sub-request id -> its current attempt
+        self.pending_cancels: set[tuple[NodeKey, str, int]] = set()
+        self.highest_number = 1
+        self._numbers: dict[str, int] = {}  # highest attempt number of each sub-request
+
+    # --- reading ----------------------------------------------------------------------------------------------
+
+    def current(self, node: NodeKey, request_id: str, number: int) -> Attempt | None:
+        """The attempt that a message of `node` is about, unless it is an older one's or a stranger's."""
+        attempt = self.live.get(request_id)
+        if attempt is None or attempt.number != number or node not in (attempt.primary, attempt.prefill):
+            return None
+        return attempt
+
+    def of_sample(self, sample_index: int) -> Attempt:
+        return next(attempt for attempt in self.live.values() if sample_index in attempt.sample_indices)
+
+    def on_node(self, node: NodeKey) -> list[Attempt]:
+        return [attempt for attempt in self.live.values() if node in attempt.nodes]
+
+    def queued(self) -> list[str]:
+        """Sub-requests that want nodes."""
+        return [a.request_id for a in self.live.values() if a.state is AttemptState.QUEUED]
+
+    def may_be_placed(self, request_id: str, now: float) -> bool:
+        """Whether the sub-request wants nodes, and has waited long enough since it was turned away."""
+        attempt = self.live.get(request_id)
+        return attempt is not None and attempt.state is AttemptState.QUEUED and now >= attempt.not_before
+
+    def unfinished(self, attempt: Attempt) -> list[int]:
+        return [i for i in attempt.sample_indices if self._samples[i].finish_reason is None]
+
+    def seen(self, attempt: Attempt) -> list[int]:
+        """Output tokens that the client has seen and that the attempt's prompt must contain."""
+        if len(attempt.sample_indices) > 1:
+            return []
+        return self._samples[attempt.sample_indices[0]].token_ids
+
+    def has_all_first_tokens(self, attempt: Attempt) -> bool:
+        """The prefill node owes nothing more: the decode node streams, and what came before its tokens is here. A
+        prefill node may die after it handed over and before its own tokens reached the router."""
+        return attempt.handed_off and all(
+            len(self._samples[i].token_ids) > attempt.num_prior for i in self.unfinished(attempt)
+        )
+
+    def work_on(self, node: NodeKey) -> set[tuple[str, int]]:
+        """(sub-request, attempt) that this node may be working on."""
+        running = {(attempt.request_id, attempt.number) for attempt in self.on_node(node)}
+        return running | {(name, number) for where, name, number in self.pending_cancels if where == node}
+
+    # --- changes ----------------------------------------------------------------------------------------------
+
+    def next_number(self, request_id: str, attempt: Attempt) -> int:
+        """For the attempt after `attempt`: no node has heard of it."""
+        number = max(attempt.number, self._numbers.get(request_id, 0)) + 1
+        self._numbers[request_id] = number
+        self.highest_number = max(self.highest_number, number)
+        return number
+
+    def own_name(self, sample_index: int) -> str:
+        """Of the sub-request of one sample of several."""
+        return f"{self._request_id}-s{sample_index}"
+
+    def replace(self, attempt: Attempt, culprits: Iterable[NodeKey], error: TandemError, now: float) -> list[str]:
+        """The next attempts take the place of one that failed; returns the sub-requests, which want nodes."""
+        del self.live[attempt.request_id]
+        backoff_s = OVERLOAD_BACKOFF_S if error.status == 429 else 0.0
+        following = self._continuations(attempt)
+        for request_id, indices in following:
+            for i in indices:
+                self._samples[i].pending.clear()
+            number = self.next_number(request_id, attempt)
+            self.live[request_id] = attempt.next(request_id, number, indices, culprits, error, now, backoff_s)
+        return [request_id for request_id, _ in following]
+
+    def _continuations(self, attempt: Attempt) -> list[tuple[str, tuple[int, ...]]]:
+        """(sub-request id, samples) of the next attempt: together while nothing was emitted, else one by one."""
+        unfinished = self.unfinished(attempt)
+        if len(attempt.sample_indices) == 1 or not any(self._samples[i].token_ids for i in attempt.sample_indices):
+            return [(attempt.request_id, tuple(unfinished))]
+        return [(self.own_name(i), (i,)) for i in unfinished]
+
+    def cancel(self, attempt: Attempt, nodes: Iterable[NodeKey], sample_indices: tuple[int, ...] = ()) -> list[Action]:
+        """`sample_indices`: only these of its samples."""
+        message = Cancel(request_id=attempt.request_id, attempt=attempt.number, sample_indices=sample_indices)
+        actions: list[Action] = []
+        for node in nodes:
+            if not sample_indices:
+                self.pending_cancels.add((node, attempt.request_id, attempt.number))
+            actions.append(Send(node, message))
+        return actions
+
+    def cancel_all(self) -> list[Action]:
+        """The request is over: no attempt lives on."""
+        actions = [action for attempt in self.live.values() for action in self.cancel(attempt, attempt.nodes)]
+        self.live.clear()
+        return actions
+
+    def node_lost(self, node: NodeKey) -> None:
+        """Cancels aimed at it need no answer."""
+        self.pending_cancels = {cancel for cancel in self.pending_cancels if cancel[0] != node}
+
+    def check_integrity(self, ended: bool) -> None:
+        owners = [i for attempt in self.live.values() for i in attempt.sample_indices]
+        assert len(owners) == len(set(owners)), "a sample has two live attempts"
+        for attempt in self.live.values():
+            attempt.check_integrity()
+            assert self.unfinished(attempt), "a live attempt without an unfinished sample"
+        assert not (ended and self.live), "an ended request has live attempts"
+        for i, sample in enumerate(self._samples):
+            assert ended or sample.finish_reason is not None or i in owners, "an unfinished sample has no live attempt"
