@@ -97,19 +97,40 @@ def test_a_request_that_fails_inside_the_router_ends_alone(folder: Path, nodes: 
     node = nodes.start()
     with RouterInThread(folder, addresses(node)) as router:
         router.wait_ready()
-        service = router.worker.service
-        emit = service._emit
+        dispatcher = router.worker.service._dispatcher
+        emit = dispatcher._emit
 
-        def failing(generation, action) -> None:
+        def failing(generation, action):
             if generation.plan.sampling.max_tokens == 13:
                 raise RuntimeError("nobody expected this")
-            emit(generation, action)
+            return emit(generation, action)
 
-        monkeypatch.setattr(service, "_emit", failing)
+        monkeypatch.setattr(dispatcher, "_emit", failing)
         status, error, _ = status_of(router, max_tokens=13)
         assert (status, error["type"]) == (500, "server_error")
         assert stream_events(router.client, max_tokens=8) == (output(8), None)
         router.wait_idle()
+
+
+def test_a_node_that_is_gone_already_leaves_the_other_one_no_work(folder: Path, nodes: Nodes, monkeypatch) -> None:
+    """What the loss leads to comes after what was decided before it: never a Cancel before its Submit."""
+    prefill, decode = nodes.start("prefill"), nodes.start("decode")
+    with RouterInThread(folder, addresses(prefill, decode), local_tail_tokens=0) as router:
+        router.wait_ready()
+        cluster = router.worker.service.cluster
+        send, said = cluster.send, []
+
+        def losing(key, message, now) -> bool:
+            said.append((key[0], type(message).__name__, message.attempt))
+            return len(said) > 1 and send(key, message, now)
+
+        monkeypatch.setattr(cluster, "send", losing)
+        assert status_of(router, prompt=PROMPT * 8, max_tokens=4)[0] == 200
+        router.wait_idle()
+    first, second, third, *_ = said
+    assert first[1:] == second[1:] == ("Submit", 1)
+    assert first[0] != second[0]
+    assert third == (second[0], "Cancel", 1)
 
 
 def test_a_request_whose_end_fails_is_told_so(folder: Path, nodes: Nodes, monkeypatch) -> None:

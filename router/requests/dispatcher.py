@@ -1,0 +1,232 @@
+"""Carries out what the request machines decide: places, sends, turns tokens into text, tells the listeners.
+
+One per router process, on its event loop. It holds no policy of its own: order and retries are the machine's, the
+choice of nodes is placement's, text is the samples'.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tandem.engine.contracts.errors import NoNodeError, TandemError
+from tandem.engine.contracts.wire.requests import Cancel, Tokens
+from tandem.engine.process.process_log import RateLimited
+from tandem.router.nodes.cluster import Cluster
+from tandem.router.nodes.link import RequestMessage
+from tandem.router.nodes.orphans import Orphans, Work
+from tandem.router.placing.view import NodeKey
+from tandem.router.requests.actions import Action, EmitPromptLogprobs, EmitTokens, Fail, Finish, Moved, Place, Send
+from tandem.router.requests.generation import Generation
+from tandem.router.requests.metrics import RouterMetrics
+from tandem.router.requests.placing import find_nodes
+from tandem.router.requests.token_times import TokenTimes
+
+logger = logging.getLogger(__name__)
+repeated = RateLimited(logger)
+
+
+@dataclass(frozen=True, slots=True)
+class _CountPlaced:
+    """A placement is counted after what it sends, so that nodes hear of it first."""
+
+    reason: str
+    is_first: bool
+    queue_s: float
+
+
+class Dispatcher:
+    """The generations under way: what happens goes to their machines, what those answer is carried out.
+
+    The cluster's events come here. An exception that nobody expected costs the generation that it is about.
+    """
+
+    def __init__(self, cluster: Cluster, metrics: RouterMetrics, clock: Callable[[], float]) -> None:
+        self._cluster, self._metrics, self._clock = cluster, metrics, clock
+        self.active: set[Generation] = set()
+        self.waiting: dict[str, Generation] = {}  # sub-request id -> its generation, without a node
+        self._by_id: dict[str, Generation] = {}
+        self._orphans = Orphans()
+        self._times = TokenTimes(metrics)
+        cluster.on_up, cluster.on_lost = self._on_up, self._on_lost
+        cluster.on_message, cluster.on_room = self._on_message, self._on_room
+
+    def start(self, generation: Generation) -> None:
+        self.active.add(generation)
+        self.carry_out(generation, generation.machine.start())
+
+    def tick(self, now: float) -> None:
+        for generation in list(self.active):
+            try:
+                actions = generation.machine.tick(now)
+                if actions:
+                    self.carry_out(generation, actions)
+            except Exception:
+                self._give_up(generation)
+
+    def check_integrity(self) -> None:
+        for generation in self.active:
+            generation.machine.check_integrity()
+            assert not generation.machine.closed, "a closed generation is still active"
+        assert set(self._by_id.values()) <= self.active
+        assert set(self.waiting.values()) <= self.active
+
+    # --- events of the cluster --------------------------------------------------------------------------------
+
+    def _on_message(self, node: NodeKey, message: RequestMessage) -> None:
+        now = self._clock()
+        if isinstance(message, Tokens):
+            self._on_tokens(node, message, now)
+            return
+        generation = self._by_id.get(message.request_id)
+        if generation is not None:
+            try:
+                self.carry_out(generation, generation.machine.answered(node, message, now))
+            except Exception:
+                self._give_up(generation)
+
+    def _on_tokens(self, node: NodeKey, message: Tokens, now: float) -> None:
+        self._times.begin(now)
+        for delta in message.deltas:
+            generation = self._by_id.get(delta.request_id)
+            if generation is None:
+                self._metrics.dropped_deltas.inc()
+                continue
+            machine = generation.machine
+            dropped = machine.num_dropped_deltas
+            try:
+                actions = machine.tokens(node, delta, now)
+                if machine.num_dropped_deltas != dropped:
+                    self._metrics.dropped_deltas.inc()
+                self.carry_out(generation, actions)
+            except Exception:
+                self._give_up(generation)
+        self._times.end()
+
+    def _on_up(self, node: NodeKey) -> None:
+        """A node whose connection broke, and that lives, must not go on with attempts that were given up."""
+        for request_id, attempt in self._orphans.returned(node):
+            self._cluster.send(node, Cancel(request_id=request_id, attempt=attempt), self._clock())
+
+    def _on_lost(self, node: NodeKey, reason: str) -> None:
+        self._metrics.nodes_lost.inc()
+        now = self._clock()
+        orphans: Work = set()
+        for generation in list(self.active):
+            try:
+                orphans |= generation.machine.work_on(node)
+                self.carry_out(generation, generation.machine.node_lost(node, reason, now))
+            except Exception:
+                self._give_up(generation)
+        self._orphans.lost(node, orphans)
+
+    def _on_room(self) -> None:
+        for request_id, generation in list(self.waiting.items()):
+            try:
+                self.carry_out(generation, [Place(request_id)])
+            except Exception:
+                self._give_up(generation)
+
+    def _give_up(self, generation: Generation) -> None:
+        """In the handler of an exception that nobody expected: it costs this request, and no other."""
+        request_id = generation.machine.spec.request_id
+        repeated.exception("request %s failed by an error of this router", request_id)
+        error = TandemError("the server made an error; its log says more", request_id=request_id)
+        try:
+            was_over = generation.machine.outcome is not None  # then nobody told the listener so
+            self.carry_out(generation, generation.machine.abort(error))
+            if was_over:
+                generation.listener.failed(generation.prompt_index, error)
+        except Exception:
+            repeated.exception("request %s can't be cancelled either; it is forgotten", request_id)
+            self._forget(generation)
+            try:
+                generation.listener.failed(generation.prompt_index, error)
+            except Exception:
+                repeated.exception("request %s: nobody can be told", request_id)
+
+    # --- actions ----------------------------------------------------------------------------------------------
+
+    def carry_out(self, generation: Generation, actions: Sequence[Action]) -> None:
+        """In order; what one of them leads to comes after those that were decided before it."""
+        work: list[Action | _CountPlaced] = list(actions)
+        for action in work:  # which grows meanwhile
+            if isinstance(action, EmitTokens):
+                work += self._emit(generation, action)
+            elif isinstance(action, Send):
+                work += self._send(generation, action)
+            elif isinstance(action, Moved):
+                generation.moved_samples.add(action.sample_index)
+            elif isinstance(action, Place):
+                work += self._place(generation, action.request_id)
+            elif isinstance(action, _CountPlaced):
+                self._count(action)
+            elif isinstance(action, EmitPromptLogprobs):
+                generation.listener.prompt_logprobs(generation.prompt_index, action.entries)
+            else:
+                self._end(generation, action)
+        if generation.machine.closed:
+            self._forget(generation)
+
+    def _forget(self, generation: Generation) -> None:
+        self.active.discard(generation)
+        for request_id in generation.submitted_ids:
+            self._by_id.pop(request_id, None)
+        for request_id in [key for key, waiting in self.waiting.items() if waiting is generation]:
+            del self.waiting[request_id]
+        self._metrics.active.set(len(self.active))
+
+    def _emit(self, generation: Generation, action: EmitTokens) -> Sequence[Action]:
+        sample = generation.samples[action.sample_index]
+        piece = sample.feed(action)
+        if piece is None:
+            return ()
+        self._times.count(generation, action.sample_index, len(piece.token_ids))
+        generation.listener.piece(generation.prompt_index, action.sample_index, piece)
+        return generation.machine.stop_sample(action.sample_index) if sample.stopped else ()
+
+    def _send(self, generation: Generation, action: Send) -> Sequence[Action]:
+        generation.submitted_ids.add(action.message.request_id)
+        self._by_id[action.message.request_id] = generation
+        now = self._clock()
+        if self._cluster.send(action.node, action.message, now):
+            return ()
+        return generation.machine.node_lost(action.node, "it is not connected", now)
+
+    def _place(self, generation: Generation, request_id: str) -> Sequence[Action | _CountPlaced]:
+        attempts, now = generation.machine.attempts, self._clock()
+        self.waiting.pop(request_id, None)
+        if request_id not in attempts.queued():
+            return ()
+        placement = None
+        if attempts.may_be_placed(request_id, now):
+            placement = find_nodes(self._cluster, generation.machine, request_id, now)
+        if placement is None:
+            self.waiting[request_id] = generation
+            return ()
+        generation.placement = generation.placement or placement
+        is_first = attempts.live[request_id].number == 1
+        count = _CountPlaced(placement.reason, is_first, now - generation.started_at)
+        return [*generation.machine.placed(request_id, placement, now), count]
+
+    def _count(self, placed: _CountPlaced) -> None:
+        if placed.is_first:
+            self._metrics.queue_s.observe(placed.queue_s)
+        else:
+            self._metrics.retries.inc()
+        self._metrics.placements.labels(placed.reason).inc()
+
+    def _end(self, generation: Generation, outcome: Finish | Fail) -> None:
+        machine = generation.machine
+        self._metrics.e2e_s.observe(self._clock() - generation.started_at)
+        self._metrics.cached_tokens.inc(machine.num_cached_tokens)
+        if isinstance(outcome, Finish):
+            self._metrics.ends.labels("finished").inc()
+            generation.listener.finished(generation.prompt_index)
+        else:
+            error = outcome.error
+            if isinstance(error, NoNodeError) and (missing := self._cluster.missing_roles()):
+                error.message += f": {missing} is connected"
+            self._metrics.ends.labels(error.code or error.type).inc()
+            generation.listener.failed(generation.prompt_index, error)
