@@ -63,8 +63,8 @@ def make_app(service: CompletionService, keys: ApiKeys) -> App:
 
 
 def _add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, created: int) -> None:
-    def card() -> dict[str, Any]:
-        facts = service.facts()
+    async def card() -> dict[str, Any]:
+        facts = await service.awaited_facts()
         return {
             "id": facts.name,
             "object": "model",
@@ -76,13 +76,13 @@ def _add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, c
     @app.get("/v1/models")
     async def list_models(request: Request) -> Response:
         keys.check(request.headers.raw)
-        return _json({"object": "list", "data": [card()]})
+        return _json({"object": "list", "data": [await card()]})
 
     @app.get("/v1/models/{model_id:path}")
     async def get_model(model_id: str, request: Request) -> Response:
         keys.check(request.headers.raw)
-        check_model(model_id, service.facts())
-        return _json(card())
+        check_model(model_id, await service.awaited_facts())
+        return _json(await card())
 
 
 def _add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, limit: int) -> None:
@@ -90,7 +90,7 @@ def _add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKey
     async def tokenize(request: Request) -> Response:
         keys.check(request.headers.raw)
         body = parse_body(TokenizeBody, raw := await read_body(request.scope, request.receive, limit))
-        facts = service.facts()
+        facts = await service.awaited_facts()
         check_model(body.model, facts)
         check_text(body.prompt, facts)
 
@@ -106,7 +106,7 @@ def _add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKey
     async def detokenize(request: Request) -> Response:
         keys.check(request.headers.raw)
         body = parse_body(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
-        facts = service.facts()
+        facts = await service.awaited_facts()
         check_model(body.model, facts)
         if max(body.tokens, default=0) >= facts.vocab_size:
             raise InvalidRequestError(f"tokens holds ids beyond {facts.vocab_size - 1}", param="tokens")

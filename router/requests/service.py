@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ from tandem.router.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
 
+LOOK_FOR_FACTS_S = 0.02  # a guess: nobody notices it at a router's start
+
 
 class CompletionService:
     """One per router process, on its event loop: what HTTP asks for. `Dispatcher` has what is under way."""
@@ -46,6 +49,7 @@ class CompletionService:
         self.encoder = PromptEncoder(tokenizer)
         self._factory = GenerationFactory(options, tokenizer)
         self._clock = clock
+        self.num_awaiting_facts = 0  # requests that came before any node
         self._dispatcher = Dispatcher(cluster, metrics, clock)
         self._rebalancer = Rebalancer(options, cluster, self._dispatcher.carry_out)
 
@@ -60,11 +64,28 @@ class CompletionService:
             raise UnavailableError(f"no node is connected yet ({self.cluster.missing()})")
         return self.cluster.facts
 
+    async def awaited_facts(self) -> ModelFacts:
+        """Those of the first node, for which a client waits as long as for one that takes its request: a process that
+        has just come to a shared port would otherwise turn away what the others could have served. Raises
+        UnavailableError when none comes, OverloadedError when too many wait already."""
+        if self.cluster.facts is None:
+            if self.num_awaiting_facts >= self.options.max_queue:
+                raise OverloadedError(f"{self.num_awaiting_facts} requests are waiting for a node; try again later")
+            end = self._clock() + self.options.timeouts.connect_s
+            self.num_awaiting_facts += 1
+            try:
+                while self.cluster.facts is None and self._clock() < end:
+                    await asyncio.sleep(LOOK_FOR_FACTS_S)
+            finally:
+                self.num_awaiting_facts -= 1
+        return self.facts()
+
     async def plan(self, raw: bytes, tenant: Tenant) -> tuple[CompletionBody, list[PromptPlan]]:
-        """Validates and tokenizes a body. Raises InvalidRequestError, ModelNotFoundError or UnavailableError."""
+        """Validates and tokenizes a body. Raises InvalidRequestError, ModelNotFoundError, UnavailableError or
+        OverloadedError."""
         body = parse_body(CompletionBody, raw)
         prompts = parse_prompts(body.prompt)
-        facts = self.facts()
+        facts = await self.awaited_facts()
         check_model(body.model, facts)
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts)
         plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults)

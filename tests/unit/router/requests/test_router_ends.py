@@ -86,6 +86,30 @@ def test_no_node_is_503_and_the_router_says_what_is_missing(folder: Path, nodes:
         assert router.client.get("/health").status_code == 200
 
 
+def test_a_request_that_comes_before_the_first_node_waits_for_it(folder: Path, nodes: Nodes) -> None:
+    """A process that has just come to a shared port has not heard of its nodes yet."""
+    node = nodes.start(silent=True)
+    with RouterInThread(folder, addresses(node)) as router, ThreadPoolExecutor(2) as pool:
+        early = pool.submit(status_of, router), pool.submit(router.client.get, "/v1/models")
+        wait_until(lambda: router.worker.service.num_awaiting_facts == 2, "both requests")
+        assert router.client.get("/health").status_code == 200
+        node.silent = False
+        assert early[0].result()[0] == 200
+        assert early[1].result().status_code == 200
+        assert router.worker.service.num_awaiting_facts == 0
+        router.wait_idle()
+
+
+def test_requests_before_the_first_node_are_no_more_than_may_wait(folder: Path, nodes: Nodes) -> None:
+    node = nodes.start(silent=True)
+    with RouterInThread(folder, addresses(node), max_queue=1) as router, ThreadPoolExecutor(1) as pool:
+        early = pool.submit(status_of, router)
+        wait_until(lambda: router.worker.service.num_awaiting_facts == 1, "the request")
+        assert status_of(router)[0] == 429
+        node.silent = False
+        assert early.result()[0] == 200
+
+
 def test_a_request_waits_for_a_node_that_comes_in_time(folder: Path, nodes: Nodes) -> None:
     node = nodes.start(draining=True)
     with RouterInThread(folder, addresses(node)) as router:
