@@ -234,6 +234,26 @@ async def test_a_socket_that_cannot_be_made_leaves_nothing(few_descriptors: Call
     await asyncio.wait_for(asyncio.to_thread(context.term), 30)
 
 
+def figure(metrics: str, name: str) -> float:
+    line = next(line for line in metrics.splitlines() if line.startswith(f"tandem_router_{name} "))
+    return float(line.split()[1])
+
+
+def test_messages_that_nobody_can_read_are_counted(folder: Path, nodes: Nodes, monkeypatch) -> None:
+    node = nodes.start()
+    send = node._send
+
+    def garbled(peer: bytes, message: object) -> None:
+        node._socket.send_multipart([peer, b"\xff"])
+        send(peer, message)
+
+    monkeypatch.setattr(node, "_send", garbled)
+    with RouterInThread(folder, addresses(node)) as router:
+        router.wait_ready()
+        assert status_of(router)[0] == 200
+        assert figure(router.client.get("/metrics").text, "undecodable_messages") >= 2
+
+
 def test_another_key_is_said_and_counted(folder: Path, nodes: Nodes, tmp_path: Path, caplog) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.write_text("0123456789abcdef0123456789abcdef")
@@ -245,8 +265,7 @@ def test_another_key_is_said_and_counted(folder: Path, nodes: Nodes, tmp_path: P
         assert ready.status_code == 503
         assert f"{node.address} refuses our key" in ready.json()["error"]["message"]
         text = router.client.get("/metrics").text
-    line = next(line for line in text.splitlines() if line.startswith("tandem_router_failed_handshakes "))
-    assert float(line.split()[1]) >= 3
+    assert figure(text, "failed_handshakes") >= 3
     assert caplog.text.count("refuses our key") == 1
 
 
