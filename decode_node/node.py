@@ -47,7 +47,7 @@ class DecodeNode(HandoffNode):
         being checked: else it would wait for that step."""
         if not self.sink.num_under_way:
             return 0.0
-        return self.scheduler.pace.next_decision_at(CHECK_S if self.sink.num_verifying else 0.0)
+        return self.scheduler.pace.next_decision_at(CHECK_S if self.sink.actions.num_verifying else 0.0)
 
     def handoff_counters(self) -> dict[str, float]:
         return {**super().handoff_counters(), "sink_ticket_loads": float(self._ticket_loads.num_loads)}
@@ -75,7 +75,7 @@ class DecodeNode(HandoffNode):
         """Whether the KV of its prompt comes from another host. A peer that was not greeted yet may be one."""
         peer = entry.submit.peer
         assert peer is not None, "a decode node is told who hands over"
-        info = self.source.peer(peer.node_id, peer.epoch)
+        info = self.source.peers.get(peer.node_id, peer.epoch)
         return info is not None and info.host_id != self.info.host_id and not entry.submit.is_running
 
     def _expect(self, entry: AcceptedRequest, now: float) -> None:

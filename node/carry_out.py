@@ -1,4 +1,4 @@
-"""Carries out what a node's logic decided about other nodes' memory: channels, grants, fences, transfer jobs."""
+"""Carries out what a node's logic decided about other nodes: channels, grants, fences, transfer jobs, messages."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tandem.engine.contracts.wire.handoff import (
     KVReady,
     KVWait,
 )
-from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.process.process_log import RateLimited
+from tandem.kv_connector.protocol.effects import Effect, Send
 from tandem.kv_connector.protocol.jobs import (
     CloseGrant,
     OpenGrant,
     ReadySent,
     Retired,
-    TransferJob,
     TransportCommand,
     Verified,
     WholePush,
@@ -56,15 +56,12 @@ def is_urgent(event: object) -> bool:
 class HandsOff(Protocol):
     """A node's logic that takes part in hand-offs, on either side."""
 
-    def drain_peer_effects(self) -> list[PeerEffect]: ...
-
-    def drain_transport_commands(self) -> list[TransportCommand]: ...
-
-    def drain_jobs(self) -> list[TransferJob]: ...
+    def drain_effects(self) -> list[Effect]: ...
 
 
 class Effects:
-    """`apply` runs on the step loop, before the messages of the turn are sent; nothing in it waits for a peer."""
+    """`apply` runs on the step loop; nothing in it waits for a peer. `send` (peer_id, message) is the control plane's,
+    `post` the loop's inbox."""
 
     def __init__(
         self,
@@ -73,6 +70,7 @@ class Effects:
         transports: NodeTransports,
         transfer: TransferWorker,
         worker: ConnectorWorker,
+        send: Callable[[str, Message], None],
         post: Callable[[object], None],
     ) -> None:
         self._info = info
@@ -80,20 +78,24 @@ class Effects:
         self._transports = transports
         self._transfer = transfer
         self._worker = worker
+        self._send = send
         self._post = post
 
     def apply(self) -> None:
+        """In the order in which it was decided: a grant is open before its source hears of it."""
         if self._logic is None:
             return
-        for effect in self._logic.drain_peer_effects():
-            self._on_peer(effect)
-        for command in self._logic.drain_transport_commands():
-            self._on_command(command)
-        for job in self._logic.drain_jobs():
-            if isinstance(job, WholePush):
-                self._worker.push_between_steps(job)
+        for effect in self._logic.drain_effects():
+            if isinstance(effect, Send):
+                self._send(effect.peer_id, effect.message)
+            elif isinstance(effect, PeerEffect):
+                self._on_peer(effect)
+            elif isinstance(effect, TransportCommand):
+                self._on_command(effect)
+            elif isinstance(effect, WholePush):
+                self._worker.push_between_steps(effect)
             else:
-                self._transfer.submit(job)
+                self._transfer.submit(effect)
 
     def _on_peer(self, effect: PeerEffect) -> None:
         if isinstance(effect, OpenChannel):

@@ -43,7 +43,7 @@ class NodeContext:
         sink = SinkManager(info, self.keys, pool, options, self.is_settled)
         asker = Puller(info, pool, sink, tiers, options)
         holder = PullServer(info, pool, source, tiers, options)
-        scheduler = self._make_scheduler(source if pushes_prompts else None, asker)
+        scheduler = self._make_scheduler(source.prompts if pushes_prompts else None, asker)
         asker.compute_seconds_per_token = lambda: scheduler.prompt_order.seconds_per_token
         max_queue = options.scheduler.max_queue
         return kind(info, self._make_book(), scheduler, pool, max_queue, source, sink, asker, holder)

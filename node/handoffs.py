@@ -7,13 +7,16 @@ since it may be source and sink at once. Sans-IO.
 
 from __future__ import annotations
 
+from collections import deque
+
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVPull, KVReady, KVRelease
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, parts_of_peer_id
 from tandem.engine.contracts.wire.requests import Migrate
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol import outcomes
-from tandem.kv_connector.protocol.jobs import TransferJob, TransportCommand, Verified
+from tandem.kv_connector.protocol.effects import Effect
+from tandem.kv_connector.protocol.jobs import Verified
 from tandem.kv_connector.protocol.outcomes import (
     Fetched,
     HandoffCompleted,
@@ -23,7 +26,7 @@ from tandem.kv_connector.protocol.outcomes import (
     SourceOutcome,
     failure_code,
 )
-from tandem.kv_connector.protocol.peer_effects import Fenced, PeerEffect
+from tandem.kv_connector.protocol.peer_effects import Fenced
 from tandem.kv_connector.pulls.puller import Puller
 from tandem.kv_connector.pulls.server import PullServer
 from tandem.kv_connector.sink.manager import SinkManager
@@ -52,6 +55,8 @@ class HandoffNode(ServingNode):
         self.source, self.sink = source, sink
         self.asker, self.holder = asker, holder
         self.migrations = Departures(source, scheduler, book)
+        self._effects: list[Effect] = []
+        self._outcomes: deque[SourceOutcome | SinkOutcome] = deque()
 
     # --- for the roles --------------------------------------------------------------------------------------
 
@@ -81,7 +86,7 @@ class HandoffNode(ServingNode):
         if isinstance(message, Migrate):
             if self.migrations.begin(peer_id, message, now):
                 self._connects.append(message.peer)
-        elif self.source.peer(*parts_of_peer_id(peer_id)) is None:
+        elif self.source.peers.get(*parts_of_peer_id(peer_id)) is None:
             self.sink.counters.foreign_messages += 1  # of a router, whose loss would fence nothing that it was granted
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.sink.on_message(peer_id, message, now)
@@ -92,23 +97,23 @@ class HandoffNode(ServingNode):
         self._take_outcomes(now)
 
     def on_peer_up(self, info: NodeInfo, now: float) -> None:
-        self.sink.peer_connected(info)
-        self.source.peer_connected(info)
+        self.sink.peers.connected(info)
+        self.source.peers.connected(info)
         self.asker.peer_connected(info)
         self._take_outcomes(now)
 
     def on_peer_lost(self, peer_id: str, info: NodeInfo, is_alive: bool, now: float) -> None:
         if is_alive:
-            self._connects += self.source.peer_forgot(info.node_id, info.epoch, now)
+            self._connects += self.source.peers.forgot(info.node_id, info.epoch, now)
         else:
-            self.source.peer_lost(info.node_id, info.epoch)
-        self.sink.peer_lost(info.node_id, info.epoch)
+            self.source.peers.lost(info.node_id, info.epoch)
+        self.sink.peers.lost(info.node_id, info.epoch)
         self.holder.peer_lost(peer_id)
         self._take_outcomes(now)
         self.asker.peer_lost(info.node_id, info.epoch)
 
     def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None:
-        self.source.peer_lost(ref.node_id, ref.epoch, f"{outcomes.SINK_REFUSED}: {reason}")
+        self.source.peers.lost(ref.node_id, ref.epoch, f"{outcomes.SINK_REFUSED}: {reason}")
         self._take_outcomes(now)
         self.asker.peer_lost(ref.node_id, ref.epoch)
 
@@ -122,7 +127,7 @@ class HandoffNode(ServingNode):
     def on_tick(self, now: float) -> None:
         self.asker.on_tick(now)
         self.holder.on_tick(now)
-        if self.sink.needs_way(now):
+        if self.sink.line.needs_way(now):
             self.scheduler.tiers.give_way()
         self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
         self.sink.on_tick(now)
@@ -132,19 +137,15 @@ class HandoffNode(ServingNode):
 
     # --- out ------------------------------------------------------------------------------------------------
 
-    def drain_jobs(self) -> list[TransferJob]:
-        return self.source.drain_jobs() + self.sink.drain_jobs()
-
-    def drain_peer_effects(self) -> list[PeerEffect]:
-        return self.source.drain_peer_effects() + self.sink.drain_peer_effects()
-
-    def drain_transport_commands(self) -> list[TransportCommand]:
-        return self.source.drain_transport_commands() + self.sink.drain_transport_commands()
+    def drain_effects(self) -> list[Effect]:
+        """What the managers decided since the last call, in order, but for the ends of hand-offs, which are this
+        node's."""
+        self._take_effects()
+        effects, self._effects = self._effects, []
+        return effects
 
     def handoff_outbox(self) -> list[tuple[str, Message]]:
-        asked, answered = self.asker.drain_outbox(), self.holder.drain_outbox()
-        migrated = self.migrations.drain_outbox()
-        return self.source.drain_outbox() + self.sink.drain_outbox() + asked + answered + migrated
+        return self.asker.drain_outbox() + self.holder.drain_outbox() + self.migrations.drain_outbox()
 
     def drain_connects(self) -> list[PeerRef]:
         return super().drain_connects() + self.asker.drain_connects()
@@ -163,7 +164,9 @@ class HandoffNode(ServingNode):
 
     @property
     def handoff_idle(self) -> bool:
-        return self.source.is_idle and self.sink.is_idle and self.holder.is_idle and self.migrations.is_idle
+        return (
+            self.source.ledger.is_idle and self.sink.ledger.is_idle and self.holder.is_idle and self.migrations.is_idle
+        )
 
     def check_integrity(self) -> None:
         super().check_integrity()
@@ -171,12 +174,20 @@ class HandoffNode(ServingNode):
         self.sink.check_integrity()
         self.migrations.check_integrity()
 
-    def _take_outcomes(self, now: float) -> None:
-        for ended in self.source.drain_events():
-            if not self.holder.on_outcome(ended) and not self.migrations.on_outcome(ended, now):
-                self.on_source_outcome(ended, now)
-        for received in self.sink.drain_events():
-            if isinstance(received, Fetched | NotFetched):
-                self.asker.on_outcome(received)
+    def _take_effects(self) -> None:
+        for effect in [*self.source.drain_effects(), *self.sink.drain_effects()]:
+            if isinstance(effect, SourceOutcome | SinkOutcome):
+                self._outcomes.append(effect)
             else:
-                self.on_sink_outcome(received)
+                self._effects.append(effect)
+
+    def _take_outcomes(self, now: float) -> None:
+        self._take_effects()
+        while self._outcomes:
+            ended = self._outcomes.popleft()
+            if isinstance(ended, Fetched | NotFetched):
+                self.asker.on_outcome(ended)
+            elif isinstance(ended, SinkOutcome):
+                self.on_sink_outcome(ended)
+            elif not self.holder.on_outcome(ended) and not self.migrations.on_outcome(ended, now):
+                self.on_source_outcome(ended, now)

@@ -244,7 +244,7 @@ class NodeLoop:
             self._logic.on_transfer(event, now)
 
     def _write_outbox(self) -> None:
-        self._apply_effects()  # before any message: a grant is opened before the source hears of it
+        self._apply_effects()  # hand-offs' messages among them, each behind what it speaks of
         for ref in self._logic.drain_connects():
             self._control.connect(ref)
         for peer_id, message in self._logic.drain_outbox():

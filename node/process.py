@@ -125,7 +125,10 @@ class NodeProcess:
         self.runner = self._make_runner(memory)
         self.logic = self._configure(make_logic(self._context()))
         self.publisher = make_publisher(options, self.info, num_blocks, lambda: self.control.status)
-        self.effects = Effects(self.info, self.logic, self.transports, self.transfer, self.worker, self._post)
+        self._sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
+        self.effects = Effects(
+            self.info, self.logic, self.transports, self.transfer, self.worker, self._sender.send, self._post
+        )
         self.turn_times = self._make_turn_times()
         self.loop = self._make_loop()
         self.worker.between_layers = self.loop.look_at_step
@@ -209,7 +212,7 @@ class NodeProcess:
         """What a logic is told of this node's device and parts."""
         if isinstance(logic, HandoffNode) and self.ranks is None:
             replayed = REPLAYED_TOKENS if self.options.cuda_graphs and self.loaded.device.type == "cuda" else 0
-            logic.source.whole_up_to = replayed
+            logic.source.prompts.whole_up_to = replayed
         logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:
             order = logic.scheduler.prompt_order
@@ -223,7 +226,7 @@ class NodeProcess:
         return NodeLoop(
             self.logic,
             EngineCore(self.logic.scheduler, self.runner),
-            self.control if self.trace is None else TracedSender(self.control, self.trace),
+            self._sender,
             self.options.timeouts.drain_s,
             self._after_turn,
             handlers,

@@ -87,7 +87,7 @@ class Puller:
 
     def give_way(self, besides: Request | None = None) -> None:
         if besides is None:  # to what runs, or to the first claim, but not to what only waits to start
-            self._sink.let_hits_go()
+            self._sink.line.let_hits_go()
         for request, pull in self._pulls.items():
             if request is not besides and pull.stage in (PullStage.ASKED, PullStage.HELD):
                 self._give_up(pull)

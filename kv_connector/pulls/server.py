@@ -106,7 +106,7 @@ class PullServer:
         """Why it can't be served, ""  when it can."""
         if self._source.knows((pull.request_id, pull.attempt)):
             return outcomes.UNKNOWN  # another hand-off has its name
-        peer = self._source.peer(*parts_of_peer_id(peer_id))
+        peer = self._source.peers.get(*parts_of_peer_id(peer_id))
         if peer is None or peer.layout is None or self.info.layout is None:
             return outcomes.UNKNOWN
         try:

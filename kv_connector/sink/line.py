@@ -1,21 +1,20 @@
-"""Which claim is granted next: strictly in the order of claims, as blocks become free. Part of SinkManager."""
+"""Which claim is granted next: strictly in the order of claims, as blocks become free. Pure."""
 
 from __future__ import annotations
 
 import math
 import secrets
+from collections import deque
 from typing import TYPE_CHECKING
 
-from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.handoff import KVClaim, KVGrant
-from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.protocol import outcomes
-from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.sink_table import SinkEvent
 from tandem.kv_connector.protocol.sink_table import SinkState as S
-from tandem.kv_connector.sink.actions import SinkActionRunner
-from tandem.kv_connector.sink.record import SinkRecord
+from tandem.kv_connector.sink.actions import SinkActions
+from tandem.kv_connector.sink.ledger import SinkLedger
+from tandem.kv_connector.sink.record import ENDED, SinkRecord
 
 if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
@@ -25,16 +24,16 @@ if TYPE_CHECKING:
 PATIENCE_S = 0.3
 
 
-class SinkQueue(SinkActionRunner):
+class SinkLine:
     """A claim that does not fit holds the line. Pulls and running sequences come after all others, let each other pass
     and are refused when there is no room: whoever pulls can do without, and what runs elsewhere stays there."""
 
-    def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
-        super().__init__(info, pool, options)
-        self._keys = keys
-        self._headroom = int(options.scheduler.growth_headroom * pool.num_blocks)
-        self._records: dict[HandoffKey, SinkRecord] = {}
-        self._live: dict[HandoffKey, SinkRecord] = {}  # not the thousands that have ended; these hold no blocks
+    def __init__(self, ledger: SinkLedger, actions: SinkActions, keys: ClusterKeys, options: NodeOptions) -> None:
+        self._ledger, self._actions, self._keys = ledger, actions, keys
+        self._pool = ledger.pool
+        self._lease_s = options.timeouts.grant_lease_s
+        self._headroom = int(options.scheduler.growth_headroom * ledger.pool.num_blocks)
+        self._queue: deque[SinkRecord] = deque()
         self._pulls: list[SinkRecord] = []  # claimed
         self._short_since = math.inf  # when it was first seen that the first claim lacks blocks
 
@@ -50,40 +49,49 @@ class SinkQueue(SinkActionRunner):
     def let_hits_go(self) -> None:
         """Of all tickets. Else sequences that lack a block to go on and claims that wait for these sequences' blocks
         would wait for each other."""
-        for record in self._pinning_tickets():
-            self._unpin(record)
+        for record in self._ledger.pinning_tickets():
+            self._ledger.unpin(record)
 
-    def _on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
+    def on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
         """Of a pull it says how much the source has; a repetition must say the same."""
         if record.most_blocks:
-            num_blocks, rest = divmod(claim.num_prompt_tokens, self._block_size)
+            num_blocks, rest = divmod(claim.num_prompt_tokens, self._ledger.block_size)
             fits = not rest and 0 < num_blocks <= record.most_blocks
             if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
-                self.counters.foreign_messages += 1
+                self._ledger.counters.foreign_messages += 1
                 return
             record.num_tokens, record.num_blocks = claim.num_prompt_tokens, num_blocks
         if record.num_claimed == 0:
             record.num_claimed = claim.num_prompt_tokens
-            self._take_claimed(record)
-        self._run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
+            self.take_claimed(record)
+        self._actions.run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
 
-    def _take_claimed(self, record: SinkRecord) -> None:
+    def take_claimed(self, record: SinkRecord) -> None:
         """Of a sequence that runs its source alone knows how long it may become; it is no shorter than its prompt."""
         if record.follows and record.num_claimed and record.request is not None:
             record.num_tokens = max(record.num_claimed, record.request.num_prompt_tokens)
-            record.num_blocks = -(-record.num_tokens // self._block_size)
+            record.num_blocks = self._ledger.num_blocks_of(record.num_tokens)
 
-    def _grant_in_order(self) -> None:
+    def settle(self, record: SinkRecord) -> None:
+        """After any event: queue a new claim, note an end, grant what can be granted now."""
+        line = self._pulls if record.most_blocks or record.follows else self._queue
+        if record.machine.state is S.QUEUED and record not in line:
+            line.append(record)
+        if record.machine.state in ENDED and not record.closed_at:
+            record.closed_at = self._ledger.now
+        self.grant_in_order()
+
+    def grant_in_order(self) -> None:
         while self._queue:
             record = self._queue[0]
             if record.machine.state is not S.QUEUED:
                 self._leave_line()
                 continue
-            self._pin(record)
+            self._ledger.pin(record)
             needed = record.num_blocks - len(record.hits)
             if needed > self._pool.num_grantable - self._headroom:
                 if self._others_will_free_blocks():
-                    self._short_since = min(self._short_since, self._now)
+                    self._short_since = min(self._short_since, self._ledger.now)
                     return
                 self._unpin_behind(record, needed)
             blocks = self._pool.allocate_grantable(needed)
@@ -100,11 +108,11 @@ class SinkQueue(SinkActionRunner):
     def _grant_pulls(self) -> None:
         self._pulls = [record for record in self._pulls if record.machine.state is S.QUEUED]
         for record in self._pulls:
-            self._pin(record)
+            self._ledger.pin(record)
             needed = record.num_blocks - len(record.hits)
             if needed > self._pool.num_free - self._headroom:
-                record.reason, record.closed_at = outcomes.NO_ROOM, self._now
-                self._run(record, record.machine.on(SinkEvent.DEADLINE))
+                record.reason, record.closed_at = outcomes.NO_ROOM, self._ledger.now
+                self._actions.run(record, record.machine.on(SinkEvent.DEADLINE))
             elif needed <= self._pool.num_grantable:
                 blocks = self._pool.allocate_grantable(needed)
                 assert blocks is not None, "there are as many"
@@ -113,39 +121,20 @@ class SinkQueue(SinkActionRunner):
     def _others_will_free_blocks(self) -> bool:
         """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
         for growth is kept only while somebody can grow."""
-        pinned = {block_id for record in self._live.values() for block_id in record.hits}
+        pinned = {block_id for record in self._ledger.live.values() for block_id in record.hits}
         return self._pool.num_blocks - self._pool.num_free > len(pinned)
 
     def _unpin_behind(self, head: SinkRecord, needed: int) -> None:
         """Tickets that wait behind `head` let their hits go, newest first, until it fits; they pin again in time."""
-        for record in reversed(self._pinning_tickets()):
+        for record in reversed(self._ledger.pinning_tickets()):
             if self._pool.num_grantable >= needed:
                 return
             if record is not head:
-                self._unpin(record)
-
-    def _pinning_tickets(self) -> list[SinkRecord]:
-        """Without a grant, oldest first: what is still cached when they get one they pin again."""
-        states = S.EXPECTING, S.QUEUED
-        return [record for record in self._live.values() if record.hits and record.machine.state in states]
-
-    def _pin(self, record: SinkRecord) -> None:
-        """This node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant a
-        request pins again: others with the same prefix may have brought more of it meanwhile."""
-        request = record.request
-        if request is None or not request.use_prefix_cache:
-            return
-        last_full = (request.num_prompt_tokens - 1 - record.follows) // self._block_size
-        found = self._pool.match_prefix(request.block_hashes[: max(0, last_full)])
-        if len(found) > len(record.hits):
-            self._pool.touch(found)
-            self._unpin(record)
-            record.hits = found
+                self._ledger.unpin(record)
 
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
-        lease_s = self._options.timeouts.grant_lease_s
         record.granted = blocks
-        record.lease_until = self._now + lease_s
+        record.lease_until = self._ledger.now + self._lease_s
         record.grant = self._keys.sign_grant(
             KVGrant(
                 request_id=record.key[0],
@@ -153,12 +142,12 @@ class SinkQueue(SinkActionRunner):
                 grant_id=secrets.randbits(63) + 1,
                 source_id=record.source_id,
                 source_epoch=record.machine.source_epoch,
-                sink_id=self.info.node_id,
-                sink_epoch=self.info.epoch,
+                sink_id=self._ledger.info.node_id,
+                sink_epoch=self._ledger.info.epoch,
                 first_block=len(record.hits),
                 block_ids=tuple(blocks),
                 num_prompt_tokens=record.num_tokens,
-                lease_s=lease_s,
+                lease_s=self._lease_s,
             )
         )
-        self._run(record, record.machine.on_can_grant(record.grant.grant_id))
+        self._actions.run(record, record.machine.on_can_grant(record.grant.grant_id))

@@ -9,6 +9,12 @@ from tandem.engine.contracts.wire.parts import Continuation
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.sink_table import SinkMachine
+from tandem.kv_connector.protocol.sink_table import SinkState as S
+
+ENDED = (S.COMMITTED, S.CLOSED, S.REJECTED)
+OVER = (*ENDED, S.UNKNOWN)
+# The request has ended; its blocks wait for KVDrained or a fence, however long: no passing of time makes them safe.
+UNTIL_SAFE = (S.QUARANTINED,)
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +42,11 @@ class SinkRecord:
     resend_at: float = 0.0
     resend_every_s: float = 0.0
     closed_at: float = 0.0
+
+    def because(self, reason: str) -> None:
+        """Notes why the hand-off ends, if it has not ended yet."""
+        if self.machine.state not in (*ENDED, *UNTIL_SAFE):
+            self.reason = reason
 
     def fits(self, continuation: Continuation | None, block_size: int) -> bool:
         """Whether it is the end of this running sequence, and what was granted has room for just the rest."""

@@ -1,12 +1,12 @@
 """The source's hand-offs: one SourceMachine each, fed by the scheduler, the sinks' messages and the transfer thread.
 
-Implements engine.interfaces.KVConnectorScheduler for prefill nodes: prompts that are pushed while they are computed.
-`offer` hands over KV that exists already. Pure: messages, jobs and effects are queued and drained by the node's main;
-time comes in by `on_tick` and friends.
+`prompts` pushes what is being computed, `offer` hands over KV that exists already, `follow` a sequence that runs. Pure:
+what is decided stands in `effects`; time comes in with each event.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,40 +22,47 @@ from tandem.engine.contracts.wire.handoff import (
     KVResend,
     KVWait,
 )
-from tandem.engine.contracts.wire.parts import FirstToken, Message, NodeInfo, PeerRef, peer_id_of
-from tandem.engine.scheduling.request import Request
-from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.engine.contracts.wire.parts import Continuation, FirstToken, Message, NodeInfo, PeerRef, peer_id_of
 from tandem.kv_connector.protocol import outcomes
-from tandem.kv_connector.protocol.jobs import Flushed, PushFailed, ReadySent, Retired, SourceStepMeta
+from tandem.kv_connector.protocol.effects import Send, SourceEffect
+from tandem.kv_connector.protocol.jobs import Flush, Flushed, HandoffKey, PushFailed, ReadySent, Retired
 from tandem.kv_connector.protocol.peer_effects import PeerFailed
 from tandem.kv_connector.protocol.source_table import SourceEvent as E
 from tandem.kv_connector.protocol.source_table import SourceState as S
+from tandem.kv_connector.source.actions import SourceActions
 from tandem.kv_connector.source.grant_check import GrantCheck
-from tandem.kv_connector.source.peers import OVER, SourcePeers
-from tandem.kv_connector.source.record import SourceRecord
+from tandem.kv_connector.source.ledger import SourceLedger
+from tandem.kv_connector.source.peers import SourcePeers
+from tandem.kv_connector.source.prompts import PushedPrompts
+from tandem.kv_connector.source.record import NO_STEP, SourceRecord
 
 if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
 
+logger = logging.getLogger(__name__)
 TOMBSTONE_S = 120.0
-_PARKED = (S.PARKED, S.PARKED_DONE)
-_UNFINISHED = (S.CLAIMING, S.PUSHING)
-_AWAITS_GRANT = (S.CLAIMING, S.PARKED)
 # Waits for the transfer thread of this process; no deadline, see _warn_of_slow_retire. All other states have one.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
 _SENDS_AGAIN = (S.CLAIMING, S.PARKED, S.PARKED_DONE, S.READY, S.DRAINING, S.DRAINED)
 
 
-class SourceManager(SourcePeers):
-    """`pool` is shared with the scheduler; blocks that `request_finished` took over are freed here."""
+class SourceManager:
+    """`pool` is shared with the scheduler; blocks that were handed over to it are freed here.
+
+    Its parts: `ledger` (records and their blocks), `actions` (what a machine's actions mean), `peers` (sinks and
+    channels to them), `prompts` (those that are computed here while they are pushed)."""
 
     def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
-        super().__init__(info, pool, options)
+        self.info = info
+        self.effects: list[SourceEffect] = []
+        self.ledger = SourceLedger(info, pool, options)
+        self.actions = SourceActions(self.ledger, self.effects, options)
+        self.peers = SourcePeers(self.ledger, self.actions, self.effects)
+        max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
+        self.prompts = PushedPrompts(self.ledger, self.actions, self.peers, max_parked)
+        self.counters = self.ledger.counters
+        self._warn_s = options.timeouts.quarantine_warn_s
         self._grant_check = GrantCheck(keys, info.node_id)
-        # Rows of up to so many tokens are pushed whole behind their step, which may then be a graph's: launching it and
-        # its pushes layer by layer takes the host longer than these bytes take.
-        self.whole_up_to = 0
-        self._max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
 
     # --- requests -------------------------------------------------------------------------------------------
 
@@ -64,85 +71,94 @@ class SourceManager(SourcePeers):
         self._add((request_id, attempt), peer, num_prompt_tokens, deadline)
 
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
-        self._now = now
-        record = self._records.get((request_id, attempt))
+        self.ledger.now = now
+        record = self.ledger.records.get((request_id, attempt))
         if record is not None:
             record.reason = outcomes.CANCELLED
-            self._run(record, record.machine.on(E.CANCEL))
+            self.actions.run(record, record.machine.on(E.CANCEL))
 
-    # --- scheduler half of the connector --------------------------------------------------------------------
+    # --- KV that exists already -----------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        record = self._records.get(request.key)
-        if record is None or (record.peer.node_id, record.peer.epoch) not in self._peers:
-            return None
-        record.request = request
-        if record.machine.state is S.IDLE and self._fits_beside_parked(record):
-            self._note_block_sizes(record)
-            self._run(record, record.machine.on(E.CLAIM))
-        state = record.machine.state
-        if state is S.CLAIMING:
-            return 0 if self._may_park(record) else None
-        return 0 if state in (S.PARKED, S.PUSHING) else None
-
-    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        record = self._records[request.key]
-        first = not record.block_ids
-        record.blocks_allocated(block_ids, request.num_computed_tokens)
-        if first:
-            self._run(record, record.machine.on(E.START))
-
-    def build_connector_meta(self, output: SchedulerOutput) -> SourceStepMeta | None:
-        by_slot = {
-            record.request.slot: record
-            for record in self._records.values()
-            if record.request is not None and record.request.slot >= 0 and record.block_ids
-        }
-        pushes, whole, awaits_grant, by_layer = [], [], False, False
-        for row in output.rows:
-            record = by_slot.get(row.slot)
-            if record is None:
-                continue
-            pushing = record.machine.state is S.PUSHING
-            awaits_grant |= record.machine.state in _AWAITS_GRANT
-            before = record.take_whole_push(row.start, record.last_step) if pushing else None
-            whole += [before] if before is not None else []
-            record.step_built(output.step_id, row.start + row.num_tokens)
-            is_small = row.num_tokens <= self.whole_up_to
-            by_layer |= not is_small
-            if pushing and is_small:
-                behind = record.take_whole_push(record.num_computed_tokens, output.step_id)
-                whole += [behind] if behind is not None else []
-            elif pushing:
-                now = record.take_layer_push()
-                pushes += [now] if now is not None else []
-        if not pushes and not whole and not awaits_grant:
-            return None
-        return SourceStepMeta(output.step_id, tuple(pushes), tuple(whole), by_layer)
-
-    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
-        record = self._records.get(request.key)
-        if record is None or record.machine.state in OVER:
-            return False
-        record.request = None
+    def offer(
+        self,
+        key: HandoffKey,
+        peer: PeerRef,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        deadline: float,
+        now: float,
+        first_tokens: Sequence[FirstToken] = (),
+        last_step: int = NO_STEP,
+    ) -> None:
+        """Hands the KV of `num_tokens` tokens to `peer`, which expects it: they are in `block_ids`, in order of
+        position, complete once step `last_step` (NO_STEP: none) has run. One reference to each block passes to the
+        hand-off. It claims as soon as `peer` is connected and ends like any other."""
+        self.ledger.now = now
+        assert len(block_ids) == -(-num_tokens // self.ledger.block_size), "the blocks of just these tokens"
+        record = self._add(key, peer, num_tokens, deadline)
         record.block_ids, record.owns_blocks = list(block_ids), True
-        if len(request.first_tokens) < len(request.sample_indices):  # aborted or failed
-            record.reason = record.reason or outcomes.CANCELLED
-            self._run(record, record.machine.on(E.CANCEL))
-        else:
-            record.first_tokens = tuple(FirstToken(*token) for token in request.first_tokens)
-            ended = all(token.finished for token in record.first_tokens)
-            record.reason = outcomes.FINISHED if ended else ""
-            self._run(record, record.machine.on(E.ALL_FINISHED if ended else E.COMPUTED))
-        return True
+        record.num_computed_tokens, record.last_step = num_tokens, last_step
+        record.first_tokens = tuple(first_tokens)
+        if self.peers.knows(peer):
+            self.peers.claim_offer(record)
+
+    # --- running sequences ----------------------------------------------------------------------------------
+
+    def follow(self, key: HandoffKey, peer: PeerRef, most_tokens: int, deadline: float, now: float) -> None:
+        """Claims room at `peer`, which expects it, for a sequence that runs on meanwhile and has at most `most_tokens`
+        tokens of KV when it is handed over. While `is_pushing`, `push_settled` and at last `hand_over` say what there
+        is. It ends like any other hand-off."""
+        self.ledger.now = now
+        record = self._add(key, peer, most_tokens, deadline)
+        record.follows = True
+        if self.peers.knows(peer):
+            self.peers.claim_offer(record)
+
+    def push_settled(self, key: HandoffKey, block_ids: Sequence[int], num_tokens: int, now: float) -> int:
+        """Full blocks of the first `num_tokens` tokens, which are written and stay as they are, are pushed unless they
+        were; `block_ids` are the sequence's, from its first token on. How many were left of the sink's size."""
+        self.ledger.now = now
+        record = self.ledger.records[key]
+        num_full = num_tokens // self.ledger.block_size
+        self.ledger.hold(record, block_ids[:num_full])
+        record.num_computed_tokens = num_full * self.ledger.block_size
+        push = record.take_whole_push(record.num_computed_tokens, NO_STEP)
+        if push is None:
+            return 0
+        assert record.grant is not None
+        self.effects += [push, Flush(key, record.grant)]
+        record.is_flushed = False
+        return len(push.num_valid)
+
+    def hand_over(self, key: HandoffKey, block_ids: Sequence[int], continuation: Continuation, now: float) -> None:
+        """The sequence stands still: what is left of it, and how it goes on."""
+        self.ledger.now = now
+        record = self.ledger.records[key]
+        num_tokens = continuation.num_tokens
+        self.ledger.hold(record, block_ids[: -(-num_tokens // self.ledger.block_size)])
+        record.num_prompt_tokens = record.num_computed_tokens = num_tokens
+        record.continuation = continuation
+        self.actions.run(record, record.machine.on(E.COMPUTED))
+
+    def is_pushing(self, key: HandoffKey) -> bool:
+        """Granted, and not handed over or ended."""
+        return key in self.ledger.records and self.ledger.records[key].machine.state is S.PUSHING
+
+    def is_flushed(self, key: HandoffKey) -> bool:
+        """Whether what was pushed so far has arrived."""
+        return key in self.ledger.records and self.ledger.records[key].is_flushed
+
+    def holds_blocks(self, key: HandoffKey) -> bool:
+        """Whether a transfer may read blocks of the hand-off."""
+        return key in self.ledger.records and self.ledger.records[key].owns_blocks
 
     # --- what happens elsewhere -----------------------------------------------------------------------------
 
     def on_message(self, peer_id: str, message: Message, now: float) -> None:
         """From a sink. Messages that fit no live hand-off are dropped and counted, but a refusal is answered."""
-        self._now = now
+        self.ledger.now = now
         key = (getattr(message, "request_id", ""), getattr(message, "attempt", 0))
-        record = self._records.get(key)
+        record = self.ledger.records.get(key)
         if record is None or peer_id_of(record.peer.node_id, record.peer.epoch) != peer_id:
             self._answer_stranger(peer_id, message)
             return
@@ -150,94 +166,79 @@ class SourceManager(SourcePeers):
         if isinstance(message, KVGrant):
             self._on_grant(record, message)
         elif isinstance(message, KVWait):
-            self._run(record, machine.on(E.WAIT))
+            self.actions.run(record, machine.on(E.WAIT))
         elif isinstance(message, KVCommitted):
-            self._run(record, machine.on_committed(message.grant_id))
+            self.actions.run(record, machine.on_committed(message.grant_id))
         elif isinstance(message, KVResend):
             self._on_resend(record, message)
         elif isinstance(message, KVRefused):
             record.reason = message.reason
-            self._run(record, machine.on(E.REFUSED))
+            self.actions.run(record, machine.on(E.REFUSED))
         elif isinstance(message, KVDrainedAck):
-            self._run(record, machine.on(E.DRAINED_ACK))
+            self.actions.run(record, machine.on(E.DRAINED_ACK))
         else:
             self.counters.messages_dropped += 1
 
     def on_transfer_event(self, event: object, now: float) -> None:
-        self._now = now
+        self.ledger.now = now
         if isinstance(event, PeerFailed):
-            self._open.discard((event.node_id, event.epoch))
+            self.peers.channel_failed(event.node_id, event.epoch)
             return
         assert isinstance(event, ReadySent | Flushed | PushFailed | Retired), f"no event of a source: {event}"
-        record = self._records.get(event.key)
+        record = self.ledger.records.get(event.key)
         if record is None:
             self.counters.events_dropped += 1
         elif isinstance(event, ReadySent):
             record.ready = event.ready
-            self._run(record, record.machine.on_sent(event.grant_id, event.ready.round))
+            self.actions.run(record, record.machine.on_sent(event.grant_id, event.ready.round))
             if record.machine.state is S.READY:
-                self._await_answer(record)
+                self.actions.await_answer(record)
         elif isinstance(event, Flushed):
             record.is_flushed |= event.grant_id == record.machine.grant_id
         elif isinstance(event, PushFailed):
             record.reason = event.reason
-            self._run(record, record.machine.on_push_failed(event.grant_id))
+            self.actions.run(record, record.machine.on_push_failed(event.grant_id))
         else:
-            self._run(record, record.machine.on_retired(event.grant_id))
+            self.actions.run(record, record.machine.on_retired(event.grant_id))
 
     def on_tick(self, now: float) -> None:
-        self._now = now
-        for record in list(self._records.values()):
+        self.ledger.now = now
+        for record in list(self.ledger.records.values()):
             if record.machine.state is S.CLOSED:
                 if now - record.closed_at > TOMBSTONE_S and not record.owns_blocks:
-                    del self._records[record.key]
+                    del self.ledger.records[record.key]
                 continue
             if record.machine.state in _BEING_RETIRED:
                 self._warn_of_slow_retire(record)
             elif now >= record.deadline:
                 record.reason = outcomes.DEADLINE
-                self._run(record, record.machine.on(E.DEADLINE))
+                self.actions.run(record, record.machine.on(E.DEADLINE))
             if now >= record.resend_at > 0 and record.machine.state in _SENDS_AGAIN:
-                self._wait_longer(record)
+                self.actions.wait_longer(record)
                 self.counters.verbs_resent += 1
-                self._run(record, record.machine.on(E.TIMER))
+                self.actions.run(record, record.machine.on(E.TIMER))
 
     # --- out ------------------------------------------------------------------------------------------------
 
-    @property
-    def is_idle(self) -> bool:
-        return all(record.machine.state in OVER for record in self._records.values())
+    def drain_effects(self) -> list[SourceEffect]:
+        """What was decided since the last call, in order."""
+        effects = self.effects[:]
+        self.effects.clear()
+        return effects
+
+    def knows(self, key: HandoffKey) -> bool:
+        """Whether there is, or a short while ago was, such a hand-off."""
+        return key in self.ledger.records
 
     def check_integrity(self) -> None:
-        for record in self._records.values():
-            state = record.machine.state
-            if record.owns_blocks:
-                assert state not in OVER, f"{record.key} is over and holds blocks"
-                for block_id in record.block_ids:
-                    assert self._pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"
+        self.ledger.check_integrity()
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _num_parked_blocks(self) -> int:
-        return sum(record.num_blocks for record in self._records.values() if record.machine.state in _PARKED)
-
-    def _fits_beside_parked(self, record: SourceRecord) -> bool:
-        """Whether `record` may claim. A claim that got the sink's blocks before those of parked prompts, for prompts
-        that it does not fit beside here, would make each pool wait for the other."""
-        return self._num_parked_blocks() + record.num_blocks <= self._pool.num_blocks
-
-    def _may_park(self, record: SourceRecord) -> bool:
-        """Whether `record` may start without a grant: parked KV keeps to its share of the pool, and leaves room for the
-        largest prompt that claimed before, since its grant comes first and the parked ones wait behind it, and for
-        those that were asked for and can't claim until parked ones have left, or new ones would keep them out."""
-        unfinished = [
-            other.num_blocks
-            for other in self._records.values()
-            if other is not record
-            and (other.machine.state in _UNFINISHED or (other.machine.state is S.IDLE and other.request is not None))
-        ]
-        room = self._pool.num_blocks - max(unfinished, default=0)
-        return self._num_parked_blocks() + record.num_blocks <= min(self._max_parked, room)
+    def _add(self, key: HandoffKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
+        record = self.ledger.add(key, peer, num_tokens, deadline)
+        self.peers.open_channel(peer)
+        return record
 
     def _on_grant(self, record: SourceRecord, grant: KVGrant) -> None:
         """Checked before the first write; a grant that is not meant for this hand-off is refused and counted."""
@@ -250,17 +251,17 @@ class SourceManager(SourcePeers):
         actions = record.machine.on_grant(grant.grant_id, grant.source_epoch, grant.sink_epoch)
         if record.machine.grant_id != before:
             self._grant_check.note_use(grant.grant_id)
-            self._open_channel(record.peer)  # a sink that grants has lifted the bar of its fence
+            self.peers.open_channel(record.peer)  # a sink that grants has lifted the bar of its fence
             record.adopt(grant)
             record.resend_at = 0.0
-        self._run(record, actions)
+        self.actions.run(record, actions)
 
     def _on_resend(self, record: SourceRecord, resend: KVResend) -> None:
         if record.grant is None or not all(index < len(record.grant.block_ids) for index in resend.indices):
             self.counters.messages_dropped += 1
             return
         record.resend_indices = resend.indices
-        self._run(record, record.machine.on_resend(resend.grant_id, resend.round))
+        self.actions.run(record, record.machine.on_resend(resend.grant_id, resend.round))
 
     def _answer_stranger(self, peer_id: str, message: Message) -> None:
         """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""
@@ -269,4 +270,20 @@ class SourceManager(SourcePeers):
             drained = KVDrained(
                 request_id=message.request_id, attempt=message.attempt, source_epoch=self.info.epoch, grant_id=0
             )
-            self._outbox.append((peer_id, drained))
+            self.effects.append(Send(peer_id, drained))
+
+    def _warn_of_slow_retire(self, record: SourceRecord) -> None:
+        """The transfer thread answers every Retire: no wait of its own is without a deadline. If it hangs all the same,
+        nothing but the end of this process makes the blocks safe to reuse."""
+        waited = self.ledger.now - record.retire_asked_at
+        if waited < self._warn_s or record.was_warned:
+            return
+        record.was_warned = True
+        self.counters.retires_overdue += 1
+        logger.warning(
+            "request %s attempt %d: the transfer to %s did not come to rest in %.0f s; %d blocks stay held until then",
+            *record.key,
+            record.peer.node_id,
+            waited,
+            len(record.block_ids),
+        )

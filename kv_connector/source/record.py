@@ -11,8 +11,10 @@ from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.protocol.jobs import Finalize, HandoffKey, LayerPush, WholePush, digest_key
 from tandem.kv_connector.protocol.source_table import SourceMachine
+from tandem.kv_connector.protocol.source_table import SourceState as S
 
 NO_STEP = -1
+OVER = (S.DRAINED, S.CLOSED)
 
 
 @dataclass(eq=False, slots=True)

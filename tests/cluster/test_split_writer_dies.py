@@ -83,7 +83,7 @@ def test_a_prefill_node_dies_while_it_writes(way: str, spare: bool) -> None:
             )
             sink = decode.process.logic.sink  # type: ignore[attr-defined]
             decode.wait_until_whole()
-            assert sink.num_quarantined == 0
+            assert sink.ledger.num_quarantined == 0
             assert sink.counters.recomputes == 0, "nothing was ready when the writer died"
             if other is not None:
                 other.wait_until_whole()

@@ -12,9 +12,18 @@ from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import PeerRef, peer_id_of
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
-from tandem.kv_connector.protocol.jobs import Finalize, ReadySent, Retire, Retired, Verified
-from tandem.kv_connector.protocol.outcomes import Commit
-from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource, OpenChannel
+from tandem.kv_connector.protocol.effects import Send
+from tandem.kv_connector.protocol.jobs import (
+    Finalize,
+    ReadySent,
+    Retire,
+    Retired,
+    TransferJob,
+    TransportCommand,
+    Verified,
+)
+from tandem.kv_connector.protocol.outcomes import Commit, SourceOutcome
+from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource, OpenChannel, PeerEffect
 from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
 
 DEADLINE_S = 30.0  # shorter than a grant's lease
@@ -37,15 +46,15 @@ class Duo:
 
     def meet(self) -> None:
         self.is_cut = False
-        self.source.manager.peer_connected(self.sink.info)
-        self.sink.manager.peer_connected(self.source.info)
+        self.source.manager.peers.connected(self.sink.info)
+        self.sink.manager.peers.connected(self.source.info)
         self.exchange()
 
     def lose_each_other(self) -> None:
         """As both control planes do after `peer_lost_s` of silence."""
         self.is_cut = True
-        self.sink.manager.peer_lost("p", 1)
-        self.source.manager.peer_lost("d", 2)
+        self.sink.manager.peers.lost("p", 1)
+        self.source.manager.peers.lost("d", 2)
         self.exchange()
 
     def fence_ends(self) -> None:
@@ -117,24 +126,29 @@ class Duo:
         """Messages and outcomes until nothing moves."""
         moved = True
         while moved:
-            moved = False
+            moved, ends = False, []
             for node, me, other in ((self.source, SOURCE, self.sink), (self.sink, SINK, self.source)):
-                self._submit_jobs(node, node.manager.drain_jobs())
-                node.manager.drain_transport_commands()
-                self.effects += node.manager.drain_peer_effects()
-                for _, message in node.manager.drain_outbox():
-                    self._deliver(me, other, message)
-                    moved = True
-            self._take_outcomes()
+                for effect in node.manager.drain_effects():
+                    if isinstance(effect, Send):
+                        self._deliver(me, other, effect.message)
+                        moved = True
+                    elif isinstance(effect, TransferJob):
+                        self._submit_job(node, effect)
+                    elif isinstance(effect, PeerEffect):
+                        self.effects.append(effect)
+                    elif not isinstance(effect, TransportCommand):
+                        ends.append(effect)
+            for ended in ends:
+                self._take_outcome(ended)
         for node in (self.source, self.sink):
             node.manager.check_integrity()
             node.pool.check_integrity()
 
-    def _submit_jobs(self, node: Any, jobs: list[Any]) -> None:
+    def _submit_job(self, node: Any, job: Any) -> None:
         """A grant ends when its Retire is submitted: the transfer thread drops what is queued before it."""
-        node.jobs.extend(jobs)
-        if node is self.source:
-            node.retired |= {job.grant_id for job in jobs if isinstance(job, Retire)}
+        node.jobs.append(job)
+        if isinstance(job, Retire):
+            node.retired.add(job.grant_id)
 
     def _deliver(self, sender: str, to: Any, message: Any) -> None:
         if isinstance(message, KVGrant):
@@ -142,17 +156,16 @@ class Duo:
         if not self.is_cut and type(message) not in self.lost:
             to.manager.on_message(sender, message, self.now)
 
-    def _take_outcomes(self) -> None:
-        for ended in self.source.manager.drain_events():
+    def _take_outcome(self, ended: Any) -> None:
+        self.outcomes.append(ended)
+        if isinstance(ended, SourceOutcome):
             self.ends["source", ended.key[0]] += 1
-            self.outcomes.append(ended)
             self.source.drop(ended.key)
-        for ended in self.sink.manager.drain_events():
-            self.ends["sink", ended.request.request_id] += 1
-            self.outcomes.append(ended)
-            if isinstance(ended, Commit):
-                assert all(self.sink.bytes[block][1] for block in ended.block_ids)
-                self.sink.pool.free(list(ended.block_ids), None)
+            return
+        self.ends["sink", ended.request.request_id] += 1
+        if isinstance(ended, Commit):
+            assert all(self.sink.bytes[block][1] for block in ended.block_ids)
+            self.sink.pool.free(list(ended.block_ids), None)
 
     @property
     def committed(self) -> set[str]:

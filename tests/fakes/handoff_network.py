@@ -17,8 +17,9 @@ from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.engine.contracts.wire.parts import PeerRef, peer_id_of
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
-from tandem.kv_connector.protocol.jobs import Finalize, PushFailed, ReadySent, Retire, Retired, Verified
-from tandem.kv_connector.protocol.outcomes import Commit
+from tandem.kv_connector.protocol.effects import Send
+from tandem.kv_connector.protocol.jobs import Finalize, PushFailed, ReadySent, Retire, Retired, TransferJob, Verified
+from tandem.kv_connector.protocol.outcomes import Commit, SinkOutcome, SourceOutcome
 from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource
 from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
 
@@ -51,8 +52,8 @@ class World:
 
     def _meet(self) -> None:
         self.is_cut = False
-        self.source.manager.peer_connected(self.sink.info)
-        self.sink.manager.peer_connected(self.source.info)
+        self.source.manager.peers.connected(self.sink.info)
+        self.sink.manager.peers.connected(self.source.info)
 
     def run(self) -> None:
         for _ in range(self.random.randint(3, 6)):
@@ -137,16 +138,16 @@ class World:
         is_forgotten = self.random.random() < 0.5
         if not is_forgotten:
             when = self.now + self.random.uniform(4.0, 7.0)
-            self.lost_at.append((when, lambda: source.manager.peer_lost("d", sink.epoch)))
+            self.lost_at.append((when, lambda: source.manager.peers.lost("d", sink.epoch)))
 
         def greet_again() -> None:
             if (source, sink) == (self.source, self.sink):
                 if is_forgotten:
-                    source.manager.peer_forgot("d", sink.epoch, self.now)
+                    source.manager.peers.forgot("d", sink.epoch, self.now)
                 self._meet()
 
         for delay, happening in (
-            (5.0, lambda: sink.manager.peer_lost("p", source.epoch)),
+            (5.0, lambda: sink.manager.peers.lost("p", source.epoch)),
             (self.random.uniform(7.0, 12.0), greet_again),
         ):
             self.lost_at.append((self.now + delay, happening))
@@ -161,7 +162,7 @@ class World:
         self.lives += 1
         self.source = Prefill(2 * self.lives + 1, old.pool.num_blocks)
         sink = self.sink
-        self.lost_at.append((self.now + 5.0, lambda: sink.manager.peer_lost("p", old.epoch)))
+        self.lost_at.append((self.now + 5.0, lambda: sink.manager.peers.lost("p", old.epoch)))
         self._meet()
 
     def _crash_sink(self) -> None:
@@ -169,7 +170,7 @@ class World:
         self.due["sink"].clear()
         self.lives += 1
         self.sink = Decode(2 * self.lives, old.pool.num_blocks, self.sink_block)
-        self.lost_at.append((self.now + 5.0, lambda: source.manager.peer_lost("d", old.epoch)))
+        self.lost_at.append((self.now + 5.0, lambda: source.manager.peers.lost("d", old.epoch)))
         self._meet()
 
     def _deliver(self, entry: tuple[float, str, str, Any]) -> None:
@@ -183,18 +184,22 @@ class World:
                 self._drain()
 
     def _drain(self) -> None:
+        ends: list[Any] = []
         for node in (self.source, self.sink):
             me = peer_id_of(node.info.node_id, node.epoch)
-            for to, message in node.manager.drain_outbox():
-                self._post(me, to, message)
-            node.jobs.extend(node.manager.drain_jobs())
-            node.manager.drain_transport_commands()
-            for effect in node.manager.drain_peer_effects():
-                if isinstance(effect, FenceSource) and effect.epoch == self.source.epoch:
+            for effect in node.manager.drain_effects():
+                if isinstance(effect, Send):
+                    self._post(me, effect.peer_id, effect.message)
+                elif isinstance(effect, TransferJob):
+                    node.jobs.append(effect)
+                elif isinstance(effect, FenceSource) and effect.epoch == self.source.epoch:
                     self.unfenced.append((self.sink, effect))
                 elif isinstance(effect, FenceSource):
                     self._fence(self.sink, effect)
-        self._take_outcomes()
+                elif isinstance(effect, SourceOutcome | SinkOutcome):
+                    ends.append(effect)
+        for ended in ends:
+            self._take_outcome(ended)
         for node in (self.source, self.sink):
             node.manager.check_integrity()
             node.pool.check_integrity()
@@ -213,16 +218,16 @@ class World:
 
         self.lost_at.append((self.now + 1.0, fenced))
 
-    def _take_outcomes(self) -> None:
-        for ended in self.source.manager.drain_events():
+    def _take_outcome(self, ended: Any) -> None:
+        if isinstance(ended, SourceOutcome):
             self.ends["source", ended.key[0]] += 1
             self.source.drop(ended.key)
-        for outcome in self.sink.manager.drain_events():
-            self.ends["sink", outcome.request.request_id] += 1
-            if isinstance(outcome, Commit):
-                whole = [self.sink.bytes.get(block, (0, False))[1] for block in outcome.block_ids]
-                assert all(whole), "committed a block that was not wholly written"
-                self.sink.pool.free(list(outcome.block_ids), None)
+            return
+        self.ends["sink", ended.request.request_id] += 1
+        if isinstance(ended, Commit):
+            whole = [self.sink.bytes.get(block, (0, False))[1] for block in ended.block_ids]
+            assert all(whole), "committed a block that was not wholly written"
+            self.sink.pool.free(list(ended.block_ids), None)
 
     # --- the transfer threads -------------------------------------------------------------------------------
 
@@ -278,5 +283,5 @@ class World:
                 assert count == 1 or (count == 0 and name in self.cancelled), f"{side} of {name} ended {count} times"
         for node in (self.source, self.sink):
             assert node.pool.num_free == node.pool.num_blocks, f"{node.info.node_id} leaks blocks"
-            assert not node.manager._records, f"{node.info.node_id} keeps records"
-        assert self.sink.manager.num_quarantined == 0
+            assert not node.manager.ledger.records, f"{node.info.node_id} keeps records"
+        assert self.sink.manager.ledger.num_quarantined == 0

@@ -29,7 +29,7 @@ class Prefill:
         self.epoch, self.info = epoch, NodeInfo(node_id="p", epoch=epoch, role="prefill")
         self.pool = BlockPool(num_blocks, enable_caching=True)
         self.manager = SourceManager(self.info, KEYS, self.pool, options)
-        self.manager.whole_up_to = BLOCK * (epoch % 4)
+        self.manager.prompts.whole_up_to = BLOCK * (epoch % 4)
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.jobs: deque[Any] = deque()
@@ -38,7 +38,7 @@ class Prefill:
 
     def step(self) -> None:
         for request in list(self.waiting):
-            if self.manager.get_num_new_matched_tokens(request, 0) is None:
+            if self.manager.prompts.get_num_new_matched_tokens(request, 0) is None:
                 continue
             blocks = self.pool.allocate(-(-request.num_prompt_tokens // BLOCK))
             if blocks is None:
@@ -47,13 +47,13 @@ class Prefill:
             self.running.append(request)
             request.block_ids, request.slot = blocks, self.next_slot
             self.next_slot += 1
-            self.manager.update_state_after_alloc(request, blocks, 0)
+            self.manager.prompts.update_state_after_alloc(request, blocks, 0)
 
     def compute(self, request: Request) -> None:
         self.running.remove(request)
         self.step_id += 1
         row = SimpleNamespace(slot=request.slot, start=0, num_tokens=request.num_prompt_tokens)
-        meta = self.manager.build_connector_meta(SimpleNamespace(step_id=self.step_id, rows=(row,)))  # type: ignore[arg-type]
+        meta = self.manager.prompts.build_connector_meta(SimpleNamespace(step_id=self.step_id, rows=(row,)))  # type: ignore[arg-type]
         self.pool.step_launched(self.step_id)
         self.jobs.extend((*meta.whole, *meta.pushes) if meta is not None else ())
         request.first_tokens = [(0, 1, False)]
@@ -61,7 +61,7 @@ class Prefill:
         self.leave(request)
 
     def leave(self, request: Request) -> None:
-        if not self.manager.request_finished(request, request.block_ids):
+        if not self.manager.prompts.request_finished(request, request.block_ids):
             self.pool.free(request.block_ids, None)
 
     def drop(self, key: tuple[str, int]) -> None:
@@ -88,7 +88,7 @@ class Decode:
     def land(self, grant: Any, blocks: tuple[int, ...], right: bool) -> None:
         if grant.sink_epoch != self.epoch:
             return  # another life's memory
-        record = self.manager._records.get((grant.request_id, grant.attempt))
+        record = self.manager.ledger.records.get((grant.request_id, grant.attempt))
         held = record.granted if record is not None and record.grant is not None else []
         for block in blocks:
             assert block in held, "a write lands in a block that its grant no longer holds"
@@ -96,7 +96,7 @@ class Decode:
 
     def check_origin(self, source: Prefill, job: WholePush | LayerPush) -> None:
         """A push takes each token of its sink blocks from the prompt's place for it, in blocks that are held."""
-        record = source.manager._records[job.key]
+        record = source.manager.ledger.records[job.key]
         slots = job.first_slots or (0,) * len(job.num_valid)
         made = self.block_sizes.parts(job.source_block_ids, slots, job.num_valid)
         for block, parts in zip(job.destination_block_ids, made, strict=True):
@@ -107,7 +107,7 @@ class Decode:
                 assert place == token + part.sink_slot, "a token goes to another's place"
 
     def check_order(self) -> None:
-        line = list(self.manager._queue)
+        line = list(self.manager.line._queue)
         common = [record for record in self.line if record in line]
         assert line[: len(common)] == common, "claims changed their order"
         self.line = line

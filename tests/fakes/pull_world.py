@@ -18,10 +18,11 @@ from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptio
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
-from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVPull, KVReady, KVRelease  # fmt: skip
+from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease  # fmt: skip
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, PrefixHint, peer_id_of  # fmt: skip
 from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import (
     CloseGrant,
     Finalize,
@@ -29,10 +30,11 @@ from tandem.kv_connector.protocol.jobs import (
     ReadySent,
     Retire,
     Retired,
+    TransferJob,
     Verified,
     Verify,
 )
-from tandem.kv_connector.protocol.outcomes import Fetched, NotFetched
+from tandem.kv_connector.protocol.outcomes import Fetched, NotFetched, SourceOutcome
 from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource
 from tandem.kv_connector.pulls.puller import Puller
 from tandem.kv_connector.pulls.server import PullServer
@@ -168,10 +170,10 @@ class PullWorld:
         self.post = [letter for letter in self.post if {letter[0], letter[1]} != {one, other}]
         for me, peer in ((one, other), (other, one)):
             if forgets and me is one:
-                me.source.peer_forgot(peer.info.node_id, peer.info.epoch, self.now)
+                me.source.peers.forgot(peer.info.node_id, peer.info.epoch, self.now)
             else:
-                me.source.peer_lost(peer.info.node_id, peer.info.epoch)
-            me.sink.peer_lost(peer.info.node_id, peer.info.epoch)
+                me.source.peers.lost(peer.info.node_id, peer.info.epoch)
+            me.sink.peers.lost(peer.info.node_id, peer.info.epoch)
             me.holder.peer_lost(peer.peer_id)
             self._settle()
             me.asker.peer_lost(peer.info.node_id, peer.info.epoch)
@@ -202,15 +204,15 @@ class PullWorld:
         for node in self.nodes:
             assert not node.waiting, "a request never started"
             assert node.pool.num_free == node.pool.num_blocks, f"{node.info.node_id} leaks blocks"
-            assert node.source.is_idle
-            assert node.sink.is_idle
+            assert node.source.ledger.is_idle
+            assert node.sink.ledger.is_idle
             assert node.holder.is_idle
 
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _greet(self, me: PullNode, peer: PullNode) -> None:
-        me.sink.peer_connected(peer.info)
-        me.source.peer_connected(peer.info)
+        me.sink.peers.connected(peer.info)
+        me.source.peers.connected(peer.info)
         me.asker.peer_connected(peer.info)
         self._settle()
 
@@ -227,7 +229,7 @@ class PullWorld:
             self.post.append((node, sink, ready))
             node.source.on_transfer_event(ReadySent(job.key, grant.grant_id, ready), self.now)
         elif self.one_sided or grant.grant_id in sink.open:
-            record = sink.sink._records[grant.request_id, grant.attempt]
+            record = sink.sink.ledger.records[grant.request_id, grant.attempt]
             for source, destination in zip(job.source_block_ids, job.destination_block_ids, strict=True):
                 assert node.pool.ref_count(source) > 0, "a push reads a block that was freed"
                 assert destination in record.granted, "a write lands in a block that its grant no longer holds"
@@ -236,31 +238,39 @@ class PullWorld:
     def _settle(self) -> None:
         """What the managers want done, but for what takes time."""
         for node in self.nodes:
-            for outcome in node.source.drain_events():
-                assert node.holder.on_outcome(outcome), "a hand-off that was no pull"
-            for ended in node.sink.drain_events():
-                assert isinstance(ended, Fetched | NotFetched)
-                node.asker.on_outcome(ended)
-            for effect in [*node.source.drain_peer_effects(), *node.sink.drain_peer_effects()]:
-                if isinstance(effect, FenceSource) and not self.one_sided:
-                    source = next(each for each in self.nodes if each.info.node_id == effect.node_id)
-                    source.jobs = deque(job for job in source.jobs if _lands_elsewhere(job, node))
-                    node.sink.on_transfer_event(Fenced(effect.node_id, effect.epoch), self.now)
-            for command in node.sink.drain_transport_commands():
-                if isinstance(command, OpenGrant):
-                    node.open.add(command.grant.grant_id)
-                else:
-                    assert isinstance(command, CloseGrant)
-                    node.open.discard(command.grant_id)
-            jobs = [*node.source.drain_jobs(), *node.sink.drain_jobs()]
-            node.retired |= {job.grant_id for job in jobs if isinstance(job, Retire)}
-            node.jobs.extend(jobs)
+            while effects := [*node.source.drain_effects(), *node.sink.drain_effects()]:
+                for effect in effects:
+                    self._carry_out(node, effect)
             node.asker.drain_connects()
-            for part in (node.source, node.sink, node.asker, node.holder):
-                for peer_id, message in part.drain_outbox():  # type: ignore[attr-defined]
-                    to = next(each for each in self.nodes if each.peer_id == peer_id)
-                    self.post.append((node, to, message))
+            for peer_id, message in node.asker.drain_outbox() + node.holder.drain_outbox():
+                self._send(node, peer_id, message)
             node.check()
+
+    def _carry_out(self, node: PullNode, effect: Any) -> None:
+        if isinstance(effect, Send):
+            if isinstance(effect.message, KVGrant):
+                assert effect.message.grant_id in node.open, "a source hears of a grant that is not open"
+            self._send(node, effect.peer_id, effect.message)
+        elif isinstance(effect, Fetched | NotFetched):
+            node.asker.on_outcome(effect)
+        elif isinstance(effect, SourceOutcome):
+            assert node.holder.on_outcome(effect), "a hand-off that was no pull"
+        elif isinstance(effect, FenceSource) and not self.one_sided:
+            source = next(each for each in self.nodes if each.info.node_id == effect.node_id)
+            source.jobs = deque(job for job in source.jobs if _lands_elsewhere(job, node))
+            node.sink.on_transfer_event(Fenced(effect.node_id, effect.epoch), self.now)
+        elif isinstance(effect, OpenGrant):
+            node.open.add(effect.grant.grant_id)
+        elif isinstance(effect, CloseGrant):
+            node.open.discard(effect.grant_id)
+        elif isinstance(effect, TransferJob):
+            node.jobs.append(effect)
+            if isinstance(effect, Retire):
+                node.retired.add(effect.grant_id)
+
+    def _send(self, node: PullNode, peer_id: str, message: Any) -> None:
+        to = next(each for each in self.nodes if each.peer_id == peer_id)
+        self.post.append((node, to, message))
 
 
 def _lands_elsewhere(job: Any, sink: PullNode) -> bool:

@@ -22,6 +22,7 @@ from tandem.kv_connector.sink.manager import SinkManager
 from tandem.node.control.events import Received
 from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import RequestBook
+from tests.fakes.handoff_effects import take_messages
 
 SOURCE, BLOCK, VOCAB = peer_id_of("p", 7), 4, 100
 
@@ -47,7 +48,7 @@ def claim(sink: SinkManager, num_tokens: int) -> KVGrant:
     )
     sink.on_message(SOURCE, message, 1.0)
     sink.on_tick(1.0)
-    (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    (grant,) = [sent for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
     return grant
 
 
@@ -96,8 +97,8 @@ def says_ready(sink: SinkManager, grant: KVGrant, **fields: object) -> bool:
         source_epoch=7, sink_epoch=9, digests=bytes(8 * len(grant.block_ids)), **fields,
     )  # fmt: skip
     sink.on_message(SOURCE, ready, 2.0)
-    assert sink.counters.foreign_messages == (not sink.num_verifying)
-    return bool(sink.num_verifying)
+    assert sink.counters.foreign_messages == (not sink.actions.num_verifying)
+    return bool(sink.actions.num_verifying)
 
 
 def test_counts_and_durations_are_bounded_where_they_are_decoded():
@@ -112,7 +113,7 @@ def test_counts_and_durations_are_bounded_where_they_are_decoded():
 def test_a_pull_cannot_take_the_name_of_a_hand_off():
     node = PullNode("h", 14)
     peer = msgspec.structs.replace(node.info, node_id="a", epoch=5)
-    node.source.peer_connected(peer)
+    node.source.peers.connected(peer)
     node.source.expect("r", 0, PeerRef("d", 3, ""), 20, 60.0)
     pull = KVPull(
         request_id="r", attempt=0, source_epoch=node.info.epoch, sink_epoch=5, first_block=0,

@@ -6,7 +6,6 @@ Each test brings one side into a state by the real managers, then nothing is hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -16,8 +15,8 @@ from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.outcomes import HandoffFailed
 from tandem.kv_connector.protocol.sink_table import SinkState as K
 from tandem.kv_connector.protocol.source_table import SourceState as P
-from tandem.kv_connector.sink import manager as sink
-from tandem.kv_connector.sink import peers
+from tandem.kv_connector.sink import ledger as sink_ledger
+from tandem.kv_connector.sink import record
 from tandem.kv_connector.source import manager as source
 from tests.fakes.handoff_duo import DEADLINE_S, SOURCE, Duo, ready_of
 
@@ -44,7 +43,7 @@ def idle(duo: Duo) -> None:
 
 def claiming(duo: Duo) -> None:
     duo.is_cut = True
-    duo.source.manager._max_parked = 0
+    duo.source.manager.prompts._max_parked = 0
     idle(duo)
     duo.schedule()
 
@@ -90,13 +89,13 @@ def drained(duo: Duo) -> None:
 
 def retiring(duo: Duo) -> None:
     finalizing(duo)
-    duo.source.manager.peer_lost("d", 2)
+    duo.source.manager.peers.lost("d", 2)
     duo.exchange()
 
 
 def closed(duo: Duo) -> None:
     idle(duo)
-    duo.source.manager.peer_lost("d", 2)
+    duo.source.manager.peers.lost("d", 2)
     duo.exchange()
 
 
@@ -130,7 +129,7 @@ def test_the_deadline_ends_each_state_of_a_source(state: P) -> None:
     SOURCE_STATES[state](duo)
     duo.is_cut = True
     manager = duo.source.manager
-    machine = manager._records[KEY].machine
+    machine = manager.ledger.records[KEY].machine
     assert machine.state is state
     ended = state in SOURCE_ENDED
     duo.tick(START_S + DEADLINE_S - duo.now - 0.1)
@@ -148,10 +147,10 @@ def test_the_deadline_ends_each_state_of_a_source(state: P) -> None:
     duo.transfer()
     duo.tick(0.1)
     assert duo.source.pool.num_free == duo.source.pool.num_blocks
-    assert manager.is_idle
+    assert manager.ledger.is_idle
     duo.tick(source.TOMBSTONE_S + 1.0)
     duo.tick(source.TOMBSTONE_S + 1.0)  # a DRAINED that was never acknowledged closes first
-    assert not manager._records
+    assert not manager.ledger.records
     assert duo.ends["source", "r"] == 1
 
 
@@ -241,8 +240,8 @@ HELD_FROM_DEADLINE = {K.GRANTED, K.VERIFYING, K.RESENDING} | AWAIT_PROOF
 
 def test_the_states_of_the_sink_without_a_deadline_are_those_named_here() -> None:
     assert set(SINK_STATES) == set(K)
-    assert set(peers.UNTIL_SAFE) == AWAIT_PROOF
-    assert set(peers.OVER) == {K.UNKNOWN, K.REJECTED} | SINK_ENDED - AWAIT_PROOF, "these go with their tombstone"
+    assert set(record.UNTIL_SAFE) == AWAIT_PROOF
+    assert set(record.OVER) == {K.UNKNOWN, K.REJECTED} | SINK_ENDED - AWAIT_PROOF, "these go with their tombstone"
 
 
 @pytest.mark.parametrize("state", K)
@@ -251,7 +250,7 @@ def test_the_deadline_ends_each_state_of_a_sink(state: K) -> None:
     others = SINK_STATES[state](duo) or []
     duo.is_cut = True
     manager = duo.sink.manager
-    machine = manager._records[KEY].machine
+    machine = manager.ledger.records[KEY].machine
     assert machine.state is state
     due = 0 if state in NEVER_SUBMITTED else 1
     deadline = START_S + (Timeouts().connect_s if state in NEVER_SUBMITTED else DEADLINE_S)
@@ -260,15 +259,15 @@ def test_the_deadline_ends_each_state_of_a_sink(state: K) -> None:
     assert machine.state is state
     duo.tick(0.1)
     assert duo.ends["sink", "r"] == due
-    assert manager.num_quarantined == (2 if state in HELD_FROM_DEADLINE else 0)
-    duo.sink.manager.peer_lost("p", 1)
+    assert manager.ledger.num_quarantined == (2 if state in HELD_FROM_DEADLINE else 0)
+    duo.sink.manager.peers.lost("p", 1)
     duo.exchange()
     duo.fence_ends()
     duo.sink.pool.free(others, None)
     assert duo.sink.pool.num_free == duo.sink.pool.num_blocks
-    assert manager.is_idle
-    duo.tick(sink.TOMBSTONE_S + 1.0)
-    assert not manager._records
+    assert manager.ledger.is_idle
+    duo.tick(sink_ledger.TOMBSTONE_S + 1.0)
+    assert not manager.ledger.records
     assert duo.ends["sink", "r"] == due
 
 
@@ -277,19 +276,19 @@ def test_a_lease_ends_a_hand_off_before_its_deadline_and_frees_nothing(state: K,
     """A source that does not get on with it in time: its blocks come back by its own word."""
     duo = Duo()
     manager, lease_s = duo.sink.manager, DEADLINE_S / 2
-    manager._options = replace(manager._options, timeouts=replace(Timeouts(), grant_lease_s=lease_s))
+    manager.line._lease_s = lease_s
     SINK_STATES[state](duo)
-    machine, granted_at = manager._records[KEY].machine, duo.now
+    machine, granted_at = manager.ledger.records[KEY].machine, duo.now
     duo.is_cut = True
     duo.tick(granted_at + lease_s - duo.now - 0.1)
     assert (machine.state, duo.ends["sink", "r"]) == (state, 0)
     duo.tick(0.2)
     assert (machine.state, duo.ends["sink", "r"]) == (K.QUARANTINED, 1)
     assert [type(each) for each in duo.outcomes] == [outcome]
-    assert manager.num_quarantined == 2
+    assert manager.ledger.num_quarantined == 2
     duo.is_cut, duo.lost = False, set()
     for _ in range(8):
         duo.turn()
-    assert manager.num_quarantined == 0
+    assert manager.ledger.num_quarantined == 0
     assert duo.sink.pool.num_free == duo.sink.pool.num_blocks
     assert duo.ends["sink", "r"] == duo.ends["source", "r"] == 1

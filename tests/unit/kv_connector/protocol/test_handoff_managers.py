@@ -14,13 +14,16 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVDrained, KVGrant, KVReady, KVRefused
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, peer_id_of
 from tandem.engine.scheduling.request import Request
-from tandem.kv_connector.protocol.jobs import Retired
 from tandem.kv_connector.protocol.sink_table import SinkState
 from tandem.kv_connector.protocol.source_table import SourceAction
-from tandem.kv_connector.sink import manager as sink_module
+from tandem.kv_connector.sink import ledger as sink_ledger
+from tandem.kv_connector.sink.line import SinkLine
 from tandem.kv_connector.sink.manager import SinkManager
-from tandem.kv_connector.source.manager import SourceManager
+from tandem.kv_connector.sink.peers import SinkPeers
+from tandem.kv_connector.source.actions import SourceActions
+from tandem.kv_connector.source.ledger import SourceLedger
 from tandem.kv_connector.source.record import SourceRecord
+from tests.fakes.handoff_effects import take_messages
 from tests.fakes.handoff_network import World
 from tests.fakes.handoff_nodes import BLOCK, Prefill
 
@@ -44,24 +47,23 @@ def free_in_quarantine(patch: pytest.MonkeyPatch) -> None:
     def hasty(self, record):
         tick(self, record)
         if record.machine.state is SinkState.QUARANTINED and record.granted:
-            self._pool.free(record.granted, None)
-            record.granted = []
+            self.ledger.free_granted(record)
 
     patch.setattr(SinkManager, "_tick", hasty)
 
 
 def last_claim_first(patch: pytest.MonkeyPatch) -> None:
-    settle = SinkManager._settle
+    settle = SinkLine.settle
 
     def unfair(self, record):
         self._queue.rotate(1)
         settle(self, record)
 
-    patch.setattr(SinkManager, "_settle", unfair)
+    patch.setattr(SinkLine, "settle", unfair)
 
 
 def fences_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SinkManager, "fenced", lambda self, node_id, epoch: None)
+    patch.setattr(SinkPeers, "fenced", lambda self, node_id, epoch: None)
 
 
 def digests_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -74,22 +76,22 @@ def digests_ignored(patch: pytest.MonkeyPatch) -> None:
 
 
 def tombstones_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sink_module, "TOMBSTONE_S", math.inf)
+    patch.setattr(sink_ledger, "TOMBSTONE_S", math.inf)
 
 
 def source_blocks_leak(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SourceManager, "_free", lambda self, record: setattr(record, "owns_blocks", False))
+    patch.setattr(SourceLedger, "free", lambda self, record: setattr(record, "owns_blocks", False))
 
 
 def drained_before_retired(patch: pytest.MonkeyPatch) -> None:
-    queue_job = SourceManager._queue_job
+    queue_job = SourceActions._queue_job
 
     def hasty(self, record, action):
         queue_job(self, record, action)
         if action is SourceAction.RETIRE:
-            self.on_transfer_event(Retired(record.key, record.machine.grant_id), self._now)
+            self.run(record, record.machine.on_retired(record.machine.grant_id))
 
-    patch.setattr(SourceManager, "_queue_job", hasty)
+    patch.setattr(SourceActions, "_queue_job", hasty)
 
 
 def blocks_of_one_size(patch: pytest.MonkeyPatch) -> None:
@@ -130,18 +132,18 @@ def test_a_message_of_another_epoch_or_an_unknown_hand_off_leaves_no_record() ->
     sink, source = world.sink.manager, world.source.manager
     drained = KVDrained(request_id="x", attempt=0, source_epoch=5, grant_id=0)
     sink.on_message(peer_id_of("p", 6), drained, 1.0)
-    assert (sink.counters.foreign_messages, len(sink._records)) == (1, 0)
+    assert (sink.counters.foreign_messages, len(sink.ledger.records)) == (1, 0)
     ready = KVReady(
         request_id="y", attempt=0, grant_id=3, grant_signature=b"", source_id="p", source_epoch=1, sink_epoch=2,
         first_tokens=(), digests=b"",
     )  # fmt: skip
     sink.on_message(peer_id_of("p", 1), ready, 1.0)
-    assert [type(sent) for _, sent in sink.drain_outbox()] == [KVRefused]
+    assert [type(sent) for _, sent in take_messages(sink)] == [KVRefused]
     sink.on_tick(100.0)
-    assert not sink._records, "a stray KVReady must not leave a record for ever"
+    assert not sink.ledger.records, "a stray KVReady must not leave a record for ever"
     source.on_message(peer_id_of("d", 2), KVRefused(request_id="x", attempt=0, reason=""), 1.0)
     assert source.counters.messages_dropped == 1
-    assert [type(sent) for _, sent in source.drain_outbox()] == [KVDrained]
+    assert [type(sent) for _, sent in take_messages(source)] == [KVDrained]
 
 
 def test_without_faults_the_two_pools_never_wait_for_each_other() -> None:
@@ -156,20 +158,20 @@ def test_without_faults_the_two_pools_never_wait_for_each_other() -> None:
 def test_parked_kv_keeps_to_its_share_and_leaves_room_for_earlier_claims() -> None:
     source = Prefill(1, 8)
     manager = source.manager
-    manager.peer_connected(NodeInfo(node_id="d", epoch=2, role="decode"))
+    manager.peers.connected(NodeInfo(node_id="d", epoch=2, role="decode"))
 
     def starts(name: str, num_blocks: int) -> bool:
         prompt = np.zeros(num_blocks * BLOCK, np.int32)
         manager.expect(name, 0, PeerRef("d", 2, ""), len(prompt), 100.0)
         request = Request(name, 0, prompt, SamplingParams(), mode="prefill")
-        if manager.get_num_new_matched_tokens(request, 0) is None:
+        if manager.prompts.get_num_new_matched_tokens(request, 0) is None:
             return False
         blocks = source.pool.allocate(num_blocks)
         assert blocks is not None
-        manager.update_state_after_alloc(request, blocks, 0)
+        manager.prompts.update_state_after_alloc(request, blocks, 0)
         return True
 
-    share = manager._max_parked
+    share = manager.prompts._max_parked
     assert 2 <= share < 7
     assert not starts("larger than the share", share + 1)
     room = min(share, 8 - (share + 1))
@@ -184,11 +186,11 @@ def test_a_forged_grant_is_refused_and_counted() -> None:
     manager = world.source.manager
     manager.expect("r", 0, PeerRef("d", 2, ""), 4, 100.0)
     request = Request("r", 0, np.zeros(4, np.int32), SamplingParams(), mode="prefill")
-    manager.get_num_new_matched_tokens(request, 0)
+    manager.prompts.get_num_new_matched_tokens(request, 0)
     forged = KVGrant(
         request_id="r", attempt=0, grant_id=1, source_id="p", source_epoch=1, sink_id="d", sink_epoch=2,
         first_block=0, block_ids=(0,), num_prompt_tokens=4, lease_s=1.0, signature=b"x" * 16,
     )  # fmt: skip
     manager.on_message(peer_id_of("d", 2), forged, 1.0)
     assert manager.counters.grants_refused == 1
-    assert manager._records["r", 0].machine.grant_id == 0
+    assert manager.ledger.records["r", 0].machine.grant_id == 0

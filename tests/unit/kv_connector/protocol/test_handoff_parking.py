@@ -6,18 +6,18 @@ import pytest
 
 from tandem.engine.contracts.wire.handoff import KVClaim
 from tandem.kv_connector.protocol.source_table import SourceState as S
-from tandem.kv_connector.source.manager import SourceManager
+from tandem.kv_connector.source.prompts import PushedPrompts
 from tests.fakes.handoff_duo import DEADLINE_S, Duo
 
 
 def state_of(duo: Duo, name: str) -> S:
-    return duo.source.manager._records[name, 0].machine.state
+    return duo.source.manager.ledger.records[name, 0].machine.state
 
 
 def overtaken() -> Duo:
     """`small` is parked and its first claim is lost; `large` fills the source's pool, and the sink's but one block."""
     duo = Duo(source_blocks=4, sink_blocks=5)
-    duo.source.manager._max_parked = 3
+    duo.source.manager.prompts._max_parked = 3
     duo.lost = {KVClaim}
     duo.submit("small", 2)
     duo.schedule()
@@ -40,7 +40,7 @@ def test_a_large_prompt_claims_when_the_parked_one_has_left() -> None:
 
 
 def test_without_the_rule_each_pool_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SourceManager, "_fits_beside_parked", lambda self, record: True)
+    monkeypatch.setattr(PushedPrompts, "_fits_beside_parked", lambda self, record: True)
     duo = overtaken()
     assert state_of(duo, "large") is S.PUSHING, "its claim came first"
     while duo.now < DEADLINE_S:
@@ -53,7 +53,7 @@ def test_many_parked_prompts_and_a_large_claim_end_on_small_pools() -> None:
     """Whatever order claims get through in."""
     for num_lost in range(6):
         duo = Duo(source_blocks=5, sink_blocks=6)
-        duo.source.manager._max_parked = 4
+        duo.source.manager.prompts._max_parked = 4
         names = ["a", "b", "large", "c", "d"]
         for index, name in enumerate(names):
             duo.lost = {KVClaim} if index < num_lost else set()

@@ -20,7 +20,7 @@ def granted(duo: Duo, name: str) -> None:
     duo.schedule()
     duo.schedule()
     duo.compute()
-    assert duo.sink.manager._records[name, 0].machine.state is SinkState.GRANTED
+    assert duo.sink.manager.ledger.records[name, 0].machine.state is SinkState.GRANTED
 
 
 def cut(duo: Duo) -> None:
@@ -35,7 +35,7 @@ def test_new_hand_offs_work_although_the_old_fence_has_not_ended() -> None:
     granted(duo, "old")
     jobs = list(duo.source.jobs)
     cut(duo)
-    assert duo.sink.manager.num_quarantined == 2
+    assert duo.sink.manager.ledger.num_quarantined == 2
     duo.meet()
     granted(duo, "new")
     for job in jobs[:-1]:
@@ -45,7 +45,7 @@ def test_new_hand_offs_work_although_the_old_fence_has_not_ended() -> None:
     assert duo.committed == {"new"}
     for _ in range(10):
         duo.turn()
-    assert duo.sink.manager.num_quarantined == 0, "the source has said that it writes no more"
+    assert duo.sink.manager.ledger.num_quarantined == 0, "the source has said that it writes no more"
     assert duo.ends == {(side, name): 1 for side in ("source", "sink") for name in ("old", "new")}
     duo.check_whole()
 
@@ -62,11 +62,11 @@ def test_old_grants_stay_refused() -> None:
     duo.meet()
     sink, source = duo.sink.manager, duo.source.manager
     sink.on_message(SOURCE, ready_of(finalize), duo.now)
-    assert sink._records["old", 0].machine.state is SinkState.QUARANTINED
-    assert sink.num_quarantined == 4
+    assert sink.ledger.records["old", 0].machine.state is SinkState.QUARANTINED
+    assert sink.ledger.num_quarantined == 4
     source.on_message(SINK, duo.grants["unheard"], duo.now)
-    assert source._records["unheard", 0].machine.grant_id == 0
-    assert source._records["unheard", 0].machine.state is SourceState.CLOSED
+    assert source.ledger.records["unheard", 0].machine.grant_id == 0
+    assert source.ledger.records["unheard", 0].machine.state is SourceState.CLOSED
     duo.exchange()
     assert duo.committed == set()
     duo.lost = set()
@@ -83,7 +83,7 @@ def test_a_late_fence_frees_what_was_lost_and_leaves_what_was_granted_since() ->
     duo.meet()
     granted(duo, "new")
     duo.fence_ends()
-    records = duo.sink.manager._records
+    records = duo.sink.manager.ledger.records
     assert records["old", 0].machine.state is SinkState.CLOSED
     assert records["new", 0].machine.state is SinkState.GRANTED
     duo.transfer()
@@ -102,9 +102,9 @@ def test_of_a_source_that_was_lost_twice_the_last_fence_counts() -> None:
     granted(duo, "second")
     cut(duo)
     duo.fence_ends()
-    assert duo.sink.manager.num_quarantined == 4, "the first fence knows nothing of the second grant"
+    assert duo.sink.manager.ledger.num_quarantined == 4, "the first fence knows nothing of the second grant"
     duo.fence_ends()
-    assert duo.sink.manager.num_quarantined == 0
+    assert duo.sink.manager.ledger.num_quarantined == 0
     duo.transfer()
     duo.check_whole()
 
@@ -155,7 +155,7 @@ def test_a_source_that_was_not_told_hears_how_its_hand_offs_ended() -> None:
     duo.transfer()
     duo.verify(matches=False)
     duo.lost = {KVDrained}
-    duo.sink.manager.peer_lost("p", 1)
+    duo.sink.manager.peers.lost("p", 1)
     assert duo.sink.manager.counters.recomputes == 1
     duo.meet()
     duo.tick(1.0)
@@ -170,7 +170,7 @@ def test_a_later_loss_does_not_change_why_a_hand_off_ended() -> None:
     for _ in range(3):
         duo.transfer()
         duo.verify(matches=False)
-    duo.sink.manager.peer_lost("p", 1)
+    duo.sink.manager.peers.lost("p", 1)
     duo.sink.manager.cancel("r", 0, duo.now)
     duo.lost = set()
     duo.meet()
@@ -187,7 +187,7 @@ def test_a_claim_of_a_lost_source_is_not_heard_before_its_greeting() -> None:
     duo.is_cut = True
     duo.submit_to_source("r")
     duo.schedule()
-    duo.sink.manager.peer_lost("p", 1)
+    duo.sink.manager.peers.lost("p", 1)
     duo.is_cut = False
     duo.submit_to_sink("s")
     duo.submit_to_source("s")
@@ -207,19 +207,19 @@ def test_what_a_sink_that_forgot_its_source_never_granted_goes_on(begun: str) ->
     """The source was silent for too long; a ticket came to the sink since, and the source's claims are not heard."""
     duo = Duo()
     duo.is_cut = True
-    duo.sink.manager.peer_lost("p", 1)
+    duo.sink.manager.peers.lost("p", 1)
     duo.submit_to_sink("r")
     duo.submit_to_source("r")
     if begun == "claimed":
-        duo.source.manager._max_parked = 0
+        duo.source.manager.prompts._max_parked = 0
     if begun != "waiting":
         duo.schedule()
     if begun == "computed":
         duo.compute()
     duo.is_cut = False
-    (again,) = duo.source.manager.peer_forgot("d", 2, duo.now)
+    (again,) = duo.source.manager.peers.forgot("d", 2, duo.now)
     assert (again.node_id, again.epoch) == ("d", 2)
-    duo.source.manager._max_parked = 64
+    duo.source.manager.prompts._max_parked = 64
     duo.meet()
     for _ in range(5):
         duo.turn()
@@ -231,8 +231,8 @@ def test_what_a_sink_that_forgot_its_source_never_granted_goes_on(begun: str) ->
 def test_what_a_sink_that_forgot_its_source_has_granted_ends() -> None:
     duo = Duo()
     granted(duo, "r")
-    duo.sink.manager.peer_lost("p", 1)
-    assert duo.source.manager.peer_forgot("d", 2, duo.now) == []
+    duo.sink.manager.peers.lost("p", 1)
+    assert duo.source.manager.peers.forgot("d", 2, duo.now) == []
     duo.meet()
     duo.tick(1.0)
     duo.transfer()

@@ -11,6 +11,7 @@ from tandem.kv_connector.protocol.jobs import digest_key
 from tandem.kv_connector.protocol.sink_table import SinkState
 from tandem.kv_connector.protocol.source_table import SourceState
 from tests.fakes.handoff_duo import SOURCE, Duo, ready_of
+from tests.fakes.handoff_effects import take_messages
 
 KEY = ("r", 0)
 
@@ -31,7 +32,7 @@ def test_a_source_hears_nobody_but_its_sink(kind: type[Message]) -> None:
     duo.lost = {KVReady}
     duo.transfer()
     manager = duo.source.manager
-    machine = manager._records[KEY].machine
+    machine = manager.ledger.records[KEY].machine
     assert machine.state is SourceState.READY
     fields = {"grant_id": machine.grant_id, "reason": "", "indices": (0,), "round": 1}
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
@@ -41,7 +42,7 @@ def test_a_source_hears_nobody_but_its_sink(kind: type[Message]) -> None:
         manager.on_message(stranger, message, duo.now)
         assert machine.state is SourceState.READY
         assert manager.counters.messages_dropped == before + 1
-        assert {to for to, _ in manager.drain_outbox()} <= {stranger}
+        assert {to for to, _ in take_messages(manager)} <= {stranger}
     duo.lost = set()
     duo.turn()
     assert duo.committed == {"r"}
@@ -54,7 +55,7 @@ def test_a_ready_that_names_another_grant_is_not_heard() -> None:
     manager = duo.sink.manager
     ready = ready_of(next(job for job in reversed(duo.source.jobs)))
     manager.on_message(SOURCE, msgspec.structs.replace(ready, grant_signature=b"another's grant.."), duo.now)
-    assert manager._records[KEY].machine.state is SinkState.GRANTED
+    assert manager.ledger.records[KEY].machine.state is SinkState.GRANTED
     assert manager.counters.foreign_messages == 1
     duo.turn()
     assert duo.committed == {"r"}
@@ -68,7 +69,7 @@ def test_what_was_committed_is_said_again_to_a_source_that_missed_it() -> None:
     assert duo.committed == {"r"}
     for _ in range(3):
         duo.tick(1.0)
-    assert duo.source.manager._records[KEY].machine.state is SourceState.READY, "it says KVReady again and again"
+    assert duo.source.manager.ledger.records[KEY].machine.state is SourceState.READY, "it says KVReady again and again"
     duo.lost = set()
     for _ in range(3):
         duo.turn(3.0)

@@ -18,12 +18,14 @@ from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kv_connector.protocol.jobs import Verified
+from tandem.kv_connector.protocol.effects import Send
+from tandem.kv_connector.protocol.jobs import Verified, Verify
 from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.line import PATIENCE_S
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import RequestBook
+from tests.fakes.handoff_effects import take, take_messages
 
 SOURCE = peer_id_of("p", 7)
 
@@ -57,7 +59,7 @@ def claim(sink: SinkManager, name: str, num_tokens: int, sink_epoch: int = 9) ->
         request_id=name, attempt=0, source_id="p", source_epoch=7, sink_epoch=sink_epoch, num_prompt_tokens=num_tokens
     )
     sink.on_message(SOURCE, message, 1.0)
-    return [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    return [sent for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
 
 
 def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
@@ -78,7 +80,7 @@ def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
     drained = KVDrained(request_id="small", attempt=0, source_epoch=7, grant_id=grant.grant_id)
     sink.on_message(SOURCE, drained, 2.0)
     sink.check_integrity()
-    (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    (grant,) = [sent for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
     assert grant.first_block > 0, "what is left of the prefix is pinned again"
     sink.cancel("cached", 0, 3.0)
     sink.on_message(SOURCE, msgspec.structs.replace(drained, request_id="cached", grant_id=grant.grant_id), 3.0)
@@ -124,9 +126,9 @@ def test_what_comes_twice_is_kept_once() -> None:
             digests=b"",
         )
         sink.on_message(SOURCE, ready, 1.0)
-        (verify,) = sink.drain_jobs()
+        (verify,) = take(sink, Verify)
         sink.on_transfer_event(Verified(verify.key, verify.grant_id, verify.round, ()), 1.0)
-        (commit,) = sink.drain_events()
+        (commit,) = take(sink, Commit)
         assert isinstance(commit, Commit)
         register(pool, list(commit.block_ids)[:4], hashes)
         committed.append(commit)
@@ -149,7 +151,7 @@ def test_headroom_is_kept_only_while_somebody_can_grow() -> None:
     assert claim(sink, "a", 36) == [], "nine blocks would leave no room for the running sequence"
     pool.free(running, None)
     sink.on_tick(2.0)
-    assert [type(m) for _, m in sink.drain_outbox()] == [KVGrant]
+    assert [type(m) for _, m in take_messages(sink)] == [KVGrant]
 
 
 def test_a_drained_is_not_believed_while_writes_may_land() -> None:
@@ -162,7 +164,7 @@ def test_a_drained_is_not_believed_while_writes_may_land() -> None:
     sink.cancel("a", 0, 2.0)
     drained = KVDrained(request_id="a", attempt=0, source_epoch=7, grant_id=grant.grant_id)
     sink.on_message(SOURCE, drained, 2.0)
-    assert sink.num_quarantined == 5
+    assert sink.ledger.num_quarantined == 5
     assert pool.num_free == 5
     unsettled.clear()
     sink.on_message(SOURCE, drained, 3.0)
@@ -179,19 +181,19 @@ def test_what_is_being_checked_is_counted_until_the_answer() -> None:
             source_id="p", source_epoch=7, sink_epoch=9, first_tokens=(), digests=b"d" * 24, round=round,
         )  # fmt: skip
         sink.on_message(SOURCE, said, 2.0)
-        return sink.num_verifying
+        return sink.actions.num_verifying
 
     def verified(grant: KVGrant, round: int, bad: tuple[int, ...]) -> int:
         sink.on_transfer_event(Verified((grant.request_id, 0), grant.grant_id, round, bad), 2.0)
-        return sink.num_verifying
+        return sink.actions.num_verifying
 
     for name in ("kept", "cancelled"):
         expect(sink, name, 10, [])
     (kept,), (cancelled,) = claim(sink, "kept", 10), claim(sink, "cancelled", 10)
-    assert sink.num_verifying == 0
+    assert sink.actions.num_verifying == 0
     assert [ready(kept), ready(cancelled), verified(kept, 0, (1,))] == [1, 2, 1]
     sink.cancel("cancelled", 0, 2.0)
-    assert sink.num_verifying == 0
+    assert sink.actions.num_verifying == 0
     assert [ready(kept, 1), verified(kept, 1, ())] == [1, 0]
     assert sink.counters.commits == 1
 
@@ -230,9 +232,10 @@ def test_what_is_held_for_a_request_of_the_node_gives_way_to_the_first_claim() -
     assert tiers.held, "who is about to start is let start"
     logic.on_tick(1.01 + PATIENCE_S)
     assert not tiers.held
-    (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    sent = [effect.message for effect in logic.drain_effects() if isinstance(effect, Send)]
+    (grant,) = [message for message in sent if isinstance(message, KVGrant)]
     assert (grant.first_block, len(grant.block_ids)) == (8, 1)
-    assert not sink.needs_way(100.0), "nobody is in line any more"
+    assert not sink.line.needs_way(100.0), "nobody is in line any more"
 
 
 def test_tickets_hits_give_way_to_a_sequence_that_grows() -> None:
@@ -256,6 +259,6 @@ def test_tickets_hits_give_way_to_a_sequence_that_grows() -> None:
     sink.check_integrity()
     pool.free([*running, *grown], None)
     sink.on_tick(2.0)
-    (grant,) = [sent for _, sent in sink.drain_outbox() if isinstance(sent, KVGrant)]
+    (grant,) = [sent for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
     assert grant.first_block >= 7, "what is left of the prefix is pinned again"
     assert grant.first_block + len(grant.block_ids) == 9

@@ -1,0 +1,149 @@
+"""A sink's records, and the blocks that each of them holds. Decides nothing and sends nothing. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.protocol.jobs import HandoffKey
+from tandem.kv_connector.protocol.sink_table import SinkMachine
+from tandem.kv_connector.protocol.sink_table import SinkState as S
+from tandem.kv_connector.sink.record import OVER, UNTIL_SAFE, SinkRecord
+
+TOMBSTONE_S = 120.0
+
+
+@dataclass
+class SinkCounters:
+    commits: int = 0
+    recomputes: int = 0
+    failures: int = 0
+    digest_mismatches: int = 0
+    foreign_messages: int = 0
+    blocks_quarantined: int = 0
+    quarantines_overdue: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return {f"sink_{name}": float(value) for name, value in vars(self).items()}
+
+
+class SinkLedger:
+    """`now` (monotonic seconds) is set by whoever brings an event.
+
+    Blocks: `hits` (pinned prefix, shared) and `granted` (to be written by the source) of each record hold one
+    reference each until the machine says COMMIT, UNPIN or FREE."""
+
+    def __init__(self, info: NodeInfo, pool: BlockPool, options: NodeOptions) -> None:
+        self.info, self.pool = info, pool
+        self.block_size = options.cache.block_size
+        self.counters = SinkCounters()
+        self.now = 0.0
+        self.records: dict[HandoffKey, SinkRecord] = {}
+        self.live: dict[HandoffKey, SinkRecord] = {}  # not the thousands that have ended; these hold no blocks
+        self._connect_s = options.timeouts.connect_s
+        self._tombstones: deque[SinkRecord] = deque()  # in the order of their ends
+
+    # --- records --------------------------------------------------------------------------------------------
+
+    def open(self, key: HandoffKey) -> SinkRecord:
+        """The record of this hand-off, a new one if there is none."""
+        record = self.records.get(key)
+        if record is None:
+            record = SinkRecord(key, SinkMachine(self.info.epoch), deadline=self.now + self._connect_s)
+            self.records[key] = self.live[key] = record
+        return record
+
+    def of_source(self, node_id: str, epoch: int) -> list[SinkRecord]:
+        source = (node_id, epoch)
+        return [each for each in self.records.values() if (each.source_id, each.machine.source_epoch) == source]
+
+    def bury(self, record: SinkRecord) -> None:
+        """Keeps a record that has ended as a tombstone."""
+        record.closed_at = record.closed_at or self.now
+        self._tombstones.append(self.live.pop(record.key))
+
+    def forget(self, record: SinkRecord) -> None:
+        del self.live[record.key], self.records[record.key]
+
+    def forget_old_tombstones(self) -> None:
+        while self._tombstones and self.now - self._tombstones[0].closed_at > TOMBSTONE_S:
+            del self.records[self._tombstones.popleft().key]
+
+    # --- blocks ---------------------------------------------------------------------------------------------
+
+    def num_blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def has_room_for(self, num_tokens: int) -> bool:
+        """Whether they would fit into an empty pool."""
+        return self.num_blocks_of(num_tokens) <= self.pool.num_blocks
+
+    def pin(self, record: SinkRecord) -> None:
+        """This node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant a
+        request pins again: others with the same prefix may have brought more of it meanwhile."""
+        request = record.request
+        if request is None or not request.use_prefix_cache:
+            return
+        last_full = (request.num_prompt_tokens - 1 - record.follows) // self.block_size
+        found = self.pool.match_prefix(request.block_hashes[: max(0, last_full)])
+        if len(found) > len(record.hits):
+            self.pool.touch(found)
+            self.unpin(record)
+            record.hits = found
+
+    def unpin(self, record: SinkRecord) -> None:
+        self.pool.free(record.hits, None)
+        record.hits = []
+
+    def pinning_tickets(self) -> list[SinkRecord]:
+        """Without a grant, oldest first: what is still cached when they get one they pin again."""
+        states = S.EXPECTING, S.QUEUED
+        return [record for record in self.live.values() if record.hits and record.machine.state in states]
+
+    def free_granted(self, record: SinkRecord, first: int = 0) -> None:
+        """Gives back what was granted from index `first` on."""
+        self.pool.free(record.granted[first:], None)
+        del record.granted[first:]
+
+    def shorten(self, record: SinkRecord, num_tokens: int) -> None:
+        """A running sequence needs what was granted up to its length at the end; its source wrote no other block."""
+        record.num_tokens, record.num_blocks = num_tokens, self.num_blocks_of(num_tokens)
+        self.free_granted(record, record.num_blocks - len(record.hits))
+
+    def take(self, record: SinkRecord) -> tuple[int, ...]:
+        """The request's blocks, out of the record's hands. What others with the same prefix brought since the grant
+        takes the place of what came again: kept once it leaves room, and decodes read it together."""
+        blocks, request = [*record.hits, *record.granted], record.request
+        record.hits, record.granted = [], []
+        if request is None or not request.use_prefix_cache:
+            return tuple(blocks)
+        known = self.pool.match_prefix(request.block_hashes[: record.num_tokens // self.block_size])
+        twice = [index for index, block_id in enumerate(known) if block_id != blocks[index]]
+        self.pool.touch(known[index] for index in twice)
+        self.pool.free([blocks[index] for index in twice], None)
+        for index in twice:
+            blocks[index] = known[index]
+        return tuple(blocks)
+
+    # --- out ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """No hand-off is under way; quarantined blocks die with this process."""
+        return all(r.machine.state in (*OVER, *UNTIL_SAFE) for r in self.live.values())
+
+    @property
+    def num_quarantined(self) -> int:
+        return sum(len(r.granted) for r in self.live.values() if r.machine.state is S.QUARANTINED)
+
+    def check_integrity(self) -> None:
+        assert len(self.records) == len(self.live) + len(self._tombstones)
+        for record in self.records.values():
+            state = record.machine.state
+            assert state not in OVER or not (record.hits or record.granted), f"{record.key} is over and holds blocks"
+            assert state is not S.QUARANTINED or not record.hits, f"{record.key} is over and pins hits"
+            for block_id in (*record.hits, *record.granted):
+                assert self.pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"

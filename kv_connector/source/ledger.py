@@ -1,0 +1,78 @@
+"""A source's records, and the blocks that each of them holds. Decides nothing and sends nothing. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
+from tandem.kv_connector.layouts.plan import BlockSizes
+from tandem.kv_connector.protocol.jobs import HandoffKey
+from tandem.kv_connector.protocol.source_table import SourceMachine
+from tandem.kv_connector.source.record import NO_STEP, OVER, SourceRecord
+
+
+@dataclass
+class SourceCounters:
+    handoffs_completed: int = 0
+    handoffs_failed: int = 0
+    grants_refused: int = 0
+    messages_dropped: int = 0  # of no live hand-off, or of a kind that sources don't hear
+    events_dropped: int = 0  # stale or of no live hand-off, whoever they came from
+    verbs_resent: int = 0
+    retires_overdue: int = 0
+
+    def as_dict(self) -> dict[str, float]:
+        return {f"source_{name}": float(value) for name, value in vars(self).items()}
+
+
+class SourceLedger:
+    """`now` (monotonic seconds) is set by whoever brings an event."""
+
+    def __init__(self, info: NodeInfo, pool: BlockPool, options: NodeOptions) -> None:
+        self.info, self.pool = info, pool
+        self.block_size = options.cache.block_size
+        self.counters = SourceCounters()
+        self.now = 0.0
+        self.records: dict[HandoffKey, SourceRecord] = {}
+
+    def add(self, key: HandoffKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
+        assert key not in self.records, "each hand-off is begun once"
+        record = self.records[key] = SourceRecord(
+            key=key,
+            peer=peer,
+            num_prompt_tokens=num_tokens,
+            num_blocks=-(-num_tokens // self.block_size),
+            block_sizes=BlockSizes(self.block_size, self.block_size),
+            deadline=deadline,
+            machine=SourceMachine(self.info.epoch, peer.epoch),
+        )
+        return record
+
+    def of_sink(self, node_id: str, epoch: int) -> list[SourceRecord]:
+        return [each for each in self.records.values() if (each.peer.node_id, each.peer.epoch) == (node_id, epoch)]
+
+    def hold(self, record: SourceRecord, block_ids: Sequence[int]) -> None:
+        """A reference to each, besides the scheduler's."""
+        num_held = len(record.block_ids)
+        assert list(block_ids[:num_held]) == record.block_ids, "a running sequence's blocks stay where they are"
+        self.pool.touch(block_ids[num_held:])
+        record.block_ids, record.owns_blocks = list(block_ids), True
+
+    def free(self, record: SourceRecord) -> None:
+        if record.owns_blocks:
+            self.pool.free(record.block_ids, record.last_step if record.last_step != NO_STEP else None)
+            record.block_ids, record.owns_blocks = [], False
+
+    @property
+    def is_idle(self) -> bool:
+        return all(record.machine.state in OVER for record in self.records.values())
+
+    def check_integrity(self) -> None:
+        for record in self.records.values():
+            if record.owns_blocks:
+                assert record.machine.state not in OVER, f"{record.key} is over and holds blocks"
+                for block_id in record.block_ids:
+                    assert self.pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"

@@ -1,0 +1,120 @@
+"""Prompts that are pushed while they are computed: when they claim, which may start without a grant, what each step
+pushes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.engine.contracts.wire.parts import FirstToken
+from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.kv_connector.protocol import outcomes
+from tandem.kv_connector.protocol.jobs import SourceStepMeta
+from tandem.kv_connector.protocol.source_table import SourceEvent as E
+from tandem.kv_connector.protocol.source_table import SourceState as S
+from tandem.kv_connector.source.actions import SourceActions
+from tandem.kv_connector.source.ledger import SourceLedger
+from tandem.kv_connector.source.peers import SourcePeers
+from tandem.kv_connector.source.record import OVER, SourceRecord
+
+_PARKED = (S.PARKED, S.PARKED_DONE)
+_UNFINISHED = (S.CLAIMING, S.PUSHING)
+_AWAITS_GRANT = (S.CLAIMING, S.PARKED)
+
+
+class PushedPrompts:
+    """Implements KVConnectorScheduler (engine/scheduling/ports.py). `max_parked`: blocks of prompts without a grant."""
+
+    def __init__(self, ledger: SourceLedger, actions: SourceActions, peers: SourcePeers, max_parked: int) -> None:
+        self._ledger, self._actions, self._peers = ledger, actions, peers
+        self._max_parked = max_parked
+        # Rows of up to so many tokens are pushed whole behind their step, which may then be a graph's: launching it and
+        # its pushes layer by layer takes the host longer than these bytes take.
+        self.whole_up_to = 0
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        record = self._ledger.records.get(request.key)
+        if record is None or not self._peers.knows(record.peer):
+            return None
+        record.request = request
+        if record.machine.state is S.IDLE and self._fits_beside_parked(record):
+            self._peers.note_block_sizes(record)
+            self._actions.run(record, record.machine.on(E.CLAIM))
+        state = record.machine.state
+        if state is S.CLAIMING:
+            return 0 if self._may_park(record) else None
+        return 0 if state in (S.PARKED, S.PUSHING) else None
+
+    def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        record = self._ledger.records[request.key]
+        first = not record.block_ids
+        record.blocks_allocated(block_ids, request.num_computed_tokens)
+        if first:
+            self._actions.run(record, record.machine.on(E.START))
+
+    def build_connector_meta(self, output: SchedulerOutput) -> SourceStepMeta | None:
+        by_slot = {
+            record.request.slot: record
+            for record in self._ledger.records.values()
+            if record.request is not None and record.request.slot >= 0 and record.block_ids
+        }
+        pushes, whole, awaits_grant, by_layer = [], [], False, False
+        for row in output.rows:
+            record = by_slot.get(row.slot)
+            if record is None:
+                continue
+            pushing = record.machine.state is S.PUSHING
+            awaits_grant |= record.machine.state in _AWAITS_GRANT
+            before = record.take_whole_push(row.start, record.last_step) if pushing else None
+            whole += [before] if before is not None else []
+            record.step_built(output.step_id, row.start + row.num_tokens)
+            is_small = row.num_tokens <= self.whole_up_to
+            by_layer |= not is_small
+            if pushing and is_small:
+                behind = record.take_whole_push(record.num_computed_tokens, output.step_id)
+                whole += [behind] if behind is not None else []
+            elif pushing:
+                now = record.take_layer_push()
+                pushes += [now] if now is not None else []
+        if not pushes and not whole and not awaits_grant:
+            return None
+        return SourceStepMeta(output.step_id, tuple(pushes), tuple(whole), by_layer)
+
+    def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
+        record = self._ledger.records.get(request.key)
+        if record is None or record.machine.state in OVER:
+            return False
+        record.request = None
+        record.block_ids, record.owns_blocks = list(block_ids), True
+        if len(request.first_tokens) < len(request.sample_indices):  # aborted or failed
+            record.reason = record.reason or outcomes.CANCELLED
+            self._actions.run(record, record.machine.on(E.CANCEL))
+        else:
+            record.first_tokens = tuple(FirstToken(*token) for token in request.first_tokens)
+            ended = all(token.finished for token in record.first_tokens)
+            record.reason = outcomes.FINISHED if ended else ""
+            self._actions.run(record, record.machine.on(E.ALL_FINISHED if ended else E.COMPUTED))
+        return True
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _num_parked_blocks(self) -> int:
+        return sum(record.num_blocks for record in self._ledger.records.values() if record.machine.state in _PARKED)
+
+    def _fits_beside_parked(self, record: SourceRecord) -> bool:
+        """Whether `record` may claim. A claim that got the sink's blocks before those of parked prompts, for prompts
+        that it does not fit beside here, would make each pool wait for the other."""
+        return self._num_parked_blocks() + record.num_blocks <= self._ledger.pool.num_blocks
+
+    def _may_park(self, record: SourceRecord) -> bool:
+        """Whether `record` may start without a grant: parked KV keeps to its share of the pool, and leaves room for the
+        largest prompt that claimed before, since its grant comes first and the parked ones wait behind it, and for
+        those that were asked for and can't claim until parked ones have left, or new ones would keep them out."""
+        unfinished = [
+            other.num_blocks
+            for other in self._ledger.records.values()
+            if other is not record
+            and (other.machine.state in _UNFINISHED or (other.machine.state is S.IDLE and other.request is not None))
+        ]
+        room = self._ledger.pool.num_blocks - max(unfinished, default=0)
+        return self._num_parked_blocks() + record.num_blocks <= min(self._max_parked, room)
