@@ -19,7 +19,7 @@ from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol.effects import Send
-from tandem.kv_connector.protocol.jobs import Verified, Verify
+from tandem.kv_connector.protocol.jobs import CloseGrant, OpenGrant, Verified, Verify
 from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.line import PATIENCE_S
 from tandem.kv_connector.sink.manager import SinkManager
@@ -85,6 +85,29 @@ def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
     sink.cancel("cached", 0, 3.0)
     sink.on_message(SOURCE, msgspec.structs.replace(drained, request_id="cached", grant_id=grant.grant_id), 3.0)
     assert pool.num_free == 10
+
+
+def test_effects_stand_in_the_order_in_which_they_must_be_done() -> None:
+    """In one turn: blocks whose grant ended are closed to its source before they are granted to another, who hears of
+    it when they are open."""
+    sink = sink_of(BlockPool(10, enable_caching=True))
+    for name in ("first", "second"):
+        expect(sink, name, 33, [])
+    (grant,) = claim(sink, "first", 33)
+    assert claim(sink, "second", 33) == []
+    sink.drain_effects()
+    sink.on_message(
+        SOURCE, KVDrained(request_id="first", attempt=0, source_epoch=7, grant_id=grant.grant_id), 2.0
+    )  # fmt: skip
+    effects = [each.message if isinstance(each, Send) else each for each in sink.drain_effects()]
+    close, opened, sent = (
+        next(index for index, each in enumerate(effects) if isinstance(each, kind))
+        for kind in (CloseGrant, OpenGrant, KVGrant)
+    )
+    assert close < opened < sent
+    assert effects[close].grant_id == grant.grant_id
+    assert effects[opened].grant is effects[sent]
+    assert set(effects[sent].block_ids) & set(grant.block_ids)
 
 
 def test_what_came_after_the_ticket_is_not_granted_again() -> None:
