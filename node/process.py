@@ -29,7 +29,7 @@ from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.engine.contracts.wire.parts import NodeInfo, peer_id_of
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
-from tandem.engine.process.watched import end_with_any_thread
+from tandem.engine.process.watched import end_process, end_with_any_thread
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_measure import measure_step_times
@@ -172,8 +172,10 @@ class NodeProcess:
             torch.cuda.set_device(self.loaded.device)  # the current device belongs to a thread
         try:
             self.loop.run()
-        except Exception:
+        except Exception as error:
             logger.exception("the engine failed; this node's epoch ends")
+            if self.ranks is not None:
+                end_process(error)  # at once: their devices may wait for a part of a step that never comes
             self._close()
             return 1
         self._close()

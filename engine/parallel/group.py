@@ -7,7 +7,6 @@ size, V vocabulary, R ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tandem.engine.parallel.collectives import Collective
 from tandem.engine.parallel.peer_memory import RankMemory, open_mail, share
 from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.products.all_reduce import Mail, MailLayout, argmax_of_shards, sum_add_rms_norm
@@ -41,16 +39,11 @@ class TensorParallel:
     all through gloo. Each way gives every rank the same bits.
     """
 
-    def __init__(
-        self, shard: Shard, device: torch.device, hidden_size: int = 0, dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, shard: Shard, device: torch.device) -> None:
         self.shard = shard
         self.device = device
-        self.num_collectives = 0  # launched by this rank's host; those of replayed graphs don't count
         self.ends_steps_together = False  # a step that rank 0 has done is done on all ranks: others may use its KV
         self._mail: Mail | None = None
-        self._hidden_size = hidden_size
-        self._dtype = dtype
         self._nothing_1E: torch.Tensor | None = None  # what is summed only to know that all ranks have come so far
 
     @classmethod
@@ -70,7 +63,7 @@ class TensorParallel:
             "nccl" if on_gpu else "gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=timeout,
             device_id=device if on_gpu else None,
         )  # fmt: skip
-        group = cls(shard, device, hidden_size, dtype)
+        group = cls(shard, device)
         if on_gpu:
             layout = MailLayout(shard.size, max_rows, hidden_size, dtype)
             group._mail = open_mail(shard, device, group._gathered, layout)
@@ -95,21 +88,16 @@ class TensorParallel:
     ) -> torch.Tensor:
         """residual += sum of the ranks' x, in place; the new residual normalised. `x_NE` is overwritten."""
         if self._mail is not None and (way := self._mail.way(x_NE)) is not None:
-            normed_NE = sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps, way)
-            self.num_collectives += 1
-            return normed_NE
+            return sum_add_rms_norm(self._mail, x_NE, residual_NE, weight_E, eps, way)
         if x_NE.shape[0]:
             dist.all_reduce(x_NE)
-        self.num_collectives += 1
         return add_rms_norm(x_NE, residual_NE, weight_E, eps)
 
     def argmax(self, logits_NV: torch.Tensor) -> torch.Tensor:
         """int64 [N]: the most likely token of the whole vocabulary, the lowest id of equals."""
         num_rows, shard_size = logits_NV.shape
         if self._mail is not None and num_rows <= self._mail.layout.max_rows:
-            token_N = argmax_of_shards(self._mail, logits_NV)
-            self.num_collectives += 1
-            return token_N
+            return argmax_of_shards(self._mail, logits_NV)
         own_N = argmax_tokens(logits_NV)
         peak_N = logits_NV.gather(1, own_N[:, None])[:, 0]
         own = torch.stack((peak_N.double(), (own_N + self.shard.rank * shard_size).double()))
@@ -123,22 +111,7 @@ class TensorParallel:
     def from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's content, in place."""
         dist.broadcast(tensor, src=0)
-        self.num_collectives += 1
         return tensor
-
-    def take_part(self, collectives: Iterable[Collective], vocab_size: int) -> None:
-        """These, with nothing to contribute: the other ranks get on, and what they compute is void. `vocab_size`: of
-        the model. Raises OutOfMemoryError in between if there is no memory for as much as that."""
-        for kind, num_rows in collectives:
-            if kind == "sum":
-                nothing_NE = torch.zeros((num_rows, self._hidden_size), dtype=self._dtype, device=self.device)
-                self.sum_add_rms_norm(nothing_NE, nothing_NE, nothing_NE.new_zeros(self._hidden_size), 1.0)
-            elif kind == "from_rank_0":
-                self.from_rank_0(torch.zeros(num_rows, dtype=torch.int64, device=self.device))
-            else:
-                shape = (num_rows, vocab_size // self.shard.size)
-                logits_NV = torch.zeros(shape, dtype=self._dtype, device=self.device)
-                _ = self.argmax(logits_NV) if kind == "argmax" else self.gather_logits(logits_NV)
 
     def end_step(self, num_sampled: int) -> None:
         """Where steps end together: what follows on rank 0 follows every rank's part of the step, on its device. What
@@ -166,5 +139,4 @@ class TensorParallel:
         """[R, *shape], in the order of ranks."""
         out = tensor.new_empty((self.shard.size, *tensor.shape))
         _all_gather(out.flatten(0, 1), tensor.contiguous())
-        self.num_collectives += 1
         return out

@@ -177,13 +177,6 @@ class BatchState:
         firsts = range(0, num_entries, PROMPT_LOGPROB_ROWS)
         return [(first, min(PROMPT_LOGPROB_ROWS, num_entries - first)) for first in firsts]
 
-    def are_greedy(self, samples: Sequence[SampleRow]) -> bool:
-        """What `SamplingBatch.is_greedy` will be, without anything on the device."""
-        slots, output_indices = np.array([(s.slot, s.output_index) for s in samples], np.int64).T
-        rows = self.settings[slots]
-        asks = (rows["temperature"] > 0) | rows["penalised"] | (rows["num_logprobs"] >= 0)
-        return not asks.any() and not self._edits(slots, rows, output_indices)[0].size
-
     def sampling_batch(self, samples: Sequence[SampleRow]) -> tuple[SamplingBatch, torch.Tensor, torch.Tensor]:
         """(settings of the rows, slot_N, position_N), sent in one copy."""
         columns = np.array([(s.slot, s.position, s.sample_index, s.output_index) for s in samples], np.int64).T

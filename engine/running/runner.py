@@ -9,21 +9,18 @@ Shape legend: T tokens of a step, R rows, N sampled rows, H hidden size, V vocab
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from tandem.engine.contracts.config import SchedulerOptions
-from tandem.engine.parallel.collectives import Collective
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.running.prompt_logprobs import prompt_logprobs
 from tandem.engine.running.runner_needs import Followers, Model
 from tandem.engine.running.sampler import Logprobs, SamplingBatch, sample
-from tandem.engine.running.short_of_memory import collectives_of, collectives_of_sampling, go_along
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.running.step_pieces import StepPiece, split_step
 from tandem.engine.running.step_result import NO_MEMORY, HostLogprobs, LaunchedStep, to_host
@@ -52,11 +49,9 @@ class ModelRunner:
         eos_token_ids: Sequence[int],
         worker_connector: KVConnectorWorker | None = None,
         followers: Followers | None = None,
-        report_failed: Callable[[int], None] | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
-        `followers` are told of everything that is run here, before it is; a rank that is one tells by `report_failed`
-        which step it can't compute."""
+        `followers` are told of everything that is run here, before it is."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -64,7 +59,6 @@ class ModelRunner:
         self.device = pool.device
         self._connector = worker_connector
         self._followers = followers
-        self._report_failed = report_failed
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -84,7 +78,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> LaunchedStep:
-        """Launches one step, in the order of effect that `SchedulerOutput` states."""
+        """Launches one step, in the order of effect that `SchedulerOutput` states. Raises OutOfMemoryError in a group,
+        where the process must end then: the other ranks compute the step as one, and wait for this one's part."""
         if self._followers is not None:
             self._followers.announce("step", output)
         self.state.apply(output.new_slots, output.block_appends)
@@ -92,8 +87,6 @@ class ModelRunner:
             copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
             copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
         step = LaunchedStep(output.step_id)
-        if self._followers is not None:
-            step.failed_elsewhere = partial(self._failed_elsewhere, output.step_id)
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta)
@@ -125,59 +118,38 @@ class ModelRunner:
             graphs.batch.store(token_N)
             step.token_ids = to_host(token_N)
             return True
-        group = self.model.group
-        before = 0 if group is None else group.num_collectives
         try:
             self._sample(output.samples, logits_NV, step)
-            return True
         except torch.OutOfMemoryError as error:
             self._on_out_of_memory(output.num_tokens, error)
-        if group is None:
             return False
-        self._go_along(output, step, collectives_of_sampling(output, self.state)[group.num_collectives - before :])
         return True
 
     def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Any mix of rows, layer by layer. Without the memory for all at once: in ever smaller pieces; what has run
-        already is run again, to the same effect. If even the smallest do not fit, or other ranks compute the step as
-        one, its requests fail."""
+        already is run again, to the same effect. If even the smallest do not fit, its requests fail."""
         pieces = split_step(output, output.num_tokens)
-        group = self.model.group
         while True:
-            before = 0 if group is None else group.num_collectives
             try:
                 self._compute_pieces(pieces, output, step)
                 break
             except torch.OutOfMemoryError as error:
                 largest = max(piece.num_tokens for piece in pieces)
                 self._on_out_of_memory(largest, error)
-            if group is not None:
-                owed = collectives_of(output, len(self.model.attention_layers), self.state)
-                self._go_along(output, step, owed[group.num_collectives - before :])
-                break
             if largest <= SMALLEST_PIECE:
                 step.fail(NO_MEMORY)
                 break
             pieces = split_step(output, largest // 2)
-        if group is not None:
-            group.end_step(len(output.samples))
+        if self.model.group is not None:
+            self.model.group.end_step(len(output.samples))
 
     def _on_out_of_memory(self, num_tokens: int, error: torch.OutOfMemoryError) -> None:
+        if self.model.group is not None:
+            raise error
         logger.warning("%d tokens at once ran out of memory: %s", num_tokens, error)
         self.counters["steps_out_of_memory"] += 1
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _go_along(self, output: SchedulerOutput, step: LaunchedStep, rest: Sequence[Collective]) -> None:
-        assert self.model.group is not None
-        step.fail(NO_MEMORY)
-        go_along(self.model.group, self.state, output, rest, self._report_failed)
-
-    def _failed_elsewhere(self, step_id: int) -> bool:
-        assert self._followers is not None
-        has_failed = self._followers.failed(step_id)
-        self.counters["steps_out_of_memory"] += has_failed
-        return has_failed
 
     def _compute_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
         """The hooks see the step as a whole: beside its layers when it is one piece, else before and after them."""

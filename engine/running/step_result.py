@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -58,7 +58,6 @@ class LaunchedStep:
     prompt_logprobs: Sequence[HostLogprobs] = field(default_factory=tuple)  # targets are indices of scheduled rows
     event: torch.cuda.Event | None = None
     failure: str | None = None
-    failed_elsewhere: Callable[[], bool] | None = None  # asked when it has run: whether another rank couldn't
 
     def fail(self, reason: str) -> None:
         """Nothing was computed; the requests of the step end with this reason."""
@@ -71,8 +70,6 @@ class LaunchedStep:
         """Blocks until the tokens are on the host. Raises what the device raises."""
         if self.event is not None:
             self.event.synchronize()
-        if self.failed_elsewhere is not None and self.failed_elsewhere():
-            self.fail(NO_MEMORY)
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
         output = RunnerOutput(self.step_id, tokens, failure=self.failure)
         if self.logprobs is not None:

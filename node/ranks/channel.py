@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +14,6 @@ from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.scheduling.step import SchedulerOutput
 
 LENGTH_BYTES = 4
-STEP_BYTES = 8
 Verb = Literal["step", "dummy", "warm_up", "capture"]
 
 
@@ -69,23 +68,6 @@ def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Comma
     data = len(body).to_bytes(LENGTH_BYTES, "little") + body
     for end in sockets:
         end.sendall(data)
-
-
-def send_failed(end: socket.socket, step_id: int) -> None:
-    """To rank 0: this rank can't compute that step. Raises OSError when rank 0 is gone."""
-    end.sendall(step_id.to_bytes(STEP_BYTES, "little"))
-
-
-def receive_failed(end: socket.socket) -> Iterator[int]:
-    """Steps that the rank at the other end couldn't compute, as far as it has said so. Doesn't wait."""
-    while True:
-        try:
-            data = end.recv(STEP_BYTES, socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionResetError):
-            return
-        if len(data) < STEP_BYTES:  # the rank has ended
-            return
-        yield int.from_bytes(data, "little")
 
 
 def receive_setup(end: socket.socket) -> RankSetup | None:

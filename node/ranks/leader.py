@@ -28,7 +28,7 @@ from tandem.engine.parallel.group import STUCK_S, Membership
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
 from tandem.engine.scheduling.step import SchedulerOutput
-from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, receive_failed, send
+from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, send
 
 logger = logging.getLogger(__name__)
 END_S = 5.0  # how long a rank that was told to end may take
@@ -82,8 +82,6 @@ class Ranks:
         self._closing = threading.Event()
         self._processes: list[subprocess.Popen] = []
         self._sockets: list[socket.socket] = []
-        self._reports = select.poll()
-        self._failed: set[int] = set()  # steps that some rank couldn't compute
         for rank in range(1, size):
             self._start(RankSetup(options, rank, store.port))
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
@@ -96,16 +94,6 @@ class Ranks:
     def share_pool(self, file: PoolFile) -> None:
         """Before the first command, where `ranks_share_pool`."""
         send(self._sockets, file)
-
-    def failed(self, step_id: int) -> bool:
-        """Whether some rank couldn't compute this step. To be asked once, when the step has ended on rank 0: a rank
-        says it before it takes part in what rank 0 waits for."""
-        if self._reports.poll(0):
-            for end in self._sockets:
-                self._failed.update(receive_failed(end))
-        has_failed = step_id in self._failed
-        self._failed.discard(step_id)
-        return has_failed
 
     @property
     def pids(self) -> list[int]:
@@ -131,7 +119,6 @@ class Ranks:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._processes.append(process)
         self._sockets.append(ours)
-        self._reports.register(ours, select.POLLIN)
         send([ours], setup)
 
     def _watch(self) -> None:

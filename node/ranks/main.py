@@ -10,7 +10,6 @@ import signal
 import socket
 import sys
 from dataclasses import replace
-from functools import partial
 
 from tandem.engine.process.process_log import start_log
 
@@ -43,7 +42,7 @@ def _run(commands: socket.socket) -> None:
     from tandem.engine.parallel.group import Membership
     from tandem.engine.parallel.sharding import Shard
     from tandem.engine.running.runner import ModelRunner
-    from tandem.node.ranks.channel import receive_command, receive_pool_file, receive_setup, send_failed
+    from tandem.node.ranks.channel import receive_command, receive_pool_file, receive_setup
     from tandem.node.ranks.shared_pool import map_in_rank, ranks_share_pool, ranks_show_pools
     from tandem.node.setup import load, size_pool, with_device_defaults
 
@@ -67,10 +66,7 @@ def _run(commands: socket.socket) -> None:
             assert loaded.model.group is not None
             loaded.model.group.share_memory(pool)
     eos = loaded.config.eos_token_ids
-    runner = ModelRunner(
-        loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos,
-        report_failed=partial(send_failed, commands),
-    )  # fmt: skip
+    runner = ModelRunner(loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos)
     gc.collect()
     gc.freeze()
     while (command := receive_command(commands)) is not None:

@@ -7,10 +7,14 @@ from typing import Any
 
 import psutil
 import pytest
+from node_child import NodeChild
 from tensor_parallel_engine import run_in_child
-from waiting import wait_until_gone
+from waiting import PATIENCE_S, wait_until_gone
 
+from in_process_cluster import Client
 from real_cluster import RealCluster
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.process.watched import EXIT_FAULT
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 LENGTHS = (1, 17, 64, 130)
@@ -43,31 +47,23 @@ def test_two_ranks_make_the_tokens_of_one(kind: str) -> None:
         check_greedy(tiny_model(kind), random_prompt(length, length), two["tokens"][f"1-g{length}-0"], NUM_TOKENS)
 
 
-def test_a_rank_without_memory_ends_its_step_and_not_the_node() -> None:
-    """Wherever it runs out, on whichever rank: the others get on, the request fails, nothing of it is found later."""
-    drawn = {"temperature": 1.0, "seed": 5, "num_logprobs": 1}
-    faults: list[dict[str, Any]] = [
-        {"rank": 1, "num_tokens": 33, "at": 0},
-        {"rank": 1, "num_tokens": 35, "at": 1},
-        {"rank": 0, "num_tokens": 37, "at": 1},
-        {"rank": 1, "num_tokens": 39, "at": 1, "num_prompt_logprobs": 1, "num_logprobs": 1},
-        {"rank": 1, "num_tokens": 41, "at": "gather", **drawn},
-        {"rank": 0, "num_tokens": 43, "at": "sample", **drawn},
-        {"rank": 1, "num_tokens": 48, "at": 1},  # the first chunk of a prompt: nothing is sampled
-    ]
-    asked = [{key: fault[key] for key in fault.keys() - {"rank", "num_tokens", "at"}} for fault in faults]
-    lengths = [33, 35, 37, 39, 41, 43, 60]
-    wanted = [
-        {"name": str(n), "prompt": random_prompt(n, n), "max_tokens": 4, **more}
-        for n, more in zip(lengths, asked, strict=True)
-    ]
-    spec = {"model": tiny_model("llama"), "num_blocks": 32, "requests": wanted, "rounds": 2}
-    one, two = run_in_child({**spec, "sizes": [1, 2], "faults": faults})
-    assert two["failed"] == {f"0-{length}": "out_of_memory" for length in lengths}
-    assert two["steps_out_of_memory"] == len(faults)
-    assert one["num_cached"] > two["num_cached"] == 0
-    for length in lengths:
-        assert two["tokens"][f"1-{length}-0"] == one["tokens"][f"1-{length}-0"]
+@pytest.mark.parametrize(("rank", "at"), [(1, 1), (0, "sample")])
+def test_a_rank_without_memory_ends_its_node(rank: int, at: int | str) -> None:
+    """The others wait for its part of the step, so that nobody could go on."""
+    node = NodeChild(("decode",), "auto", num_ranks=2, faults=[{"rank": rank, "num_tokens": 33, "at": at}])
+    client = Client(node.infos[0])
+    try:
+        (other,) = psutil.Process(node.process.pid).children()
+        drawn = SamplingParams(max_tokens=4, temperature=1.0, seed=5, ignore_eos=True)
+        healthy = client.submit("healthy", random_prompt(35, 1), drawn, decode=node.infos[0])
+        client.wait(healthy)
+        assert len(healthy.output()) == 4
+        client.submit("short", random_prompt(33, 2), drawn, decode=node.infos[0])
+        assert node.process.wait(PATIENCE_S) == EXIT_FAULT
+        wait_until_gone(other.pid)
+    finally:
+        client.close()
+        node.stop()
 
 
 def test_a_rank_that_dies_takes_its_node_along() -> None:

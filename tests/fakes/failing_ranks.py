@@ -15,7 +15,7 @@ Fault = dict[str, Any]
 
 
 def program(faults: list[Fault]) -> str:
-    """Of a rank other than the first, in place of `ranks.PROGRAM`."""
+    """Of a rank other than the first, in place of `leader.PROGRAM`."""
     lines = (
         "import sys",
         "sys.path.remove('')",
@@ -26,6 +26,14 @@ def program(faults: list[Fault]) -> str:
         "main(*sys.argv[1:])",
     )
     return "; ".join(lines)
+
+
+def lose_memory_in_node(faults: list[Fault]) -> None:
+    """In the node that this process is going to start, on whichever rank."""
+    from tandem.node.ranks import leader
+
+    leader.PROGRAM = program(faults)
+    lose_memory(faults)
 
 
 def lose_memory(faults: list[Fault]) -> None:

@@ -23,7 +23,7 @@ from tandem.engine.contracts.wire.parts import NodeInfo
 class NodeChild:
     """`addresses`: where the child's nodes take control connections, one for each of `roles`; `infos`: what they say
     of themselves. `num_ranks` processes make a node. `model`: a tiny one's name, or a folder; `dtype` of its weights;
-    `changes` of the options, as `node_options` takes them."""
+    `changes` of the options, as `node_options` takes them; `faults` among them are those of failing_ranks.py."""
 
     def __init__(
         self,
@@ -66,10 +66,14 @@ class NodeChild:
 
 def _serve(roles: str, transport: str, fault_injection: str, model: str, dtype: str, changes: str) -> None:
     """Until stdin is closed: a child doesn't outlive its test."""
+    from failing_ranks import lose_memory_in_node
+
     from in_process_cluster import Node, node_options
     from tiny_models import tiny_model
 
     nodes, sizes = [], json.loads(changes)
+    if faults := sizes.pop("faults", None):
+        lose_memory_in_node(faults)
     if sizes["tensor_parallel_size"] > 1:
         sizes["host_tier_bytes"] = 0
     folder = Path(model) if "/" in model else tiny_model(model)

@@ -1,9 +1,8 @@
 """An engine over some ranks in a process of its own: reads what to run from stdin, prints what came out, as JSON.
 
 Input: {"model", "sizes": [ranks of each engine, one after another], "num_blocks", "device", "dtype", "requests":
-[{"name", "prompt", "samples", fields of SamplingParams}], "rounds", "faults": of failing_ranks.py, for more ranks than
-one; requests then come one by one}. Output, for each size: {"tokens": {name-sample: ids}, "ranks": ..., "failed":
-{name: code}, "num_cached", "num_preemptions", "steps_out_of_memory"}.
+[{"name", "prompt", "samples", fields of SamplingParams}], "rounds"}. Output, for each size: {"tokens": {name-sample:
+ids}, "ranks": ..., "num_cached", "num_preemptions"}.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import failing_ranks
 import numpy as np
 from waiting import PATIENCE_S
 
@@ -45,14 +43,10 @@ def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
     from tandem.engine.running.runner import ModelRunner
     from tandem.kv_connector.transports.node_transports import NodeTransports
     from tandem.node.pool import allocate_node_pool
-    from tandem.node.ranks import leader as ranks_module
     from tandem.node.ranks.leader import start_ranks
     from tandem.node.setup import load, size_pool
 
     options = options_of(spec, size)
-    if "faults" in spec and size > 1:
-        ranks_module.PROGRAM = failing_ranks.program(spec["faults"])
-        failing_ranks.lose_memory(spec["faults"])
     ranks = start_ranks(options)
     loaded = load(options, None if ranks is None else ranks.membership)
     num_blocks = size_pool(loaded, options)
@@ -71,7 +65,7 @@ def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
         eos_token_ids=(),
         root_for_salt=lambda salt: root_hash(b"test", salt),
     )
-    result = {**_drive(EngineCore(scheduler, runner), spec), **runner.counters}
+    result = _drive(EngineCore(scheduler, runner), spec)
     if ranks is not None:
         ranks.close()
         assert loaded.model.group is not None
@@ -81,13 +75,11 @@ def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
 
 def _drive(core: EngineCore, spec: dict[str, Any]) -> dict[str, Any]:
     """All requests at once, `rounds` times: from the second on, prompts are found in the cache."""
-    result: dict[str, Any] = {"tokens": {}, "ranks": {}, "failed": {}, "num_cached": 0}
+    result: dict[str, Any] = {"tokens": {}, "ranks": {}, "num_cached": 0}
     for turn in range(spec.get("rounds", 1)):
         requests = [_request(f"{turn}-{one['name']}", one) for one in spec["requests"]]
-        for together in [[request] for request in requests] if "faults" in spec else [requests]:
-            _run(core, together, result)
+        _run(core, requests, result)
         result["num_cached"] += sum(request.num_cached_tokens for request in requests)
-    assert "faults" in spec or not result["failed"], result["failed"]
     return {**result, "num_preemptions": core.scheduler.num_preemptions}
 
 
@@ -97,9 +89,8 @@ def _run(core: EngineCore, requests: list[Request], result: dict[str, Any]) -> N
     while core.has_work():
         for event in core.step():
             name = event.request.request_id
-            if isinstance(event, FailedEvent):
-                result["failed"][name] = event.code
-            elif isinstance(event, PromptLogprobsEvent):
+            assert not isinstance(event, FailedEvent), event
+            if isinstance(event, PromptLogprobsEvent):
                 result["ranks"][name] = [entry.rank for entry in event.entries]
             elif isinstance(event, TokenEvent):
                 result["tokens"].setdefault(f"{name}-{event.sample_index}", []).append(event.token_id)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -16,11 +17,15 @@ import pytest
 import torch
 from gpu_ranks import run_ranks
 from near_ties import check_against_reference
+from node_child import NodeChild
 from tensor_parallel_engine import run_in_child
-from waiting import wait_until_gone
+from waiting import PATIENCE_S, wait_until_gone
 
 import tandem.deploy
+from in_process_cluster import Client
 from real_cluster import RealCluster
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.process.watched import EXIT_FAULT
 from tiny_models import random_prompt, reference_greedy
 
 pytestmark = [
@@ -31,7 +36,15 @@ pytestmark = [
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 LENGTHS = (1, 17, 64, 333)
 NUM_TOKENS = 48
+DRAWN = {"temperature": 1.0, "seed": 5}
 SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
+
+
+def rank_of(pid: int) -> psutil.Process:
+    """The other rank of the node of two whose rank 0 is this process."""
+    children = psutil.Process(pid).children()
+    (rank,) = [child for child in children if "tandem.node.ranks.main" in " ".join(child.cmdline())]
+    return rank
 
 
 @pytest.mark.parametrize("num_ranks", SIZES)
@@ -70,32 +83,24 @@ def test_greedy_against_fp32(dtype: str) -> None:
     assert result["num_cached"] > 0
 
 
-def test_a_rank_without_memory_ends_its_step_and_not_the_node() -> None:
-    """The other GPUs wait in their sums for rows that it can't compute. Prompts that tell log-probabilities run layer
-    by layer, others as graphs."""
-    last, asks, drawn = SIZES[-1] - 1, {"num_prompt_logprobs": 1}, {"temperature": 1.0, "seed": 5}
-    faults = [
-        {"rank": last, "num_tokens": 33, "at": 0, **asks},
-        {"rank": last, "num_tokens": 35, "at": 4, **asks},
-        {"rank": 0, "num_tokens": 37, "at": 2, **asks},
-        {"rank": last, "num_tokens": 39, "at": "gather", **drawn},
-        {"rank": 0, "num_tokens": 41, "at": "sample", **drawn},
-    ]
-    lengths = [fault["num_tokens"] for fault in faults]
-    settings = [{key: fault[key] for key in fault.keys() - {"rank", "num_tokens", "at"}} for fault in faults]
-    prompts = [random_prompt(n, seed=n, vocab_size=2048) for n in lengths]
-    requests = [
-        {"name": str(n), "prompt": prompt, "max_tokens": 8, **more}
-        for n, prompt, more in zip(lengths, prompts, settings, strict=True)
-    ]
-    spec = {"model": DEMO, "dtype": "float32", "device": "cuda", "num_blocks": 256, "rounds": 2, "requests": requests}
-    (result,) = run_in_child({**spec, "sizes": [SIZES[-1]], "faults": faults})
-    assert result["failed"] == {f"0-{length}": "out_of_memory" for length in lengths}
-    assert result["steps_out_of_memory"] == len(faults)
-    assert result["num_cached"] == 0
-    for length, prompt in list(zip(lengths, prompts, strict=True))[:3]:
-        check_against_reference(DEMO, prompt, result["tokens"][f"1-{length}-0"], torch.float32)
-    assert [len(result["tokens"][f"1-{length}-0"]) for length in lengths] == [8] * len(lengths)
+@pytest.mark.parametrize(
+    ("rank", "at", "asks"), [(1, 2, {"num_prompt_logprobs": 1}), (1, "gather", DRAWN), (0, "sample", DRAWN)]
+)
+def test_a_rank_without_memory_ends_its_node(rank: int, at: int | str, asks: dict[str, Any]) -> None:
+    """The other GPU waits for its part of the step. A prompt that tells log-probabilities runs layer by layer, others
+    as graphs."""
+    faults = [{"rank": rank, "num_tokens": 33, "at": at}]
+    node = NodeChild(("decode",), "auto", num_ranks=2, model=str(DEMO), dtype="float32", faults=faults)
+    client = Client(node.infos[0])
+    try:
+        other = rank_of(node.process.pid)
+        sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, **asks})
+        client.submit("short", random_prompt(33, 1, 2048), sampling, decode=node.infos[0])
+        assert node.process.wait(PATIENCE_S) == EXIT_FAULT
+        wait_until_gone(other.pid)
+    finally:
+        client.close()
+        node.stop()
 
 
 def test_a_rank_that_dies_takes_its_node_along() -> None:
@@ -103,7 +108,7 @@ def test_a_rank_that_dies_takes_its_node_along() -> None:
     with RealCluster(DEMO, "--tensor-parallel-size", "2", "--device", "cuda") as cluster:
         assert len(cluster.tokens(random_prompt(20, 1), 8)[0]) == 8
         node = psutil.Process(cluster.pid_of("unified"))
-        (rank,) = [child for child in node.children() if "ranks.main" in " ".join(child.cmdline())]
+        rank = rank_of(node.pid)
 
         def ask() -> None:
             with contextlib.suppress(httpx.HTTPError):

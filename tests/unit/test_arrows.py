@@ -66,7 +66,6 @@ PURE_MODULES = (
     "engine/contracts/wire/handoff.py",
     "engine/contracts/wire/parts.py",
     "engine/contracts/wire/requests.py",
-    "engine/parallel/collectives.py",
     "engine/parallel/sharding.py",
     "engine/running/step_pieces.py",
     "kernels/prefixes/prefix_groups.py",
