@@ -68,6 +68,11 @@ class ControlLinks:
             os.close(link.pidfd)
         return link
 
+    def connects_to(self, ref: PeerRef) -> bool:
+        """Whether a connection of this node's own leads to that node, in whichever life, or to its address."""
+        refs = [link.ref for link in self._by_id.values() if link.ref is not None]
+        return any(other.node_id == ref.node_id or other.control_address == ref.control_address for other in refs)
+
     def forgive(self, silence_s: float) -> None:
         """So much of everybody's silence, if any, does not count."""
         if silence_s > 0:

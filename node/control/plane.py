@@ -255,7 +255,10 @@ class ControlPlane:
                 self.deliver(PeerUp(peer_id, link.info))
             return
         assert self.info is not None
-        identity = peer_id_of(self.info.node_id, self.info.epoch).encode()
+        # A second connection under this node's name would take it from the first, which may be all right: `ref` may
+        # name a life of that node that is over, or another node at its address.
+        name = peer_id_of(self.info.node_id, self.info.epoch).encode()
+        identity = b"" if self._links.connects_to(ref) else name
         try:
             socket = self._sockets.open_dealer(ref.control_address, identity)
         except zmq.ZMQError as error:  # no address, or no descriptor is left: it costs this peer, for now

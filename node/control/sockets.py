@@ -52,11 +52,13 @@ class ControlSockets:
         return self.router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def open_dealer(self, address: str, identity: bytes) -> Socket:
-        """Raises ZMQError when `address` is none, or no descriptor is left."""
+        """`identity`: its name at the other end, b"": one that ZMQ makes up there. Raises ZMQError when `address` is
+        none, or no descriptor is left."""
         socket = self._context.socket(zmq.DEALER)
         try:
             self._configure(socket, server=False)
-            socket.setsockopt(zmq.IDENTITY, identity)
+            if identity:
+                socket.setsockopt(zmq.IDENTITY, identity)
             socket.connect(address)
         except BaseException:
             socket.close(linger=0)

@@ -34,11 +34,11 @@ PLAIN = ClusterKeys(b"loopback only", curve=False)
 class Plane:
     """A control plane; `events` is what its step loop would get, `fails_on` an event for which that fails."""
 
-    def __init__(self, node_id: str, epoch: int = 1, keys: ClusterKeys = PLAIN) -> None:
+    def __init__(self, node_id: str, epoch: int = 1, keys: ClusterKeys = PLAIN, port: int = 0) -> None:
         self.events: list = []
         self.fails_on: Callable[[object], bool] = lambda event: False
         self.control = ControlPlane(keys, QUICK, self._deliver, self._check)
-        address = self.control.bind("127.0.0.1", 0)
+        address = self.control.bind("127.0.0.1", port)
         self.info = NodeInfo(node_id=node_id, epoch=epoch, role="decode", control_address=address, host_id="here")
         self.control.info, self.control.status = self.info, Status(node_id=node_id, epoch=epoch)
         self.ref, self.peer_id = PeerRef(node_id, epoch, address), peer_id_of(node_id, epoch)
@@ -110,6 +110,13 @@ def still_connects(node: Plane, other: Plane) -> None:
     wait_until(lambda: any(event.peer_id == other.peer_id for event in node.of(PeerUp)))
 
 
+def talk(*planes: Plane) -> None:
+    """Two that are linked say something to each other."""
+    for sender, receiver in (planes, planes[::-1]):
+        sender.control.send(receiver.peer_id, KVWait(request_id="r", attempt=0))
+        wait_until(lambda receiver=receiver: receiver.of(Received))
+
+
 @pytest.mark.parametrize("address", ["garbage", "", "udp://127.0.0.1:1", "tcp://nowhere:x", "tcp://" + "x" * 100_000])
 def test_a_peer_whose_address_is_none_is_refused_alone(make, address):
     node, other = make("node"), make("other", 2)
@@ -133,6 +140,28 @@ def test_a_peer_that_finds_no_descriptor_is_refused_and_may_be_asked_again(make,
         node.control.connect(other.ref)
         wait_until(lambda: node.of(PeerRefused))
     still_connects(node, other)
+
+
+@pytest.mark.parametrize("wrong", [{"epoch": 7}, {"node_id": "nobody"}])
+def test_a_reference_to_no_life_of_a_peer_leaves_the_link_to_it_alone(make, wrong):
+    node, other = make("node"), make("other", 2)
+    still_connects(node, other)
+    node.control.connect(msgspec.structs.replace(other.ref, **wrong))
+    wait_until(lambda: node.of(PeerRefused))
+    assert "epoch differs" in node.of(PeerRefused)[0].reason
+    talk(node, other)
+    assert not node.of(PeerLost)
+    assert not other.of(PeerLost)
+
+
+def test_a_peer_that_came_back_at_its_address_is_connected_to_at_once(make):
+    """Though the connection to its former life has not been given up."""
+    node, other = make("node"), make("other", 2)
+    still_connects(node, other)
+    other.control.stop()
+    successor = make("other", 3, port=int(other.ref.control_address.rpartition(":")[2]))
+    still_connects(node, successor)
+    talk(node, successor)
 
 
 def test_a_hello_that_makes_no_sense_is_refused(make, dealer):
