@@ -11,10 +11,10 @@ from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
-from tandem.engine.scheduling.prompt_order import MEASURED_TOKENS, ArrivalOrder, PromptOrder, SlackOrder
+from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.engine.scheduling.step_pace import StepPace
 from tandem.kv_connector.pulls.puller import Puller
 from tandem.kv_connector.pulls.server import PullServer
 from tandem.kv_connector.sink.manager import SinkManager
@@ -22,6 +22,8 @@ from tandem.kv_connector.source.manager import SourceManager
 from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import RequestBook
 from tandem.node.setup import LoadedModel
+
+MEASURED_BESIDE_DECODES = 256  # prompt tokens over which the time of one is measured
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class NodeContext:
         asker = Puller(info, pool, sink, tiers, options)
         holder = PullServer(info, pool, source, tiers, options)
         scheduler = self._make_scheduler(source.prompts if pushes_prompts else None, asker)
-        asker.compute_seconds_per_token = lambda: scheduler.prompt_order.seconds_per_token
+        asker.compute_seconds_per_token = lambda: scheduler.clock.seconds_per_token
         max_queue = options.scheduler.max_queue
         return kind(info, self._make_book(), scheduler, pool, max_queue, source, sink, asker, holder)
 
@@ -54,7 +56,8 @@ class NodeContext:
     def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded
         identity_key = loaded.identity.key()
-        order = self._prompt_order()
+        clock = self._clock()
+        order = self._prompt_order(clock)
         scheduler = Scheduler(
             self.options.scheduler,
             self.pool,
@@ -67,15 +70,18 @@ class NodeContext:
             connector=connector,
             prompt_order=order,
             tiers=tiers,
-            pace=StepPace(time.monotonic),
+            clock=clock,
         )
         if isinstance(order, SlackOrder):
             order.num_cached_tokens = scheduler.kv.num_cached_tokens
         return scheduler
 
-    def _prompt_order(self) -> PromptOrder:
+    def _clock(self) -> StepClock:
+        if self.options.role == "prefill":
+            return StepClock(time.monotonic, by_size=False)
+        # Beside decodes prompts get a few tokens a step: what those take changes with the decodes.
+        return StepClock(time.monotonic, measured_tokens=MEASURED_BESIDE_DECODES)
+
+    def _prompt_order(self, clock: StepClock) -> PromptOrder:
         target_ms = self.options.scheduler.ttft_target_ms
-        if self.options.role != "prefill" or not target_ms:
-            # Beside decodes prompts get a few tokens a step: what those take changes with the decodes.
-            return ArrivalOrder(time.monotonic, MEASURED_TOKENS if self.options.role == "prefill" else 256)
-        return SlackOrder(target_ms / 1e3, time.monotonic)
+        return SlackOrder(target_ms / 1e3, clock) if self.options.role == "prefill" and target_ms else ArrivalOrder()

@@ -217,8 +217,8 @@ class NodeProcess:
             logic.source.prompts.whole_up_to = replayed
         logic.extra_counters = lambda: node_counters(self, self._compilations)
         if self.tiers is not None:
-            order = logic.scheduler.prompt_order
-            self.tiers.manager.compute_seconds_per_token = lambda: order.seconds_per_token
+            clock = logic.scheduler.clock
+            self.tiers.manager.compute_seconds_per_token = lambda: clock.seconds_per_token
         return logic
 
     def _make_loop(self) -> NodeLoop:
@@ -235,7 +235,7 @@ class NodeProcess:
             is_urgent,
             self.logic.launch_at,
             self.turn_times,
-            self.logic.scheduler.pace.ends_at,
+            self.logic.scheduler.clock.ends_at,
         )
 
     def _describe(self, node_id: str, epoch: int, address: str) -> NodeInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.engine.scheduling.step_pace import next_prompt_decision_at
 from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import AcceptedRequest
 
@@ -26,7 +27,7 @@ class PrefillNode(HandoffNode):
         super().start(entry, now)
 
     def launch_at(self) -> float:
-        return self.scheduler.prompt_order.next_decision_at()
+        return next_prompt_decision_at(self.scheduler.clock)
 
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         super().stop(entry, now)

@@ -14,6 +14,7 @@ from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import BlockHasher
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.allocator import KVAllocator
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers, NoTiers
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, FailedEvent, Request, RequestState
@@ -43,9 +44,11 @@ class SchedulerState:
         connector: KVConnectorScheduler | None = None,
         prompt_order: PromptOrder | None = None,
         tiers: LowerTiers | None = None,
+        clock: StepClock | None = None,
     ) -> None:
         """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
-        `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only."""
+        `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only.
+        `clock` None: nothing is measured."""
         self.options = options
         self.pool = pool
         self.kv = KVAllocator(pool, BlockHasher(block_size, hash_block_size or block_size, root_for_salt))
@@ -54,6 +57,7 @@ class SchedulerState:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.limits_prompt_work = limits_prompt_work
         self.connector = connector
+        self.clock = clock or StepClock(lambda: 0.0)
         self.prompt_order = prompt_order or ArrivalOrder()
         self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
         self.step_times: StepTimes | None = None  # once the device is warm

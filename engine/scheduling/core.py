@@ -45,7 +45,7 @@ class EngineCore:
             if before_execution is not None:
                 before_execution()
             self._unread.append((output, self._runner.execute(output)))
-            self.scheduler.pace.executed()
+            self.scheduler.pace.executed(output.num_tokens)
         self._events += self.scheduler.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
 
@@ -58,7 +58,7 @@ class EngineCore:
     def read_would_wait(self) -> bool:
         waits = self._reads and not self._unread[0][1].done()
         if waits:
-            self.scheduler.pace.seen_running()
+            self.scheduler.clock.seen_running()
         return waits
 
     def read(self) -> list[EngineEvent]:

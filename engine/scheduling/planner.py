@@ -105,7 +105,7 @@ class StepPlanner:
         such tokens took lately, 0: not known."""
         times = self._state.step_times
         if times is None or not self._state.limits_prompt_work:
-            return self._state.prompt_order.seconds_per_token
+            return self._state.clock.seconds_per_token
         num_decodes = sum(map(is_decoding, self._state.running))
         budget = self._prompt_budget(num_decodes) if num_decodes else self._options.max_num_batched_tokens
         return times.seconds(num_decodes + budget) / budget

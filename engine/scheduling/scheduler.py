@@ -18,6 +18,7 @@ from tandem.engine.contracts.wire.parts import TokenLogprobs
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.planner import StepPlanner
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
 from tandem.engine.scheduling.prompt_order import PromptOrder
@@ -46,9 +47,9 @@ class Scheduler(SchedulerState):
         connector: KVConnectorScheduler | None = None,
         prompt_order: PromptOrder | None = None,
         tiers: LowerTiers | None = None,
-        pace: StepPace | None = None,
+        clock: StepClock | None = None,
     ) -> None:
-        """As in SchedulerState. `pace` is told of every step. ValueError: `block_size` is not a multiple of
+        """As in SchedulerState. `clock` is told of every step. ValueError: `block_size` is not a multiple of
         `hash_block_size`."""
         super().__init__(
             options,
@@ -62,8 +63,9 @@ class Scheduler(SchedulerState):
             connector=connector,
             prompt_order=prompt_order,
             tiers=tiers,
+            clock=clock,
         )
-        self.pace = pace or StepPace(lambda: 0.0)
+        self.pace = StepPace(self.clock)
         self._planner = StepPlanner(self)
         self._launched: dict[int, StepBookings] = {}
         self._next_step = 0
@@ -80,8 +82,8 @@ class Scheduler(SchedulerState):
         self._launched[step_id] = launched
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
         launched.is_mixed = 0 < len(prompts) < len(plan.rows)
-        self.prompt_order.launched(step_id, prompts)
-        self.pace.launched(step_id, output.num_tokens)
+        self.prompt_order.launched(prompts)
+        self.clock.launched(step_id, output.num_tokens, sum(num for _, num in prompts))
         meta = None if self.connector is None else self.connector.build_connector_meta(output)
         meta = self.tiers.step_meta(step_id, meta)
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
@@ -95,8 +97,7 @@ class Scheduler(SchedulerState):
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
-        seconds = self.prompt_order.completed(output.step_id)
-        self.pace.completed(output.step_id)
+        seconds = self.clock.completed(output.step_id)
         if self.step_times is not None and launched.is_mixed:
             self.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:

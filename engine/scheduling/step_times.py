@@ -1,4 +1,5 @@
-"""How long a step takes by its number of tokens: what bounds prompt work beside running decodes."""
+"""How long a step may take by its number of tokens: what bounds prompt work beside running decodes. When the running
+step ends is `StepClock`'s to say."""
 
 from __future__ import annotations
 

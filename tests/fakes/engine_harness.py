@@ -15,6 +15,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.prompt_order import PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
@@ -58,6 +59,7 @@ class Harness:
         pool: BlockPool | None = None,
         prompt_order: PromptOrder | None = None,
         tiers: TierSizes | None = None,
+        clock: StepClock | None = None,
         **options: int,
     ) -> None:
         self.options = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options})  # type: ignore[arg-type]
@@ -76,6 +78,7 @@ class Harness:
             connector=self.connector,
             prompt_order=prompt_order,
             tiers=None if self.tiers is None else self.tiers.manager,
+            clock=clock,
         )
         self.core = EngineCore(self.scheduler, self.runner, pipelined)
         self.external: Counter[int] = Counter()

@@ -7,8 +7,10 @@ import pytest
 from engine_harness import Harness
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.clock import MEASURED_TOKENS, StepClock
 from tandem.engine.scheduling.prompt_order import LATE_SHARE, LATE_STRETCH, ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.step_pace import next_prompt_decision_at
 
 TARGET_S = 0.3
 PER_TOKEN_S = 25e-6
@@ -17,11 +19,16 @@ SCALE = 128  # the harness's sequences are short: one of its tokens stands for s
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
+    """A device whose steps are prompts alone, and its time."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, measured_tokens: int = MEASURED_TOKENS) -> None:
+        self.now = 100.0
+        self.steps = StepClock(lambda: self.now, by_size=False, measured_tokens=measured_tokens)
+
+    def launch(self, order: PromptOrder, step_id: int, tokens: list[tuple[Request, int]]) -> None:
+        num_tokens = sum(count for _, count in tokens)
+        order.launched(tokens)
+        self.steps.launched(step_id, num_tokens, num_tokens)
 
 
 def prompt(length: int, name: str = "r", priority: int = 0) -> Request:
@@ -29,9 +36,8 @@ def prompt(length: int, name: str = "r", priority: int = 0) -> Request:
 
 
 def slack_order(clock: Clock) -> SlackOrder:
-    order = SlackOrder(TARGET_S, clock)
-    order.rate.seconds = PER_TOKEN_S
-    return order
+    clock.steps.prompt_rate.seconds = PER_TOKEN_S
+    return SlackOrder(TARGET_S, clock.steps)
 
 
 def arriving(order: SlackOrder, clock: Clock, *lengths: int, apart_s: float = 0.0) -> list[Request]:
@@ -93,10 +99,10 @@ class TestSlackOrder:
         clock = Clock()
         order = slack_order(clock)
         running, medium, chat = arriving(order, clock, 10_000, 2_400, 256)
-        order.launched(0, [(running, 10_000)])
+        clock.launch(order, 0, [(running, 10_000)])
         clock.now += 0.2
         assert order.arrange([], [medium, chat]) == [chat, medium]
-        order.completed(0)
+        clock.steps.completed(0)
         assert order.arrange([], [medium, chat]) == [medium, chat]
 
     def test_the_largest_gives_way_so_that_the_fewest_are_late(self) -> None:
@@ -133,54 +139,54 @@ class TestSlackOrder:
         for step in range(400):
             (chat,) = arriving(order, clock, 2048)
             chosen = order.arrange([], [late, chat])[0]
-            order.launched(step, [(chosen, 2048)])
+            clock.launch(order, step, [(chosen, 2048)])
             spent[chosen is late] += 2048
             clock.now += 2048 * PER_TOKEN_S
-            order.completed(step)
+            clock.steps.completed(step)
             order.ended(chat)
         assert spent[True] / (spent[True] + spent[False]) == pytest.approx(LATE_SHARE, rel=0.2)
         assert spent[True] > 8 * 2048, "it does not starve"
 
     def test_it_measures_what_a_token_takes(self) -> None:
         clock = Clock()
-        order = SlackOrder(TARGET_S, clock)
+        order = SlackOrder(TARGET_S, clock.steps)
         request = prompt(100_000)
         order.arrived(request)
         for step in range(60):
-            order.launched(step, [(request, 2048)])
+            clock.launch(order, step, [(request, 2048)])
             clock.now += 2048 * 40e-6
-            order.completed(step)
-        order.launched(60, [(request, 4)])
+            clock.steps.completed(step)
+        clock.launch(order, 60, [(request, 4)])
         clock.now += 5.0
-        order.completed(60)
-        assert order.seconds_per_token == pytest.approx(40e-6, rel=0.01)
+        clock.steps.completed(60)
+        assert clock.steps.seconds_per_token == pytest.approx(40e-6, rel=0.01)
 
     def test_the_next_decision_is_due_shortly_before_the_step_should_end(self) -> None:
         clock = Clock()
         order = slack_order(clock)
-        assert order.next_decision_at() == 0.0
+        assert next_prompt_decision_at(clock.steps) == 0.0
         request = prompt(100_000)
         order.arrived(request)
-        order.launched(0, [(request, 8192)])
-        expected = 8192 * order.seconds_per_token
+        clock.launch(order, 0, [(request, 8192)])
+        expected = 8192 * clock.steps.seconds_per_token
         began = clock.now
-        assert began + 0.85 * expected < order.next_decision_at() < began + expected - 0.01
+        assert began + 0.85 * expected < next_prompt_decision_at(clock.steps) < began + expected - 0.01
         clock.now += 0.9 * expected
-        order.launched(1, [(request, 2048)])
+        clock.launch(order, 1, [(request, 2048)])
         clock.now += 0.1 * expected
-        order.completed(0)
-        assert order.next_decision_at() < clock.now + 2048 * order.seconds_per_token
+        clock.steps.completed(0)
+        assert next_prompt_decision_at(clock.steps) < clock.now + 2048 * clock.steps.seconds_per_token
 
     def test_it_forgets_who_is_gone(self) -> None:
         clock = Clock()
         order = slack_order(clock)
-        harness = Harness(prompt_order=order, max_num_batched_tokens=8)
+        harness = Harness(prompt_order=order, clock=clock.steps, max_num_batched_tokens=8)
         harness.add("a", range(30), max_tokens=3)
         harness.add("b", range(20), samples=(0, 1), max_tokens=3)
         harness.scheduler.abort("a", 0)
         harness.run()
         assert not order._arrivals
-        assert not order._steps
+        assert clock.steps.running is None
 
 
 @pytest.mark.parametrize(("lengths", "wait_s", "num_tokens"), [((24,), 0, 24), ((24, 8), 0, 8), ((24,), 9, 8)])
@@ -188,7 +194,9 @@ def test_steps_are_short_while_others_wait_or_nobody_is_in_time(
     lengths: tuple[int, ...], wait_s: float, num_tokens: int
 ) -> None:
     clock = Clock()
-    harness = Harness(prompt_order=slack_order(clock), max_num_batched_tokens=32, contended_prefill_chunk=8)
+    harness = Harness(
+        prompt_order=slack_order(clock), clock=clock.steps, max_num_batched_tokens=32, contended_prefill_chunk=8
+    )
     for length in lengths:
         harness.add(f"of {length}", range(1, length + 1), max_tokens=2)
     clock.now += wait_s
@@ -198,21 +206,20 @@ def test_steps_are_short_while_others_wait_or_nobody_is_in_time(
 
 
 def test_small_steps_count_together() -> None:
-    clock, (request,) = Clock(), arriving(slack_order(Clock()), Clock(), 8_192)
-    order = ArrivalOrder(clock, 256)
+    clock, order, request = Clock(measured_tokens=256), ArrivalOrder(), prompt(8_192)
     for step in range(5):
-        order.launched(step, [(request, 64)])
+        clock.launch(order, step, [(request, 64)])
         clock.now += 0.010
-        order.completed(step)
-        assert (order.seconds_per_token == 0.0) == (step < 3)
-    assert order.seconds_per_token == pytest.approx(0.010 / 64)
+        clock.steps.completed(step)
+        assert (clock.steps.seconds_per_token == 0.0) == (step < 3)
+    assert clock.steps.seconds_per_token == pytest.approx(0.010 / 64)
 
 
 def simulate(order: PromptOrder, clock: Clock, chunk: int) -> dict[str, float]:
     """The real scheduler before a simulated device: 16 requests/s, one in five of 8,192 tokens, the others of
     256. Share of each kind whose first token came within the target."""
-    harness = Harness(num_blocks=16 * 64, prompt_order=order, max_num_batched_tokens=8192 // SCALE, max_num_seqs=64,
-                      max_prefill_chunk=2 * chunk // SCALE,
+    harness = Harness(num_blocks=16 * 64, prompt_order=order, clock=clock.steps,
+                      max_num_batched_tokens=8192 // SCALE, max_num_seqs=64, max_prefill_chunk=2 * chunk // SCALE,
                       contended_prefill_chunk=chunk // SCALE)  # fmt: skip
     rng = np.random.default_rng(7)
     arrivals = clock.now + np.cumsum(rng.exponential(1 / 16, 600))
@@ -244,8 +251,8 @@ def simulate(order: PromptOrder, clock: Clock, chunk: int) -> dict[str, float]:
 
 def test_more_prompts_come_in_time_than_in_order_of_arrival() -> None:
     clock = Clock()
-    order = SlackOrder(TARGET_S, clock)
-    order.rate.seconds = SCALE / RATE
+    order = SlackOrder(TARGET_S, clock.steps)
+    clock.steps.prompt_rate.seconds = SCALE / RATE
     by_slack = simulate(order, clock, chunk=1024)
     by_arrival = simulate(ArrivalOrder(), Clock(), chunk=0)
     assert by_slack["chat"] >= 0.97

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.step_pace import MOST_TOKENS, SPARE_S, StepPace
 
 HOST_S = 0.001  # planning and launching a step
@@ -15,7 +16,8 @@ class Device:
 
     def __init__(self) -> None:
         self.now = 10.0
-        self.pace = StepPace(lambda: self.now)
+        self.clock = StepClock(lambda: self.now)
+        self.pace = StepPace(self.clock)
         self.num_launched = 0
         self.host_s = HOST_S
 
@@ -23,14 +25,14 @@ class Device:
         self.now -= self.host_s  # beside the step that runs
         self.pace.decided()
         self.now += self.host_s
-        self.pace.launched(self.num_launched, num_tokens)
-        self.pace.executed()
+        self.clock.launched(self.num_launched, num_tokens, 0)
+        self.pace.executed(num_tokens)
         self.num_launched += 1
 
     def run(self, seconds: float, step_id: int | None = None) -> None:
         """The step that was launched last, or the one before it."""
         self.now += seconds
-        self.pace.completed(self.num_launched - 1 if step_id is None else step_id)
+        self.clock.completed(self.num_launched - 1 if step_id is None else step_id)
 
     def learn(self, num_tokens: int, seconds: float, times: int = 100) -> None:
         for _ in range(times):
@@ -72,7 +74,7 @@ def test_what_was_never_measured_or_takes_long_to_launch_is_not_waited_for(num_t
         device.learn(num_tokens, 0.08)
     device.launch(num_tokens)
     assert device.pace.next_decision_at(0.001) < device.now
-    assert StepPace(lambda: 5.0).next_decision_at() == 0.0, "nor when nothing runs"
+    assert StepPace(StepClock(lambda: 5.0)).next_decision_at() == 0.0, "nor when nothing runs"
 
 
 def test_one_step_that_was_held_up_changes_little_and_faster_ones_are_believed() -> None:
@@ -89,10 +91,10 @@ def test_one_step_that_was_held_up_changes_little_and_faster_ones_are_believed()
 
 def test_the_end_of_any_step_is_expected_by_what_its_like_took() -> None:
     device = Device()
-    assert device.pace.ends_at() == 0.0
+    assert device.clock.ends_at() == 0.0
     device.learn(8192, 0.2)
     device.launch(8192)
-    assert device.pace.ends_at() == pytest.approx(device.now + 0.2)
+    assert device.clock.ends_at() == pytest.approx(device.now + 0.2)
 
 
 def test_steps_that_take_the_host_longer_are_decided_sooner() -> None:
@@ -121,10 +123,10 @@ def test_a_step_whose_end_was_seen_late_lets_the_next_one_end_no_later() -> None
     device.launch(17)
     began = device.now
     device.run(0.0046 + 0.003, step_id=device.num_launched - 2)
-    assert device.pace.ends_at() < began + 2 * 0.0046 + 0.0005
+    assert device.clock.ends_at() < began + 2 * 0.0046 + 0.0005
     device.run(0.0016)
     device.launch(17)
-    assert device.pace.ends_at() > device.now + 0.0040, "nor was that one so much faster"
+    assert device.clock.ends_at() > device.now + 0.0040, "nor was that one so much faster"
 
 
 def test_a_host_that_is_held_up_often_decides_at_once() -> None:
@@ -146,7 +148,7 @@ def test_steps_that_take_the_device_longer_are_not_the_hosts_fault() -> None:
     for _ in range(8):
         device.launch(17)
         device.now += 0.0076
-        device.pace.seen_running()
+        device.clock.seen_running()
         device.run(0.001)
     device.launch(17)
     assert device.pace.next_decision_at() > device.now
