@@ -157,7 +157,7 @@ class NodeProcess:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        announce(self)
+        announce(self.info, self.layout, self.loaded, self.pool.num_blocks, self.launcher)
         return self.run()
 
     def start(self) -> None:
@@ -215,7 +215,7 @@ class NodeProcess:
         if isinstance(logic, HandoffNode) and self.ranks is None:
             replayed = REPLAYED_TOKENS if self.options.cuda_graphs and self.loaded.device.type == "cuda" else 0
             logic.source.prompts.whole_up_to = replayed
-        logic.extra_counters = lambda: node_counters(self, self._compilations)
+        logic.extra_counters = self._counters
         if self.tiers is not None:
             clock = logic.scheduler.clock
             self.tiers.manager.compute_seconds_per_token = lambda: clock.seconds_per_token
@@ -269,6 +269,19 @@ class NodeProcess:
         trace = self.trace
         note = None if trace is None else lambda values: trace.note(("", 0), "slow step", **values)
         return TurnTimes(slow_s, time.monotonic, time.thread_time, note)
+
+    def _counters(self) -> dict[str, float]:
+        return node_counters(
+            self._compilations,
+            self.transfer.counters,
+            self.transports.counters,
+            self.control.counters.as_dict(),
+            self.runner.counters,
+            {} if self.publisher is None else self.publisher.counters(),
+            {} if self.tiers is None else self.tiers.counters(),
+            {} if self.turn_times is None else self.turn_times.counters,
+            {"busy_s": self.loop.busy_s},
+        )
 
     def _check_peer(self, info: NodeInfo) -> None:
         check_hello(self.info, Hello(wire_version=WIRE_VERSION, info=info))

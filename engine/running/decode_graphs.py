@@ -29,10 +29,11 @@ from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
-from tandem.kernels.products.few_rows_attention import MOST_ROWS
+from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.products.rotary_attention import WantedTokens
-from tandem.kernels.sampling.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
+from tandem.kernels.sampling.decode_buffers import DecodeInputs
+from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
 
 ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it
 REPLAYED_TOKENS = 512  # up to so many tokens the host takes longer to launch a step than the device to run it

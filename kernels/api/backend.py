@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from tandem.kernels.api.errors import UnsupportedOptionError
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder, RowBatch
 from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.blocks.quantization import FP8_DTYPE, Scale
-
-if TYPE_CHECKING:
-    from tandem.kernels.api.attention import Attention
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +78,7 @@ class AttentionImpl(ABC):
     @abstractmethod
     def forward(
         self,
-        attn_layer: Attention,
+        attn_layer: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -181,7 +179,7 @@ class PagedImpl(AttentionImpl):
 
     def forward(
         self,
-        attn_layer: Attention,
+        attn_layer: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

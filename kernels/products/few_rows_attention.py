@@ -7,16 +7,14 @@ N programs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
 from tandem.kernels.api.spec import AttentionSpec, AttentionType
+from tandem.kernels.products.few_rows_scratch import MOST_ROWS, scratch_for
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
 
-MOST_ROWS = 8  # a power of two
 MOST_GROUP = 16  # query heads of a KV head
-PROGRAMS = 264  # that run at once
 
 
 def why_not(num_rows: int, dtype: torch.dtype, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
@@ -38,31 +36,6 @@ def why_not(num_rows: int, dtype: torch.dtype, spec: AttentionSpec, cache: torch
 @functools.cache
 def has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class Scratch:
-    """What programs of a launch leave for each other; launches on one stream share it. fp32: `partial` [N, G, D],
-    `peaks` and `totals` [N, G]. `arrivals` int32 [R * K], zero between launches."""
-
-    partial: torch.Tensor
-    peaks: torch.Tensor
-    totals: torch.Tensor
-    arrivals: torch.Tensor
-    programs: int  # N
-
-    def check_integrity(self) -> None:
-        """Waits for the device."""
-        assert not bool(self.arrivals.any()), "a launch left arrivals behind"
-
-
-@functools.cache
-def scratch_for(heads: int, group: int, head_size: int, device: torch.device) -> Scratch:
-    """`heads`: R * K. Made once, outside of captures."""
-    programs = PROGRAMS + heads
-    partial = torch.empty((programs, group, head_size), dtype=torch.float32, device=device)
-    peaks, totals = (torch.empty((programs, group), dtype=torch.float32, device=device) for _ in range(2))
-    return Scratch(partial, peaks, totals, torch.zeros(heads, dtype=torch.int32, device=device), programs)
 
 
 def few_rows_attention(

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tandem.kernels.api.attention import Attention, unified_attention
+from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.api.unified_attention import unified_attention
 from tandem.kernels.backends.triton import TritonImpl
 from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
 from tandem.kernels.products import few_rows_attention

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_checks import ON_HOPPER, relative_error
 
-from tandem.kernels.products import few_rows, matmul
+from tandem.kernels.products import few_rows, few_rows_scratch, matmul
 from tandem.kernels.products import few_rows_attention as attention
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.reference import few_rows as reference_few_rows
@@ -106,7 +106,7 @@ def test_attention(
             assert relative_error(pool[slot // block, :, :, slot % block].cpu(), stored[row]) < TOLERANCE[dtype]
             pool[slot // block, :, :, slot % block] = float("nan")
     assert torch.equal(pool.cpu().nan_to_num(), host.nan_to_num())  # nothing else was written
-    attention.scratch_for(len(lengths) * kv_heads, heads // kv_heads, size, DEVICE).check_integrity()
+    few_rows_scratch.scratch_for(len(lengths) * kv_heads, heads // kv_heads, size, DEVICE).check_integrity()
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tandem.kernels.products import few_rows_attention as few_rows
+from tandem.kernels.products import few_rows_scratch
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.reference import few_rows as reference
 
@@ -43,8 +44,8 @@ def test_attention(
     lengths: tuple[int, ...], heads: int, kv_heads: int, size: int, block_size: int, with_norms: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(few_rows, "PROGRAMS", 7)
-    few_rows.scratch_for.cache_clear()
+    monkeypatch.setattr(few_rows_scratch, "PROGRAMS", 7)
+    few_rows_scratch.scratch_for.cache_clear()
     qkv, cos_sin, tables, seq_lens, pool, slots = case(lengths, heads, kv_heads, size, block_size)
     norms = HeadNorms(torch.randn(size), torch.randn(size), EPS) if with_norms else None
     expected, stored = reference.attention(
@@ -63,4 +64,4 @@ def test_attention(
             pool[slot // block_size, :, :, slot % block_size] = before[slot // block_size, :, :, slot % block_size]
     assert torch.equal(pool.isnan(), before.isnan())
     assert torch.equal(pool.nan_to_num(), before.nan_to_num())
-    few_rows.scratch_for(len(lengths) * kv_heads, heads // kv_heads, size, qkv.device).check_integrity()
+    few_rows_scratch.scratch_for(len(lengths) * kv_heads, heads // kv_heads, size, qkv.device).check_integrity()

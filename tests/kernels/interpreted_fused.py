@@ -10,7 +10,8 @@ from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks
 from tandem.kernels.products import fused_ops
 from tandem.kernels.products.fused_ops import HeadNorms, rotate_heads
 from tandem.kernels.reference import paged
-from tandem.kernels.sampling.decode_inputs import DecodeInputs, gather_decode_inputs, store_tokens
+from tandem.kernels.sampling.decode_buffers import DecodeInputs
+from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
 from tandem.kernels.triton_kernels.decode.decode_inputs import gather_decode_inputs_triton, store_tokens_triton
 from tandem.kernels.triton_kernels.products.fused import (
     argmax_triton,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.kernels.api.attention import Attention, unified_attention
+from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kernels.api.forward_context import ForwardContext, get_forward_context, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadataBuilder
 from tandem.kernels.api.spec import AttentionSpec, AttentionType
+from tandem.kernels.api.unified_attention import unified_attention
 from tandem.kernels.backends.native import NativeBackend
 from tandem.kernels.blocks.quantization import FP8_DTYPE
 from tandem.kernels.check.sample_batches import PagedBatch, random_batch

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.sampling.decode_inputs import DecodeInputs
+from tandem.kernels.sampling.decode_buffers import DecodeInputs
 from tandem.kernels.triton_kernels.common import begin, overlap
 
 COLUMNS_AT_ONCE = 256

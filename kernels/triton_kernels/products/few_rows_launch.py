@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import triton
 
-from tandem.kernels.products.few_rows_attention import MOST_ROWS, Scratch
+from tandem.kernels.products.few_rows_scratch import MOST_ROWS, Scratch
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.triton_kernels.common import overlap, tile_of
 from tandem.kernels.triton_kernels.products.few_rows_attention import few_rows_attention_kernel

@@ -12,7 +12,7 @@ from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.kernels.products.few_rows_attention import MOST_ROWS
+from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kv_connector.protocol.jobs import SourceStepMeta
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
