@@ -2,7 +2,7 @@
 
 The node goes on with a sequence while its full blocks are pushed, in rounds, each with what has become full during the
 one before. When a round finds next to nothing it holds the sequence, hands over the rest, and forgets it at the sink's
-KVCommitted. Whatever else ends the hand-off lets the sequence go on here. Pure; docs/handoff.md, "A running sequence".
+KVCommitted. Whatever else ends the hand-off lets the sequence go on here. Pure; docs/migration.md.
 """
 
 from __future__ import annotations

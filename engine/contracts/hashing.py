@@ -1,4 +1,4 @@
-"""Block hashes: a chain of SHA-256 digests, 16 bytes each, over raw token buffers (docs/architecture.md).
+"""Block hashes: a chain of SHA-256 digests, 16 bytes each, over raw token buffers (docs/directory.md).
 
 Blocks of `hash_block_size` tokens, equal in the whole cluster, stand in groups of eight:
 `hash_i = SHA-256(hash of the block before the group || int32 little-endian token ids of the group up to block i)[:16]`,

@@ -1,6 +1,6 @@
 """Who may hand KV to whom, and what becomes of a source's blocks on the way into a sink's. Pure.
 
-Two questions (docs/architecture.md): identities must be *equal*, layouts must be *convertible*. `check_hello` asks both
+Two questions (docs/layouts.md): identities must be *equal*, layouts must be *convertible*. `check_hello` asks both
 for a peer that says Hello, `plan` answers the second: which tokens of which source block become which slots of which
 sink block (`BlockSizes`), and what happens to each number (`Numbers`). Both blocks have all heads of the model: a node
 of several ranks is to others like one of one rank (node/pool.py).

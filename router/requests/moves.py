@@ -1,4 +1,4 @@
-"""Running samples that are handed to another node, as the router sees it. Pure; docs/handoff.md.
+"""Running samples that are handed to another node, as the router sees it. Pure; docs/migration.md.
 
 A move has two attempts at once: the live one, from which the tokens come, and its successor, whose prompt is what the
 client has seen. The successor takes over with its first token, or when the old node says that the sample has left it;

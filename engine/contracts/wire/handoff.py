@@ -1,4 +1,4 @@
-"""The hand-off's messages, between source and sink; docs/handoff.md says when each is sent."""
+"""The hand-off's messages, between source and sink; docs/protocol.md says when each is sent."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Each link has an agent on both sides (nixl_agent.py); the sink's hands out its memory to this one source and ends with
 the link. Runs of MIN_RUN_BYTES and more go straight into granted blocks, neighbours as one descriptor; shorter ones are
-packed into a slot, and the sink stores them. docs/handoff.md says what a fence is worth.
+packed into a slot, and the sink stores them. docs/transports.md says what a fence is worth.
 """
 
 from __future__ import annotations

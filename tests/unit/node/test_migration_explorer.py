@@ -1,5 +1,5 @@
 """Every reachable state of running sequences that move keeps the promises: each token once, in order, every request
-ends, every pool is whole (docs/handoff.md). And faults put there on purpose are found."""
+ends, every pool is whole (docs/verification.md). And faults put there on purpose are found."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every reachable state of the hand-off within stated bounds keeps its promises (docs/handoff.md, Invariants).
+"""Every reachable state of the hand-off within stated bounds keeps its promises (docs/protocol.md, Invariants).
 
-The minimal numbers of states keep a test from becoming empty unnoticed; the true numbers stand in docs/handoff.md.
+The minimal numbers of states keep a test from becoming empty unnoticed; the true ones stand in docs/measurements.md.
 """
 
 from __future__ import annotations

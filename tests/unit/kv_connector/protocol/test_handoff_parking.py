@@ -1,4 +1,4 @@
-"""The source's parked prompts and its claims: neither pool may wait for the other (docs/handoff.md)."""
+"""The source's parked prompts and its claims: neither pool may wait for the other (docs/protocol.md)."""
 
 from __future__ import annotations
 

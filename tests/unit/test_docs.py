@@ -1,0 +1,109 @@
+"""The pages say what is there: files, functions, links and anchors exist, and no page outgrows its reader."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WINGS = ["engine", "node", "kv_connector", "router", "kernels", "prefill_node", "decode_node", "deploy", "tests"]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+LINKING = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / wing / "README.md" for wing in WINGS)]
+MOST_WORDS = {"architecture.md": 1_400, "measurements.md": None}
+MOST_WORDS_ELSEWHERE = 2_000
+MOST_FILES_ON_THE_WAY = 40
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAMED = re.compile(r"`([\w./]+\.py)(?::([\w.]+))?`")
+CITED = re.compile(r"docs/([\w/]+\.md)(?:#([\w-]+))?")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@cache
+def anchors(page: Path) -> frozenset[str]:
+    """What GitHub makes of headings: lower case, spaces to hyphens, other punctuation gone."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return frozenset(re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings)
+
+
+@cache
+def definitions(path: Path) -> frozenset[str]:
+    """Functions, classes and methods of a file, as `name` and `Class.name`."""
+    found = set()
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.ClassDef, *kinds)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, kinds)}
+    return frozenset(found)
+
+
+def problem_of(text: str) -> list[str]:
+    """Backticked `path.py` and `path.py:Class.method` of a page that are not there."""
+    problems = []
+    for path, function in NAMED.findall(text):
+        if not (ROOT / path).is_file():
+            problems.append(f"there is no {path}")
+        elif function and function not in definitions(ROOT / path):
+            problems.append(f"{path} defines no {function}")
+    return problems
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_is_short(page: Path) -> None:
+    most = MOST_WORDS.get(page.name, MOST_WORDS_ELSEWHERE)
+    num_words = len(page.read_text().split())
+    assert most is None or num_words <= most, f"{num_words} words; at most {most}"
+
+
+@pytest.mark.parametrize("page", ["a_requests_way.md", "walks.md"])
+def test_what_a_way_names_exists(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    assert NAMED.search(text)
+    assert problem_of(text) == []
+
+
+def test_what_is_missing_is_found() -> None:
+    assert problem_of("`node/nowhere.py`") == ["there is no node/nowhere.py"]
+    assert problem_of("`node/loop.py:NodeLoop.nothing`") == ["node/loop.py defines no NodeLoop.nothing"]
+    assert problem_of("`node/loop.py:NodeLoop.run`, `node/loop.py`") == []
+
+
+def test_a_requests_way_is_at_most_forty_files() -> None:
+    text = (ROOT / "docs" / "a_requests_way.md").read_text()
+    assert len({path for path, _ in NAMED.findall(text)}) <= MOST_FILES_ON_THE_WAY
+
+
+@pytest.mark.parametrize("page", LINKING, ids=name_of)
+def test_links_resolve(page: Path) -> None:
+    broken = []
+    for link in LINK.findall(page.read_text()):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_pages_that_the_code_cites_exist() -> None:
+    broken = []
+    for wing in (*WINGS, "benchmarks"):
+        for source in [*(ROOT / wing).rglob("*.py"), *(ROOT / wing).rglob("README.md")]:
+            if source == Path(__file__).resolve():
+                continue
+            for page, anchor in CITED.findall(source.read_text()):
+                target = ROOT / "docs" / page
+                if not target.is_file() or (anchor and anchor not in anchors(target)):
+                    broken.append(f"{name_of(source)}: docs/{page}" + (f"#{anchor}" if anchor else ""))
+    assert broken == []
