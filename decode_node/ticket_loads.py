@@ -16,7 +16,7 @@ from tandem.node.requests import AcceptedRequest
 
 # A ticket waits no longer for a load. Its source may be done with the prompt soon; and two that wait for blocks which
 # the other holds end so.
-PATIENCE_S = 0.3
+PATIENCE_S = 0.3  # a guess
 
 
 @dataclass(frozen=True)

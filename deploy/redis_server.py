@@ -22,7 +22,7 @@ from typing import IO
 from tandem.deploy.launch.child_process import die_with_parent
 from tandem.engine.contracts.errors import ConfigError
 
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 10.0  # a guess
 PORTS = range(20_000, 32_000)
 
 

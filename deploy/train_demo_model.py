@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BOS, EOS = "<s>", "</s>"
-PROSE_WEIGHT = 2  # docstrings and topics are a small part of the bytes and most of what people type
-EVALUATE_EVERY = 100  # steps; the weights kept are those that did best on the held-out text
+PROSE_WEIGHT = 2  # docstrings and topics are a small part of the bytes and most of what people type; a guess
+EVALUATE_EVERY = 100  # steps; the weights kept are those that did best on the held-out text; a guess
 
 
 def read_corpus(stdlib: Path, docs: Path | None) -> tuple[list[str], list[str]]:

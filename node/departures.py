@@ -20,10 +20,10 @@ from tandem.kv_connector.source.manager import SourceManager
 from tandem.node.requests import RequestBook
 
 # What is claimed beyond a sequence's length: it may grow by as much before its last block has been pushed.
-GROWTH_BLOCKS = 2
-LEAST_GROWTH_TOKENS = 128
+GROWTH_BLOCKS = 2  # a guess
+LEAST_GROWTH_TOKENS = 128  # a guess
 # With so few full blocks left to push it is time to stand still.
-LAST_ROUND_BLOCKS = 1
+LAST_ROUND_BLOCKS = 1  # a guess
 
 
 @dataclass

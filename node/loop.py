@@ -19,16 +19,18 @@ from tandem.engine.scheduling.request import EngineEvent
 from tandem.engine.scheduling.turn_times import TurnTimes
 from tandem.node.control.events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 
-IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers
-STATUS_EVERY_S = 0.02  # heartbeats carry it and are rarer; making it at each step would cost more than scheduling does
+IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers; a guess
+# Heartbeats carry it and are rarer; making it at each step would cost more than scheduling does; a guess.
+STATUS_EVERY_S = 0.02
 # A launch layer by layer hardly lets other threads run. When it is so many layers ahead of the device it stops for a
 # moment, so that they can end the hand-offs of what was just computed.
-LAYERS_AHEAD, GIVE_WAY_S = 2, 0.001
-BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks
-HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen
-STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen
-STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late
-EARLY_S = 0.0005  # before its expected end it is looked for: each look takes the interpreter from other threads
+LAYERS_AHEAD, GIVE_WAY_S = 2, 0.001  # guesses
+BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks; a guess
+HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen; a guess
+STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen; a guess
+STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late; a guess
+# Before its expected end it is looked for: each look takes the interpreter from other threads; a guess.
+EARLY_S = 0.0005
 # Nobody sleeps longer than this on the word of an estimate: what ends sooner would be read when it was expected, and so
 # be measured as what was expected. After other load a first token was late by half of a 2,048-token prompt. A guess.
 LOOK_S = 0.001

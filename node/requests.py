@@ -29,7 +29,7 @@ from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLog
 from tandem.node.submit_check import problem_of
 
 Key = tuple[str, int]
-NUM_TOMBSTONES = 65536
+NUM_TOMBSTONES = 65536  # a guess: ended attempts that are remembered, so that a late repetition starts nothing
 
 
 @dataclass(slots=True)

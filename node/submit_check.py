@@ -15,10 +15,10 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 
-MAX_ID_CHARS = 512
+MAX_ID_CHARS = 512  # a guess, as the next: far above what routers send
 MAX_SALT_BYTES = 64
-MAX_SAMPLES = 4096
-MAX_LOGPROBS = 256
+MAX_SAMPLES = 4096  # a guess
+MAX_LOGPROBS = 256  # a guess
 MAX_SECONDS = 1e9
 INT32 = 1 << 31
 INT64 = 1 << 64

@@ -26,11 +26,11 @@ from tandem.kv_connector.tiers.manager import TierManager
 from tandem.node.setup import LoadedModel
 
 logger = logging.getLogger(__name__)
-CPU_NODE_BYTES, GPU_NODE_BYTES = 256 << 20, 16 << 30
+CPU_NODE_BYTES, GPU_NODE_BYTES = 256 << 20, 16 << 30  # guesses
 # Copied by one job: little enough to choose the next ones late, enough for full speed though few turns of the step loop
 # come between the launches of long prompts, and each starts one.
-BATCH_BYTES = 256 << 20
-MAX_BATCH_BLOCKS = 64
+BATCH_BYTES = 256 << 20  # a guess; see docs/measurements.md#conversations-over-tiers
+MAX_BATCH_BLOCKS = 64  # a guess
 
 
 def make_tiers(

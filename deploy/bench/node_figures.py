@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.deploy.bench.sse_client import get_text
 
-STILL_S, MOST_WAIT_S = 0.7, 10.0  # nodes report at each heartbeat, usually half a second
+STILL_S, MOST_WAIT_S = 0.7, 10.0  # nodes report at each heartbeat, usually half a second; guesses
 CAPACITIES = ("host_capacity", "disk_capacity")
 
 

@@ -9,7 +9,7 @@ import redis
 from tandem.kv_connector.directory.publisher import PublisherTimes, write_batch
 from tandem.kv_connector.directory.records import Batch, DirectoryEvent, KeySpace, NodeRecord, decode_event
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # a guess: a local Redis answers in milliseconds
 
 
 class RedisChannel:

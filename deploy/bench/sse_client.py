@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
-MAX_LINE_BYTES = 1 << 22
+MAX_LINE_BYTES = 1 << 22  # a guess: far above an event with log-probabilities
 
 
 class HttpError(Exception):

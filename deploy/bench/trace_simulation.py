@@ -15,8 +15,8 @@ from tandem.deploy.redis_server import RedisServer
 from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.errors import ConfigError
 
-SPEED_PRECISION = 1.03  # of the highest speed factor
-MAX_SPEED = 1024.0
+SPEED_PRECISION = 1.03  # of the highest speed factor; a guess
+MAX_SPEED = 1024.0  # a guess: far above what any cluster serves
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.deploy.options import own_environment
 
-KEPT_LINES = 20
+KEPT_LINES = 20  # a guess: of a child's output, shown when it fails
 _PR_SET_PDEATHSIG = 1
 # Resolved here, so that the forked child calls it without taking a lock.
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import TextIO
 
-LINE_EVERY_S = 10.0
+LINE_EVERY_S = 10.0  # a guess: how often a terminal is told that something still goes on
 _ERASE = "\r\x1b[K"
 
 

@@ -31,9 +31,9 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_folder import served_name
 from tandem.router.process.port import bind
 
-POLL_MS = 100
-REDIS_RETRY_S = 1.0
-PROBE_S = 0.5
+POLL_MS = 100  # a guess: how late the end of a child may be seen
+REDIS_RETRY_S = 1.0  # a guess
+PROBE_S = 0.5  # a guess
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound everywhere: asked here
 _ACTIVE = re.compile(r"^tandem_router_active_prompts (\S+)$", re.MULTILINE)

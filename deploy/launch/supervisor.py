@@ -17,13 +17,13 @@ import enum
 from dataclasses import dataclass, field
 
 EXIT_BAD_CONFIG = 2
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 10.0
-QUICK_FAILURE_S = 10.0  # a child that served for less counts as failed quickly
-MAX_QUICK_FAILURES = 5  # in a row
-START_TIMEOUT_S = 1200.0  # loading a large model from cold storage takes minutes
+FIRST_BACKOFF_S = 0.5  # a guess
+MAX_BACKOFF_S = 10.0  # a guess
+QUICK_FAILURE_S = 10.0  # a child that served for less counts as failed quickly; a guess
+MAX_QUICK_FAILURES = 5  # in a row; a guess
+START_TIMEOUT_S = 1200.0  # loading a large model from cold storage takes minutes; a guess
 ROUTER_NAME = "router"
-STOP_MARGIN_S = 10.0  # beyond drain_s, for children to come down
+STOP_MARGIN_S = 10.0  # beyond drain_s, for children to come down; a guess
 
 
 class ChildState(enum.Enum):

@@ -2,7 +2,7 @@
 
 Precedence: command line, then environment (`TANDEM_<FIELD>`), then the YAML file, then the default here. Unknown
 keys are errors that name the key; nothing mutates a config after it was built. The bounds below hold for what users
-give; classes that are built by code are not checked.
+give; classes that are built by code are not checked. Default numbers are guesses, unless one names a measurement.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SchedulerOptions:
     # Prompt tokens mixed into a step while others decode; 0: on a decode node with a GPU what fits `itl_budget_ms`,
     # else 256 on a decode node (short tails, recompute) and 2048 on a single one.
     decode_prompt_budget: Count = 0
-    # How long a step with prompt work may take on a decode node.
+    # How long a step with prompt work may take on a decode node: docs/measurements.md#the-gap-of-a-hand-off.
     itl_budget_ms: Annotated[float, Meta(gt=0, le=1e6)] = 6.0
     # Prefill nodes: share of the pool that finished KV without a grant may fill before prompts wait for a grant.
     parked_kv_fraction: Share = 0.25

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.engine.contracts.errors import CheckpointError
 
-PROBE_TIMEOUT_S = 1.5  # how long a silent hub delays a start; the client itself may add 3 s once
+PROBE_TIMEOUT_S = 1.5  # how long a silent hub delays a start; the client itself may add 3 s once; a guess
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXT_FILES = ["*.json", "tokenizer*", "*.jinja"]
 

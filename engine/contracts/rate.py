@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-SMOOTHING = 0.2
-FORGETTING = 0.98
+SMOOTHING = 0.2  # a guess: a newest measurement counts for so much
+FORGETTING = 0.98  # a guess
 
 
 class Rate:

@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 
 from tandem.engine.contracts.hashing import TENANT_BYTES
 
-MAX_TENANTS = 65_536  # whose shares are remembered
+MAX_TENANTS = 65_536  # whose shares are remembered; a guess
 
 
 def tenant_of_salt(salt: bytes) -> bytes:

@@ -22,7 +22,7 @@ from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.weights import DUMMY_DIGEST, stored_tensors, weight_files
 
 CACHE_NAME = ".tandem-digests.json"
-CACHE_FROM_BYTES = 64 << 20  # smaller files are hashed sooner than a cache file is worth
+CACHE_FROM_BYTES = 64 << 20  # smaller files are hashed sooner than a cache file is worth; a guess
 
 
 def model_identity(

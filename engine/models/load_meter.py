@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
-LOG_EVERY_S = 10.0
+LOG_EVERY_S = 10.0  # a guess
 logger = logging.getLogger(__name__)
 
 

@@ -20,7 +20,8 @@ from tandem.kernels.products.all_reduce import Mail, MailLayout, argmax_of_shard
 from tandem.kernels.products.fused_ops import add_rms_norm, argmax_tokens
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-STUCK_S = 600  # longer than a rank may need to load weights and compile kernels; a rank's death is noticed at once
+# Longer than a rank may need to load weights and compile kernels; a rank's death is noticed at once; a guess.
+STUCK_S = 600
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tandem.engine.contracts.config import LogLevel
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 REPEAT_S = 30.0  # between two lines about the same; a guess: often enough to be seen while it lasts
-MAX_KINDS = 1_000  # of lines that are remembered; beyond, the oldest may be said too often
+MAX_KINDS = 1_000  # of lines that are remembered; beyond, the oldest may be said too often; a guess
 
 
 class _Gate:

@@ -22,7 +22,7 @@ repeated = RateLimited(logger)
 
 EXIT_FAULT = 70  # EX_SOFTWARE: a fault of this program
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # guesses: before work that failed starts again
-GOOD_RUN_S = 30.0  # after which a failure counts as the first again
+GOOD_RUN_S = 30.0  # after which a failure counts as the first again; a guess
 
 OnFailure = Callable[[BaseException], object]
 

@@ -19,7 +19,7 @@ from tandem.engine.device.upload import upload
 from tandem.engine.running.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch
 from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow
 
-PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once
+PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once; a guess
 MIN_TEMPERATURE = 1e-5  # keeps logits / temperature finite in float32; below it sampling is greedy but for exact ties
 
 SETTINGS = np.dtype(

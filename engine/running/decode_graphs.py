@@ -35,11 +35,13 @@ from tandem.kernels.products.rotary_attention import WantedTokens
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
 from tandem.kernels.sampling.decode_inputs import gather_decode_inputs, store_tokens
 
-ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it
-REPLAYED_TOKENS = 512  # up to so many tokens the host takes longer to launch a step than the device to run it
+ROW_MULTIPLE = 16  # keeps every buffer aligned as kernels like it; a guess
+# Up to so many tokens the host takes longer to launch a step than the device to run it;
+# docs/measurements.md#steps-of-few-rows.
+REPLAYED_TOKENS = 512
 # Keys that the rows of chunks may read in all, in tokens: each row reads all before it, where a prefill kernel reads it
 # once for many. So many take about as long as launching a step kernel by kernel.
-MAX_CHUNK_READS = 1 << 17
+MAX_CHUNK_READS = 1 << 17  # a guess from docs/measurements.md#steps-of-few-rows
 
 
 class DecoderLike(Protocol):

@@ -11,7 +11,7 @@ from tandem.engine.running.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.runner_needs import Model
 
-DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels
+DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels; a guess
 
 
 def profile_free_bytes(

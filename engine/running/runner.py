@@ -33,7 +33,7 @@ from tandem.kernels.products import matmul
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 logger = logging.getLogger(__name__)
-SMALLEST_PIECE = 16  # tokens; a device without memory for so few has none to go on with
+SMALLEST_PIECE = 16  # tokens; a device without memory for so few has none to go on with; a guess
 
 
 class ModelRunner:

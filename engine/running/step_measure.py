@@ -11,9 +11,10 @@ import torch
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.engine.scheduling.step_times import StepTimes
 
+# A guess: dense where steps are short, as graphs are.
 MEASURED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-NUM_DECODES = 8  # rows of a measured step that are decodes
-REPEATS = 3
+NUM_DECODES = 8  # rows of a measured step that are decodes; a guess
+REPEATS = 3  # a guess
 
 
 class DummySteps(Protocol):

@@ -12,10 +12,10 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.request import Request, RequestState
 
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
-MAX_PASSED_BY = 256
+MAX_PASSED_BY = 256  # a guess
 # Of a prompt beside decodes, however long a step with them takes; fewer where they cost nothing, since the graph that
 # runs the decodes has room for so many.
-LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8
+LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ except Exception as error:  # a broken build raises more than ImportError
     flashinfer = None
     _import_error = f"flashinfer can't be imported: {error}"
 
-WORKSPACE_BYTES = 128 << 20
+WORKSPACE_BYTES = 128 << 20  # FlashInfer's own recommendation
 _workspaces: dict[torch.device, torch.Tensor] = {}
 
 

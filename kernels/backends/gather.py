@@ -12,7 +12,7 @@ from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.dense import mask_of
 from tandem.kernels.blocks.quantization import FP8_DTYPE, Scale, as_bytes, dequantize, quantize
 
-GROUP_TOKENS = 1 << 14  # padded tokens of decode rows gathered at once: more only costs memory traffic
+GROUP_TOKENS = 1 << 14  # padded tokens of decode rows gathered at once: more only costs memory traffic; a guess
 
 
 def write_to_cache(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal
 from tandem.kernels.backends.gather import DecodeGroup, decode_groups, gather_blocks, read_prefix, write_to_cache
 
-QUERY_CHUNK = 512  # queries of a prefill row that share one mask
+QUERY_CHUNK = 512  # queries of a prefill row that share one mask; a guess
 
 
 class NativeOps(PagedOps):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-PARTITION_SIZE = 64  # tokens: the finest split
-LONGEST_ONE_PASS = 1024  # tokens
-ENOUGH_PROGRAMS = 2048  # rows times query heads that keep a GPU busy without splitting
+PARTITION_SIZE = 64  # tokens: the finest split; a guess
+LONGEST_ONE_PASS = 1024  # tokens; a guess
+ENOUGH_PROGRAMS = 2048  # rows times query heads that keep a GPU busy without splitting; a guess
 
 
 def num_partitions(max_seq_len: int) -> int:

@@ -13,8 +13,8 @@ import torch
 from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks, why_not_words
 from tandem.kernels.blocks.quantization import as_bytes
 
-SWAP_PROGRAMS = 16  # the bus is the limit
-PACKING_PROGRAMS = 2048
+SWAP_PROGRAMS = 16  # the bus is the limit; docs/measurements.md#copies-norms-and-sampling
+PACKING_PROGRAMS = 2048  # a guess; what it reaches: docs/measurements.md#copies-norms-and-sampling
 
 
 def copy_blocks(

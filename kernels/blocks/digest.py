@@ -18,7 +18,7 @@ import torch
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _SPREADING = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-SEGMENT_WORDS = 1 << 13  # words that share one table of multipliers; each segment mixes in its own key
+SEGMENT_WORDS = 1 << 13  # words that share one table of multipliers; each segment mixes in its own key; a guess
 
 _multipliers: dict[torch.device, torch.Tensor] = {}
 

@@ -15,7 +15,7 @@ import torch
 
 from tandem.kernels.blocks.digest import BlockRuns, multilinear_sums
 
-WARM_BUFFERS = 4
+WARM_BUFFERS = 4  # a guess
 LEAST_WORDS = 1 << 12  # of a buffer: enough for a prompt of 64k tokens
 
 

@@ -9,7 +9,7 @@ from tandem.kernels.api.spec import FP8_CACHE_DTYPES
 
 FP8_DTYPE = torch.float8_e4m3fn
 FP8_MAX = 448.0
-HEADROOM = 2.0
+HEADROOM = 2.0  # a guess: later tokens may be so many times as large
 
 Scale = float | torch.Tensor
 

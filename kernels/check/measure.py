@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-LEAD_CYCLES = 2_000_000  # about a millisecond of a GPU: time for the host to enqueue what is measured
+LEAD_CYCLES = 2_000_000  # about a millisecond of a GPU: time for the host to enqueue what is measured; a guess
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 512}
 

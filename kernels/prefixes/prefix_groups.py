@@ -14,14 +14,14 @@ from math import lcm
 
 import numpy as np
 
-PREFIX_ROWS = 64  # query rows of a chunk
+PREFIX_ROWS = 64  # query rows of a chunk; a guess
 LARGEST_TILE = 64  # tokens; prefixes end where tiles of every size do
-MAX_CHUNKS = 64
+MAX_CHUNKS = 64  # a guess
 # Tuned on an H200 with 32 query and 8 KV heads of 128 (benchmarks/decode_attention.py): what must be saved, in bytes of
 # a layer's keys and values, for one more launch a layer and for a row whose part is merged. Rows that read a prefix
 # each for itself find much of it in L2, so that short prefixes of many rows pay last.
-BYTES_FOR_LAUNCHES = 40_000_000
-BYTES_FOR_ROW = 1_500_000
+BYTES_FOR_LAUNCHES = 40_000_000  # docs/measurements.md#decode-attention
+BYTES_FOR_ROW = 1_500_000  # docs/measurements.md#decode-attention
 
 
 @dataclass(frozen=True, eq=False)

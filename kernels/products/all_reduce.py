@@ -14,11 +14,11 @@ import torch
 
 from tandem.kernels.products.fused_ops import add_rms_norm, argmax_tokens
 
-ARGMAX_ROWS = 64  # rows of one lane
+ARGMAX_ROWS = 64  # rows of one lane; a guess
 WORD_BYTES = 8
 FLAG_BYTES = 4
-MOST_WORD_LANES = 512
-MOST_ROW_BYTES = 1 << 29  # of the mail's rows; larger steps go another way
+MOST_WORD_LANES = 512  # a guess
+MOST_ROW_BYTES = 1 << 29  # of the mail's rows; larger steps go another way; a guess
 Way = Literal["words", "rows", "shares"]
 # For up to so many ranks: how sums of up to so many bytes travel; by NCCL beyond. Measured on H200s over NVLink, 8B
 # Llama: with four ranks NCCL takes the device an eighth less from 2,048 rows on, but its launches take the host longer

@@ -19,8 +19,9 @@ from tandem.kernels.products.fused_ops import silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP, RowsPlan
 from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
-MOST_ROWS = 2
-LARGEST_PRODUCT = 16 << 20  # weights: the kernel of a larger one has no time to spare for a norm, measured
+MOST_ROWS = 2  # docs/measurements.md#steps-of-few-rows
+# Weights: the kernel of a larger one has no time to spare for a norm, measured; docs/measurements.md#steps-of-few-rows.
+LARGEST_PRODUCT = 16 << 20
 
 
 def plan_for(num_rows: int, num_outputs: int, num_inputs: int) -> RowsPlan | None:

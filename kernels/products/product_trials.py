@@ -10,7 +10,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-TOLERANCE = 1e-2  # of the norm of the difference; rounding to 8 bits gives 2e-3
+TOLERANCE = 1e-2  # of the norm of the difference; rounding to 8 bits gives 2e-3; a guess
 
 
 def passes(name: str, ours: Callable[[], torch.Tensor], torchs: Callable[[], torch.Tensor]) -> bool:

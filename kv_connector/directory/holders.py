@@ -19,7 +19,7 @@ from tandem.kv_connector.directory.records import HASH_BYTES
 
 KEY_MASK = np.uint64((1 << 60) - 1)
 BITS_PER_OWNER = 4  # three tiers, and one to spare that keeps columns apart
-MAX_SHARED_MASKS = 65_536
+MAX_SHARED_MASKS = 65_536  # a guess
 
 
 def key_of(block_hash: bytes) -> int:

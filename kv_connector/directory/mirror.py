@@ -15,7 +15,7 @@ from tandem.kv_connector.directory.holders import Holders, key_of, keys_of, keys
 from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
-SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond
+SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond; a guess
 
 
 class Outcome(enum.Enum):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-REPEAT_S = 30.0
+REPEAT_S = 30.0  # a guess: between two lines about the same outage
 
 
 class Outage:

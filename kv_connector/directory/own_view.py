@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange, join_hashes
 
-MAX_PENDING = 65_536  # events that wait for Redis before a whole republication is cheaper to keep
-BATCH_HASHES = 4_096  # hashes in one batch: 64 KiB on the wire
+MAX_PENDING = 65_536  # events that wait for Redis before a whole republication is cheaper to keep; a guess
+BATCH_HASHES = 4_096  # hashes in one batch: 64 KiB on the wire; a guess
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,11 @@ from tandem.kv_connector.directory.servers import RedisServers, is_wrong_type
 log = logging.getLogger(__name__)
 once = RateLimited(log, repeat_s=3600.0)  # what is wrong in Redis stays so until somebody takes it out
 
-FLUSH_S = 0.01  # pending events are gathered this long into one batch
-MAX_BACKOFF_S = 1.0
-TRANSACTION_BATCHES = 16  # batches in one round trip: at most 1 MiB
+# Pending events are gathered this long into one batch; a guess, most of the delay in
+# docs/measurements.md#directory-of-blocks.
+FLUSH_S = 0.01
+MAX_BACKOFF_S = 1.0  # a guess
+TRANSACTION_BATCHES = 16  # batches in one round trip: at most 1 MiB; a guess
 REDIS_ERRORS = (redis.RedisError, OSError)
 
 

@@ -40,11 +40,11 @@ from tandem.kv_connector.directory.servers import AsyncRedisServers, is_wrong_ty
 log = logging.getLogger(__name__)
 once = RateLimited(log, repeat_s=3600.0)  # what is wrong in Redis stays so until somebody takes it out
 
-SWEEP_S = 1.0  # leases are read this often besides the stream's announcements
-CHECK_S = 5.0  # what should have been heard by now is compared with what was
-SCAN_COUNT = 1_000  # hashes per SSCAN answer: below a millisecond of the event loop
-TURN_S = 0.0005  # taking messages before requests get their turn
-LEAST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0
+SWEEP_S = 1.0  # leases are read this often besides the stream's announcements; a guess
+CHECK_S = 5.0  # what should have been heard by now is compared with what was; a guess
+SCAN_COUNT = 1_000  # hashes per SSCAN answer: below a millisecond of the event loop; a guess
+TURN_S = 0.0005  # taking messages before requests get their turn; a guess
+LEAST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0  # guesses
 REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 
 

@@ -11,8 +11,8 @@ import torch
 
 from tandem.kv_connector.layouts.geometry import BlockGeometry
 
-NUM_SLOTS = 4
-SLOT_BYTES = 4 << 20
+NUM_SLOTS = 4  # a guess; what it reaches: docs/measurements.md#transports-within-a-host
+SLOT_BYTES = 4 << 20  # a guess
 
 
 class BlockSlots:

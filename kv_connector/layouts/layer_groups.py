@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-LAYER_GROUPS = 8  # of a load under a forward pass: few launches, and the first layers don't wait for the last
-PUSHED_TOGETHER = 4  # by a copy engine: runs four times as long, a quarter of the calls
+LAYER_GROUPS = 8  # of a load under a forward pass: few launches, and the first layers don't wait for the last; a guess
+# By a copy engine: runs four times as long, a quarter of the calls; docs/measurements.md#pushes-out-of-a-gpu.
+PUSHED_TOGETHER = 4
 
 
 def layer_groups(num_layers: int) -> list[range]:

@@ -20,8 +20,8 @@ from tandem.kernels.blocks.push_blocks import list_pairs
 from tandem.kernels.blocks.quantization import as_bytes
 
 # Each takes a place on a multiprocessor from the computation. Digests are what the end of a hand-off waits for.
-PROGRAMS, DIGEST_PROGRAMS = 16, 128
-GATHERED_BYTES = 64 << 20  # at a time, for digests
+PROGRAMS, DIGEST_PROGRAMS = 16, 128  # guesses
+GATHERED_BYTES = 64 << 20  # at a time, for digests; a guess
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from tandem.engine.contracts.rate import Rate
 
-MAX_PEERS = 1024
+MAX_PEERS = 1024  # a guess
 # Of computing a token: what pulling it is taken to cost before the first was pulled, and what computing it is taken to
 # cost before the first was computed. A node that never tried would never know.
 GUESSED_SHARE, GUESSED_COMPUTE_S = 0.25, 1 / 20_000
 # A rate that nothing has confirmed for so long is no reason any more not to pull: the load that it was measured under
 # has passed, and while routers heed it, nothing would measure it again.
-FORGOTTEN_S = 60.0
+FORGOTTEN_S = 60.0  # a guess
 
 
 @dataclass(slots=True)

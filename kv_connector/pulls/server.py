@@ -28,8 +28,8 @@ from tandem.kv_connector.protocol.outcomes import SourceOutcome
 from tandem.kv_connector.source.manager import SourceManager
 
 # Of the pool, as much as pulls may pin at a time. The rest of what is asked for is not offered.
-PINNED_SHARE = 0.5
-MAX_ANSWERED = 65536
+PINNED_SHARE = 0.5  # a guess
+MAX_ANSWERED = 65536  # a guess
 
 
 @dataclass(eq=False, slots=True)

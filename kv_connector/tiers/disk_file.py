@@ -26,7 +26,7 @@ from tandem.kv_connector.tiers.index import StoredBlock
 logger = logging.getLogger(__name__)
 PAGE = 4096
 MAGIC = b"tandem kv tier 1"
-MAX_FILES = 64  # nodes that share a folder
+MAX_FILES = 64  # nodes that share a folder; a guess
 RECORD = np.dtype(
     [
         ("hash", "V16"),

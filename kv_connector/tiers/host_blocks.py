@@ -21,7 +21,7 @@ from tandem.kernels.blocks.digest import block_digests
 from tandem.kernels.blocks.quantization import FP8_DTYPE, FP8_MAX, dequantize, quantize
 
 WORD_BYTES = 8
-PIECE_BYTES = 16 << 20  # compressed or restored at once: temporary copies are some ten times as large
+PIECE_BYTES = 16 << 20  # compressed or restored at once: temporary copies are some ten times as large; a guess
 
 
 def block_bytes(pool: torch.Tensor) -> int:

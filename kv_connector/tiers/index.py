@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-MAX_USES = 8  # that count: a block stays about so many turnovers of the tier after its last use
+MAX_USES = 8  # that count: a block stays about so many turnovers of the tier after its last use; a guess
 Rank = tuple[int, int]  # (age + uses, time of last use); of a copy (COPY, -time of last use)
 COPY = 0
 

@@ -13,7 +13,7 @@ from tandem.kv_connector.tiers.jobs import JobDone, TierJob
 
 limited = RateLimited(logging.getLogger(__name__))
 Work = Callable[[], Iterable[bytes] | None]
-STOP_S = 2.0
+STOP_S = 2.0  # a guess: what is being copied may end first
 
 
 class JobThread:

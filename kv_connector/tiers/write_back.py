@@ -12,7 +12,7 @@ from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 
 # Blocks that are to be copied before their eviction: to the host as many as a long prompt takes at once.
-SAVED_AHEAD, SPILLED_AHEAD = 256, 64
+SAVED_AHEAD, SPILLED_AHEAD = 256, 64  # docs/measurements.md#conversations-over-tiers; 64 is a guess
 
 
 @dataclass

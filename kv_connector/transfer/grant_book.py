@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-_MAX_ENDED_GRANTS = 1 << 14  # pushes of steps launched before a Retire arrive within a few steps of it
+_MAX_ENDED_GRANTS = 1 << 14  # pushes of steps launched before a Retire arrive within a few steps of it; a guess
 
 
 class GrantBook:

@@ -35,7 +35,7 @@ from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
 from tandem.kv_connector.transfer.waiting_layers import WaitingLayers
 from tandem.kv_connector.transports.base import OnLost
 
-WRITTEN_POLL_S = 0.0003  # layers but the last, which is enqueued before it is written
+WRITTEN_POLL_S = 0.0003  # layers but the last, which is enqueued before it is written; a guess
 
 _Job = TransferJob | LayersJob | NodeInfo
 _Item = tuple[_Job, torch.cuda.Event | None]

@@ -25,9 +25,9 @@ from tandem.engine.contracts.wire.parts import Message
 from tandem.engine.contracts.wire.requests import Submit, Tokens
 from tandem.kv_connector.protocol.jobs import HandoffKey
 
-_KEPT_KEYS = 1 << 16
+_KEPT_KEYS = 1 << 16  # a guess
 
-_FLUSH_S = 0.1  # what a killed node has not written down
+_FLUSH_S = 0.1  # what a killed node has not written down; a guess
 
 
 @dataclass(frozen=True, slots=True)

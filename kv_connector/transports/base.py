@@ -26,7 +26,7 @@ from tandem.kv_connector.layouts.rank_pools import RankPools
 # Called at most once a channel, from any thread: (node_id, epoch, reason). The channel takes no more writes.
 OnLost = Callable[[str, int, str], None]
 BlockPairs = Sequence[tuple[int, int]]  # (source block id, destination block id)
-MAX_WRITE_BYTES = 4 << 20
+MAX_WRITE_BYTES = 4 << 20  # a guess; what it reaches: docs/measurements.md#transports-within-a-host
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Refused
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, peer_id_of
 from tandem.engine.process.process_log import RateLimited
 
-MAX_SHOWN = 200  # characters of what a peer sent, in a reason
+MAX_SHOWN = 200  # characters of what a peer sent, in a reason; a guess
 limited = RateLimited(logging.getLogger(__name__))
 
 

@@ -33,8 +33,8 @@ from tandem.node.control.links import ControlLinks, Peer
 from tandem.node.control.sockets import ControlSockets, Socket
 from tandem.node.control.stall_report import TurnClock
 
-READ_BURST = 512  # messages read from one socket before the others get their turn
-STANDSTILL_S = 1.0  # a turn that takes longer is told in the log: peers may take this node for lost
+READ_BURST = 512  # messages read from one socket before the others get their turn; a guess
+STANDSTILL_S = 1.0  # a turn that takes longer is told in the log: peers may take this node for lost; a guess
 logger = logging.getLogger(__name__)
 limited = RateLimited(logger)
 

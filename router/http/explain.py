@@ -16,7 +16,7 @@ from tandem.router.requests.service import CompletionService
 from tandem.router.text.api_keys import ApiKeys
 
 SESSION_HEADER, PLACEMENT_HEADER = b"x-session-id", b"x-tandem-placement"
-MAX_SESSION_BYTES = 256
+MAX_SESSION_BYTES = 256  # a guess: far above any name
 
 
 def session_of(headers: Iterable[tuple[bytes, bytes]]) -> str:

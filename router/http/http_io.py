@@ -11,7 +11,8 @@ from starlette.types import Receive, Scope, Send
 from tandem.engine.contracts.errors import BodyTooLargeError, ClientGoneError, InvalidRequestError, TandemError
 from tandem.router.text.openai_api import error_body
 
-DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0  # how much of a body that is too large is read past the limit, and how long
+# How much of a body that is too large is read past the limit, and how long; guesses.
+DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0
 JSON_TYPE = (b"content-type", b"application/json")
 
 Headers = Iterable[tuple[bytes, bytes]]

@@ -15,10 +15,10 @@ from tandem.engine.process.descriptors import descriptor_limit
 from tandem.engine.process.process_log import RateLimitFilter
 from tandem.router.http.http_protocol import HttpLimits, HttpProtocol
 
-BACKLOG = 2048
+BACKLOG = 2048  # a guess: connections that the system keeps while the loop is busy
 # Of a process's descriptors: what it needs itself, and how much of the rest clients may have. Connections to nodes,
 # which take about five each, and to Redis get what is left: 1,024 descriptors serve 720 clients and some 45 nodes.
-OWN_DESCRIPTORS, CLIENTS_SHARE = 64, 0.75
+OWN_DESCRIPTORS, CLIENTS_SHARE = 64, 0.75  # guesses
 
 _limit_of_lines = RateLimitFilter()  # anybody who can connect makes uvicorn log "Invalid HTTP request received."
 

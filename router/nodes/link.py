@@ -42,9 +42,9 @@ from tandem.router.placing.view import NodeKey, NodeView
 logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
 
-READ_BURST_S = 0.01  # reading before other work gets its turn
-SILENT_HEARTBEATS = 3  # unanswered, before a node gets nothing that others can take
-REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one
+READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
+SILENT_HEARTBEATS = 3  # unanswered, before a node gets nothing that others can take; a guess
+REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
 RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | Migrated
 

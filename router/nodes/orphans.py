@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.router.placing.view import NodeKey
 
-MAX_LOST_NODES = 64
+MAX_LOST_NODES = 64  # a guess
 
 Work = set[tuple[str, int]]  # (request_id, attempt)
 

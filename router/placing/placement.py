@@ -23,15 +23,15 @@ from tandem.router.placing.view import NodeKey, NodeView, affinity, node_key
 __all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "find_placement", "node_key", "offers"]
 
 # A session stays at its home until others are ahead by this much prompt work, or its home has no room.
-SESSION_PATIENCE_S = 1.0
+SESSION_PATIENCE_S = 1.0  # a guess
 # What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
-HANDOVER_S = 0.01
+HANDOVER_S = 0.01  # docs/measurements.md#the-gap-of-a-hand-off
 # So much sooner a prefill node must be done with a short tail that a decode node could take: a long prompt that comes
 # meanwhile, which is what prefill nodes are there for, would wait for it.
-DISTURBANCE_S = 0.02
+DISTURBANCE_S = 0.02  # a guess
 # What a tail waits for on a prefill node, in tokens, however many wait there: late prompts let it pass, and a step has
 # no more while others wait.
-PASSED_BY_TOKENS = 2048
+PASSED_BY_TOKENS = 2048  # the default of `contended_prefill_chunk`
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):

@@ -21,11 +21,11 @@ from tandem.engine.contracts.config import PlacementName
 from tandem.router.placing.view import NodeKey, NodeView
 
 # What one running or waiting sequence costs others on a node, as prompt tokens.
-SEQUENCE_COST_TOKENS = 64
+SEQUENCE_COST_TOKENS = 64  # a guess
 # What it costs, besides computing or fetching it, to have a token here that a peer holds already: kept twice, it pushes
 # others out of this cache, and those behind it wait too. In shares of computing it; by simulation of a real trace, more
 # finds little more and lengthens queues.
-DUPLICATE_COST = 2.0
+DUPLICATE_COST = 2.0  # docs/measurements.md#placement-on-a-trace
 # What new content costs a cache that got twice the average or more of it lately, in shares of computing it: as much as
 # a hit on it is worth elsewhere. Else all that shares a short prefix fills one cache of an idle cluster.
 CROWDING_COST = 1 + DUPLICATE_COST

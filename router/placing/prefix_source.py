@@ -15,7 +15,7 @@ from tandem.router.placing.policies import Choice
 from tandem.router.placing.view import NodeKey, NodeView
 
 # What a pull takes besides its bytes: question, claim, grant, each at the next turn of a step loop.
-PULL_OVERHEAD_S = 0.005
+PULL_OVERHEAD_S = 0.005  # a guess
 
 
 def with_holder(

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from tandem.router.placing.view import NodeKey, NodeView
 
 # Sequences of one node on their way at a time: they share its bandwidth, and each new one only delays the others.
-MOST_FROM_DRAINING = 4
+MOST_FROM_DRAINING = 4  # a guess
 # One by one, so that reports show what the last one changed.
 MOST_FROM_FULL = 1
 # Pause between two decisions for a node that is merely fuller than others.
-REBALANCE_EVERY_S = 1.0
+REBALANCE_EVERY_S = 1.0  # a guess
 # A node this full is relieved if another has room, however little their difference is.
-NEARLY_FULL = 0.95
+NEARLY_FULL = 0.95  # a guess
 # Roles whose requests decode. Between them sequences move.
 DECODING = frozenset({"decode", "unified"})
 # Of a target's pool, what stays free for the growth of what it has.
-TARGET_HEADROOM = 0.15
+TARGET_HEADROOM = 0.15  # a guess
 
 
 def kv_use(node: NodeView) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-RING = 4096  # placements: of a second, at the most that a process places
+RING = 4096  # placements: of a second, at the most that a process places; a guess
 _WORD_BYTES = 8
 
 

@@ -10,11 +10,11 @@ from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 NodeKey = tuple[str, int]  # (node_id, epoch)
 
 # Until a node has measured its own.
-PREFILL_S_PER_TOKEN = 1 / 20_000
+PREFILL_S_PER_TOKEN = 1 / 20_000  # a guess
 # Moving a token's KV is cheaper than computing it, but not free: this share of computing it.
-TRANSFER_SHARE = 0.25
+TRANSFER_SHARE = 0.25  # a guess
 # Half-life of `num_new_tokens`.
-NEW_TOKENS_MEMORY_S = 300.0
+NEW_TOKENS_MEMORY_S = 300.0  # a guess
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 

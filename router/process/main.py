@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # More objects than before that bring the garbage collector in. Requests leave it nothing to do, and each of its rounds
 # stops all streams for milliseconds.
-YOUNG_OBJECTS = 50_000
+YOUNG_OBJECTS = 50_000  # a guess; what requests leave: docs/measurements.md#one-router-process
 
 
 def run_router(options: RouterOptions) -> int:

@@ -33,8 +33,8 @@ from tandem.router.text.api_keys import ApiKeys
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.tokenizer import Tokenizer
 
-TICK_S = 0.1
-CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels
+TICK_S = 0.1  # a guess: how late a deadline may be seen
+CANCEL_GRACE_S = 2.0  # at the end, for nodes to hear the last cancels; a guess
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from tandem.router.process.shared_folder import shared_folder
 
 logger = logging.getLogger(__name__)
 
-RESTART_DELAY_S = 0.5
-START_S = 60.0  # of silence while a worker imports and connects
-MAX_EARLY_DEATHS = 5  # workers that died before they served, in a row
+RESTART_DELAY_S = 0.5  # a guess
+START_S = 60.0  # of silence while a worker imports and connects; a guess
+MAX_EARLY_DEATHS = 5  # workers that died before they served, in a row; a guess
 METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 
 

@@ -18,8 +18,8 @@ from tandem.router.text.tokenizer import Tokenizer
 T = TypeVar("T")
 
 DEFAULT_MAX_TOKENS = 16
-MAX_SEQUENCES = 4096
-CHARS_PER_TOKEN = 32  # far above what text in any language has on average
+MAX_SEQUENCES = 4096  # a guess: of one body, prompts times samples
+CHARS_PER_TOKEN = 32  # far above what text in any language has on average; a guess
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class WindowDetokenizer:
     more than four bytes).
     """
 
-    MAX_HELD = 8
+    MAX_HELD = 8  # a guess: twice the most bytes of a character
 
     def __init__(self, decode: Callable[[list[int]], str], context: Sequence[int]) -> None:
         self._decode = decode

@@ -10,9 +10,9 @@ from tandem.router.text.completion import CHARS_PER_TOKEN, ModelFacts, tokenize_
 from tandem.router.text.openai_api import Prompts
 from tandem.router.text.tokenizer import Tokenizer
 
-SHORT_BYTES = 8192  # up to this a thread costs more than it saves
-LARGE_BYTES = 1 << 18  # from this on one at a time: a text takes a hundred times its size in memory as tokens
-MAX_THREADS = 4
+SHORT_BYTES = 8192  # up to this a thread costs more than it saves; a guess
+LARGE_BYTES = 1 << 18  # from this on one at a time: a text takes a hundred times its size in memory as tokens; a guess
+MAX_THREADS = 4  # a guess
 
 Result = TypeVar("Result")
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tandem.engine.contracts.errors import ConfigError
 from tandem.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 
-PROMPT_TAIL = 6  # prompt tokens that give a decoder its context
+PROMPT_TAIL = 6  # prompt tokens that give a decoder its context; a guess
 
 
 def _bytes_of_unicode() -> dict[str, int]:

@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-SLICE = 2048  # words of a segment whose multipliers a program keeps in registers
-SPLITS = 8  # programs that share a block's segments
-BLOCKS_AT_ONCE = 8  # whose layers share multipliers
+SLICE = 2048  # words of a segment whose multipliers a program keeps in registers; a guess
+SPLITS = 8  # programs that share a block's segments; a guess; what it reaches: docs/measurements.md#2026-11-21-kernels
+BLOCKS_AT_ONCE = 8  # whose layers share multipliers; a guess
 
 
 @triton.jit(do_not_specialize=["num_blocks"])

@@ -10,8 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-WORDS_AT_ONCE = 2048  # 16 KiB: eight 16-byte loads in flight for each of 128 threads, and as many of the next block
-PAIRS_AT_ONCE = 8
+# 16 KiB: eight 16-byte loads in flight for each of 128 threads, and as many of the next block; what it reaches:
+# docs/measurements.md#copies-norms-and-sampling.
+WORDS_AT_ONCE = 2048
+PAIRS_AT_ONCE = 8  # a guess
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from tandem.kernels.triton_kernels.common import begin, overlap
 from tandem.kernels.triton_kernels.decode.decode_launch import SparseTiles, first_sparse_head
 from tandem.kernels.triton_kernels.decode.decode_segment import sparse_shift
 
-TILES_AT_ONCE = 256
+TILES_AT_ONCE = 256  # a guess
 
 
 @triton.jit(do_not_specialize=["list_row", "local_blocks", "head_step", "first_head"])

@@ -15,11 +15,11 @@ from tandem.kernels.triton_kernels.common import INTERPRET, check_cache, check_t
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
 from tandem.kernels.triton_kernels.decode.paged_decode import paged_decode_kernel
 
-MAX_NEW_TOKENS = 8  # of a row
-WARPS_PER_MULTIPROCESSOR = 8
-TILE_BYTES = 4096  # of keys, where a program is one warp
-MAX_PRODUCT_ROWS = 128  # query rows that one program multiplies with a tile of keys
-MERGED_ELEMENTS = 4096  # of parts loaded at once when they are merged
+MAX_NEW_TOKENS = 8  # of a row; a guess
+WARPS_PER_MULTIPROCESSOR = 8  # docs/measurements.md#decode-attention
+TILE_BYTES = 4096  # of keys, where a program is one warp; docs/measurements.md#decode-attention
+MAX_PRODUCT_ROWS = 128  # query rows that one program multiplies with a tile of keys; a guess
+MERGED_ELEMENTS = 4096  # of parts loaded at once when they are merged; a guess
 MERGE_SET = 2 if INTERPRET else 16  # parts merged by one program
 
 

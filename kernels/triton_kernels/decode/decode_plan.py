@@ -25,7 +25,7 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import begin, overlap
 from tandem.kernels.triton_kernels.decode.decode_tiles import first_tile_of
 
-SEGMENTS_AT_ONCE = 1024
+SEGMENTS_AT_ONCE = 1024  # a guess
 HEADER: tl.constexpr = tl.constexpr(2)  # int32 before the programs' records,
 RECORD: tl.constexpr = tl.constexpr(4)  # of each record
 

@@ -23,7 +23,7 @@ from tandem.kernels.triton_kernels.decode.decode_parts import store_part
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan, load_segment, load_share
 from tandem.kernels.triton_kernels.decode.decode_tiles import attend_tiles, fetch_tiles
 
-FETCHED = 2  # tiles that a program asks for before its launch may begin
+FETCHED = 2  # tiles that a program asks for before its launch may begin; docs/measurements.md#decode-attention
 
 
 @triton.jit(

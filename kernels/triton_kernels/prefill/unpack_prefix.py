@@ -16,9 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 4096  # values that a program unpacks at once
-MOST_BYTES = 256 << 20  # of a pool
-WORTHWHILE_QUERIES = 64  # rows of queries over each prefix: already 0.41 of the general kernel's time on an H200
+CHUNK = 4096  # values that a program unpacks at once; a guess
+MOST_BYTES = 256 << 20  # of a pool; a guess
+# Rows of queries over each prefix: already 0.41 of the general kernel's time on an H200;
+# docs/measurements.md#prefill-attention.
+WORTHWHILE_QUERIES = 64
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from tandem.kernels.triton_kernels.common import begin, overlap
 
 FP8_LARGEST: tl.constexpr = tl.constexpr(448.0)
-MAX_SPLITS = 64
+MAX_SPLITS = 64  # a guess
 
 
 @triton.jit

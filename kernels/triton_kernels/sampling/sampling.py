@@ -21,8 +21,8 @@ HALF: tl.constexpr = tl.constexpr(1 << 51)
 LARGEST: tl.constexpr = tl.constexpr((1 << 52) - 1)
 NOISE_ERROR: tl.constexpr = tl.constexpr(1e-4)  # bounds the error of _rough_noise with room to spare
 ROUNDING: tl.constexpr = tl.constexpr(1e-6)  # relative, of fp32 sums
-MAX_SPLITS = 64
-PARTS_BLOCK, PARTS_WARPS = 512, 4
+MAX_SPLITS = 64  # a guess; what it reaches: docs/measurements.md#copies-norms-and-sampling
+PARTS_BLOCK, PARTS_WARPS = 512, 4  # guesses
 
 
 @triton.jit

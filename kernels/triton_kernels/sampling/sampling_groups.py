@@ -12,8 +12,8 @@ import triton.language as tl
 
 from tandem.kernels.triton_kernels.common import LOG2_E, begin, overlap
 
-GROUP = 32  # logits
-GROUPS_AT_ONCE, GROUPS_WARPS = 64, 4
+GROUP = 32  # logits; a guess
+GROUPS_AT_ONCE, GROUPS_WARPS = 64, 4  # guesses
 FLOOR_PASSES: tl.constexpr = tl.constexpr(4)
 
 

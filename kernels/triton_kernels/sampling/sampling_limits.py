@@ -23,8 +23,8 @@ from tandem.kernels.triton_kernels.sampling.sampling_groups import (
     wants_limits,
 )
 
-LIMITS_BLOCK, LIMITS_WARPS = 2048, 8  # groups
-LISTED_AT_ONCE = 64  # groups, logit by logit
+LIMITS_BLOCK, LIMITS_WARPS = 2048, 8  # groups; guesses
+LISTED_AT_ONCE = 64  # groups, logit by logit; a guess
 ROUNDING: tl.constexpr = tl.constexpr(1e-5)  # beyond the relative error of fp32 sums
 MAX_PASSES: tl.constexpr = tl.constexpr(160)  # quarters of all of fp32's range; ends the search of an infinite logit
 

@@ -19,7 +19,7 @@ from tandem.engine.process.process_log import RateLimited
 
 MAX_STRANGERS = 64  # a guess: far more than sources that dial at the same moment
 MAX_CONNECTIONS = 1024  # a guess, strangers included: a link for each node that hands KV to this one
-RETRY_S = 0.1
+RETRY_S = 0.1  # a guess
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 logger = logging.getLogger(__name__)
 limited = RateLimited(logger)

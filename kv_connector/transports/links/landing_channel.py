@@ -37,8 +37,8 @@ from tandem.kv_connector.transports.links.landing_wire import (
 from tandem.kv_connector.transports.links.tcp_wire import receive_header, send_frame
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
-POLL_PAUSE_S = 20e-6
-LIBRARY_START_S = 5.0  # a process's first agent loads plugins and looks at every network device
+POLL_PAUSE_S = 20e-6  # a guess
+LIBRARY_START_S = 5.0  # a process's first agent loads plugins and looks at every network device; a guess
 OfferT = TypeVar("OfferT", bound=msgspec.Struct)
 
 

@@ -28,9 +28,9 @@ from tandem.kv_connector.transports.links.landing_wire import (
 from tandem.kv_connector.transports.links.receiver import AuthenticatedSocket, LinkReceiver
 from tandem.kv_connector.transports.links.tcp_wire import receive_header, send_frame
 
-_SHORTEST_PAUSE_S = 200e-6  # sockets buffer many times what comes in this time, and the GIL is left to others
-_LONGEST_PAUSE_S = 1e-3
-_PAUSE_SHARE = 0.005  # of the time since the last frame
+_SHORTEST_PAUSE_S = 200e-6  # sockets buffer many times what comes in this time, and the GIL is left to others; a guess
+_LONGEST_PAUSE_S = 1e-3  # a guess
+_PAUSE_SHARE = 0.005  # of the time since the last frame; a guess
 
 
 class LandingReceiver(LinkReceiver):

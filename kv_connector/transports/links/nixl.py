@@ -28,9 +28,9 @@ from tandem.kv_connector.transports.links.landing_transport import LandingTransp
 from tandem.kv_connector.transports.links.landing_wire import LandFrame, OpenFrame
 from tandem.kv_connector.transports.links.nixl_agent import NixlAgent, device_id, memory_type, nixl_problem
 
-MIN_RUN_BYTES = 64 << 10
-MAX_WRITE_BYTES = 8 << 20
-WINDOW_BYTES = 64 << 20  # under way at once
+MIN_RUN_BYTES = 64 << 10  # a guess; what it reaches: docs/measurements.md#transports-within-a-host
+MAX_WRITE_BYTES = 8 << 20  # a guess
+WINDOW_BYTES = 64 << 20  # under way at once; a guess
 
 
 class NixlOffer(msgspec.Struct, frozen=True, tag="nixl"):

@@ -28,8 +28,8 @@ from tandem.kv_connector.transports.links.tcp_wire import (
     transport_error,
 )
 
-_MAX_REFUSALS = 1024  # grants with refused writes that a source has not flushed
-_SCRATCH_BYTES = 1 << 18
+_MAX_REFUSALS = 1024  # grants with refused writes that a source has not flushed; a guess
+_SCRATCH_BYTES = 1 << 18  # a guess
 
 
 class _GrantClosedError(Exception):

@@ -26,13 +26,13 @@ from tandem.engine.contracts.errors import PeerLostError, TransportError
 from tandem.engine.contracts.wire.decoder import WireDecoder
 
 NONCE_BYTES = 16
-MAX_HEADER_BYTES = 1 << 20
-MAX_PREFACE_BYTES = 4 << 10  # of whoever has proven nothing yet
-MAX_FRAME_BYTES = 8 << 20  # payload, unless a single block is larger
+MAX_HEADER_BYTES = 1 << 20  # a guess
+MAX_PREFACE_BYTES = 4 << 10  # of whoever has proven nothing yet; a guess
+MAX_FRAME_BYTES = 8 << 20  # payload, unless a single block is larger; a guess
 _MAX_IOVECS = 512  # below every system's IOV_MAX
 # Past a deadline what has arrived is still read, since it may have come while this process was stopped; a stranger who
 # sends a byte at a time gains no more than this for each of them.
-_LEAST_WAIT_S = 1e-3
+_LEAST_WAIT_S = 1e-3  # a guess
 _LENGTH = struct.Struct("!I")
 
 

@@ -38,11 +38,11 @@ from tandem.kv_connector.transports.base import BlockPairs, PairSums
 from tandem.kv_connector.transports.mapped.base import MappedExport, MappedTransport, Mapping
 from tandem.kv_connector.transports.mapped.split import SplitMapping
 
-FLUSH_TIMEOUT_S = 60.0  # a push waits for the step that computes it; this is far beyond any step
-FLUSH_POLL_S = 20e-6
-KEPT_LISTS = 4
-PROGRAMS, LAST_PROGRAMS = 8, 32
-SHORTEST_BLOCK_RUN, SHORTEST_ROW = 64 << 10, 4 << 10
+FLUSH_TIMEOUT_S = 60.0  # a push waits for the step that computes it; this is far beyond any step; a guess
+FLUSH_POLL_S = 20e-6  # a guess
+KEPT_LISTS = 4  # a guess
+PROGRAMS, LAST_PROGRAMS = 8, 32  # docs/measurements.md#pushes-out-of-a-gpu
+SHORTEST_BLOCK_RUN, SHORTEST_ROW = 64 << 10, 4 << 10  # guesses
 
 
 class CopyPath(enum.Enum):
