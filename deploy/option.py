@@ -59,7 +59,7 @@ class Option:
         return value
 
     def from_flag(self, text: str) -> Any:
-        """For argparse, which names the flag."""
+        """Parses for argparse, which names the flag."""
         try:
             return self.parse(text, "it")
         except ConfigError:

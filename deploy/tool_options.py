@@ -28,7 +28,7 @@ class BenchOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """Of `bench`, for traces."""
+    """Options of `bench` for traces."""
 
     trace: Annotated[str, Meta(description="file: replay this trace instead of random prompts")] = ""
     speed: Annotated[float, Meta(gt=0, le=1e9, description="so many times faster")] = 1.0

@@ -58,7 +58,8 @@ class Departure:
 
 
 class Departures:
-    """Of one node, as source. `advance` is called once a turn of the step loop, before a step is scheduled."""
+    """The sequences that leave one node, as source. `advance` is called once a turn of the step loop, before a step is
+    scheduled."""
 
     def __init__(self, source: SourceManager, scheduler: Scheduler, book: RequestBook) -> None:
         self.counters = MigrationCounters()

@@ -165,8 +165,7 @@ class NodeLoop:
         self._charge("schedule")
 
     def look_at_step(self, num_layers: int) -> None:
-        """From within a launch that takes long, `num_layers` of it done: what the step before made doesn't wait for the
-        rest."""
+        """Hands out what the step before made, from within a launch that takes long, `num_layers` of it done."""
         events = self._core.read_ended()
         if events:
             self._logic.on_engine_events(events)

@@ -41,8 +41,8 @@ def transports_of(options: NodeOptions, loaded: LoadedModel, keys: ClusterKeys) 
 def allocate_node_pool(
     loaded: LoadedModel, num_blocks: int, transports: NodeTransports, ranks: Ranks | None
 ) -> NodePool:
-    """On CPU in memory that other processes of this host can map, when a transport or ranks want it. A collective of
-    the ranks. Raises ConfigError."""
+    """Allocates the pool: on CPU in memory that other processes of this host can map, when a transport or ranks want
+    it. A collective of the ranks. Raises ConfigError."""
     rank, device = loaded.layout, loaded.device
     shares = ranks_share_pool(rank, device)
     layout = whole_layout(rank) if shares or ranks_show_pools(rank, device) else rank

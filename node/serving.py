@@ -153,7 +153,7 @@ class ServingNode:
     # --- out ------------------------------------------------------------------------------------------------
 
     def launch_at(self) -> float:
-        """Until when the next step need not be decided while one runs; the past: at once."""
+        """The moment until which the next step need not be decided while one runs; the past: at once."""
         return 0.0
 
     def drain(self) -> None:
@@ -200,7 +200,7 @@ class ServingNode:
         )
 
     def _transfer_s_per_token(self, counters: dict[str, float]) -> float:
-        """Of KV that this node pushed so far; 0 before the first."""
+        """Seconds a token of KV took that this node pushed so far; 0 before the first."""
         layout, pushed_bytes = self.info.layout, counters.get("kv_pushed_bytes", 0.0)
         if layout is None or not pushed_bytes:
             return 0.0

@@ -72,7 +72,7 @@ def compresses(options: NodeOptions, pool: torch.Tensor) -> bool:
 
 
 def open_disk_file(options: NodeOptions, blocks: HostBlocks, loaded: LoadedModel) -> DiskFile:
-    """For blocks of this model in this layout, stored like this, only."""
+    """Opens a file for blocks of this model in this layout, stored like this, only."""
     depends_on = msgspec.msgpack.encode((loaded.identity.key(), loaded.layout, type(blocks).__name__))
     cache = options.cache
     identity = hashlib.sha256(depends_on).digest()
@@ -83,7 +83,7 @@ def open_disk_file(options: NodeOptions, blocks: HostBlocks, loaded: LoadedModel
 
 
 def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
-    """As asked for; else what leaves room for several nodes that start on one host at the same time."""
+    """The bytes asked for; else what leaves room for several nodes that start on one host at the same time."""
     given = options.cache.host_tier_bytes
     if given >= 0:
         return given
@@ -91,7 +91,7 @@ def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
 
 
 class NodeTiers:
-    """On the step loop, but for `post`, which the threads call."""
+    """A node's tiers, used by the step loop, but for `post`, which the threads call."""
 
     def __init__(self, pool: BlockPool, host: HostTier, file: DiskFile | None, post: Callable[[JobDone], None]) -> None:
         self._host = host

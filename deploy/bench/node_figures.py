@@ -25,7 +25,7 @@ class NodeFigures:
 
     @property
     def capacity_tokens(self) -> float:
-        """Of its pool and the tiers below."""
+        """Tokens that its pool and the tiers below hold."""
         below = sum(self.counters[f"tier_{name}"] for name in CAPACITIES)
         return (self.status["num_blocks"] + below) * self.status["block_size"]
 
@@ -34,7 +34,7 @@ Cluster = Mapping[str, NodeFigures]
 
 
 async def read_nodes(url: str, api_key: str = "") -> dict[str, NodeFigures]:
-    """By node_id. Raises HttpError, OSError, or ValueError for what is no exposition."""
+    """The figures of each node by node_id. Raises HttpError, OSError, or ValueError for what is no exposition."""
     nodes: dict[str, NodeFigures] = {}
     for family in text_string_to_metric_families(await get_text(url, "/metrics", api_key)):
         for name, labels, value, *_ in family.samples:
@@ -49,7 +49,7 @@ async def read_nodes(url: str, api_key: str = "") -> dict[str, NodeFigures]:
 
 
 async def read_when_still(url: str, api_key: str = "") -> dict[str, NodeFigures]:
-    """As `read_nodes`, when every node has reported the end of its work; after some seconds in any case."""
+    """What `read_nodes` reads when every node has reported the end of its work; after some seconds in any case."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + MOST_WAIT_S
     before = await read_nodes(url, api_key)
@@ -66,7 +66,8 @@ def _work(nodes: Cluster) -> dict[str, tuple[float, float]]:
 
 
 def added(before: Cluster, after: Cluster, counter: str) -> dict[str, float]:
-    """By node_id. A node that came meanwhile counted from 0, one that left is not known any more."""
+    """By how much a counter grew, by node_id. A node that came meanwhile counted from 0, one that left is not known any
+    more."""
     return {
         name: node.counters[counter] - (before[name].counters[counter] if name in before else 0.0)
         for name, node in after.items()

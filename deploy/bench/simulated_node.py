@@ -137,7 +137,7 @@ class SimulatedNode:
 
     @property
     def prefill_s_per_token(self) -> float:
-        """As measured in steps; 0 before the first."""
+        """Seconds as measured in steps; 0 before the first."""
         return self._prefill_rate.seconds
 
     # --- events -----------------------------------------------------------------------------------------------

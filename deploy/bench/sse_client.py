@@ -35,7 +35,7 @@ async def get_text(url: str, path: str, api_key: str = "") -> str:
 
 
 async def post_json(url: str, path: str, body: Any, api_key: str = "") -> Any:
-    """As `get_json`."""
+    """Like `get_json`, with a body."""
     payload = json.dumps(body).encode()
     reader, writer = await _connect(url)
     try:

@@ -90,7 +90,8 @@ def make_body(arguments: argparse.Namespace, model: str, request: TraceRequest) 
 
 
 def goodput(samples: Sequence[Sample], duration_s: float, targets: Targets) -> dict[str, float]:
-    """Of all requests those that ended well and within both targets; an answer of one token has no time per token."""
+    """Rate and share of requests that ended well and within both targets. Answers of one token have no time per
+    token."""
     ended = [sample for sample in samples if not sample.error and sample.event_times]
     good = [s for s in ended if s.ttft_s <= targets.ttft_s and (s.num_tokens < 2 or s.tpot_s <= targets.tpot_s)]
     return {"goodput_per_s": round(len(good) / duration_s, 3), "good_share": round(len(good) / len(samples), 4)}

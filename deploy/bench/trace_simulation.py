@@ -59,7 +59,7 @@ def simulate(
 def highest_speed(
     shape: ClusterShape, policy: PlacementName, requests: Sequence[TraceRequest], targets: Targets, channel: Channel
 ) -> float:
-    """By doubling and bisection; 0 when even 1/64 of the trace's own speed is too much."""
+    """The highest speed, found by doubling and bisection; 0 when even 1/64 of the trace's own speed is too much."""
 
     def holds(speed: float) -> bool:
         return simulate(shape, policy, faster(requests, speed), targets, channel).ttft_s[1] <= targets.ttft_s

@@ -146,7 +146,7 @@ class Launcher:
         self._carry_out(self._supervisor.stop(time.monotonic()))
 
     def _under_way(self) -> str:
-        """As the router counts it, if it answers at once."""
+        """Says how many requests are under way, if the router answers at once; else nothing."""
         found = _ACTIVE.search(self._ask_router("/metrics")[1]) if "router" in self._ready_lines else None
         if found is None:
             return ""

@@ -15,7 +15,8 @@ REDIS_ANSWER_S = 3.0  # a guess: far above a round trip, short enough for who wa
 
 
 def check_router(values: Mapping[str, Any]) -> None:
-    """That a router of these options could start: keys, secret, tokenizer, sampling defaults. Raises ConfigError."""
+    """Checks that a router of these options could start: keys, secret, tokenizer, sampling defaults. Raises
+    ConfigError."""
     from tandem.engine.contracts.generation_config import sampling_defaults
     from tandem.router.text.api_keys import ApiKeys
     from tandem.router.text.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ def check_router(values: Mapping[str, Any]) -> None:
 
 
 def check_redis(url: str) -> None:
-    """That a Redis answers there now. Raises ConfigError."""
+    """Checks that a Redis answers there now. Raises ConfigError."""
     import redis
 
     from tandem.kv_connector.directory.servers import RedisServers

@@ -110,7 +110,7 @@ class Supervisor:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Action]:
-        """To be called several times a second."""
+        """Must be called several times a second."""
         self._forgive_own_pause(now)
         if self.phase is Phase.STOPPING:
             return self._stop_tick(now)

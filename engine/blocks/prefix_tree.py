@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PrefixTree:
-    """Part of BlockPool. `parent_of` has every hash; None: a first block's."""
+    """The tree of cached hashes, part of BlockPool. `parent_of` has every hash; None: a first block's."""
 
     def __init__(self) -> None:
         self.parent_of: dict[bytes, bytes | None] = {}

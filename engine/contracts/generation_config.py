@@ -44,7 +44,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
 
 
 def sampling_defaults(folder: Path, choice: str) -> SamplingDefaults:
-    """As --generation-config says: those of the model's `folder`, none, or those of another folder.
+    """The defaults that --generation-config names: those of the model's `folder`, none, or those of another folder.
 
     Raises ConfigError for a folder without the file and for values that no request could ask for.
     """

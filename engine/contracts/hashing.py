@@ -110,8 +110,8 @@ def hash_prompt(
 
 
 class PromptHashes(Sequence[bytes]):
-    """As `hash_prompt`, of the whole prompt; hashes are made when they are asked for, that of a group's end without
-    those between it and the one before.
+    """The hashes that `hash_prompt` makes of the whole prompt; they are made when they are asked for, that of a group's
+    end without those between it and the one before.
 
     Whoever looks a prompt up stops where nobody holds any more of it, and what is behind that need not be made.
     """
@@ -170,7 +170,7 @@ class PromptHashes(Sequence[bytes]):
         return ends[group]
 
     def _from(self, group: int, stop: int) -> list[bytes]:
-        """Of the blocks from the beginning of `group` to before `stop`."""
+        """Hashes of the blocks from the beginning of `group` to before `stop`."""
         if group:
             return self._hash(group, stop, self._end_of(group - 1))
         if stop > len(self._first):

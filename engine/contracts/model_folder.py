@@ -29,7 +29,7 @@ def resolve_model(model: str, revision: str = "", with_weights: bool = True) -> 
 
 
 def served_name(model: str, given: str = "") -> str:
-    """By what name clients call it: the one given, else the last part of the folder's path or of the hub name."""
+    """The name by which clients call it: the one given, else the last part of the folder's path or of the hub name."""
     folder = Path(model).expanduser()
     return given or (folder.resolve().name if folder.is_dir() else folder.name)
 

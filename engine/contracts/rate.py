@@ -18,6 +18,5 @@ class Rate:
             self.seconds += SMOOTHING * (each - self.seconds) if self.seconds else each
 
     def doubt(self) -> None:
-        """For a rate that kept us from the work: believed a little less each time, else it would never be measured
-        again."""
+        """Believes a rate that kept us from the work a little less each time: else it would never be measured again."""
         self.seconds *= FORGETTING

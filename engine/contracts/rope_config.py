@@ -36,7 +36,8 @@ class RopeConfig(msgspec.Struct, frozen=True):
     truncate: bool = True
 
     def max_model_len(self, max_position_embeddings: int) -> int:
-        """In tokens. Linear checkpoints name the length before scaling, yarn checkpoints that or the one after it."""
+        """The longest sequence, in tokens. Linear checkpoints name the length before scaling, yarn checkpoints that or
+        the one after it."""
         if self.rope_type == "linear":
             return int(max_position_embeddings * self.factor)
         if self.rope_type == "yarn":

@@ -18,7 +18,8 @@ def tenant_of_salt(salt: bytes) -> bytes:
 
 
 def tenant_of_block(index: int, num_public: int, salt: bytes) -> bytes:
-    """Of a prompt's block, when its first `num_public` blocks hold public tokens only (hashing.num_public_blocks)."""
+    """The tenant of a prompt's block, when its first `num_public` blocks hold public tokens only
+    (hashing.num_public_blocks)."""
     return b"" if index < num_public else tenant_of_salt(salt)
 
 
@@ -44,7 +45,7 @@ class TenantShares:
 
 
 class TenantBlocks:
-    """Of each tenant, how many blocks are cached, and those of them that nobody holds, the oldest first."""
+    """How many blocks of each tenant are cached, and those of them that nobody holds, the oldest first."""
 
     def __init__(self, shares: TenantShares, capacity: int) -> None:
         self._shares, self._capacity = shares, capacity

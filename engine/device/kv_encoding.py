@@ -1,4 +1,4 @@
-"""As what a node keeps KV: the dtype it computes in, or another, and the scales of fp8."""
+"""What a node keeps KV as: the dtype it computes in, or another, and the scales of fp8."""
 
 from __future__ import annotations
 

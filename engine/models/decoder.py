@@ -24,7 +24,7 @@ from tandem.kernels.products.rotary_attention import WantedTokens, rotary_attent
 
 
 class Linear(nn.Linear):
-    """By the fastest product for the number of rows."""
+    """A linear layer, by the fastest product for the number of rows."""
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         return linear(x_TK, self.weight, self.bias)

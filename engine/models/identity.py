@@ -89,7 +89,7 @@ def _read_cache(caches: tuple[Path, Path]) -> dict[str, str]:
 
 
 def _write_cache(caches: tuple[Path, Path], digests: dict[str, str]) -> None:
-    """To the first place that can be written; a start without a cache is only slower."""
+    """Writes to the first place that can be written; a start without a cache is only slower."""
     for path in caches:
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)

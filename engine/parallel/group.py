@@ -80,7 +80,8 @@ class TensorParallel:
             sum_add_rms_norm(mail, stream_E, stream_E, stream_E[0], 1.0, way)
 
     def leave(self) -> None:
-        """On CPU only: NCCL's own way out waits for ranks that may be gone, and the process ends anyway."""
+        """Leaves the group, on CPU only: NCCL's own way out waits for ranks that may be gone, and the process ends
+        anyway."""
         if self.device.type == "cpu":
             dist.destroy_process_group()
 
@@ -126,7 +127,7 @@ class TensorParallel:
             self.sum_add_rms_norm(self._nothing_1E, self._nothing_1E, self._nothing_1E[0], 1.0)
 
     def share_memory(self, memory: torch.Tensor) -> list[RankMemory]:
-        """On GPUs, a collective: every rank's `memory`, in the order of ranks, for as long as they live. Raises
+        """A collective on GPUs: every rank's `memory`, in the order of ranks, for as long as they live. Raises
         TransportError where GPUs of this host can't reach each other's memory."""
         return share(self.shard, memory, self._gathered)
 

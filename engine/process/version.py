@@ -7,7 +7,7 @@ from importlib.metadata import version as installed_version
 
 
 def version() -> str:
-    """As the installed package says."""
+    """The version that the installed package states."""
     try:
         return installed_version("tandem-serve")
     except PackageNotFoundError:  # out of a folder on PYTHONPATH

@@ -28,7 +28,8 @@ OnFailure = Callable[[BaseException], object]
 
 
 def end_process(cause: BaseException | str) -> None:
-    """At once, without finally clauses, which may wait for what has failed. Others clean up as after a SIGKILL."""
+    """Ends the process at once, without finally clauses, which may wait for what has failed. Others clean up as after a
+    SIGKILL."""
     logger.critical("%s; this process ends, so that it can be started again", cause)
     logging.shutdown()
     sys.stderr.flush()
@@ -36,8 +37,8 @@ def end_process(cause: BaseException | str) -> None:
 
 
 def end_with_any_thread() -> None:
-    """For a process none of whose threads can be spared: from here on an exception that leaves one ends it. Tests run
-    several nodes in one process, so nodes' threads are watched here and not one by one."""
+    """Makes an exception that leaves any thread end the process, from here on: for one none of whose threads can be
+    spared. Tests run several nodes in one process, so nodes' threads are watched here and not one by one."""
     threading.excepthook = _on_thread_exception
 
 

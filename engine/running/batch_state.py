@@ -126,7 +126,7 @@ class BatchState:
         return at, [np.array(entry.block_ids, np.int64) for entry in slots]
 
     def _scatter(self, patches: list[tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]]) -> None:
-        """For each (table, flat indices, values): table.flat[indices] = values, sent in one copy."""
+        """Sets table.flat[indices] = values for each (table, flat indices, values), all sent in one copy."""
         arrays = [np.concatenate(part) if part else _EMPTY_IDS for _, at, values in patches for part in (at, values)]
         if not any(array.size for array in arrays):
             return

@@ -182,7 +182,7 @@ class DecodeGraphs:
         return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
     def size_for(self, rows: Sequence[ScheduledRow], shared: bool = False) -> int:
-        """Of the graph that runs rows of one token each."""
+        """The size of the graph that runs rows of one token each."""
         if shared:
             return self.shared_sizes[bisect.bisect_left(self.shared_sizes, len(rows))]
         slots = [row.slot for row in rows[: MOST_ROWS + 1] if row.slot >= 0]

@@ -46,12 +46,13 @@ class KVAllocator:
         return self.pool.match_prefix(self.reusable_hashes(request))
 
     def num_cached_tokens(self, request: Request) -> int:
-        """As many as `cached_prefix` holds, by a few lookups: the pool never holds a block without those before it."""
+        """The number of tokens that `cached_prefix` holds, by a few lookups: the pool never holds a block without those
+        before it."""
         hashes, find = self.reusable_hashes(request), self.pool.find
         return self.block_size * bisect.bisect_left(hashes, True, key=lambda each: find(each) is None)
 
     def reusable_hashes(self, request: Request) -> list[bytes]:
-        """Of the blocks that `request` may take from a cache, wherever that is."""
+        """Hashes of the blocks that `request` may take from a cache, wherever that is."""
         if not self.pool.enable_caching or not request.use_prefix_cache or request.needs_prompt_logprobs:
             return []
         self.extend_hashes(request)

@@ -164,7 +164,7 @@ class SchedulerState:
     # --- moving ---------------------------------------------------------------------------------------------
 
     def enter_batch(self, request: Request) -> None:
-        """From the waiting queue into a slot."""
+        """Moves a request from the waiting queue into a slot."""
         self.waiting.remove(request)
         self._run(request)
 

@@ -12,7 +12,7 @@ from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, Sample
 
 @dataclass(slots=True)
 class StepBookings:
-    """Whose rows and samples a step has: parallel to `rows` and `samples` of its output."""
+    """The requests whose rows and samples a step has: parallel to `rows` and `samples` of its output."""
 
     row_requests: list[Request] = field(default_factory=list)
     sampled: list[Request] = field(default_factory=list)

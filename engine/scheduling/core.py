@@ -70,7 +70,7 @@ class EngineCore:
         return events
 
     def read_ended(self) -> list[EngineEvent]:
-        """For whoever launches a step layer by layer, from within: what the step before it made, if that has ended."""
+        """What the step before made, if it has ended: for whoever launches a step layer by layer, from within."""
         if self._unread and self._pipelined and self._unread[0][1].done():
             return self._read_oldest()
         return []

@@ -252,7 +252,7 @@ class StepPlanner:
         return num_external
 
     def _ask_tiers(self, plan: StepPlan, request: Request, hits: list[int], num_external: int | None) -> int | None:
-        """Also of one that waits for its connector: both take their time at once."""
+        """Asks also for a request that waits for its connector: both take their time at once."""
         if num_external:
             return 0
         is_alone = not plan.rows and not self._state.running and len(self._state.waiting) == 1

@@ -62,10 +62,11 @@ class KVConnectorWorker(Protocol):
         """Before a step that has metadata: bind it and start asynchronous loads."""
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
-        """From inside the attention op, before the layer reads its KV. Enqueues a wait; never blocks the host."""
+        """Called inside the attention op, before the layer reads its KV. Enqueues a wait; never blocks the host."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: object) -> None:
-        """From inside the attention op, after the layer wrote its KV. Enqueues the push of that layer; never blocks."""
+        """Called inside the attention op, after the layer wrote its KV. Enqueues the push of that layer; never
+        blocks."""
 
     def wait_for_save(self) -> None:
         """After the forward pass of each step: everything saved in this step is enqueued, metadata is unbound."""

@@ -93,7 +93,7 @@ class Request:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Of the launched tokens, those whose KV no launched step writes."""
+        """Launched tokens whose KV no launched step writes."""
         return self.num_launched_tokens - self.num_computed_tokens
 
     @property

@@ -3,7 +3,7 @@
 A step hands out a token budget: running decodes first, then prompt chunks: of running, then of waiting requests, each
 in the order of (priority, arrival), or all in the order that `prompt_order` gives. It runs one step ahead of the
 device: schedule(N+1) comes before update(N), so a launched sample counts as a token in flight whose value is not known
-yet (docs/steps.md, "The step loop").
+yet (docs/architecture.md, "The step loop").
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def _is_one(scale: Scale) -> bool:
 
 
 def _batch_tokens(query: torch.Tensor, spec: AttentionSpec, metadata: AttentionMetadata) -> torch.Tensor | None:
-    """For a padded [batch, seq, H * D] query: the flat indices of its real tokens; None for every other form."""
+    """The flat indices of the real tokens of a padded [batch, seq, H * D] query; None for every other form."""
     if query.dim() != 3 or query.shape[1:] == (spec.num_heads, spec.head_size):
         return None
     batch, seq_len, _ = query.shape

@@ -109,7 +109,7 @@ def _by_kernel(pool: torch.Tensor) -> bool:
 
 
 def _move_packed(pool: torch.Tensor, ids: torch.Tensor, packed: torch.Tensor, layer: int | None, gather: bool) -> None:
-    """Between blocks `ids` of the pool and the rows of `packed`, as contiguous as `gather_blocks` returns it."""
+    """Moves between blocks `ids` of the pool and the rows of `packed`, as contiguous as `gather_blocks` returns it."""
     layers = range(pool.shape[2]) if layer is None else range(layer, layer + 1)
     shaped = packed if layer is None else packed[:, :, None]
     places, rows = BlockPlaces.of(pool), BlockPlaces.of(shaped).starting_at(-layers.start)

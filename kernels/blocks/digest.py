@@ -52,7 +52,7 @@ def block_digests(
 
 
 def valid_slots(num_blocks: int, num_valid_last: int, block_size: int) -> list[int]:
-    """Of each of a list of blocks of which the last alone may be partly filled."""
+    """The number of valid slots of each block of a list of which the last alone may be partly filled."""
     return [block_size] * (num_blocks - 1) + [num_valid_last]
 
 

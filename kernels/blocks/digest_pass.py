@@ -44,8 +44,8 @@ class SumPasses:
             each.abandon()
 
     def begin(self, block_ids: Sequence[int], key: int, num_valid: Sequence[int]) -> SumPass:
-        """Of the first `num_valid[i]` slots of each block. On CUDA on the current stream; on CPU it is done when this
-        returns. Raises IndexError for blocks that the pool has not."""
+        """Begins the sums of the first `num_valid[i]` slots of each block. On CUDA on the current stream; on CPU it is
+        done when this returns. Raises IndexError for blocks that the pool has not."""
         num_blocks = self._pool_NHLPBD.shape[0]
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < num_blocks:
             raise IndexError(f"blocks {[*block_ids]} of a pool of {num_blocks}")

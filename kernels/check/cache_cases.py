@@ -47,7 +47,7 @@ def copy_case(shape: Shape, num_blocks: int, num_layers: int) -> Case:
 
 
 def gather_case(shape: Shape, num_blocks: int, num_layers: int, layer: int | None = None) -> Case:
-    """Into a packed buffer: whole blocks, or one layer of them."""
+    """Gathers into a packed buffer: whole blocks, or one layer of them."""
     pool = random_pool(shape, 2 * num_blocks, num_layers)
     block_ids = torch.randperm(2 * num_blocks, device=shape.device)[:num_blocks]
 
@@ -65,7 +65,7 @@ def gather_case(shape: Shape, num_blocks: int, num_layers: int, layer: int | Non
 
 
 def swap_case(shape: Shape, num_blocks: int, num_layers: int, to_host: bool, layer: int | None = None) -> Case:
-    """Between a GPU and pinned host memory. Its work counts each byte once: what crosses the bus."""
+    """Swaps between a GPU and pinned host memory. Its work counts each byte once: what crosses the bus."""
     pool = random_pool(shape, num_blocks, num_layers)
     host = torch.empty(pool.shape, dtype=pool.dtype, pin_memory=True)
     source, target = (pool, host) if to_host else (host, pool)
@@ -91,7 +91,7 @@ def swap_case(shape: Shape, num_blocks: int, num_layers: int, to_host: bool, lay
 
 
 def push_case(shape: Shape, num_blocks: int, num_layers: int, with_sums: bool, num_programs: int) -> Case:
-    """Into another pool of the same GPU, with digests or without. GPUs only."""
+    """Pushes into another pool of the same GPU, with digests or without. GPUs only."""
     pool = random_pool(shape, num_blocks, num_layers)
     target = torch.zeros_like(as_bytes(pool)).view(pool.dtype)
     stride_bytes = pool.stride(0) * pool.element_size()

@@ -32,7 +32,7 @@ class Shape:
 
     @property
     def columns(self) -> int:
-        """Of a merged QKV projection."""
+        """The number of columns of a merged QKV projection."""
         return (self.spec.num_heads + 2 * self.spec.num_kv_heads) * self.spec.head_size
 
     def random(self, *sizes: int) -> torch.Tensor:

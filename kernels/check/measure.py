@@ -41,7 +41,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype) -> Limits:
 
 
 def event_seconds(run: Callable[[], object]) -> float:
-    """Of one call, between two events of the current stream: how late the host is counts."""
+    """Seconds of one call, between two events of the current stream: how late the host is counts."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()

@@ -101,7 +101,7 @@ def random_batch(
 
 
 def share_prefix(batch: PagedBatch, rows: Sequence[int], num_blocks: int) -> None:
-    """From here on the rows begin with the first row's first `num_blocks` blocks; their own of before hold NaN."""
+    """Makes the rows begin with the first row's first `num_blocks` blocks; their own of before hold NaN."""
     shared = batch.block_tables[rows[0]][:num_blocks]
     for row in rows[1:]:
         batch.pool[batch.block_tables[row][:num_blocks]] = torch.full((), float("nan")).to(batch.pool)

@@ -47,7 +47,7 @@ class PrefixBuffers:
         self.load((), 1)
 
     def load(self, groups: Sequence[PrefixGroup], block_size: int) -> None:
-        """From here on (in stream order) the prefixes are these; the copy doesn't wait."""
+        """Makes these the prefixes from here on (in stream order); the copy doesn't wait."""
         words = torch.from_numpy(self._layout.pack(groups, block_size))
         if self._words.is_cuda:
             words = words.pin_memory()

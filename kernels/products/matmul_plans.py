@@ -70,7 +70,7 @@ class RingPlan(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """In how many pieces a tile ends."""
+        """The number of pieces in which a tile ends."""
         return 2 if self.sums >= 128 else 1
 
     @property
@@ -114,7 +114,7 @@ Table = Mapping[tuple[int, int], tuple[tuple[int, "Plan | None"], ...]]
 
 
 def parse_table(text: str) -> Table:
-    """From JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising; a plan lists the fields of a
+    """Reads JSON {"products": {"N,K": [[rows, plan or null], ...]}}: rows rising; a plan lists the fields of a
     StreamPlan (seven), a RingPlan (five) or a RowsPlan (three). ValueError for anything else."""
     table = {}
     for sizes, steps in json.loads(text)["products"].items():

@@ -31,8 +31,8 @@ def begin(PDL: tl.constexpr):
 
 @triton.jit
 def begin_late(PDL: tl.constexpr):
-    """As `begin`, but later kernels start only once this one has waited: what lies before it on the stream is complete
-    for all that follow, even before they wait."""
+    """Does what `begin` does, but later kernels start only once this one has waited: what lies before it on the stream
+    is complete for all that follow, even before they wait."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

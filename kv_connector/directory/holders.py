@@ -33,7 +33,8 @@ def keys_of(block_hashes: Sequence[bytes]) -> list[int]:
 
 
 def keys_of_joined(hashes: bytes) -> list[int]:
-    """As `keys_of`, of concatenated hashes. Raises ValueError when they are no whole number of hashes."""
+    """The keys that `keys_of` makes, of concatenated hashes. Raises ValueError when they are no whole number of
+    hashes."""
     if len(hashes) % HASH_BYTES:
         raise ValueError(f"{len(hashes)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
     keys: list[int] = (np.frombuffer(hashes, "<u8")[::2] & KEY_MASK).tolist()

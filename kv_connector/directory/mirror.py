@@ -78,7 +78,7 @@ class Mirror:
             view.whole = False
 
     def sequence(self, owner: Owner) -> int:
-        """Of the newest batch that is in here."""
+        """The sequence number of the newest batch that is in here."""
         return self._owners[owner].sequence
 
     def needs_snapshot(self) -> list[Owner]:
@@ -161,7 +161,7 @@ class Mirror:
         self._store(view, tier, keys_of_joined(change.stored))
 
     def _store(self, view: _OwnerView, tier: int, keys: Iterable[int]) -> None:
-        """Beyond the bound an owner's further hashes are left out: parents come first, so what stays is prefixes."""
+        """Leaves out an owner's further hashes beyond the bound: parents come first, so what stays is prefixes."""
         num_new = self._holders.add(view.column, tier, keys, self.max_entries - view.num_entries)
         view.num_entries += num_new
         self.num_entries += num_new

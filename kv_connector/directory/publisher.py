@@ -151,7 +151,7 @@ class RedisPublisher:
             time.sleep(min(left_s, 0.05))
 
     def _client(self) -> redis.Redis:
-        """Of the server that has this node's keys: they are all in one slot."""
+        """A client of the server that has this node's keys: they are all in one slot."""
         return self._servers.client_for(self._keys.node(self._record.node_id))
 
     def _greet(self) -> None:

@@ -42,7 +42,7 @@ class Reshaper:
     def parts(
         self, job_block_ids: Sequence[int], first_slots: Sequence[int], num_valid: Sequence[int]
     ) -> list[list[Part]]:
-        """Of each sink block of a job of the transfer thread (kv_connector/protocol/jobs.py) what it is made of."""
+        """What each sink block of a job of the transfer thread (kv_connector/protocol/jobs.py) is made of."""
         slots = first_slots or (0,) * len(num_valid)
         return self.plan.block_sizes.parts(job_block_ids, slots, num_valid)
 

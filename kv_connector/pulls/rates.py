@@ -59,9 +59,9 @@ class PullRates:
         return one is None or not compute_s_per_token or one.seconds(now) < compute_s_per_token
 
     def s_per_token(self, compute_s_per_token: float, now: float) -> float:
-        """From any peer."""
+        """Seconds a token takes from any peer."""
         return self._all.seconds(now) or GUESSED_SHARE * (compute_s_per_token or GUESSED_COMPUTE_S)
 
     def by_peer(self, now: float) -> dict[str, float]:
-        """By node_id, where it is known."""
+        """Seconds a token takes, by node_id, where it is known."""
         return {node_id: each.seconds(now) for node_id, each in self._by_peer.items() if each.seconds(now)}

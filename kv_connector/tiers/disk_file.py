@@ -127,7 +127,7 @@ class DiskFile:
         self._records[slot] = record
 
     def digest(self, slot: int, block_hash: bytes) -> int | None:
-        """As it was described; None if the slot is not said to hold that block."""
+        """The digest as it was described; None if the slot is not said to hold that block."""
         record = self._records[slot]
         return int(record["digest"]) if record["hash"].tobytes() == block_hash else None
 

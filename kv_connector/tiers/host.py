@@ -44,7 +44,7 @@ class HostTier:
             self._loads.submit(job, lambda: self._load(job))
 
     def step_load(self, load: Load) -> StepLoad:
-        """For ConnectorWorker, under the forward pass of a step."""
+        """The load as ConnectorWorker starts it, under the forward pass of a step."""
         return StepLoad(self, load)
 
     def warm_up(self) -> None:

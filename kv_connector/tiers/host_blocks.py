@@ -63,7 +63,7 @@ class HostBlocks(ABC):
     @staticmethod
     @abstractmethod
     def slot_bytes(pool: torch.Tensor) -> int:
-        """Of one block of `pool` [num_blocks, heads, layers, 2, block_size, head_dim]."""
+        """Bytes of one block of `pool` [num_blocks, heads, layers, 2, block_size, head_dim]."""
 
     @abstractmethod
     def store(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
@@ -134,7 +134,7 @@ class Fp8Blocks(HostBlocks):
             pool[_sent([block for _, block in piece], pool.device)] = restored.transpose(1, 2)
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of uint8 [n, bytes of a slot], as views: bytes of the values, and the scales."""
+        """The parts of uint8 [n, bytes of a slot], as views: bytes of the values, and the scales."""
         heads, layers, planes, block_size, head_dim = self._shape
         num_values, num_scales = self._shape.numel(), layers * heads * planes
         first = _whole_words(num_values)
@@ -177,5 +177,5 @@ def _allocate(num_blocks: int, slot_bytes: int) -> torch.Tensor:
 
 
 def _unlock(device_index: int, raw: torch.Tensor) -> None:
-    """At the latest when nobody has the blocks any more, and before their memory is unmapped."""
+    """Unlocks the memory: at the latest when nobody has the blocks any more, and before it is unmapped."""
     unlock_pages(device_index, raw.data_ptr())

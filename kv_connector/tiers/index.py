@@ -78,7 +78,7 @@ class TierIndex:
         return entry is not None and entry.is_ready
 
     def is_copy(self, block_hash: bytes) -> bool:
-        """As `note_copy` was told last."""
+        """What `note_copy` was told last."""
         return self._entries[block_hash].is_copy
 
     def slot(self, block_hash: bytes) -> int:
@@ -119,7 +119,7 @@ class TierIndex:
         self._rank(block_hash, entry)
 
     def restore(self, stored: Iterable[StoredBlock]) -> None:
-        """Into an empty tier: what was in its slots before, in the order of its coming."""
+        """Puts into an empty tier what was in its slots before, in the order of its coming."""
         assert not self._entries, "restored before anything else"
         free = set(self._free)
         for block in stored:
@@ -193,7 +193,7 @@ class TierIndex:
     # --- going ----------------------------------------------------------------------------------------------
 
     def remove(self, block_hash: bytes) -> None:
-        """Whatever it is, written, being written or bad, its slot is free now. Children, if any, stay."""
+        """Frees the block's slot, be it written, being written or bad. Children, if any, stay."""
         entry = self._entries.pop(block_hash)
         assert not entry.num_pins, "an entry that is copied from is removed"
         self._free.append(entry.slot)

@@ -147,7 +147,7 @@ class TierManager(Promoter):
         return jobs
 
     def drain_events(self) -> list[BlockEvent]:
-        """For the directory."""
+        """What the directory is to hear of, since the last call."""
         events = self._events[:]
         self._events.clear()
         return events

@@ -91,7 +91,7 @@ class Promoter:
         return Load(number, tuple(hashes), slots, tuple(block_ids))
 
     def _let_go(self, promotion: Promotion) -> None:
-        """Whatever it holds it gives back: now, or when its copy has ended."""
+        """Gives back whatever it holds: now, or when its copy has ended."""
         promotion.is_wanted = False
         if promotion.stage in IN_FLIGHT or promotion.stage is PromotionStage.OVER:
             return

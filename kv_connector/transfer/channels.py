@@ -21,7 +21,7 @@ Connect = Callable[[NodeInfo, OnLost], Channel]
 
 @dataclass(frozen=True, slots=True)
 class PeerChannel:
-    """To one epoch of a sink: the channel, and the layout of the pool that it leads to."""
+    """What leads to one epoch of a sink: the channel, and the layout of the pool that it leads to."""
 
     channel: Channel
     layout: KVLayout

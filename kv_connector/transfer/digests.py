@@ -94,7 +94,7 @@ class SentDigests:
 
     @property
     def num_grants(self) -> int:
-        """Whose sums are kept."""
+        """The number of grants whose sums are kept."""
         return len(self._grants)
 
     def _of_grant(self, push: LayerPush | WholePush) -> GrantSums:

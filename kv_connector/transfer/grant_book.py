@@ -18,7 +18,7 @@ class GrantBook:
         self.unflushed: set[int] = set()
 
     def end(self, grant_id: int) -> None:
-        """From any thread."""
+        """Ends a grant; may be called from any thread."""
         with self._lock:
             self._ended[grant_id] = None
             while len(self._ended) > _MAX_ENDED_GRANTS:

@@ -16,9 +16,9 @@ from tandem.kv_connector.transports.base import PairSums
 
 
 class GrantSums:
-    """Of one grant, until its first KVReady. Writes sum what they move; a pass sums all layers of blocks that were
-    pushed. A block's sum holds when each of its layers was summed exactly once; where one was not (sent again, started
-    over, pushed before sums began), the digests are made anew."""
+    """The sums of one grant, until its first KVReady. Writes sum what they move; a pass sums all layers of blocks that
+    were pushed. A block's sum holds when each of its layers was summed exactly once; where one was not (sent again,
+    started over, pushed before sums began), the digests are made anew."""
 
     def __init__(self, grant: KVGrant, num_layers: int) -> None:
         self.key = digest_key(grant.request_id, grant.attempt, grant.grant_id)
@@ -36,8 +36,8 @@ class GrantSums:
         layers: range | None,
         num_valid: Sequence[int],
     ) -> PairSums:
-        """For a write of `layers` (None: all) of these blocks, which is about to be made. `pool_NHLPBD`: what it reads,
-        shaped like the sink's pool."""
+        """Where to sum a write of `layers` (None: all) of these blocks that is about to be made. `pool_NHLPBD`: what it
+        reads, shaped like the sink's pool."""
         indices = self._note(destination_block_ids, layers, num_valid)
         if self._of_writes is None:
             self._of_writes = BlockSums.of_none(pool_NHLPBD, len(self._num_valid_N), self.key)

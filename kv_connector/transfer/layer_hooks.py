@@ -144,7 +144,7 @@ class ConnectorWorker:
                 self._steps.popitem(last=False)
 
     def _push_layer(self, layer: int | None, written: torch.cuda.Event | None) -> None:
-        """With its group, when that is complete."""
+        """Pushes a layer with its group, when that is complete."""
         if self._meta is None or layer is None:
             return
         self._written.append(written)

@@ -52,11 +52,11 @@ class SinkChecks:
         self._passes.warm_up()
 
     def expect(self, grant: KVGrant) -> None:
-        """From any thread, before the source hears of it."""
+        """Notes a grant, from any thread, before the source hears of it."""
         self._open[grant.grant_id] = grant
 
     def end(self, grant_id: int) -> None:
-        """From any thread: nothing of it will be asked for any more."""
+        """Forgets a grant, from any thread: nothing of it will be asked for any more."""
         self._open.pop(grant_id, None)
 
     def sum_arrived(self, ready: KVReady) -> None:
@@ -81,7 +81,7 @@ class SinkChecks:
 
     @property
     def num_arrived(self) -> int:
-        """Whose sums wait for their Verify."""
+        """The number of grants whose sums wait for their Verify."""
         return len(self._arrived)
 
     def verify(self, job: Verify) -> Verified:

@@ -145,7 +145,8 @@ class TransferWorker:
             self.submit(SumArrived(message))
 
     def note_step_launched(self, done: torch.cuda.Event | None) -> None:
-        """From the thread that launches steps: `done` fires when that step is complete (None on CPU: it is)."""
+        """Must be called by the thread that launches steps: `done` fires when that step is complete (None on CPU: it
+        is)."""
         self._newest_step_done = done
 
     def submit_layers(self, push: LayerPush, layers: range, written: Sequence[torch.cuda.Event | None] = ()) -> None:

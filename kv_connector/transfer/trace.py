@@ -32,21 +32,21 @@ _FLUSH_S = 0.1  # what a killed node has not written down; a guess
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """On the host's clock, and on the device's where there is one."""
+    """A moment on the host's clock, and on the device's where there is one."""
 
     host: float
     event: torch.cuda.Event | None = None
 
     @classmethod
     def now(cls, on_cuda: bool) -> Moment:
-        """On CUDA: when the current stream gets here."""
+        """This moment; on CUDA the one when the current stream gets here."""
         event = torch.cuda.Event(enable_timing=True) if on_cuda else None
         if event is not None:
             event.record()
         return cls(time.monotonic(), event)
 
     def seconds(self, anchor: Moment) -> float:
-        """On the host's clock. `anchor`: a moment that has passed on both."""
+        """Seconds on the host's clock. `anchor`: a moment that has passed on both."""
         if self.event is None or anchor.event is None:
             return self.host
         return anchor.host - self.event.elapsed_time(anchor.event) / 1e3

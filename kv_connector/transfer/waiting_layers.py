@@ -14,7 +14,7 @@ Job = TypeVar("Job")
 
 
 class Written(Protocol):
-    """As torch.cuda.Event: whether the device has got there."""
+    """What torch.cuda.Event is: it says whether the device has got there."""
 
     def query(self) -> bool: ...
 
@@ -28,7 +28,7 @@ class Waiting(Generic[Job]):
 
 
 class WaitingLayers(Generic[Job]):
-    """Of one grant in the order in which they came; grants pass each other."""
+    """Layers of one grant in the order in which they came; grants pass each other."""
 
     def __init__(self) -> None:
         self._waiting: list[Waiting[Job]] = []

@@ -83,8 +83,8 @@ class Channel(Protocol):
         num_valid: Sequence[int],
         sums: PairSums | None = None,
     ) -> None:
-        """As `write`, but source block ids index `pool_NHLPBD`, whose blocks are laid out like the sink's. They have
-        been read when it returns; on CUDA when the current stream gets there."""
+        """Writes like `write`, but source block ids index `pool_NHLPBD`, whose blocks are laid out like the sink's.
+        They have been read when it returns; on CUDA when the current stream gets there."""
 
     def flush(self, grant: KVGrant) -> None:
         """Returns when every write made under `grant` is in the sink's memory; raises TransportError if one is not."""

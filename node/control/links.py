@@ -74,13 +74,13 @@ class ControlLinks:
         return any(other.node_id == ref.node_id or other.control_address == ref.control_address for other in refs)
 
     def forgive(self, silence_s: float) -> None:
-        """So much of everybody's silence, if any, does not count."""
+        """Takes so much off everybody's silence, if any."""
         if silence_s > 0:
             for link in self._by_id.values():
                 link.last_seen += silence_s
 
     def watch_process(self, link: Peer, own_host_id: str) -> None:
-        """On the same host the exit of the peer's process is seen at once."""
+        """Has the exit of the peer's process seen at once, if it is on the same host."""
         assert link.info is not None
         if link.info.pid and link.info.host_id and link.info.host_id == own_host_id:
             try:

@@ -74,7 +74,7 @@ class ControlSockets:
         self._poller.unregister(source)
 
     def wake(self) -> None:
-        """From any thread: the running or next `poll` returns."""
+        """Makes the running or next `poll` return; from any thread."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is woken already, or has stopped
             os.write(self._wake_write, b"\0")
 

@@ -17,7 +17,7 @@ INNERMOST = 3  # frames of each thread
 
 
 class TurnClock:
-    """Of a thread that turns all the time; belongs to it."""
+    """Measures the turns of a thread that is never idle for long, and is called by that thread alone."""
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s

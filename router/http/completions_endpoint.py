@@ -126,7 +126,7 @@ class CompletionsEndpoint:
             self._end(generations, watcher)
 
     def _end(self, generations: list[Generation], watcher: asyncio.Future[None]) -> None:
-        """Whatever still runs is aborted. Generations and their listener know each other: left so, each request would
+        """Aborts whatever still runs. Generations and their listener know each other: left so, each request would
         stay until the garbage collector stops everybody's streams to look for it."""
         self._service.abort(generations, _client_gone())
         watcher.cancel()

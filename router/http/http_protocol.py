@@ -119,7 +119,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_within(self, duration_s: float) -> None:
-        """In two halves: what came while this process itself stood still is read between them."""
+        """Sets the deadline in two halves: what came while this process itself stood still is read between them."""
         self._expect_nothing()
         half_s = duration_s / 2
         self._overdue = self.loop.call_later(half_s, self._expect_second_half, half_s)
@@ -149,7 +149,7 @@ class HttpProtocol(HttpToolsProtocol):
     # --- a client that ends its side --------------------------------------------------------------------------
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """In the middle of a request: says so before closing. After a whole one the answer is still sent."""
+        """Says so before closing in the middle of a request. After a whole one the answer is still sent."""
         cycle = self.cycle
         if self._in_message:
             answering = cycle is not None and cycle.response_started and not cycle.response_complete

@@ -46,7 +46,7 @@ class _Listener:
         return Piece(echo_text(plan, self._tokenizer), (), logprobs, None)
 
     def _shown(self, piece: Piece) -> Piece:
-        """With max_tokens = 0 (echo alone) the one token that was made is not shown."""
+        """What is shown of a piece: with max_tokens = 0 (echo alone) not the one token that was made."""
         if self._body.max_tokens == 0:
             return Piece("", (), None, "length" if piece.finish_reason else None)
         return piece

@@ -98,7 +98,7 @@ class NodeLink:
         return self.view.key if self.view is not None else None
 
     def open(self) -> None:
-        """On a running event loop. What can't be opened now is tried again by `tick`."""
+        """Opens the socket, on a running event loop. What can't be opened now is tried again by `tick`."""
         assert self._socket is None
         self._is_closed, self._is_connected = False, False
         now = time.monotonic()

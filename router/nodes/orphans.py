@@ -21,7 +21,7 @@ class Orphans:
             del self._by_node[next(iter(self._by_node))]
 
     def returned(self, node: NodeKey) -> Work:
-        """To be cancelled there: empty for a new epoch, which knows nothing of the old one's work."""
+        """What is to be cancelled there: empty for a new epoch, which knows nothing of the old one's work."""
         known = [key for key in self._by_node if key[0] == node[0]]
         work = {key: self._by_node.pop(key) for key in known}
         return work.get(node, set())

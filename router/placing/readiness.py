@@ -28,7 +28,7 @@ def describe(views: Iterable[NodeView], reasons: Sequence[str]) -> str:
 
 
 def difference(ours: ModelIdentity | None, theirs: ModelIdentity | None) -> str:
-    """In what a node's model differs from the one that is served; "" when it doesn't, or none is served yet."""
+    """What a node's model differs in from the one that is served; "" when it doesn't, or none is served yet."""
     if ours is None or ours == theirs:
         return ""
     if theirs is None:

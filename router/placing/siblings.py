@@ -44,7 +44,7 @@ class Seat:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file."""
+        """The size of the file."""
         return self.num_seats * self.part * _WORD_BYTES
 
 

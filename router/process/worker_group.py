@@ -76,7 +76,7 @@ class WorkerGroup:
         self._silence_s = 4 * options.timeouts.peer_lost_s
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT; the exit code is 0 unless workers can't be started."""
+        """Runs until SIGTERM or SIGINT; the exit code is 0 unless workers can't be started."""
         # Bound, never listening: it keeps the port (port 0 included) while workers come and go.
         with (
             bind(self._options.host, self._options.port, share_port=True) as reservation,

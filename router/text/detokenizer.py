@@ -18,11 +18,11 @@ class Detokenizer(Protocol):
         """Text that is certain after this token; often "" in the middle of a character."""
 
     def flush(self) -> str:
-        """At the end: what is left of an incomplete character, as U+FFFD."""
+        """What is left at the end of an incomplete character, as U+FFFD."""
 
 
 class ByteDetokenizer:
-    """For byte-level BPE, where each token stands for a fixed run of bytes.
+    """Detokenizes byte-level BPE, where each token stands for a fixed run of bytes.
 
     Both lists are indexed by token id; `token_texts` has None for tokens that are not whole characters.
     """
@@ -48,7 +48,8 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other tokenizer: compares the decodings of a short window of tokens with and without the new one.
+    """Detokenizes for any other tokenizer: compares the decodings of a short window of tokens with and without the new
+    one.
 
     Text that ends in U+FFFD may still become a character, so it waits, at most `MAX_HELD` tokens (no character has
     more than four bytes).

@@ -54,7 +54,7 @@ class Tokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """As with `encode`: other threads run meanwhile."""
+        """Decodes token ids; as with `encode`, other threads run meanwhile."""
         return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]
 
     def token_string(self, token_id: int) -> str:

@@ -190,8 +190,8 @@ def launch_prefill(
     soft_cap: float | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
-    """As paged_prefill; `work` is `list_work` of the rows, on the device. What doesn't fit must have been refused; not
-    `causal` also takes no window, and every row must have keys."""
+    """Computes what paged_prefill does; `work` is `list_work` of the rows, on the device. What doesn't fit must have
+    been refused; not `causal` also takes no window, and every row must have keys."""
     shape, dtype, device = query.shape, query.dtype, query.device
     num_heads, head_size = shape[1], shape[2]
     output = torch.empty(shape, dtype=dtype, device=device)

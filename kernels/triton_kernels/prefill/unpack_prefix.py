@@ -68,7 +68,8 @@ class UnpackedPrefixes:
     def allocate(
         cls, query_lens: Sequence[int], seq_lens: Sequence[int], like_HSD: torch.Tensor, dtype: torch.dtype
     ) -> UnpackedPrefixes:
-        """For rows of these lengths; `like_HSD` [num_blocks, K, S, D] is a layer's cache. Raises OutOfMemoryError."""
+        """Allocates for rows of these lengths; `like_HSD` [num_blocks, K, S, D] is a layer's cache. Raises
+        OutOfMemoryError."""
         _, num_kv_heads, block_size, head_size = like_HSD.shape
         device = like_HSD.device
         places, tables = place_prefixes(query_lens, seq_lens, block_size)
@@ -86,7 +87,8 @@ class UnpackedPrefixes:
         k_scale: torch.Tensor,
         v_scale: torch.Tensor,
     ) -> None:
-        """From a layer's caches [num_blocks, K, S, D], fp8, each block of a head contiguous; scales fp32 [1]."""
+        """Unpacks from a layer's caches [num_blocks, K, S, D], fp8, each block of a head contiguous; scales fp32
+        [1]."""
         num_kv_heads, block_size, head_size = key_cache.shape[1:]
         tile = block_size * head_size
         if len(self.places) == 0:

@@ -112,7 +112,7 @@ def _normed(
 
 @triton.jit
 def _to_cache(values, scale, overflow, IS_FP8: tl.constexpr, dtype: tl.constexpr):
-    """As the cache stores it; fp8 saturates and counts (NaN stays NaN)."""
+    """The value as the cache stores it; fp8 saturates and counts (NaN stays NaN)."""
     if IS_FP8:
         scaled = values.to(tl.float32) / tl.load(scale)
         count = tl.sum(tl.sum((tl.abs(scaled) > FP8_LARGEST).to(tl.int32), 1), 0)

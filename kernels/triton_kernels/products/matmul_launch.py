@@ -19,7 +19,7 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
 def parts_of(plan: StreamPlan) -> int:
-    """In how many pieces a tile ends: 128 sums a thread are too many to add others to."""
+    """The number of pieces in which a tile ends: 128 sums a thread are too many to add others to."""
     return 2 if plan.tile_n * plan.tile_m >= 128 * 32 * plan.warps else 1
 
 

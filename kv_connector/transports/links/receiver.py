@@ -59,7 +59,7 @@ class LinkReceiver(ABC):
         return False
 
     def run(self) -> None:
-        """Until the link ends. Returns only when nothing of that source can change the pool any more."""
+        """Serves until the link ends. Returns only when nothing of that source can change the pool any more."""
         try:
             if self._pool.pool_NHLPBD.is_cuda:
                 torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # a thread's own setting
@@ -74,7 +74,7 @@ class LinkReceiver(ABC):
             self._end()
 
     def drop(self) -> None:
-        """From any thread: the link breaks and `run` returns soon."""
+        """Breaks the link, from any thread; `run` returns soon."""
         with self._lock:
             if self._ended:
                 return

@@ -54,7 +54,7 @@ class CopyPath(enum.Enum):
 
 
 def way_of(num_layers: int, first: int, count: int, layer_bytes: int) -> tuple[CopyPath, int]:
-    """For `count` layers from `first` on, of a head `layer_bytes` each; and how many programs the kernel has.
+    """The way for `count` layers from `first` on, of a head `layer_bytes` each; and how many programs the kernel has.
 
     On H200s 1 GiB goes at 362 GB/s as whole blocks, the kernel needs 132 programs for that; 8, 16 and 32 move 208, 277
     and 323. But each takes a place on a multiprocessor from the computation: prefill slowed down by 2.3 % with 8 of
@@ -251,8 +251,8 @@ class CudaIpcTransport(MappedTransport):
 def sum_blocks(
     source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int], sums: PairSums
 ) -> None:
-    """Of blocks that go into several memories. Of partly filled ones the kernel that sums what it moves moves them onto
-    themselves."""
+    """Sums blocks that go into several memories. Of partly filled ones the kernel that sums what it moves moves them
+    onto themselves."""
     chosen = range(source_NHLPBD.shape[2]) if layers is None else layers
     for whole in (True, False):
         indices = [index for index, valid in enumerate(num_valid) if (valid == source_NHLPBD.shape[4]) == whole]
