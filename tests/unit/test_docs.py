@@ -78,6 +78,18 @@ def test_what_is_missing_is_found() -> None:
     assert problem_of("`node/loop.py:NodeLoop.run`, `node/loop.py`") == []
 
 
+def test_the_tree_has_every_folder() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    tree = text.split("```")[3]
+    named, parents = set(), []
+    for indent, name in re.findall(r"^( *)([\w]+)/ ", tree, flags=re.MULTILINE):
+        parents[len(indent) // 2 :] = [name]
+        named.add("/".join(parents))
+    holding = {name_of(path.parent) for wing in WINGS[:-1] for path in (ROOT / wing).rglob("*.py")}
+    in_same_folders = {folder for folder in holding if folder.startswith("kernels/triton_kernels/")}
+    assert named == holding - in_same_folders | {"kernels"}
+
+
 def test_a_requests_way_is_at_most_forty_files() -> None:
     text = (ROOT / "docs" / "a_requests_way.md").read_text()
     assert len({path for path, _ in NAMED.findall(text)}) <= MOST_FILES_ON_THE_WAY
