@@ -16,7 +16,7 @@ from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 
 MAX_ID_CHARS = 512  # a guess, as the next: far above what routers send
-MAX_SALT_BYTES = 64
+MAX_SALT_BYTES = 64  # a guess
 MAX_SAMPLES = 4096  # a guess
 MAX_LOGPROBS = 256  # a guess
 MAX_SECONDS = 1e9

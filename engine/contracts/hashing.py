@@ -22,7 +22,7 @@ from typing import overload
 import numpy as np
 
 HASH_BYTES = 16
-BLOCKS_PER_GROUP = 8
+BLOCKS_PER_GROUP = 8  # docs/measurements.md#the-time-of-a-placement
 INT32 = np.dtype("<i4")
 # Copies of it are made sooner than new ones, which look the algorithm up in OpenSSL's tables.
 _NEW = hashlib.sha256()

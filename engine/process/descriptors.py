@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 
-MOST = 1 << 20  # some systems allow a thousand million; libraries that go through all of them then take minutes
+# Some systems allow a thousand million; libraries that go through all of them then take minutes; a guess.
+MOST = 1 << 20
 
 
 def raise_descriptor_limit() -> int:

@@ -11,7 +11,7 @@ from tandem.kernels.blocks.quantization import as_bytes
 from tandem.kernels.check.kernel_cases import Case, Shape
 
 KEY = 0x1234_5678_9ABC_DEF0
-CHECKED_BLOCKS = 3
+CHECKED_BLOCKS = 3  # a guess
 
 
 def digest_case(shape: Shape, num_blocks: int, num_layers: int) -> Case:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 GATE_UP_GROUP = 8  # rows of gate, then rows of up; the kernels' epilogues depend on it
 LONGEST_TUNED = 320  # rows
-MAX_PROGRAMS = 264
-MULTIPROCESSORS = 132
+MAX_PROGRAMS = 264  # two on each multiprocessor
+MULTIPROCESSORS = 132  # an H100's and an H200's
 WORKSPACE_WORDS = MULTIPROCESSORS * 128 * 256
 SHARED_BYTES = 227 << 10  # a program's limit on Hopper
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-INNERMOST = 3  # frames of each thread
+INNERMOST = 3  # frames of each thread; a guess
 
 
 class TurnClock:

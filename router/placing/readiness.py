@@ -9,7 +9,7 @@ import msgspec
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.router.placing.view import NodeView
 
-MAX_REASONS = 10  # in one answer
+MAX_REASONS = 10  # in one answer; a guess
 
 
 def missing_roles(views: Iterable[NodeView]) -> str:

@@ -17,7 +17,7 @@ from tandem.router.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-DEFAULT_MAX_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16  # OpenAI's own
 MAX_SEQUENCES = 4096  # a guess: of one body, prompts times samples
 CHARS_PER_TOKEN = 32  # far above what text in any language has on average; a guess
 

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError
 
-MAX_SAMPLES = 128
+MAX_SAMPLES = 128  # a guess, as are the next four: above what clients ask for, and bounded for nodes
 MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
