@@ -18,7 +18,7 @@ MOST_WORDS_ELSEWHERE = 2_000
 MOST_FILES_ON_THE_WAY = 40
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-NAMED = re.compile(r"`([\w./]+\.py)(?::([\w.]+))?`")
+NAMED = re.compile(r"`(\w+/[\w./]+\.py)(?::([\w.]+))?`")
 CITED = re.compile(r"docs/([\w/]+\.md)(?:#([\w-]+))?")
 
 
@@ -65,11 +65,9 @@ def test_a_page_is_short(page: Path) -> None:
     assert most is None or num_words <= most, f"{num_words} words; at most {most}"
 
 
-@pytest.mark.parametrize("page", ["a_requests_way.md", "walks.md"])
-def test_what_a_way_names_exists(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    assert NAMED.search(text)
-    assert problem_of(text) == []
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_what_a_page_names_exists(page: Path) -> None:
+    assert problem_of(page.read_text()) == []
 
 
 def test_what_is_missing_is_found() -> None:
@@ -92,7 +90,16 @@ def test_the_tree_has_every_folder() -> None:
 
 def test_a_requests_way_is_at_most_forty_files() -> None:
     text = (ROOT / "docs" / "a_requests_way.md").read_text()
-    assert len({path for path, _ in NAMED.findall(text)}) <= MOST_FILES_ON_THE_WAY
+    named = [path for path, _ in NAMED.findall(text)]
+    assert 0 < len(named) <= MOST_FILES_ON_THE_WAY
+    assert len(set(named)) == len(named), "no room is entered twice"
+
+
+def test_every_station_of_a_walk_is_a_function_that_is_there() -> None:
+    text = (ROOT / "docs" / "walks.md").read_text()
+    stations = re.findall(r"^\d+\. (.*)$", text, flags=re.MULTILINE)
+    assert len(stations) >= 5
+    assert all(any(function for _, function in NAMED.findall(station)) for station in stations)
 
 
 @pytest.mark.parametrize("page", LINKING, ids=name_of)
