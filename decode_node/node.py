@@ -43,8 +43,8 @@ class DecodeNode(HandoffNode):
             self._ticket_loads.forget(entry.request)
 
     def launch_at(self) -> float:
-        """While KV is on its way here the next step waits for it as long as it can, and a little longer for what is
-        being checked: else it would wait for that step."""
+        """Holds the next step back while KV is on its way here, as long as it can, and a little longer for what is
+        being checked: else the KV would wait for that step."""
         if not self.sink.num_under_way:
             return 0.0
         return self.scheduler.pace.next_decision_at(CHECK_S if self.sink.actions.num_verifying else 0.0)
@@ -107,7 +107,8 @@ class DecodeNode(HandoffNode):
         )
 
     def _repeat(self, entry: AcceptedRequest, continuation: Continuation) -> None:
-        """What the source may not have told the router before its end. Log-probabilities it alone has."""
+        """Tells the router what the source may not have told it before its end. The source alone has
+        log-probabilities."""
         request = entry.request
         if continuation.token_ids and request.sampling.num_logprobs is None:
             (sample,) = request.sample_indices
@@ -122,7 +123,7 @@ class DecodeNode(HandoffNode):
         ]
 
     def _recompute(self, recompute: Recompute) -> None:
-        """Each open sample goes on alone, its first token at the tail of its prompt."""
+        """Lets each open sample go on alone, its first token at the tail of its prompt."""
         entry = self.book.entries.get(recompute.request.key)
         if entry is None:
             return

@@ -49,7 +49,7 @@ class TicketLoads:
         return True
 
     def due(self, now: float) -> list[AcceptedRequest]:
-        """Those whose load has ended, or has taken too long."""
+        """Requests whose load has ended, or has taken too long."""
         return [load.entry for load in self._loads.values() if now >= load.until or not self._is_under_way(load)]
 
     def forget(self, request: Request) -> None:

@@ -186,7 +186,7 @@ class NodeLoop:
             self._times.paused()
 
     def _serve_urgent(self, is_urgent: Callable[[object], bool]) -> None:
-        """What others wait for does not wait for the step that runs."""
+        """Serves what others wait for, so that it does not wait for the step that runs."""
         if self._core.read_would_wait:
             self._write_outbox()
         while not self._held_up and self._core.read_would_wait:

@@ -114,5 +114,5 @@ def _problems_of_place(submit: Submit) -> Iterator[str]:
 
 
 def _is_name(peer: PeerRef) -> bool:
-    """Its address may be none: then it can't be reached, and it alone."""
+    """Whether a peer has a name. Its address may be none: then it can't be reached, and it alone."""
     return 0 < len(peer.node_id) <= MAX_ID_CHARS and 0 <= peer.epoch < INT64

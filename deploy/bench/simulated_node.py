@@ -71,7 +71,7 @@ class TieredCache:
         return length, in_host
 
     def use(self, hashes: Sequence[bytes]) -> None:
-        """All of them are in the GPU tier now, the first most recently."""
+        """Puts all of them into the GPU tier, the first as the most recent."""
         for block_hash in reversed(hashes):
             if block_hash in self._gpu:
                 self._gpu.move_to_end(block_hash)

@@ -80,7 +80,8 @@ class ChildProcess:
         return list(self._fds.values())
 
     def said(self) -> list[dict[str, Any]]:
-        """What it said since the last call (engine/process/launcher_pipe.py); lines that can't be read are left out."""
+        """What the child said since the last call (engine/process/launcher_pipe.py); lines that can't be read are left
+        out."""
         lines = []
         for line in self._read("said"):
             with contextlib.suppress(ValueError):

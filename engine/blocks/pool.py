@@ -93,7 +93,7 @@ class BlockPool:
         return [each for each in hashes if each is not None and not self._publication.awaits(each)]
 
     def is_writable(self, block_id: int) -> bool:
-        """Only a block with one holder and without a hash may be written."""
+        """Whether a block may be written: only one with one holder and without a hash may."""
         return self._ref_counts[block_id] == 1 and self._hash_of[block_id] is None
 
     def is_cooling(self, block_id: int) -> bool:

@@ -20,7 +20,7 @@ class PrefixTree:
         return True
 
     def remove(self, block_hash: bytes) -> list[bytes]:
-        """It and all that descend from it, children first."""
+        """Removes a hash and all that descend from it; returns them, children first."""
         doomed = [block_hash]
         for ancestor in doomed:
             doomed += self._children_of.pop(ancestor, ())

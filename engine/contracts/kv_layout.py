@@ -50,7 +50,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def holds_no_copies(self) -> bool:
-        """Each head of the model is on one rank: together their blocks are those of a node of one rank."""
+        """Whether each head of the model is on one rank: together their blocks are those of a node of one rank."""
         return self.group.num_kv_heads * self.tp_size == (self.group.num_all_kv_heads or self.group.num_kv_heads)
 
     @property

@@ -67,7 +67,7 @@ class TenantBlocks:
             del self._num_cached[tenant]
 
     def free(self, tenant: bytes, block_id: int) -> None:
-        """Nobody holds the cached block any more."""
+        """Notes that nobody holds the cached block any more."""
         self._free.setdefault(tenant, OrderedDict())[block_id] = None
 
     def held(self, tenant: bytes, block_id: int) -> None:

@@ -230,7 +230,7 @@ class DecoderModel(nn.Module):
         return self.config.vocab_size
 
     def keep_kv_as(self, group: KVGroup) -> None:
-        """Before the first step: the dtype and scales of the pool that will be bound."""
+        """Takes the dtype and scales of the pool that will be bound; before the first step."""
         for index, attention in enumerate(self.attention_layers.values()):
             k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
             attention.keep_kv_as(group.dtype, k_scale, v_scale)

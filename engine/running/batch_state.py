@@ -74,7 +74,7 @@ class BatchState:
     # --- patches --------------------------------------------------------------------------------------------
 
     def apply(self, new_slots: Sequence[NewSlot], block_appends: Sequence[BlockAppend]) -> None:
-        """Before the step's forward pass: sequences that enter, and blocks that tables gained."""
+        """Takes in sequences that enter and blocks that tables gained; before the step's forward pass."""
         for new in new_slots:
             self._set_settings(new)
         table_at, table_values = self._table_patch(new_slots)
@@ -92,7 +92,7 @@ class BatchState:
             self._count_tokens(penalised)
 
     def fork(self, forks: Sequence[ForkSlot]) -> None:
-        """After the forward pass, before sampling: slots that become copies of their parents."""
+        """Makes slots copies of their parents; after the forward pass, before sampling."""
         if not forks:
             return
         for fork in forks:

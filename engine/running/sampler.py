@@ -77,7 +77,8 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Per row: the given token first, then the top K, best first. `rank_L` of the given token, 1 is best."""
+    """Log-probabilities of each row: the given token first, then the top K, best first. `rank_L` of the given token, 1
+    is best."""
 
     token_LK1: torch.Tensor  # int64 [L, K + 1]
     logprob_LK1: torch.Tensor  # float32 [L, K + 1]

@@ -64,7 +64,7 @@ class Admission:
 
 
 def is_decoding(request: Request) -> bool:
-    """Only its newest token is left to compute. A sequence that recomputes its output is prompt work."""
+    """Whether only its newest token is left to compute. A sequence that recomputes its output is prompt work."""
     return request.num_computed_tokens >= request.num_prompt_tokens and request.num_uncomputed_tokens <= 1
 
 
@@ -146,7 +146,7 @@ class StepPlanner:
         return True
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """What is held for requests that have not started goes before anyone loses blocks."""
+        """Grows a request; what is held for requests that have not started goes before anyone loses blocks."""
         if self._kv.grow(request, num_tokens):
             return True
         self._state.tiers.give_way()
@@ -260,7 +260,7 @@ class StepPlanner:
         return self._state.tiers.prepare(request, hashes, hits, is_alone and num_external is not None)
 
     def _leave_tiers(self, request: Request, num_hits: int, num_loaded: int) -> None:
-        """It has its blocks: those from the tiers are there, or come with this step."""
+        """Tells the tiers that a request has its blocks: those from them are there, or come with this step."""
         tiers, hashes = self._state.tiers, self._kv.reusable_hashes(request)
         if num_loaded:
             loaded = slice(num_hits, num_hits + num_loaded)

@@ -59,7 +59,7 @@ class KVConnectorWorker(Protocol):
         """Once, before the first step: the pool, `[num_blocks, heads, layers, 2, block_size, head_dim]`."""
 
     def start_load_kv(self, meta: object | None) -> None:
-        """Before a step that has metadata: bind it and start asynchronous loads."""
+        """Binds metadata and starts asynchronous loads; before a step that has any."""
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
         """Called inside the attention op, before the layer reads its KV. Enqueues a wait; never blocks the host."""
@@ -69,7 +69,7 @@ class KVConnectorWorker(Protocol):
         blocks."""
 
     def wait_for_save(self) -> None:
-        """After the forward pass of each step: everything saved in this step is enqueued, metadata is unbound."""
+        """Enqueues everything saved in this step and unbinds metadata; after the forward pass of each step."""
 
 
 class LowerTiers(Protocol):
@@ -87,7 +87,7 @@ class LowerTiers(Protocol):
         """The step's connector metadata, with its loads."""
 
     def started(self, request: Request, hashes: Sequence[bytes]) -> None:
-        """It has references of its own to what was found or loaded."""
+        """Hears that the request has references of its own to what was found or loaded."""
 
     def ended(self, request: Request) -> None:
         """Whether it had started or not, it needs nothing any more. Idempotent."""

@@ -26,7 +26,7 @@ class SumPass(Protocol):
         """int64 [n] multilinear sums, once; waits for the device."""
 
     def abandon(self) -> None:
-        """No sums are wanted. Returns when no block is read any more."""
+        """Gives the sums up. Returns when no block is read any more."""
 
 
 class SumPasses:

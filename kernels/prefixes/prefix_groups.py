@@ -46,7 +46,8 @@ class SharingCosts:
     token_bytes: int
 
     def saved_bytes(self, num_rows: int, num_tokens: int) -> int:
-        """What a group of rows over a prefix of so many tokens saves a layer; 0 or less where it doesn't pay."""
+        """The bytes that a group of rows over a prefix of so many tokens saves a layer; 0 or less where it doesn't
+        pay."""
         reads = num_rows - -(-num_rows // self.members)
         return reads * num_tokens * self.token_bytes - num_rows * BYTES_FOR_ROW
 

@@ -95,7 +95,7 @@ class MailLayout:
 
     @property
     def ways(self) -> list[Way]:
-        """All that `way` answers."""
+        """Every answer that `way` has."""
         answers = {self.way(rows) for rows in range(1, self.max_rows + 1)}
         return sorted(answer for answer in answers if answer is not None)
 

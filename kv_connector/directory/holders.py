@@ -71,7 +71,7 @@ class Holders:
         return column
 
     def close_column(self, column: int) -> None:
-        """Nobody is in that column any more, at once. The column is used again when its bits were swept up."""
+        """Empties a column at once. It is used again when its bits were swept up."""
         self._live &= ~_column_bits(column)
         self._closed.append(column)
 

@@ -46,7 +46,7 @@ BEGINNING = re.compile(r"(?P<scheme>[a-z+]+)://(?P<netloc>[^/?#]*)")
 
 
 def is_wrong_type(error: redis.ResponseError) -> bool:
-    """Somebody keeps something else under a name of ours. Other errors are the server's, and may pass."""
+    """Whether somebody keeps something else under a name of ours. Other errors are the server's, and may pass."""
     return str(error).startswith("WRONGTYPE")
 
 
@@ -145,7 +145,7 @@ class RedisServers:
         return self._cluster.get_redis_connection(node)
 
     def disconnect(self) -> None:
-        """After an error: the next call connects anew and asks who is in charge."""
+        """Makes the next call connect anew and ask who is in charge; after an error."""
         if self._client is not None:
             self._client.connection_pool.disconnect()
         elif self._cluster is not None:
@@ -207,7 +207,7 @@ class AsyncRedisServers:
         return self._stream_client.pubsub()
 
     async def reconnect(self) -> None:
-        """After an error: the next call asks who is in charge."""
+        """Makes the next call ask who is in charge; after an error."""
         if self._address.kind == "cluster":
             await self.aclose()
             self.client = self._new_cluster()

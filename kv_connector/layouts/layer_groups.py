@@ -8,14 +8,14 @@ PUSHED_TOGETHER = 4
 
 
 def layer_groups(num_layers: int) -> list[range]:
-    """Where a forward pass waits for them."""
+    """The groups in which layers are loaded: a forward pass waits for each as a whole."""
     size = -(-num_layers // LAYER_GROUPS)
     return [range(first, min(first + size, num_layers)) for first in range(0, num_layers, size)]
 
 
 def push_groups(num_layers: int) -> list[range]:
-    """Where they are pushed while a prompt is computed. The last layer goes alone: nothing is computed behind it, and
-    the end of the hand-off waits for it."""
+    """The groups in which layers are pushed while a prompt is computed. The last layer goes alone: nothing is computed
+    behind it, and the end of the hand-off waits for it."""
     last = num_layers - 1
     groups = [range(first, min(first + PUSHED_TOGETHER, last)) for first in range(0, last, PUSHED_TOGETHER)]
     return [*groups, range(last, num_layers)]

@@ -87,7 +87,7 @@ class Reshaper:
     def _gathered(
         self, ranks: RankPools, blocks: Sequence[Sequence[Part]], layers: range | None
     ) -> tuple[torch.Tensor, list[list[Part]]]:
-        """Those of our blocks that `blocks` are made of, whole, and `blocks` made of these."""
+        """Our blocks that `blocks` are made of, whole, and `blocks` made of these."""
         index_of: dict[int, int] = {}
         moved = [
             [p._replace(source_block=index_of.setdefault(p.source_block, len(index_of))) for p in b] for b in blocks

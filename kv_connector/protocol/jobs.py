@@ -126,7 +126,7 @@ class Finalize:
 
 @dataclass(frozen=True, slots=True)
 class Flush:
-    """After every push of this grant queued before it: they have arrived. Answered by Flushed or PushFailed."""
+    """Waits until every push of this grant that was queued before has arrived. Answered by Flushed or PushFailed."""
 
     key: HandoffKey
     grant: KVGrant

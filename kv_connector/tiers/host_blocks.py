@@ -45,7 +45,7 @@ class HostBlocks(ABC):
             self._touching.start()  # a second for 5 GB, beside whatever else a node does at start
 
     def lock(self, device_index: int) -> None:
-        """Before copies to and from that GPU. Raises ConfigError."""
+        """Page-locks the memory, before copies to and from that GPU. Raises ConfigError."""
         self._touching.join()
         try:
             lock_pages(device_index, self.raw.data_ptr(), self.raw.numel())
@@ -56,7 +56,7 @@ class HostBlocks(ABC):
         self._unlock.atexit = False  # the process's end unlocks faster
 
     def close(self) -> None:
-        """When no copy is under way any more. Idempotent."""
+        """Unlocks the memory, when no copy is under way any more. Idempotent."""
         if self._unlock is not None:
             self._unlock()
 

@@ -38,7 +38,7 @@ class TierManager(Promoter):
         self._step_loads: list[Load] = []  # of the step that is being planned
 
     def restore(self, restored: Sequence[StoredBlock]) -> None:
-        """Before anything else: what the disk holds from an earlier process."""
+        """Takes in what the disk holds from an earlier process; before anything else."""
         assert self._disk is not None
         self._disk.restore(restored)
         self._events += [BlockEvent(each.block_hash, True, "disk") for each in restored]
@@ -108,7 +108,7 @@ class TierManager(Promoter):
                 self._let_go(promotion)
 
     def _count_hits(self, request: Request, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
-        """Each prompt once, where it starts. Who asks for a peer has no prompt."""
+        """Counts each prompt once, where it starts. Who asks for a peer has no prompt."""
         if request.was_started or not request.num_prompt_tokens:
             return
         num_from_disk = sum(block_hash in from_disk for block_hash in hashes)
@@ -138,7 +138,8 @@ class TierManager(Promoter):
     # --- the loop -------------------------------------------------------------------------------------------
 
     def on_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> None:
-        """After each turn of the step loop: what the pool has told, and whether the node has nothing else to do."""
+        """Hears after each turn of the step loop what the pool has told, and whether the node has nothing else to
+        do."""
         self._write_back.on_turn(pool_events, is_idle)
 
     def drain_jobs(self) -> list[TierJob]:

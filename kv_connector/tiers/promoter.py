@@ -108,7 +108,7 @@ class Promoter:
     # --- results --------------------------------------------------------------------------------------------
 
     def on_done(self, done: JobDone) -> None:
-        """What a thread has copied, or could not copy."""
+        """Takes in what a thread has copied, or could not copy."""
         if isinstance(done.job, Load):
             self._on_loaded(done.job, done)
         elif isinstance(done.job, Fetch):

@@ -34,7 +34,7 @@ class SentDigests:
         self._stream = torch.cuda.Stream(pool_NHLPBD.device, priority=-1) if pool_NHLPBD.is_cuda else None
 
     def warm_up(self) -> None:
-        """Before the first step: compiles."""
+        """Compiles; before the first step."""
         self._passes.warm_up()
 
     def of_write(

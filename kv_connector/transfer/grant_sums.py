@@ -44,7 +44,7 @@ class GrantSums:
         return PairSums(self._of_writes, indices)
 
     def add_pass(self, destination_block_ids: Sequence[int], num_valid: Sequence[int], begun: SumPass) -> None:
-        """Over all layers of the blocks that were, or are being, pushed to these."""
+        """Adds a pass over all layers of the blocks that were, or are being, pushed to these."""
         self._passes.append((self._note(destination_block_ids, None, num_valid), begun))
 
     def are_whole(self, job: Finalize, block_size: int) -> bool:

@@ -48,7 +48,7 @@ class SinkChecks:
         self._arrived: dict[int, _Arrived] = {}  # by grant, until its Verify
 
     def warm_up(self) -> None:
-        """Before the first step: compiles."""
+        """Compiles; before the first step."""
         self._passes.warm_up()
 
     def expect(self, grant: KVGrant) -> None:

@@ -102,7 +102,7 @@ class TransferWorker:
     # --- any thread -----------------------------------------------------------------------------------------
 
     def warm_up(self) -> None:
-        """Before `start`: compiles what digests and pushes by kernels need. Block 0 is written with its own bytes."""
+        """Compiles, before `start`, what digests and pushes by kernels need. Block 0 is written with its own bytes."""
         pool, size = self._pool_NHLPBD, self._layout.block_size
         if not pool.is_cuda:
             return
@@ -140,7 +140,7 @@ class TransferWorker:
         self._jobs.put((job, (written or self._newest_step_done) if waits else None))
 
     def hear(self, message: Message | None) -> None:
-        """What came over the control connection, ahead of the step loop, which may be launching."""
+        """Hears what came over the control connection, ahead of the step loop, which may be launching."""
         if isinstance(message, KVReady):
             self.submit(SumArrived(message))
 

@@ -114,7 +114,7 @@ class HandoffTrace:
         self._pushes[key].append(_Push(layers, first_block, written, begun, done, nbytes))
 
     def end_of_pushes(self, key: HandoffKey, on_cuda: bool) -> None:
-        """All of them have run on the device. Costs one wait for a new stream's first event."""
+        """Notes when all of them have run on the device. Costs one wait for a new stream's first event."""
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
             anchor = Moment.now(on_cuda)
         if anchor.event is not None:

@@ -24,7 +24,7 @@ class ClientKeys:
         self.socket.bind(ADDRESS)
 
     def require(self, server: zmq.Socket[bytes]) -> None:
-        """Before it is bound. Without an answer nobody gets in."""
+        """Asks for keys on a socket, before it is bound. Without an answer nobody gets in."""
         server.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 

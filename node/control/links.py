@@ -97,8 +97,8 @@ class ControlLinks:
         return self._sockets.reply(link.identity, payload) if link.socket is None else self.tell(link, payload)
 
     def tell(self, link: Peer, payload: bytes) -> bool:
-        """Over the link's own socket. False: it takes nothing, as when the other side refused its keys; silence will
-        tell."""
+        """Sends over the link's own socket. False: it takes nothing, as when the other side refused its keys; silence
+        will tell."""
         assert link.socket is not None
         try:
             link.socket.send(payload, zmq.NOBLOCK)

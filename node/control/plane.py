@@ -195,7 +195,7 @@ class ControlPlane:
         self._reply(identity, Welcome(info=self.info))
 
     def _note_up(self, link: Peer, info: NodeInfo) -> None:
-        """It is greeted over one connection; that it may be over another changes nothing."""
+        """Notes a peer once: it is greeted over one connection; that it may be over another changes nothing."""
         if link.info is None:
             assert self.info is not None
             link.info = info

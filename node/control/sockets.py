@@ -96,7 +96,7 @@ class ControlSockets:
         return True
 
     def close(self) -> None:
-        """After every dealer was closed."""
+        """Closes the rest; after every dealer was closed."""
         self.router.close(linger=500)
         if self._client_keys is not None:
             self._client_keys.close()

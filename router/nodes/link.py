@@ -277,7 +277,7 @@ class NodeLink:
             logger.error("%s (Or another program than Tandem listens there.)", self.trouble)
 
     def _lost(self, reason: str) -> None:
-        """What is still queued for it must not reach a successor at its address."""
+        """Closes the socket: what is still queued for a lost node must not reach a successor at its address."""
         try:
             self._forget(reason)
         finally:  # whatever the listener does

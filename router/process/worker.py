@@ -128,7 +128,7 @@ class Worker:
             await asyncio.sleep(min(TICK_S, timeouts.heartbeat_s / 2))
 
     async def _finish(self) -> None:
-        """After the last connection: what was not finished is cancelled, and nodes get a moment to hear it."""
+        """Cancels what was not finished, after the last connection, and gives nodes a moment to hear it."""
         self.service.abort_all(UnavailableError("the router is shutting down"))
         end = time.monotonic() + CANCEL_GRACE_S
         while self.service.num_active and time.monotonic() < end:

@@ -67,7 +67,7 @@ def _tokenize(text: str, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
 
 
 def check_text(text: str, facts: ModelFacts) -> None:
-    """What /tokenize takes at once: as tokens a text needs a hundred times its size in memory."""
+    """Refuses more than /tokenize takes at once: as tokens a text needs a hundred times its size in memory."""
     limit = CHARS_PER_TOKEN * facts.max_model_len
     if len(text) > limit:
         raise InvalidRequestError(

@@ -35,7 +35,8 @@ GROUP: gl.constexpr = gl.constexpr(8)  # gate and up rows alternate in groups of
 
 @gluon.jit
 def share_start(program, units, tiles_n, programs, lead):
-    """Even shares; where `lead` isn't zero, sums of a tile's later parts are on their way when its first part ends."""
+    """The start of a program's share, all of them even; where `lead` isn't zero, sums of a tile's later parts are on
+    their way when its first part ends."""
     return program * units // programs + gl.where(program * tiles_n % programs != 0, lead, 0)
 
 

@@ -54,12 +54,12 @@ class LinkDoor:
         return port
 
     def admit(self, sock: socket.socket) -> None:
-        """It is no stranger any more."""
+        """Notes that a connection is no stranger's any more."""
         with self._lock:
             self._strangers.pop(sock, None)
 
     def close(self) -> None:
-        """Nobody comes in any more; who is in stays, but for strangers."""
+        """Lets nobody in any more; who is in stays, but for strangers."""
         with self._lock:
             self._closed = True
             for sock in self._strangers:
