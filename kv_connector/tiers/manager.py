@@ -1,7 +1,7 @@
 """The tiers below a node's device pool: what is saved when, what is loaded for whom, who holds what meanwhile.
 
 Pure, on the step loop: jobs are drained by the shell, their results and the pool's events come in. Implements
-engine.interfaces.LowerTiers. docs/tiers.md tells the whole story.
+LowerTiers of engine/scheduling/ports.py. docs/tiers.md tells the whole story.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ class CarriesLoads(Protocol):
 
 
 class ConnectorWorker:
-    """Implements engine.interfaces.KVConnectorWorker. `layer_indices`: attention layer's name -> layer of the pool."""
+    """Implements KVConnectorWorker of engine/scheduling/ports.py. `layer_indices`: attention layer's name -> layer of
+    the pool."""
 
     def __init__(self, transfer: TransferWorker, layer_indices: Mapping[str, int], lags: bool = False) -> None:
         """`lags`: other ranks write the KV as well. That this rank has begun a layer proves that all have written the

@@ -1,9 +1,9 @@
 """The model of handoff_world.py with requests that the sink begins: it pulls what the source has cached.
 
-After kv_connector/pulls/puller.py, pull_holder.py and what sink.py says of pulls: the question is sent again until it
-is heard, what is found is pinned and offered as a computed prompt without a grant, pulls are granted after all prompts
-and given up where there is no room. Whether the source still has the blocks when it is asked is left open at each
-question.
+After kv_connector/pulls/puller.py, server.py and what kv_connector/sink/manager.py says of pulls: the question is sent
+again until it is heard, what is found is pinned and offered as a computed prompt without a grant, pulls are granted
+after all prompts and given up where there is no room. Whether the source still has the blocks when it is asked is left
+open at each question.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Model of the world around the hand-off's real transition tables: two nodes, a network, two pools, a transport.
 
-A state is a tuple; `World` opens one, applies one event, and freezes the result. Sources and
-sinks are the real machines; what their managers add (claim order, pins, parked share, what an action means in blocks,
-messages and jobs) is modelled here after kv_connector/source/manager.py and sink.py. Deliberately harsher than reality:
+A state is a tuple; `World` opens one, applies one event, and freezes the result. Sources and sinks are the real
+machines; what their managers add (claim order, pins, parked share, what an action means in blocks, messages and jobs)
+is modelled here after the source and sink managers of kv_connector. Deliberately harsher than reality:
 
 - the network is a set without order, and a new life of a node still hears what was sent to the old one;
 - deadlines, leases, cancels and wrong suspicions may come at any moment (each costs one fault of the budget);

@@ -19,6 +19,7 @@ MOST_FILES_ON_THE_WAY = 40
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`(\w+/[\w./]+\.py)(?::([\w.]+))?`")
+SAID = re.compile(rf"(?<![\w/.])((?:{'|'.join(WINGS)}|benchmarks)/[\w/.]+\.py)")
 CITED = re.compile(r"docs/([\w/]+\.md)(?:#([\w-]+))?")
 
 
@@ -115,13 +116,16 @@ def test_links_resolve(page: Path) -> None:
     assert broken == []
 
 
-def test_pages_that_the_code_cites_exist() -> None:
+def test_what_the_code_cites_exists() -> None:
+    """Pages and anchors, and the files that comments point to."""
     broken = []
     for wing in (*WINGS, "benchmarks"):
         for source in [*(ROOT / wing).rglob("*.py"), *(ROOT / wing).rglob("README.md")]:
             if source == Path(__file__).resolve():
                 continue
-            for page, anchor in CITED.findall(source.read_text()):
+            text = source.read_text()
+            broken += [f"{name_of(source)}: {file}" for file in SAID.findall(text) if not (ROOT / file).is_file()]
+            for page, anchor in CITED.findall(text):
                 target = ROOT / "docs" / page
                 if not target.is_file() or (anchor and anchor not in anchors(target)):
                     broken.append(f"{name_of(source)}: docs/{page}" + (f"#{anchor}" if anchor else ""))
