@@ -48,7 +48,7 @@ REDIS_ERRORS = (redis.RedisError, OSError)
 @dataclass(frozen=True)
 class PublisherTimes:
     heartbeat_s: float = 1.0  # lease renewal and the check whether Redis still has what it was told
-    lease_s: float = 15.0  # TTL of everything this node writes
+    lease_s: float = 15.0  # TTL of everything this node writes; a guess
     io_timeout_s: float = 1.0  # a Redis that answers slower counts as down
 
 
