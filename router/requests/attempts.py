@@ -10,7 +10,7 @@ from tandem.router.placing.view import NodeKey
 from tandem.router.requests.actions import Action, Send
 from tandem.router.requests.parts import Attempt, AttemptState, Sample
 
-OVERLOAD_BACKOFF_S = 0.2  # before the next attempt when a node's queue was full
+OVERLOAD_BACKOFF_S = 0.2  # before the next attempt when a node's queue was full; a guess
 
 
 class LiveAttempts:
@@ -72,14 +72,14 @@ class LiveAttempts:
     # --- changes ----------------------------------------------------------------------------------------------
 
     def next_number(self, request_id: str, attempt: Attempt) -> int:
-        """For the attempt after `attempt`: no node has heard of it."""
+        """The number of the attempt after `attempt`: no node has heard of it."""
         number = max(attempt.number, self._numbers.get(request_id, 0)) + 1
         self._numbers[request_id] = number
         self.highest_number = max(self.highest_number, number)
         return number
 
     def own_name(self, sample_index: int) -> str:
-        """Of the sub-request of one sample of several."""
+        """The name of the sub-request of one sample of several."""
         return f"{self._request_id}-s{sample_index}"
 
     def replace(self, attempt: Attempt, culprits: Iterable[NodeKey], error: TandemError, now: float) -> list[str]:

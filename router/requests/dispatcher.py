@@ -129,7 +129,7 @@ class Dispatcher:
                 self._give_up(generation)
 
     def _give_up(self, generation: Generation) -> None:
-        """In the handler of an exception that nobody expected: it costs this request, and no other."""
+        """Ends a request in the handler of an exception that nobody expected: it costs this one, and no other."""
         request_id = generation.machine.spec.request_id
         repeated.exception("request %s failed by an error of this router", request_id)
         error = TandemError("the server made an error; its log says more", request_id=request_id)
@@ -149,7 +149,7 @@ class Dispatcher:
     # --- actions ----------------------------------------------------------------------------------------------
 
     def carry_out(self, generation: Generation, actions: Sequence[Action]) -> None:
-        """In order; what one of them leads to comes after those that were decided before it."""
+        """Carries actions out in order; what one of them leads to comes after those that were decided before it."""
         work: list[Action | _CountPlaced] = list(actions)
         for action in work:  # which grows meanwhile
             if isinstance(action, EmitTokens):

@@ -65,7 +65,7 @@ class RequestMachine:
 
     @property
     def state(self) -> AttemptState:
-        """Of the whole request: its least advanced sub-request's."""
+        """The state of the whole request: its least advanced sub-request's."""
         if self.outcome is not None:
             return AttemptState.FINISHED if isinstance(self.outcome, Finish) else AttemptState.FAILED
         return min((attempt.state for attempt in self.attempts.live.values()), key=lambda state: state.value)
@@ -161,7 +161,7 @@ class RequestMachine:
     def answered(
         self, node: NodeKey, message: Accepted | PromptLogprobs | RequestFailed | Cancelled | Migrated, now: float
     ) -> list[Action]:
-        """Whatever a node says about this request besides tokens."""
+        """Takes whatever a node says about this request besides tokens."""
         if isinstance(message, Accepted):
             return self.accepted(node, message, now)
         if isinstance(message, PromptLogprobs):

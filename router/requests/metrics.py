@@ -81,7 +81,7 @@ class RouterMetrics:
 
 class _WeightedHistogram(Histogram):
     def observe_many(self, amount: float, count: int) -> None:
-        """As `observe(amount)`, `count` times."""
+        """Does what `observe(amount)` does, `count` times."""
         self._sum.inc(amount * count)
         for bound, bucket in zip(self._upper_bounds, self._buckets, strict=True):
             if amount <= bound:

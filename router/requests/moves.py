@@ -17,7 +17,7 @@ from tandem.router.requests.actions import Action, Moved
 from tandem.router.requests.attempts import LiveAttempts
 from tandem.router.requests.parts import Attempt, AttemptState, Sample
 
-MOVE_AGAIN_S = 1.0  # after a move that came to nothing
+MOVE_AGAIN_S = 1.0  # after a move that came to nothing; a guess
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from tandem.router.placing.view import NodeKey
 
 
 class AttemptState(enum.Enum):
-    """In order of progress."""
+    """States of an attempt, in order of progress."""
 
     QUEUED = 0
     PLACED = 1

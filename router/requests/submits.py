@@ -26,7 +26,8 @@ def continued_prompt(spec: RequestSpec, seen: Sequence[int]) -> npt.NDArray[np.i
 def submit(
     spec: RequestSpec, attempt: Attempt, seen: Sequence[int], prompt_logprobs: bool, deadline_s: float
 ) -> Submit:
-    """For a node that does all of it; `prompt_logprobs`: whether those that are asked for are still missing."""
+    """A Submit for a node that does all of it; `prompt_logprobs`: whether those that are asked for are still
+    missing."""
     sampling = spec.sampling
     if not prompt_logprobs:
         sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)

@@ -7,7 +7,8 @@ from tandem.router.requests.metrics import RouterMetrics
 
 
 class TokenTimes:
-    """Between `begin` and `end` tokens of one message are counted: most gaps between tokens are equal there."""
+    """Times of tokens. Between `begin` and `end` those of one message are counted: most gaps between tokens are equal
+    there."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
