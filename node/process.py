@@ -65,8 +65,8 @@ from tandem.node.traced_sender import TracedSender
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
 GC_THRESHOLDS = (50_000, 20, 1_000)
 # Of the end of a hand-off each part runs on another thread, while the step loop launches kernels for 20 ms on end.
-SWITCH_INTERVAL_S = 0.0003
-SLOW_STEP_MS = 1.0  # beyond `itl_budget_ms`: such steps are counted by their reason
+SWITCH_INTERVAL_S = 0.0003  # a guess
+SLOW_STEP_MS = 1.0  # beyond `itl_budget_ms`: such steps are counted by their reason; a guess
 logger = logging.getLogger(__name__)
 
 

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from tandem.engine.contracts.rate import Rate
 
-MEASURED_TOKENS = 1024  # small steps, which tell as much about launches, count together: as much as one of so many
-TOKENS_ALIKE = 16  # steps are captured for so many rows more each
+# Small steps, which tell as much about launches, count together: as much as one of so many; a guess.
+MEASURED_TOKENS = 1024
+TOKENS_ALIKE = 16  # steps are captured for so many rows more each; a guess
 FASTER, SLOWER = 0.5, 1 / 16  # shares of a difference that are learned: a late decision leaves the device idle
 LEAST, MOST = 0.8, 1.25  # of what is known: what took less or more was read late, it or the step before
-LATE_S = 0.0003  # later than so long after its expected end a step ended unseen
+LATE_S = 0.0003  # later than so long after its expected end a step ended unseen; a guess
 HELD_UP_S, MEMORY = 0.0015, 1 / 64  # a step that was read so much later; of how many steps that is remembered
 
 

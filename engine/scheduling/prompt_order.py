@@ -15,10 +15,11 @@ from typing import Protocol
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.request import Request
 
-LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait
-MAX_CREDIT = 2048.0  # tokens: one chunk
-LATE_STRETCH = 8.0  # a late prompt passes those that came before it by so many times less than they have more left
-MARGIN = 0.02  # of the target: to spare for prompts that have not begun, since times are estimated
+LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait; a guess
+MAX_CREDIT = 2048.0  # tokens: one chunk; a guess
+# A late prompt passes those that came before it by so many times less than they have more left; a guess.
+LATE_STRETCH = 8.0
+MARGIN = 0.02  # of the target: to spare for prompts that have not begun, since times are estimated; a guess
 
 
 class PromptOrder(Protocol):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from tandem.engine.scheduling.clock import MOST, TOKENS_ALIKE, StepClock, size_of
 
-MOST_TOKENS = 512  # of a step after which the next is decided late: beyond, the host takes as long as the device
-LEAD_SMOOTHING = 1 / 8
+# Of a step after which the next is decided late: beyond, the host takes as long as the device;
+# docs/measurements.md#steps-of-few-rows.
+MOST_TOKENS = 512
+LEAD_SMOOTHING = 1 / 8  # a guess
 # A host that is held up itself needs the time that an early decision leaves it: where more than this share of steps,
 # lately, was seen to have ended so much later than expected, and so long after the last look, none is decided late.
-MOST_HELD_UP = 0.06
-SPARE_S = 0.0005  # beside what the last decision and launch took
-PROMPT_LEAD_S = 0.010  # from the decision of a step of prompts to its first kernels
-PROMPT_ERROR = 0.08  # by how much of itself a step of prompts may be shorter than expected
+MOST_HELD_UP = 0.06  # a guess
+SPARE_S = 0.0005  # beside what the last decision and launch took; a guess
+PROMPT_LEAD_S = 0.010  # from the decision of a step of prompts to its first kernels; a guess
+PROMPT_ERROR = 0.08  # by how much of itself a step of prompts may be shorter than expected; a guess
 
 
 class StepPace:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 
-SMOOTHING = 1 / 16
-MOST_SLOWNESS = 3.0
-MOST_CHANGE = 0.25  # that one step is believed: beyond it something else than the step took the time
+SMOOTHING = 1 / 16  # a guess
+MOST_SLOWNESS = 3.0  # a guess
+MOST_CHANGE = 0.25  # that one step is believed: beyond it something else than the step took the time; a guess
 
 
 class StepTimes:

@@ -14,7 +14,7 @@ from tandem.engine.scheduling.step import SchedulerOutput
 # What the step loop does, in the order of a turn. "device": waiting for the step that runs.
 PARTS = ("events", "upkeep", "schedule", "launch", "urgent", "device", "results")
 REASONS = (*PARTS, "prompt")
-SMOOTHING = 1 / 32
+SMOOTHING = 1 / 32  # a guess
 Note = Callable[[dict[str, float | str]], None]
 
 

@@ -31,7 +31,7 @@ from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.node.ranks.channel import Command, PoolFile, RankSetup, Verb, as_announced, send
 
 logger = logging.getLogger(__name__)
-END_S = 5.0  # how long a rank that was told to end may take
+END_S = 5.0  # how long a rank that was told to end may take; a guess
 # Not `python -m`, which would put the working directory on sys.path, where a folder may shadow a package.
 PROGRAM = "import sys; sys.path.remove(''); from tandem.node.ranks.main import main; main(*sys.argv[1:])"
 

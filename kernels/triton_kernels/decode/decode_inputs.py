@@ -10,7 +10,7 @@ import triton.language as tl
 from tandem.kernels.sampling.decode_buffers import DecodeInputs
 from tandem.kernels.triton_kernels.common import begin, overlap
 
-COLUMNS_AT_ONCE = 256
+COLUMNS_AT_ONCE = 256  # a guess
 
 
 @triton.jit(do_not_specialize=["token_columns", "table_columns", "out_columns"])

@@ -12,8 +12,8 @@ from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms
 from tandem.kernels.triton_kernels.common import overlap, tile_of
 from tandem.kernels.triton_kernels.products.few_rows_attention import few_rows_attention_kernel
 
-LARGEST_TILE = 64
-RUNS_AT_ONCE = 16  # that are loaded together when they are merged
+LARGEST_TILE = 64  # a guess
+RUNS_AT_ONCE = 16  # that are loaded together when they are merged; a guess
 
 
 def attention_constants(
