@@ -3,10 +3,10 @@
     WANTED ──asked──> ASKED ──Fetched──> HELD ──the request starts, ends or gives way──> OVER
        └ not worth it, nothing missing ─┴ NotFetched, given up ─────────────────────────────^
 
-Stands before a node's own tiers in the planner's eyes (engine.interfaces.LowerTiers): a request that waits for a pull
-is outside of the batch. What was pulled is registered under this node's own hashes of the request's tokens, and found
-by the request, and by others, as if it had been computed here. A request never fails because of a pull: it computes
-what it does not find. docs/pulls.md tells the protocol.
+Stands before a node's own tiers in the planner's eyes (LowerTiers of engine/scheduling/ports.py): a request that waits
+for a pull is outside of the batch. What was pulled is registered under this node's own hashes of the request's tokens,
+and found by the request, and by others, as if it had been computed here. A request never fails because of a pull: it
+computes what it does not find. docs/pulls.md tells the protocol.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tandem.kv_connector.protocol.sink_table import SinkMachine
 from tandem.kv_connector.protocol.sink_table import SinkState as S
 from tandem.kv_connector.sink.record import OVER, UNTIL_SAFE, SinkRecord
 
-TOMBSTONE_S = 120.0
+TOMBSTONE_S = 120.0  # a guess
 
 
 @dataclass

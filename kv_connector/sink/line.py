@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 # The claim that is first in line lets requests of this node keep so long what is held for them until they start.
-PATIENCE_S = 0.3
+PATIENCE_S = 0.3  # a guess
 
 
 class SinkLine:

@@ -28,7 +28,7 @@ from tandem.kv_connector.sink.record import ENDED, OVER, UNTIL_SAFE, SinkRecord
 if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
 
-MAX_RESEND_S = 5.0
+MAX_RESEND_S = 5.0  # a guess
 _UNDER_WAY = (S.GRANTED, S.VERIFYING, S.RESENDING)
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from tandem.kv_connector.sink.ledger import SinkLedger
 from tandem.kv_connector.sink.line import SinkLine
 from tandem.kv_connector.sink.record import SinkRecord
 
-MAX_LOST = 4096
+MAX_LOST = 4096  # a guess
 
 
 class SinkPeers:

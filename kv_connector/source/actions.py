@@ -16,7 +16,7 @@ from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.ledger import SourceLedger
 from tandem.kv_connector.source.record import SourceRecord
 
-MAX_RESEND_S = 5.0
+MAX_RESEND_S = 5.0  # a guess
 
 
 class SourceActions:

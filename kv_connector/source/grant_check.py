@@ -12,7 +12,7 @@ from tandem.kv_connector.source.record import SourceRecord
 if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
 
-MAX_USED_GRANTS = 65536
+MAX_USED_GRANTS = 65536  # a guess
 
 
 class GrantCheck:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
 
 logger = logging.getLogger(__name__)
-TOMBSTONE_S = 120.0
+TOMBSTONE_S = 120.0  # a guess
 # Waits for the transfer thread of this process; no deadline, see _warn_of_slow_retire. All other states have one.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
 _SENDS_AGAIN = (S.CLAIMING, S.PARKED, S.PARKED_DONE, S.READY, S.DRAINING, S.DRAINED)
