@@ -16,7 +16,9 @@ Shape legend: R rows, G rows of a graph, V vocabulary.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -119,6 +121,20 @@ class DecodeBatch:
         store_tokens(self._words[0, :num_rows], self._words[1, :num_rows], token_R, self._state.token_ids_SC)
 
 
+@contextmanager
+def _without_garbage() -> Iterator[None]:
+    """What a collection frees in the middle of a capture (page-locked memory, graphs of a node that has ended) would
+    end it: frees are forbidden there. torch no longer collects before it captures."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _least_size(num_rows: int, has_chunks: bool) -> int:
     """Graphs of few rows (and no shared prefixes) may take the whole of attention in one launch, in which no row sees
     what another stores: tokens of one prompt need a larger one."""
@@ -154,11 +170,12 @@ class DecodeGraphs:
         is written."""
         stream = torch.cuda.Stream(self.batch.device)  # torch's own would be that of the process's first capture
         pool = None
-        for size in reversed(self.sizes):
-            pool = self._capture(size, None, pool, stream)
-        for size in reversed(self.shared_sizes):
-            assert self._sharing is not None
-            pool = self._capture(size, self._sharing.nothing(size), pool, stream)
+        with _without_garbage():
+            for size in reversed(self.sizes):
+                pool = self._capture(size, None, pool, stream)
+            for size in reversed(self.shared_sizes):
+                assert self._sharing is not None
+                pool = self._capture(size, self._sharing.nothing(size), pool, stream)
 
     def _capture(self, size: int, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream) -> Any:
         """Captures one graph in the memory pool (None: a new one) -> the pool."""

@@ -47,7 +47,8 @@ def test_only_so_many_wait(folder: Path, nodes: Nodes) -> None:
         node.failures[:] = [FULL] * ALWAYS
         with ThreadPoolExecutor(3) as pool:
             waiting = [pool.submit(status_of, router) for _ in range(3)]
-            wait_until(lambda: len(node.failures) <= ALWAYS - 6, "each is turned away")
+            wait_until(lambda: router.worker.service.num_active == 3, "all three")
+            wait_until(lambda: len(node.failures) <= ALWAYS - 6, "some are turned away")
             assert status_of(router)[0] == 429
             assert router.worker.service.num_active == 3, "it did not wait for the others"
             node.failures.clear()
