@@ -32,7 +32,7 @@ STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is 
 # Before its expected end it is looked for: each look takes the interpreter from other threads; a guess.
 EARLY_S = 0.0005
 # Nobody sleeps longer than this on the word of an estimate: what ends sooner would be read when it was expected, and so
-# be measured as what was expected. After other load a first token was late by half of a 2,048-token prompt. A guess.
+# be measured as what was expected (docs/measurements.md#first-tokens-after-load). How long is a guess.
 LOOK_S = 0.001
 
 
