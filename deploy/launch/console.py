@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping
 from typing import TextIO
@@ -46,6 +47,18 @@ class Console:
             self.say(text)
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):
+        try:
             self._stream.write(text)
             self._stream.flush()
+        except OSError:
+            self._give_up()
+        except ValueError:  # closed by ourselves
+            pass
+
+    def _give_up(self) -> None:
+        """What is left in the stream's buffer goes nowhere, too: else its last flush, when the process ends, would fail
+        and change the exit code."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)

@@ -55,6 +55,7 @@ class LauncherProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},  # as most start it
         )
 
     def lives(self, name: str) -> list[list[str]]:
@@ -174,7 +175,7 @@ def test_a_closed_terminal_drains(launch: Callable[..., LauncherProcess]) -> Non
     assert launcher.process.stderr is not None
     launcher.process.stderr.close()  # what it writes from now on fails
     launcher.process.send_signal(signal.SIGHUP)
-    assert launcher.process.wait(20) == 0
+    assert launcher.process.wait(PATIENCE_S) == 0
     assert launcher.terminated_at("router") < launcher.terminated_at("node")
 
 
