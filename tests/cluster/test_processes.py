@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from waiting import PATIENCE_S, wait_until
+from waiting import PATIENCE_S, is_gone, wait_until
 
 from real_cluster import HASTY, RealCluster
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -171,13 +171,15 @@ def test_redis_may_go_and_come(cluster: RealCluster, way: str) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 @pytest.mark.parametrize("victim", ["decode", "prefill", "router"])
 def test_a_process_dies_under_load(cluster: RealCluster, victim: str, number: int) -> None:
-    prefill = cluster.pid_of("prefill")
+    prefill, pid = cluster.pid_of("prefill"), cluster.pid_of(victim)
+    lost = "" if victim == "router" else cluster.node_of(pid)
     load = Load(cluster, 20)
     time.sleep(0.4)
     cluster.kill(victim, number)
     results, errors = load.check(may_break=victim == "router")
     assert results + errors == 20
-    cluster.wait_until_ready(2)
+    wait_until(lambda: is_gone(pid), "its end: one that was stopped is given up only later")
+    cluster.wait_until_ready(2, without=lost)
     check(PROMPTS[3], cluster.tokens(PROMPTS[3], 32))
     cluster.wait_until_whole()
     if victim == "decode":
