@@ -6,8 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -59,7 +58,7 @@ def test_a_node_and_a_router_take_one_each_for_themselves(cache: Path) -> None:
         tandem("unified", *name, "--port", str(node), "--num-blocks", "16", "--num-threads", "1"),
         tandem("router", *name, "--port", str(router), "--node", f"tcp://127.0.0.1:{node}"),
     ):
-        soon(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        wait_until(lambda: is_ready(url), "the router", START_S)
         assert [model["id"] for model in httpx.get(f"{url}/v1/models").json()["data"]] == ["tiny"]
         assert httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "def"}, timeout=60).is_success
 
@@ -104,11 +103,8 @@ def tandem(*arguments: str) -> Iterator[None]:
         process.wait()
 
 
-def soon(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.TransportError):
-            if condition():
-                return
-        time.sleep(0.2)
-    raise AssertionError(f"not within {START_S} s")
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
