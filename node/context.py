@@ -26,27 +26,35 @@ from tandem.node.setup import LoadedModel
 MEASURED_BESIDE_DECODES = 256  # prompt tokens over which the time of one is measured
 
 
+def make_clock(role: str) -> StepClock:
+    if role == "prefill":
+        return StepClock(time.monotonic, by_size=False)
+    # Beside decodes prompts get a few tokens a step: what those take changes with the decodes.
+    return StepClock(time.monotonic, measured_tokens=MEASURED_BESIDE_DECODES)
+
+
 @dataclass(frozen=True)
 class NodeContext:
-    """`tiers`: below the pool."""
+    """`clock` is told of every step. `tiers`: below the pool. `whole_up_to`: as in PushedPrompts."""
 
     options: NodeOptions
     info: NodeInfo
     keys: ClusterKeys
     pool: BlockPool
     loaded: LoadedModel
+    clock: StepClock
     tiers: LowerTiers
+    whole_up_to: int
     is_settled: Callable[[int], bool]  # NodeTransports.is_settled
 
     def make_node(self, kind: type[HandoffNode], pushes_prompts: bool) -> HandoffNode:
         """`pushes_prompts`: prompts in mode "prefill" are handed over while they are computed."""
         info, pool, options, tiers = self.info, self.pool, self.options, self.tiers
-        source = SourceManager(info, self.keys, pool, options)
+        source = SourceManager(info, self.keys, pool, options, self.whole_up_to)
         sink = SinkManager(info, self.keys, pool, options, self.is_settled)
-        asker = Puller(info, pool, sink, tiers, options)
+        asker = Puller(info, pool, sink, tiers, options, self.clock.prompt_rate)
         holder = PullServer(info, pool, source, tiers, options)
         scheduler = self._make_scheduler(source.prompts if pushes_prompts else None, asker)
-        asker.compute_seconds_per_token = lambda: scheduler.clock.seconds_per_token
         max_queue = options.scheduler.max_queue
         return kind(info, self._make_book(), scheduler, pool, max_queue, source, sink, asker, holder)
 
@@ -56,9 +64,7 @@ class NodeContext:
     def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded
         identity_key = loaded.identity.key()
-        clock = self._clock()
-        order = self._prompt_order(clock)
-        scheduler = Scheduler(
+        return Scheduler(
             self.options.scheduler,
             self.pool,
             block_size=cache.block_size,
@@ -68,20 +74,11 @@ class NodeContext:
             hash_block_size=cache.hash_block_size,
             limits_prompt_work=self.options.role != "prefill",
             connector=connector,
-            prompt_order=order,
+            prompt_order=self._prompt_order(),
             tiers=tiers,
-            clock=clock,
+            clock=self.clock,
         )
-        if isinstance(order, SlackOrder):
-            order.num_cached_tokens = scheduler.kv.num_cached_tokens
-        return scheduler
 
-    def _clock(self) -> StepClock:
-        if self.options.role == "prefill":
-            return StepClock(time.monotonic, by_size=False)
-        # Beside decodes prompts get a few tokens a step: what those take changes with the decodes.
-        return StepClock(time.monotonic, measured_tokens=MEASURED_BESIDE_DECODES)
-
-    def _prompt_order(self, clock: StepClock) -> PromptOrder:
-        target_ms = self.options.scheduler.ttft_target_ms
-        return SlackOrder(target_ms / 1e3, clock) if self.options.role == "prefill" and target_ms else ArrivalOrder()
+    def _prompt_order(self) -> PromptOrder:
+        target_s = self.options.scheduler.ttft_target_ms / 1e3
+        return SlackOrder(target_s, self.clock) if self.options.role == "prefill" and target_s else ArrivalOrder()

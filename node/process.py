@@ -33,6 +33,7 @@ from tandem.engine.process.watched import end_process, end_with_any_thread
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_measure import measure_step_times
+from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.ports import LowerTiers, NoTiers
 from tandem.engine.scheduling.turn_times import TurnTimes
@@ -47,12 +48,11 @@ from tandem.kv_connector.transfer.trace import HandoffTrace
 from tandem.kv_connector.transports.mapped.processes import host_id
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.carry_out import Effects, is_urgent
-from tandem.node.context import NodeContext
+from tandem.node.context import NodeContext, make_clock
 from tandem.node.control.events import ControlEvent, Received
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import advertised
 from tandem.node.directory import make_publisher
-from tandem.node.handoffs import HandoffNode
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
 from tandem.node.ranks.leader import start_ranks
@@ -106,8 +106,8 @@ class NodeProcess:
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
         self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
-        tensor, self.layout = memory.tensor, memory.layout
-        self.tiers = make_tiers(options, self.pool, tensor, self.loaded, self._post)
+        tensor, self.layout, clock = memory.tensor, memory.layout, make_clock(options.role)
+        self.tiers = make_tiers(options, self.pool, tensor, self.loaded, clock.prompt_rate, self._post)
         self.transports.register(tensor, self.layout, node_id, epoch, memory.ranks)
         self.control = ControlPlane(
             keys=self.keys,
@@ -123,7 +123,7 @@ class NodeProcess:
         layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
         self.worker = ConnectorWorker(self.transfer, layers, lags=self.ranks is not None)
         self.runner = self._make_runner(memory)
-        self.logic = self._configure(make_logic(self._context()))
+        self.logic = self._configure(make_logic(self._context(clock)))
         self.publisher = make_publisher(options, self.info, num_blocks, lambda: self.control.status)
         self._sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
         self.effects = Effects(
@@ -143,9 +143,8 @@ class NodeProcess:
         if self.options.cuda_graphs and self.loaded.device.type == "cuda":
             self.runner.capture_decode_steps()
         if not self.options.scheduler.decode_prompt_budget:
-            self.logic.scheduler.step_times = measure_step_times(
-                self.runner, self.options.scheduler.max_num_batched_tokens
-            )
+            most = self.options.scheduler.max_num_batched_tokens
+            self.logic.scheduler.step_times.measured(measure_step_times(self.runner, most))
         self._compilations.warn_from_now()
 
     def serve(self) -> int:
@@ -211,14 +210,8 @@ class NodeProcess:
         )
 
     def _configure(self, logic: ServingNode) -> ServingNode:
-        """What a logic is told of this node's device and parts."""
-        if isinstance(logic, HandoffNode) and self.ranks is None:
-            replayed = REPLAYED_TOKENS if self.options.cuda_graphs and self.loaded.device.type == "cuda" else 0
-            logic.source.prompts.whole_up_to = replayed
+        """What a logic is told of this node's parts."""
         logic.extra_counters = self._counters
-        if self.tiers is not None:
-            clock = logic.scheduler.clock
-            self.tiers.manager.compute_seconds_per_token = lambda: clock.seconds_per_token
         return logic
 
     def _make_loop(self) -> NodeLoop:
@@ -255,10 +248,12 @@ class NodeProcess:
             transports=self.transports.exports(),
         )
 
-    def _context(self) -> NodeContext:
+    def _context(self, clock: StepClock) -> NodeContext:
         tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
+        replays = self.options.cuda_graphs and self.loaded.device.type == "cuda" and self.ranks is None
+        whole_up_to, is_settled = REPLAYED_TOKENS if replays else 0, self.transports.is_settled
         return NodeContext(
-            self.options, self.info, self.keys, self.pool, self.loaded, tiers, self.transports.is_settled
+            self.options, self.info, self.keys, self.pool, self.loaded, clock, tiers, whole_up_to, is_settled
         )
 
     def _make_turn_times(self) -> TurnTimes | None:

@@ -14,6 +14,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.device.kv_pool import free_host_bytes
 from tandem.kernels.blocks.quantization import FP8_DTYPE
 from tandem.kv_connector.tiers.disk import DiskTier
@@ -34,7 +35,12 @@ MAX_BATCH_BLOCKS = 64  # a guess
 
 
 def make_tiers(
-    options: NodeOptions, pool: BlockPool, tensor: torch.Tensor, loaded: LoadedModel, post: Callable[[JobDone], None]
+    options: NodeOptions,
+    pool: BlockPool,
+    tensor: torch.Tensor,
+    loaded: LoadedModel,
+    compute_rate: Rate,
+    post: Callable[[JobDone], None],
 ) -> NodeTiers | None:
     """None where there is nothing to keep or no room. `post` brings results to the step loop. Raises ConfigError."""
     wants_disk = options.cache.disk_tier_bytes > 0
@@ -63,7 +69,7 @@ def make_tiers(
         logger.warning("serving without a host tier: %s", error)
         return None
     file = open_disk_file(options, host.blocks, loaded) if wants_disk else None
-    return NodeTiers(pool, host, file, post)
+    return NodeTiers(pool, host, file, compute_rate, post)
 
 
 def compresses(options: NodeOptions, pool: torch.Tensor) -> bool:
@@ -93,7 +99,14 @@ def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
 class NodeTiers:
     """A node's tiers, used by the step loop, but for `post`, which the threads call."""
 
-    def __init__(self, pool: BlockPool, host: HostTier, file: DiskFile | None, post: Callable[[JobDone], None]) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        host: HostTier,
+        file: DiskFile | None,
+        compute_rate: Rate,
+        post: Callable[[JobDone], None],
+    ) -> None:
         self._host = host
         self._disk = None if file is None else DiskTier(host.blocks, file, post)
         num_host, shares = len(host.blocks), pool.shares
@@ -103,7 +116,8 @@ class NodeTiers:
             num_disk = file.num_slots
             disk_index = TierIndex(num_disk, lambda tenant: shares.quota(tenant, num_disk))
         batch = max(1, min(MAX_BATCH_BLOCKS, BATCH_BYTES // block_bytes(host.pool)))
-        self.manager = TierManager(pool, host.pool.shape[4], host_index, disk_index, host.step_load, batch)
+        block_size, step_load = host.pool.shape[4], host.step_load
+        self.manager = TierManager(pool, block_size, host_index, disk_index, step_load, compute_rate, batch)
         if file is not None:
             self.manager.restore(file.restored())
 

@@ -1,4 +1,4 @@
-"""Measures how long mixed steps take on this device, for `StepTimes`."""
+"""Measures how long mixed steps take on this device, for `StepTimes` (engine/scheduling/step_times.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 
 from tandem.engine.scheduling.step import ScheduledRow
-from tandem.engine.scheduling.step_times import StepTimes
 
 # A guess: dense where steps are short, as graphs are.
 MEASURED_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -26,9 +25,10 @@ class DummySteps(Protocol):
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None: ...
 
 
-def measure_step_times(runner: DummySteps, max_tokens: int) -> StepTimes:
-    """Mixed steps of a few decodes and one prompt, back to back, as serving launches them; writes no KV."""
-    seconds = {}
+def measure_step_times(runner: DummySteps, max_tokens: int) -> dict[int, float]:
+    """Seconds by tokens of mixed steps: a few decodes and one prompt, back to back, as serving launches them. Writes no
+    KV."""
+    seconds: dict[int, float] = {}
     for tokens in MEASURED_TOKENS:
         if tokens <= max_tokens:
             rows = [ScheduledRow(0, 0, 1)] * NUM_DECODES + [ScheduledRow(0, 0, tokens - NUM_DECODES)]
@@ -39,4 +39,4 @@ def measure_step_times(runner: DummySteps, max_tokens: int) -> StepTimes:
                 runner.run_dummy(rows)
             torch.cuda.synchronize(runner.device)
             seconds[tokens] = (time.perf_counter() - began) / REPEATS
-    return StepTimes(seconds)
+    return seconds

@@ -60,7 +60,7 @@ class SchedulerState:
         self.clock = clock or StepClock(lambda: 0.0)
         self.prompt_order = prompt_order or ArrivalOrder()
         self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
-        self.step_times: StepTimes | None = None  # once the device is warm
+        self.step_times = StepTimes()  # measured when the device is warm
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))

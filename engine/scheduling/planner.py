@@ -94,7 +94,7 @@ class StepPlanner:
         """Prompt tokens beside so many decodes: what leaves the step within `itl_budget_ms`, and at least a few, so
         that prompts get on; without measured step times a fixed number."""
         times, most = self._state.step_times, self._options.max_num_batched_tokens
-        if times is None:
+        if not times.are_measured:
             return self._options.decode_prompt_budget or most
         room = times.most_tokens(self._options.itl_budget_ms / 1e3) - num_decodes
         least, free = min(LEAST_PROMPT_TOKENS, self._state.block_size), times.num_free_beside(num_decodes)
@@ -104,7 +104,7 @@ class StepPlanner:
         """What a token of the next prompt would take beside the decodes that run now; without measured step times what
         such tokens took lately, 0: not known."""
         times = self._state.step_times
-        if times is None or not self._state.limits_prompt_work:
+        if not times.are_measured or not self._state.limits_prompt_work:
             return self._state.clock.seconds_per_token
         num_decodes = sum(map(is_decoding, self._state.running))
         budget = self._prompt_budget(num_decodes) if num_decodes else self._options.max_num_batched_tokens
@@ -174,7 +174,7 @@ class StepPlanner:
         waiting = []
         if self._state.free_slots and not plan.preempted:
             waiting = [r for r in self._state.waiting if not r.block_ids]
-        arranged = self._state.prompt_order.arrange(started, waiting)
+        arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
         # So that who comes next doesn't wait for a long step, which a prompt that is late anyway need not be either.
         if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):

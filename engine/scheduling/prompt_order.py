@@ -22,11 +22,17 @@ LATE_STRETCH = 8.0
 MARGIN = 0.02  # of the target: to spare for prompts that have not begun, since times are estimated; a guess
 
 
+CountsTokens = Callable[[Request], int]
+
+
 class PromptOrder(Protocol):
     def arrived(self, request: Request) -> None: ...
 
-    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
-        """All of both, first the one that should be computed first."""
+    def arrange(
+        self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens
+    ) -> list[Request]:
+        """All of both, first the one that should be computed first. `num_cached`: tokens of a prompt that has not begun
+        which it would find cached now; others with its prefix may have come."""
 
     def launched(self, tokens: Sequence[tuple[Request, int]]) -> None:
         """A step with these prompt tokens is on its way."""
@@ -45,7 +51,9 @@ class ArrivalOrder:
 
     def arrived(self, request: Request) -> None: ...
 
-    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
+    def arrange(
+        self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens
+    ) -> list[Request]:
         return [*started, *waiting]
 
     def launched(self, tokens: Sequence[tuple[Request, int]]) -> None: ...
@@ -64,8 +72,6 @@ class SlackOrder:
         self._arrivals: dict[Request, float] = {}
         self._late: Request | None = None  # the first of those behind their deadline
         self._credit = 0.0  # tokens that late prompts may have before others
-        # Tokens of a prompt that has not begun which it would find cached now; others with its prefix may have come.
-        self.num_cached_tokens: Callable[[Request], int] = lambda request: 0
 
     def arrived(self, request: Request) -> None:
         self._arrivals[request] = self._clock.now()
@@ -81,11 +87,13 @@ class SlackOrder:
         alone = request.num_prompt_tokens * self._clock.seconds_per_token
         return self._arrivals.setdefault(request, self._clock.now()) + max(self._target_s, self._stretch * alone)
 
-    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
+    def arrange(
+        self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens = lambda request: 0
+    ) -> list[Request]:
         begun = set(started)
         due = {request: self.deadline(request) for request in (*started, *waiting)}
         left = {request: request.num_uncomputed_tokens for request in started}
-        left.update({r: max(1, r.num_uncomputed_tokens - self.num_cached_tokens(r)) for r in waiting})
+        left.update({r: max(1, r.num_uncomputed_tokens - num_cached(r)) for r in waiting})
         free_at, token_s = self._clock.busy_until(), self._clock.seconds_per_token
         on_time: list[Request] = []
         late: list[Request] = []

@@ -98,7 +98,7 @@ class Scheduler(SchedulerState):
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
         seconds = self.clock.completed(output.step_id)
-        if self.step_times is not None and launched.is_mixed:
+        if self.step_times.are_measured and launched.is_mixed:
             self.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:
             return self._give_up(launched, result.failure)

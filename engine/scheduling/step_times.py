@@ -15,13 +15,22 @@ class StepTimes:
     """A table of measured points, read as straight lines between them, and what serving adds to them: attention over
     real lengths, patches of the batch. Pure."""
 
-    def __init__(self, seconds_by_tokens: Mapping[int, float]) -> None:
-        """At least one point. A larger step that was measured faster than a smaller one counts as equally slow."""
-        self._tokens = sorted(seconds_by_tokens)
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
         self._seconds: list[float] = []
+        self._slowness = 1.0
+
+    @property
+    def are_measured(self) -> bool:
+        """Nothing but `measured` may be called before."""
+        return bool(self._tokens)
+
+    def measured(self, seconds_by_tokens: Mapping[int, float]) -> None:
+        """Once, with at least one point. A larger step that was measured faster than a smaller one counts as equally
+        slow."""
+        self._tokens = sorted(seconds_by_tokens)
         for tokens in self._tokens:
             self._seconds.append(max([seconds_by_tokens[tokens], *self._seconds[-1:]]))
-        self._slowness = 1.0
 
     def observed(self, tokens: int, seconds: float) -> None:
         """How long a step with prompt work took in fact."""

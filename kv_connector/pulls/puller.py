@@ -12,11 +12,12 @@ computes what it does not find. docs/pulls.md tells the protocol.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.hashing import num_public_blocks
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.tenants import tenant_of_block
 from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint, peer_id_of
@@ -30,15 +31,22 @@ from tandem.kv_connector.sink.manager import SinkManager
 
 
 class Puller:
-    """Implements LowerTiers. `below`: this node's own tiers. `now` is that of the last `on_tick`."""
+    """Implements LowerTiers. `below`: this node's own tiers. `compute_rate`: of prompt tokens, as the step clock
+    measures it. `now` is that of the last `on_tick`."""
 
     def __init__(
-        self, info: NodeInfo, pool: BlockPool, sink: SinkManager, below: LowerTiers, options: NodeOptions
+        self,
+        info: NodeInfo,
+        pool: BlockPool,
+        sink: SinkManager,
+        below: LowerTiers,
+        options: NodeOptions,
+        compute_rate: Rate,
     ) -> None:
         self.info = info
         self.counters = PullCounters()
         self.rates = PullRates()
-        self.compute_seconds_per_token: Callable[[], float] = lambda: 0.0
+        self.compute_rate = compute_rate
         self._pool, self._sink, self._below = pool, sink, below
         self._cache, self._timeouts = options.cache, options.timeouts
         self._pulls: dict[Request, Pull] = {}
@@ -155,7 +163,7 @@ class Puller:
         """Seconds a token: from any peer, and by node_id."""
         if not self._pool.enable_caching:
             return 0.0, {}
-        return self.rates.s_per_token(self.compute_seconds_per_token(), self._now), self.rates.by_peer(self._now)
+        return self.rates.s_per_token(self.compute_rate.seconds, self._now), self.rates.by_peer(self._now)
 
     def as_counters(self) -> dict[str, float]:
         return {f"pull_{name}": float(value) for name, value in vars(self.counters).items()}
@@ -181,7 +189,7 @@ class Puller:
         """Leaves it WANTED while others' pulls fill their share of the pool."""
         size, peer, first = self._cache.block_size, pull.hint.peer, len(hits)
         wanted = hashes[first : pull.hint.num_tokens // size]
-        compute = self.compute_seconds_per_token()
+        compute = self.compute_rate.seconds
         if not wanted:
             pull.stage = PullStage.OVER
         elif not self.rates.is_worth(peer.node_id, compute, self._now):

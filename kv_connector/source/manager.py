@@ -52,14 +52,17 @@ class SourceManager:
     Its parts: `ledger` (records and their blocks), `actions` (what a machine's actions mean), `peers` (sinks and
     channels to them), `prompts` (those that are computed here while they are pushed)."""
 
-    def __init__(self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions) -> None:
+    def __init__(
+        self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions, whole_up_to: int = 0
+    ) -> None:
+        """`whole_up_to`: as in PushedPrompts."""
         self.info = info
         self.effects: list[SourceEffect] = []
         self.ledger = SourceLedger(info, pool, options)
         self.actions = SourceActions(self.ledger, self.effects, options)
         self.peers = SourcePeers(self.ledger, self.actions, self.effects)
         max_parked = int(options.scheduler.parked_kv_fraction * pool.num_blocks)
-        self.prompts = PushedPrompts(self.ledger, self.actions, self.peers, max_parked)
+        self.prompts = PushedPrompts(self.ledger, self.actions, self.peers, max_parked, whole_up_to)
         self.counters = self.ledger.counters
         self._warn_s = options.timeouts.quarantine_warn_s
         self._grant_check = GrantCheck(keys, info.node_id)

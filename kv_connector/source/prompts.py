@@ -23,14 +23,16 @@ _AWAITS_GRANT = (S.CLAIMING, S.PARKED)
 
 
 class PushedPrompts:
-    """Implements KVConnectorScheduler (engine/scheduling/ports.py). `max_parked`: blocks of prompts without a grant."""
+    """Implements KVConnectorScheduler (engine/scheduling/ports.py)."""
 
-    def __init__(self, ledger: SourceLedger, actions: SourceActions, peers: SourcePeers, max_parked: int) -> None:
+    def __init__(
+        self, ledger: SourceLedger, actions: SourceActions, peers: SourcePeers, max_parked: int, whole_up_to: int
+    ) -> None:
+        """`max_parked`: blocks of prompts without a grant. `whole_up_to`: rows of up to so many tokens are pushed whole
+        behind their step, which may then be a graph's: launching it and its pushes layer by layer takes the host longer
+        than these bytes take."""
         self._ledger, self._actions, self._peers = ledger, actions, peers
-        self._max_parked = max_parked
-        # Rows of up to so many tokens are pushed whole behind their step, which may then be a graph's: launching it and
-        # its pushes layer by layer takes the host longer than these bytes take.
-        self.whole_up_to = 0
+        self._max_parked, self._whole_up_to = max_parked, whole_up_to
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         record = self._ledger.records.get(request.key)
@@ -68,7 +70,7 @@ class PushedPrompts:
             before = record.take_whole_push(row.start, record.last_step) if pushing else None
             whole += [before] if before is not None else []
             record.step_built(output.step_id, row.start + row.num_tokens)
-            is_small = row.num_tokens <= self.whole_up_to
+            is_small = row.num_tokens <= self._whole_up_to
             by_layer |= not is_small
             if pushing and is_small:
                 behind = record.take_whole_push(record.num_computed_tokens, output.step_id)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
 from tandem.kv_connector.tiers.jobs import Load, TierJob, with_loads
@@ -28,13 +29,15 @@ class TierManager(Promoter):
         host: TierIndex,
         disk: TierIndex | None,
         make_step_load: Callable[[Load], object],
+        compute_rate: Rate,
         batch_blocks: int = 32,
     ) -> None:
-        """`make_step_load`: what ConnectorWorker runs beside a step's layers. `batch_blocks`: copied by one job."""
+        """`make_step_load`: what ConnectorWorker runs beside a step's layers. `compute_rate`: of prompt tokens, as the
+        step clock measures it. `batch_blocks`: copied by one job."""
         super().__init__(pool, host, disk, batch_blocks)
         self._block_size = block_size
         self._make_step_load = make_step_load
-        self.compute_seconds_per_token: Callable[[], float] = lambda: 0.0
+        self.compute_rate = compute_rate
         self._step_loads: list[Load] = []  # of the step that is being planned
 
     def restore(self, restored: Sequence[StoredBlock]) -> None:
@@ -130,7 +133,7 @@ class TierManager(Promoter):
     def _num_worth(self, found: Sequence[bytes]) -> int:
         load, fetch = self.load_rate.seconds, self.fetch_rate.seconds
         seconds = [load if block_hash in self._host else load + fetch for block_hash in found]
-        num = num_worth_loading(seconds, self.compute_seconds_per_token() * self._block_size)
+        num = num_worth_loading(seconds, self.compute_rate.seconds * self._block_size)
         if num < len(found):
             (self.load_rate if found[num] in self._host else self.fetch_rate).doubt()
         return num

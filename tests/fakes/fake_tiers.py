@@ -11,6 +11,7 @@ import numpy as np
 from fake_runner import FakeRunner, Prefix
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.hashing import hash_blocks
+from tandem.engine.contracts.rate import Rate
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, Save, Spill, TierJob
 from tandem.kv_connector.tiers.manager import TierManager
@@ -51,7 +52,13 @@ class FakeTiers:
         disk = TierIndex(disk_blocks) if disk_blocks else None
         self.host_index, self.disk_index = TierIndex(host_blocks), disk
         self.manager = TierManager(
-            pool, runner.block_size, self.host_index, disk, lambda load: FakeStepLoad(self, load), batch_blocks=2
+            pool,
+            runner.block_size,
+            self.host_index,
+            disk,
+            lambda load: FakeStepLoad(self, load),
+            Rate(),
+            batch_blocks=2,
         )
         self.host: list[Cells] = [{} for _ in range(host_blocks)]
         self.disk: list[Cells] = [{} for _ in range(disk_blocks)]

@@ -28,8 +28,7 @@ class Prefill:
         options = NodeOptions("prefill", ModelOptions("m"), CacheOptions(block_size=BLOCK, hash_block_size=BLOCK))
         self.epoch, self.info = epoch, NodeInfo(node_id="p", epoch=epoch, role="prefill")
         self.pool = BlockPool(num_blocks, enable_caching=True)
-        self.manager = SourceManager(self.info, KEYS, self.pool, options)
-        self.manager.prompts.whole_up_to = BLOCK * (epoch % 4)
+        self.manager = SourceManager(self.info, KEYS, self.pool, options, whole_up_to=BLOCK * (epoch % 4))
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.jobs: deque[Any] = deque()

@@ -12,6 +12,7 @@ from split_pair import WAYS
 from waiting import PATIENCE_S
 
 from in_process_cluster import FAST, Client, Node, Result, node_options
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Welcome
@@ -86,7 +87,7 @@ def make_nodes(
     ]
     nodes = [Node(each) for each in options]
     for node in nodes:
-        node.process.logic.asker.compute_seconds_per_token = lambda: 0.0  # type: ignore[attr-defined]
+        node.process.logic.asker.compute_rate = Rate()  # type: ignore[attr-defined]
     client = Client(*(node.info for node in nodes))
     try:
         yield Nodes(nodes, client)

@@ -16,6 +16,7 @@ import numpy as np
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease  # fmt: skip
@@ -63,7 +64,7 @@ class PullNode:
         self.pool = BlockPool(num_blocks, enable_caching=True)
         self.source = SourceManager(self.info, keys, self.pool, options)
         self.sink = SinkManager(self.info, keys, self.pool, options)
-        self.asker = Puller(self.info, self.pool, self.sink, NoTiers(), options)
+        self.asker = Puller(self.info, self.pool, self.sink, NoTiers(), options, Rate())
         self.holder = PullServer(self.info, self.pool, self.source, NoTiers(), options)
         self.content = [NOTHING] * num_blocks
         self.jobs: deque[Any] = deque()

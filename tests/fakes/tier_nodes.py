@@ -5,6 +5,7 @@ from __future__ import annotations
 from waiting import wait_until
 
 from in_process_cluster import BLOCK, Client, Node
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import Greedy, random_prompt, reference_greedy, tiny_model
 
@@ -31,7 +32,7 @@ def until_saved(node: Node) -> None:
 
 def always_loading(node: Node) -> Node:
     """Whatever the machine's load makes of the rates."""
-    node.process.tiers.manager.compute_seconds_per_token = lambda: 0.0
+    node.process.tiers.manager.compute_rate = Rate()
     return node
 
 

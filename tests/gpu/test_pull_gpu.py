@@ -16,6 +16,7 @@ from pull_nodes import PATIENT
 import tandem.deploy
 from in_process_cluster import BLOCK, Client, Node, Result, node_options
 from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
@@ -40,7 +41,7 @@ def make_node(role: str, way: str, device_index: int, dtype: str = "auto", **cha
     options = node_options(role, DEMO, num_blocks=320, transport=way, timeouts=PATIENT, **where, **changes)
     node = Node(replace(options, model=ModelOptions(str(DEMO), dtype=dtype)))  # type: ignore[arg-type]
     asker = node.process.logic.asker  # type: ignore[attr-defined]
-    asker.compute_seconds_per_token = lambda: 0.0  # so that it pulls, whatever was measured
+    asker.compute_rate = Rate()  # so that it pulls, whatever was measured
     return node
 
 

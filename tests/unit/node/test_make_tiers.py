@@ -10,6 +10,7 @@ import torch
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.rate import Rate
 from tandem.node.tiers import host_tier_bytes, make_tiers
 
 POOL = torch.zeros(4, 1, 1, 2, 4, 8)
@@ -18,7 +19,7 @@ POOL = torch.zeros(4, 1, 1, 2, 4, 8)
 def made(caching: bool = True, ranks: int = 1, **cache) -> object | None:
     options = NodeOptions("unified", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4, **cache))
     pool = BlockPool(4, enable_caching=caching)
-    return make_tiers(replace(options, tensor_parallel_size=ranks), pool, POOL, None, lambda done: None)  # type: ignore[arg-type]
+    return make_tiers(replace(options, tensor_parallel_size=ranks), pool, POOL, None, Rate(), lambda done: None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", [{"host_tier_bytes": 1 << 20}, {"disk_tier_bytes": 1 << 20, "disk_tier_dir": "/tmp"}])

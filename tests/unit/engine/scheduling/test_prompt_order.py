@@ -69,8 +69,8 @@ class TestSlackOrder:
         clock = Clock()
         order = slack_order(clock)
         requests = first, second, cached = arriving(order, clock, 8_000, 9_000, 9_000)
-        order.num_cached_tokens = lambda request: 8_900 if request is cached else 0
-        assert order.arrange([], requests) == [first, cached, second], "two whole ones would be too much"
+        arranged = order.arrange([], requests, lambda request: 8_900 if request is cached else 0)
+        assert arranged == [first, cached, second], "two whole ones would be too much"
 
     def test_priority_goes_before_deadline(self) -> None:
         clock = Clock()
@@ -118,16 +118,18 @@ class TestSlackOrder:
         requests = whole, other, tail = arriving(order, clock, 4352, 4352, 4352, apart_s=0.001)
         clock.now += 1.0
         assert order.arrange([], requests) == [whole, other, tail]
-        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
-        assert order.arrange([], requests) == [tail, whole, other]
-        assert order.arrange([whole], [other, tail]) == [tail, whole, other]
+
+        def num_cached(request: Request) -> int:
+            return 4096 if request is tail else 0
+
+        assert order.arrange([], requests, num_cached) == [tail, whole, other]
+        assert order.arrange([whole], [other, tail], num_cached) == [tail, whole, other]
         whole.num_computed_tokens = 4096
-        assert order.arrange([whole], [other, tail]) == [whole, tail, other], "equally much is left of both"
+        assert order.arrange([whole], [other, tail], num_cached) == [whole, tail, other], "equally much is left of both"
         clock.now += LATE_STRETCH * 4096 * PER_TOKEN_S
         (tail,) = arriving(order, clock, 4352)
         clock.now += 1.0
-        order.num_cached_tokens = lambda request: 4096 if request is tail else 0
-        assert order.arrange([], [other, tail]) == [other, tail], "it has waited long enough"
+        assert order.arrange([], [other, tail], num_cached) == [other, tail], "it has waited long enough"
 
     def test_late_prompts_get_their_share_and_no_more(self) -> None:
         """Load far beyond what can be done in time: prompts in time come on and on, one is late."""

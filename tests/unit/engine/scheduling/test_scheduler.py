@@ -119,7 +119,7 @@ def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
     """7 ms hold 20 tokens; beside one decode 19 are left, cut to whole blocks. Too slow a device still gets on."""
     for milliseconds, second_step in ((5.0, [1, 16]), (50.0, [1, 4])):
         harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, decode_prompt_budget=5)
-        harness.scheduler.step_times = StepTimes({16: milliseconds / 1e3, 24: milliseconds / 1e3 + 0.004})
+        harness.scheduler.step_times.measured({16: milliseconds / 1e3, 24: milliseconds / 1e3 + 0.004})
         harness.add("a", range(9), max_tokens=20)
         assert chunks(harness, 1) == [[9]], "nothing decodes yet: no bound"
         harness.add("b", range(28, 0, -1), max_tokens=2)
@@ -132,7 +132,8 @@ def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
 def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decodes: int, num_prompt_tokens: int) -> None:
     """Up to the next size that was measured, if that is worth a chunk; 20 at most, a block."""
     harness = Harness(num_blocks=400, limits_prompt_work=True, max_num_seqs=64, max_num_batched_tokens=640)
-    times = harness.scheduler.step_times = StepTimes({16: 0.050, 32: 0.060, 64: 0.070})
+    times = harness.scheduler.step_times
+    times.measured({16: 0.050, 32: 0.060, 64: 0.070})
     planner = harness.scheduler._planner
     harness.scheduler.block_size = 20
     assert planner._prompt_budget(num_decodes) == num_prompt_tokens
@@ -146,7 +147,8 @@ def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decode
 
 
 def test_step_times_are_read_between_their_points() -> None:
-    times = StepTimes({16: 0.004, 32: 0.004, 64: 0.006, 128: 0.005, 256: 0.012})
+    times = StepTimes()
+    times.measured({16: 0.004, 32: 0.004, 64: 0.006, 128: 0.005, 256: 0.012})
     assert times.most_tokens(0.003) == 0
     assert times.most_tokens(0.004) == 32
     assert times.most_tokens(0.005) == 48
@@ -156,7 +158,8 @@ def test_step_times_are_read_between_their_points() -> None:
 
 
 def test_step_times_learn_what_serving_adds() -> None:
-    times = StepTimes({16: 0.004, 256: 0.012})
+    times = StepTimes()
+    times.measured({16: 0.004, 256: 0.012})
     for _ in range(100):
         times.observed(136, 0.010)  # a quarter longer than measured
     assert times.most_tokens(0.010) == pytest.approx(136, abs=2)
@@ -173,7 +176,8 @@ def test_step_times_learn_what_serving_adds() -> None:
 def test_only_steps_with_both_kinds_of_work_teach() -> None:
     observed = []
     harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64)
-    harness.scheduler.step_times = times = StepTimes({16: 0.001, 64: 0.001})
+    times = harness.scheduler.step_times
+    times.measured({16: 0.001, 64: 0.001})
     times.observed = lambda tokens, seconds: observed.append(tokens)  # type: ignore[method-assign]
     harness.add("a", range(9), max_tokens=20)
     for _ in range(3):

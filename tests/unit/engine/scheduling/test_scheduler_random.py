@@ -46,7 +46,7 @@ class AnyOrder(ArrivalOrder):
         super().__init__()
         self._rng = random.Random(0)
 
-    def arrange(self, started: Sequence[Request], waiting: Sequence[Request]) -> list[Request]:
+    def arrange(self, started: Sequence[Request], waiting: Sequence[Request], num_cached: object) -> list[Request]:
         both = [*started, *waiting]
         self._rng.shuffle(both)
         return both

@@ -120,7 +120,7 @@ def test_what_is_computed_faster_is_not_loaded() -> None:
     evicted(harness)
     manager = harness.tiers.manager
     manager.load_rate.measured(1, 1.0)
-    manager.compute_seconds_per_token = lambda: 1e-3
+    manager.compute_rate.measured(1, 1e-3)
     assert again(harness) == 22
     assert manager.counters.loads_declined >= 1
     assert manager.load_rate.seconds < 1.0, "the rate that declines is never measured again"

@@ -170,7 +170,7 @@ def test_giving_way_gives_everything_back() -> None:
 def test_a_slow_peer_is_not_asked_until_that_is_long_ago() -> None:
     world = PullWorld(16, 16)
     asker = world.nodes[1].asker
-    asker.compute_seconds_per_token = lambda: 0.01
+    asker.compute_rate.measured(1, 0.01)
     assert asker.fetch_rates() == (pytest.approx(0.0025), {})
     asker.rates.measured("a", 100, 9.0, world.now)
     assert asker.fetch_rates() == (pytest.approx(0.0025), {}), "the first pays for connections"
