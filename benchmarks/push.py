@@ -39,7 +39,7 @@ from tandem.kv_connector.layouts.layer_groups import push_groups
 from tandem.kv_connector.protocol.jobs import Finalize, HandoffKey, LayerPush, ReadySent, SourceStepMeta, digest_key
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
-from tandem.kv_connector.transports.base import PairSums, RegisteredPool
+from tandem.kv_connector.transports.base import PairSums, RegisteredPool, Write
 from tandem.kv_connector.transports.mapped import cuda_ipc
 from tandem.kv_connector.transports.mapped.base import MappedChannel
 from tandem.node.setup import LoadedModel, load, with_device_defaults
@@ -95,12 +95,13 @@ def measure_wire(ways: Sequence[Way], repeat: int) -> dict[str, float]:
     places = [random.Random(seed).sample(range(2 * num_blocks), num_blocks) for seed in range(2)]
     pairs = list(zip(*places, strict=True))
     valid = [LLAMA_8B.block_size] * num_blocks
+    grant = make_grant(("wire", 0), places[1], num_blocks * LLAMA_8B.block_size)
     plain = seconds(lambda: sink[:num_blocks].copy_(source[:num_blocks], non_blocking=True), repeat)
 
     def push(layers: range | None, with_sums: bool) -> None:
         sums = PairSums(BlockSums.of_none(source, num_blocks, 7), range(num_blocks)) if with_sums else None
         for chosen in [None] if layers is None else push_groups(len(layers)):
-            mapping.copy_in(0, source, pairs, chosen, valid, sums)
+            mapping.copy_in(source, Write(grant, pairs, chosen, valid, sums))
 
     print(f"1 GiB of {num_blocks} scattered blocks to scattered places, GB/s; plain peer copy {GIB / plain / 1e9:.0f}")
     print(f"  {'':24}{'whole':>10}{'digested':>10}{'by layer':>10}{'digested':>10}   (target {TARGET_GB_S:.0f} whole)")
@@ -117,6 +118,13 @@ def measure_wire(ways: Sequence[Way], repeat: int) -> dict[str, float]:
         print(f"  {way.name:24}{''.join(f'{rate:10.0f}' for rate in rates)}", flush=True)
         found = found or {"plain_gb_s": GIB / plain / 1e9, "whole_gb_s": rates[0]}
     return found
+
+
+def make_grant(key: HandoffKey, block_ids: Sequence[int], num_tokens: int) -> KVGrant:
+    return KVGrant(
+        request_id=key[0], attempt=0, grant_id=hash(key) & (1 << 62) - 1, source_id="p", source_epoch=1, sink_id="d",
+        sink_epoch=2, first_block=0, block_ids=tuple(block_ids), num_prompt_tokens=num_tokens, lease_s=60.0,
+    )  # fmt: skip
 
 
 @dataclass
@@ -191,11 +199,7 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
     transfer.connect_peer(sink)
 
     def grant_of(key: HandoffKey, count: int) -> KVGrant:
-        ids = tuple(random.Random(key[0]).sample(range(num_blocks), count))
-        return KVGrant(
-            request_id=key[0], attempt=0, grant_id=hash(key) & (1 << 62) - 1, source_id="p", source_epoch=1,
-            sink_id="d", sink_epoch=2, first_block=0, block_ids=ids, num_prompt_tokens=num_tokens, lease_s=60.0,
-        )  # fmt: skip
+        return make_grant(key, random.Random(key[0]).sample(range(num_blocks), count), num_tokens)
 
     return Prefill(loaded, runner, pools[1], transfer, events, grant_of)
 

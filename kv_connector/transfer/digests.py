@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from tandem.engine.contracts.kv_layout import KVLayout
+from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kernels.blocks.digest import sent_form, valid_slots
 from tandem.kernels.blocks.digest_pass import SumPasses
 from tandem.kv_connector.layouts.reshape import Reshaper
 from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, WholePush
 from tandem.kv_connector.transfer.grant_sums import GrantSums
-from tandem.kv_connector.transports.base import Channel, PairSums
+from tandem.kv_connector.transports.base import Channel, Write
 
 
 class SentDigests:
@@ -37,19 +38,13 @@ class SentDigests:
         """Compiles; before the first step."""
         self._passes.warm_up()
 
-    def of_write(
-        self,
-        push: LayerPush | WholePush,
-        channel: Channel,
-        pool_NHLPBD: torch.Tensor,
-        places: slice,
-        layers: range | None,
-    ) -> PairSums | None:
-        """What sums the blocks at `places` of `push` in the write that is about to be made, where the channel can."""
-        if not (self.are_wanted and _sums(channel, layers)):
-            return None
-        destinations, num_valid = push.destination_block_ids[places], push.num_valid[places]
-        return self._of_grant(push).of_write(pool_NHLPBD, destinations, layers, num_valid)
+    def with_sums(self, write: Write, channel: Channel, pool_NHLPBD: torch.Tensor | None) -> Write:
+        """The write that is about to be made, told where to sum what it moves, where the channel can. `pool_NHLPBD`: as
+        in `Channel.write`."""
+        if not (self.are_wanted and _sums(channel, write.layers)):
+            return write
+        pool_NHLPBD = self._pool_NHLPBD if pool_NHLPBD is None else pool_NHLPBD
+        return write._replace(sums=self._of_grant(write.grant).of_write(pool_NHLPBD, write))
 
     def pushed(
         self, push: LayerPush | WholePush, channel: Channel, layers: range | None, written: torch.cuda.Event | None
@@ -59,7 +54,7 @@ class SentDigests:
         is_last = layers is None or layers.stop == self._pool_NHLPBD.shape[2]
         if not self.are_wanted or not is_last or _sums(channel, layers):
             return
-        sums = self._of_grant(push)
+        sums = self._of_grant(push.grant)
         with self._on_stream():
             if self._stream is not None and written is not None:
                 self._stream.wait_event(written)
@@ -97,10 +92,10 @@ class SentDigests:
         """The number of grants whose sums are kept."""
         return len(self._grants)
 
-    def _of_grant(self, push: LayerPush | WholePush) -> GrantSums:
-        if push.grant_id not in self._grants:
-            self._grants[push.grant_id] = GrantSums(push.grant, self._pool_NHLPBD.shape[2])
-        return self._grants[push.grant_id]
+    def _of_grant(self, grant: KVGrant) -> GrantSums:
+        if grant.grant_id not in self._grants:
+            self._grants[grant.grant_id] = GrantSums(grant, self._pool_NHLPBD.shape[2])
+        return self._grants[grant.grant_id]
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

@@ -12,7 +12,7 @@ from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kernels.blocks.digest import BlockSums, sent_form, valid_slots
 from tandem.kernels.blocks.digest_pass import SumPass
 from tandem.kv_connector.protocol.jobs import Finalize, digest_key
-from tandem.kv_connector.transports.base import PairSums
+from tandem.kv_connector.transports.base import PairSums, Write
 
 
 class GrantSums:
@@ -29,16 +29,9 @@ class GrantSums:
         self._of_writes: BlockSums | None = None
         self._passes: list[tuple[list[int], SumPass]] = []
 
-    def of_write(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        destination_block_ids: Sequence[int],
-        layers: range | None,
-        num_valid: Sequence[int],
-    ) -> PairSums:
-        """Where to sum a write of `layers` (None: all) of these blocks that is about to be made. `pool_NHLPBD`: what it
-        reads, shaped like the sink's pool."""
-        indices = self._note(destination_block_ids, layers, num_valid)
+    def of_write(self, pool_NHLPBD: torch.Tensor, write: Write) -> PairSums:
+        """Where to sum a write that is about to be made. `pool_NHLPBD`: what it reads, shaped like the sink's pool."""
+        indices = self._note([destination for _, destination in write.pairs], write.layers, write.num_valid)
         if self._of_writes is None:
             self._of_writes = BlockSums.of_none(pool_NHLPBD, len(self._num_valid_N), self.key)
         return PairSums(self._of_writes, indices)

@@ -17,6 +17,7 @@ from tandem.kv_connector.transfer.channels import PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
 from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
+from tandem.kv_connector.transports.base import Write
 
 
 class Pusher:
@@ -76,15 +77,11 @@ class Pusher:
                 break
             self._book.unflushed.add(push.grant_id)
             places = slice(first, end)
-            destinations, valid = push.destination_block_ids[places], push.num_valid[places]
-            if reshaper is None:
-                pairs = tuple(zip(push.source_block_ids[places], destinations, strict=True))
-                sums = self._digests.of_write(push, channel, self._pool_NHLPBD, places, layers)
-                channel.write(push.grant, pairs, layers, valid, sums)
-            else:
-                staged = reshaper.stage(parts[first:end], layers)
-                sums = self._digests.of_write(push, channel, staged, places, layers)
-                channel.write_from(staged, push.grant, tuple(enumerate(destinations)), layers, valid, sums)
+            staged = None if reshaper is None else reshaper.stage(parts[first:end], layers)
+            sources = range(end - first) if reshaper is not None else push.source_block_ids[places]
+            pairs = tuple(zip(sources, push.destination_block_ids[places], strict=True))
+            write = Write(push.grant, pairs, layers, push.num_valid[places])
+            channel.write(self._digests.with_sums(write, channel, staged), staged)
             self._counters["kv_pushed_bytes"] += nbytes
         self._counters["kv_push_s"] += time.monotonic() - started
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -37,6 +37,47 @@ class PairSums:
     indices: Sequence[int]
 
 
+class Write(NamedTuple):
+    """A copy that a source makes under a grant: of pair i the slots 0 … num_valid[i]-1 of `layers` (None: all). Sums
+    only where the channel has `sums_blocks`, and `sums_layers` or all layers."""
+
+    grant: KVGrant
+    pairs: BlockPairs
+    layers: range | None
+    num_valid: Sequence[int]
+    sums: PairSums | None = None
+
+    def span(self, num_layers: int) -> range:
+        """The layers, where a block has so many."""
+        return range(num_layers) if self.layers is None else self.layers
+
+    def take(self, indices: Sequence[int]) -> Write:
+        """The part of it that these pairs, in ascending order, are."""
+        if len(indices) == len(self.pairs):
+            return self
+        pairs, num_valid, sums = [self.pairs[i] for i in indices], [self.num_valid[i] for i in indices], self.sums
+        if sums is not None:
+            sums = PairSums(sums.sums, [sums.indices[i] for i in indices])
+        return Write(self.grant, pairs, self.layers, num_valid, sums)
+
+    def check(self, peer_epoch: int) -> None:
+        """The source's own check before bytes leave: raises GrantError if the grant does not cover this write."""
+        assert len(self.pairs) == len(self.num_valid), "one number of valid slots a pair"
+        grant = self.grant
+        if grant.sink_epoch != peer_epoch:
+            raise GrantError(
+                f"grant {grant.grant_id:#x} is for epoch {grant.sink_epoch:#x} of {grant.sink_id}, "
+                f"the channel leads to epoch {peer_epoch:#x}",
+                request_id=grant.request_id,
+            )
+        granted = set(grant.block_ids)
+        for _, destination in self.pairs:
+            if destination not in granted:
+                raise GrantError(
+                    f"block {destination} is not part of grant {grant.grant_id:#x}", request_id=grant.request_id
+                )
+
+
 @dataclass(frozen=True, slots=True)
 class RegisteredPool:
     """A node's pool as its transports see it. `ranks`: where blocks are, if `pool_NHLPBD` has only some heads."""
@@ -57,34 +98,14 @@ class Channel(Protocol):
     sums_blocks: bool  # whether writes take up `sums` while they read the blocks
     sums_layers: bool  # also those of some layers, beside a computation that it does not slow down
 
-    def write(
-        self,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None = None,
-    ) -> None:
-        """Starts (or does) the copy of `layers` (None: all) of each source block into its destination block, which is
-        laid out like it.
+    def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:
+        """Starts (or does) the copy, on CUDA ordered after the current stream's work. Source block ids index
+        `pool_NHLPBD` (None: the node's pool), whose blocks are laid out like the sink's; those of another pool than the
+        node's have been read when it returns, on CUDA when the current stream gets there.
 
-        Of pair i only slots 0 .. num_valid[i]-1 move. On CUDA, copies are ordered after the current stream's work.
-        `sums` only where `sums_blocks`, and `sums_layers` or all layers.
         Raises GrantError (nothing moved) for a destination outside the grant or a grant of another sink epoch;
         TransportError, PeerLostError when the bytes can't be moved: the destination is then undefined.
         """
-
-    def write_from(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None = None,
-    ) -> None:
-        """Writes like `write`, but source block ids index `pool_NHLPBD`, whose blocks are laid out like the sink's.
-        They have been read when it returns; on CUDA when the current stream gets there."""
 
     def flush(self, grant: KVGrant) -> None:
         """Returns when every write made under `grant` is in the sink's memory; raises TransportError if one is not."""
@@ -135,20 +156,3 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Lets go of every channel, peer and thread."""
-
-
-def check_write(grant: KVGrant, pairs: BlockPairs, num_valid: Sequence[int], peer_epoch: int) -> None:
-    """The source's own check before bytes leave: raises GrantError if the grant does not cover this write."""
-    assert len(pairs) == len(num_valid), "one number of valid slots a pair"
-    if grant.sink_epoch != peer_epoch:
-        raise GrantError(
-            f"grant {grant.grant_id:#x} is for epoch {grant.sink_epoch:#x} of {grant.sink_id}, "
-            f"the channel leads to epoch {peer_epoch:#x}",
-            request_id=grant.request_id,
-        )
-    granted = set(grant.block_ids)
-    for _, destination in pairs:
-        if destination not in granted:
-            raise GrantError(
-                f"block {destination} is not part of grant {grant.grant_id:#x}", request_id=grant.request_id
-            )

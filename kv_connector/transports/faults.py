@@ -14,14 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.wire.handoff import KVGrant
-from tandem.kv_connector.transports.base import BlockPairs, PairSums
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 _NUMBERED = ("drop", "duplicate", "corrupt", "die")
@@ -68,41 +67,23 @@ class FaultInjector:
         self.max_write_bytes = channel.max_write_bytes
         self.sums_blocks, self.sums_layers = channel.sums_blocks, channel.sums_layers
 
-    def write(
-        self,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None = None,
-    ) -> None:
-        self.write_from(self._channel.source.pool_NHLPBD, grant, pairs, layers, num_valid, sums)
-
-    def write_from(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None = None,
-    ) -> None:
+    def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:
         self._num_writes += 1
         number = self._num_writes
         time.sleep(self._plan.delay_s)
         if self._plan.hits("drop", number):
             return
         if self._plan.hits("die", number):
-            half = (len(pairs) + 1) // 2
-            self._channel.write_from(pool_NHLPBD, grant, pairs[:half], layers, num_valid[:half])
+            self._channel.write(write.take(range((len(write.pairs) + 1) // 2)), pool_NHLPBD)
             os.kill(os.getpid(), signal.SIGKILL)
-        self._channel.write_from(pool_NHLPBD, grant, pairs, layers, num_valid, sums)
+        self._channel.write(write, pool_NHLPBD)
         if self._plan.hits("duplicate", number):
-            self._channel.write_from(pool_NHLPBD, grant, pairs, layers, num_valid)
-        if self._plan.hits("corrupt", number) and pairs:
-            source, destination = pairs[0]
-            altered = _with_flipped_byte(pool_NHLPBD, source, 0 if layers is None else layers.start)
-            self._channel.write_from(altered, grant, [(0, destination)], layers, num_valid[:1])
+            self._channel.write(write._replace(sums=None), pool_NHLPBD)
+        if self._plan.hits("corrupt", number) and write.pairs:
+            source, destination = write.pairs[0]
+            pool = self._channel.source.pool_NHLPBD if pool_NHLPBD is None else pool_NHLPBD
+            altered = _with_flipped_byte(pool, source, 0 if write.layers is None else write.layers.start)
+            self._channel.write(Write(write.grant, [(0, destination)], write.layers, write.num_valid[:1]), altered)
 
     def flush(self, grant: KVGrant) -> None:
         self._channel.flush(grant)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
@@ -12,7 +11,7 @@ from tandem.engine.contracts.errors import GrantError, PeerLostError, TransportE
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.layouts.geometry import copy_blocks
-from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.base import OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.grants import GrantTable
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
@@ -96,24 +95,17 @@ class LocalChannel(PoolChannel):
         self._sink = sink
         self._refused: dict[int, str] = {}  # by grant id, until flushed
 
-    def _copy(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-    ) -> None:
+    def _copy(self, pool_NHLPBD: torch.Tensor, write: Write) -> None:
         sink_pool = self._sink.pool
         if sink_pool is None or _registered.get((self.peer_id, self.peer_epoch)) is not self._sink:
             self.lose("its pool is gone")
         self._raise_if_ended()
         assert sink_pool is not None
-        me = (self.source.node_id, self.source.epoch)
-        for pair, valid in zip(pairs, num_valid, strict=True):
+        me, grant = (self.source.node_id, self.source.epoch), write.grant
+        for pair, valid in zip(write.pairs, write.num_valid, strict=True):
             try:
                 with self._sink.grants.writing(grant.grant_id, me, (pair[1],)):
-                    copy_blocks(pool_NHLPBD, sink_pool.pool_NHLPBD, [pair], layers, [valid])
+                    copy_blocks(pool_NHLPBD, sink_pool.pool_NHLPBD, [pair], write.layers, [valid])
                     if sink_pool.pool_NHLPBD.is_cuda:
                         torch.cuda.current_stream(sink_pool.pool_NHLPBD.device).synchronize()
             except GrantError as error:

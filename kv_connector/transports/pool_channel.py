@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 
 import torch
 
 from tandem.engine.contracts.errors import PeerLostError
 from tandem.engine.contracts.wire.handoff import KVGrant
-from tandem.kv_connector.transports.base import (
-    MAX_WRITE_BYTES,
-    BlockPairs,
-    OnLost,
-    PairSums,
-    RegisteredPool,
-    check_write,
-)
+from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, OnLost, RegisteredPool, Write
 
 
 class PoolChannel(ABC):
@@ -33,55 +25,16 @@ class PoolChannel(ABC):
         self._end_lock = threading.Lock()
         self._end_reason = ""  # why it takes no more writes
 
-    def write(
-        self,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None = None,
-    ) -> None:
-        assert self.source.ranks is None, "blocks that are not whole are gathered first"
-        self.write_from(self.source.pool_NHLPBD, grant, pairs, layers, num_valid, sums)
-
-    def write_from(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None = None,
-    ) -> None:
-        check_write(grant, pairs, num_valid, self.peer_epoch)
+    def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:
+        assert pool_NHLPBD is not None or self.source.ranks is None, "blocks that are not whole are gathered first"
+        assert write.sums is None or self.sums_blocks, "only a channel with sums_blocks is asked for sums"
+        write.check(self.peer_epoch)
         self._raise_if_ended()
-        if not pairs:
-            return
-        if sums is None:
-            self._copy(pool_NHLPBD, grant, pairs, layers, num_valid)
-        else:
-            self._copy_and_sum(grant, pool_NHLPBD, pairs, layers, num_valid, sums)
+        if write.pairs:
+            self._copy(self.source.pool_NHLPBD if pool_NHLPBD is None else pool_NHLPBD, write)
 
     @abstractmethod
-    def _copy(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-    ) -> None: ...
-
-    def _copy_and_sum(
-        self,
-        grant: KVGrant,
-        pool_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums,
-    ) -> None:
-        raise AssertionError("only a channel with sums_blocks is asked for sums")
+    def _copy(self, pool_NHLPBD: torch.Tensor, write: Write) -> None: ...
 
     @abstractmethod
     def flush(self, grant: KVGrant) -> None: ...

@@ -18,6 +18,7 @@ import msgspec
 
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.transports.base import Write
 
 
 def pack(struct: msgspec.Struct) -> str:
@@ -95,7 +96,7 @@ def main() -> None:
             channel = node.connect(unpack(arguments[0], NodeInfo))
         elif verb == "write":
             grant, pairs, layers, num_valid = arguments
-            channel.write(unpack(grant, KVGrant), pairs, layers and range(*layers), num_valid)
+            channel.write(Write(unpack(grant, KVGrant), pairs, layers and range(*layers), num_valid))
             channel.flush(unpack(grant, KVGrant))
         elif verb == "write_for_ever":
             write_for_ever(node, channel, unpack(arguments[0], KVGrant))
@@ -114,7 +115,7 @@ def write_for_ever(node, channel, grant: KVGrant) -> None:
     """Never the same bytes twice, so that the sink can tell whether stores still land."""
     while True:
         node.pool[0] += 1
-        channel.write(grant, [(0, block) for block in grant.block_ids], None, [64] * len(grant.block_ids))
+        channel.write(Write(grant, [(0, block) for block in grant.block_ids], None, [64] * len(grant.block_ids)))
 
 
 def answer(value: object) -> None:

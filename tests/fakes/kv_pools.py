@@ -18,7 +18,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.device.kv_pool import allocate_pool
-from tandem.kv_connector.transports.base import Transport
+from tandem.kv_connector.transports.base import Transport, Write
 from tandem.kv_connector.transports.links.nixl_agent import nixl_problem
 from tandem.kv_connector.transports.links.ucx import ucx_problem
 from tandem.kv_connector.transports.mapped.processes import host_id
@@ -153,7 +153,7 @@ def random_write(
 def refused(channel, grant: KVGrant, pairs) -> str:
     """The reason that a write gets, at the write or at the flush."""
     try:
-        channel.write(grant, pairs, None, [8] * len(pairs))
+        channel.write(Write(grant, pairs, None, [8] * len(pairs)))
         channel.flush(grant)
     except TransportError as error:
         return error.message

@@ -14,7 +14,7 @@ from tandem.kernels.blocks.digest import BlockSums, block_digests
 from tandem.kernels.blocks.push_blocks import push_blocks
 from tandem.kernels.blocks.quantization import as_bytes
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
-from tandem.kv_connector.transports.base import PairSums
+from tandem.kv_connector.transports.base import PairSums, Write
 from tandem.kv_connector.transports.mapped import cuda_ipc
 from tests.fakes.kv_peer import KVPeer
 from tests.fakes.kv_pools import (
@@ -67,13 +67,14 @@ def test_both_ways_move_and_sum_the_same(layout, by_kernel, monkeypatch) -> None
     size, every = layout.block_size, range(layout.group.num_layers)
     pairs = [(3, 1), (0, 15), (7, 8), (5, 4), (6, 5), (11, 2)]
     sums = BlockSums.of_none(source.pool, len(pairs), 99)
+    grant = sink.grant(source.info, [there for _, there in pairs], open=False)
     with torch.cuda.stream(torch.cuda.Stream(source.pool.device)):
-        mapping.copy_in(1, source.pool, pairs[:2], None, [size] * 2, PairSums(sums, range(2)))
+        mapping.copy_in(source.pool, Write(grant, pairs[:2], None, [size] * 2, PairSums(sums, range(2))))
         for layer in every:
             num_valid = [size] * 3 + [size - 3]
             layers = range(layer, layer + 1)
-            mapping.copy_in(1, source.pool, pairs[2:], layers, num_valid, PairSums(sums, range(2, 6)))
-        mapping.flush(1)
+            mapping.copy_in(source.pool, Write(grant, pairs[2:], layers, num_valid, PairSums(sums, range(2, 6))))
+        mapping.flush(grant.grant_id)
         digests = sums.on_host().digests(size - 3, size)
     for here, there in pairs[:-1]:
         assert torch.equal(as_bytes(sink.pool[there].cpu()), as_bytes(source.pool[here].cpu()))
@@ -138,7 +139,7 @@ def test_a_dead_sinks_memory_comes_back(peer) -> None:
     peer.call("admit", source.info)
     peer.call("open_grant", grant)
     source.pool[0] = 7.0
-    channel.write(grant, [(0, 1)], None, [64])
+    channel.write(Write(grant, [(0, 1)], None, [64]))
     channel.flush(grant)
     assert peer.call("block_equals", 1, 7.0)
     free_before = torch.cuda.mem_get_info(LAST)[0]
@@ -156,7 +157,7 @@ def test_a_stopped_sink_stalls_nobody(peer) -> None:
     peer.call("open_grant", grant)
     peer.signal(signal.SIGSTOP)
     started = time.monotonic()
-    channel.write(grant, [(0, 1)], None, [64])
+    channel.write(Write(grant, [(0, 1)], None, [64]))
     channel.flush(grant)
     assert time.monotonic() - started < 2.0
     peer.signal(signal.SIGCONT)

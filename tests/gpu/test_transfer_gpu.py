@@ -19,6 +19,7 @@ from tandem.kv_connector.protocol.jobs import (
 )
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
+from tandem.kv_connector.transports.base import Write
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, SMALL, PoolNode, expected_after, make_layout, random_write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -55,7 +56,7 @@ def test_random_writes_arrive_exactly(make_pair, transport, source_device, sink_
         grant = sink.grant(source.info, granted)
         pairs, layers, num_valid = random_write(rng, 16, layout, granted)
         expected = expected_after(sink.pool.float().cpu(), source.pool.float().cpu(), pairs, layers, num_valid)
-        channel.write(grant, pairs, layers, num_valid)
+        channel.write(Write(grant, pairs, layers, num_valid))
         channel.flush(grant)
         torch.testing.assert_close(sink.pool.float().cpu(), expected, rtol=0, atol=0)
         sink.transports.close_grant(grant.grant_id)

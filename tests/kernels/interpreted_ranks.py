@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.parallel.peer_memory import RankMemory
 from tandem.kernels.blocks import digest
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.layouts.rank_pools import RankPools
 from tandem.kv_connector.layouts.reshape import Reshaper
-from tandem.kv_connector.transports.base import PairSums
+from tandem.kv_connector.transports.base import PairSums, Write
 from tandem.kv_connector.transports.mapped.cuda_ipc import sum_blocks
+from tests.fakes.kv_pools import grant_of
 
 LAYOUT = KVLayout((KVGroup(num_layers=3, num_kv_heads=4, head_dim=4, dtype="float32"),), block_size=4)
 
@@ -81,7 +83,10 @@ def test_what_is_staged_is_what_one_pool_gives(block_size: int, dtype: str) -> N
 def test_partly_filled_blocks_are_summed_where_they_are() -> None:
     source = pool_of(6)
     before, sums = source.clone(), digest.BlockSums.of_none(source, 3, 99)
+    node = NodeInfo(node_id="d", epoch=1, role="unified", layout=LAYOUT)
+    grant = grant_of(node, node, range(3))
     for layers in (range(1), range(1, 3)):
-        sum_blocks(source, [(4, 0), (2, 1), (5, 2)], layers, [4, 4, 3], PairSums(sums, [1, 0, 2]))
+        write = Write(grant, [(4, 0), (2, 1), (5, 2)], layers, [4, 4, 3], PairSums(sums, [1, 0, 2]))
+        sum_blocks(source, write)
     assert torch.equal(source, before)
     assert torch.equal(sums.digests(3, 4), digest.block_digests(source, [2, 4, 5], 99, 3, 4))

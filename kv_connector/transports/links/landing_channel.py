@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,7 +25,7 @@ from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.layouts.block_slots import NUM_SLOTS, BlockSlots
 from tandem.kv_connector.layouts.geometry import BlockGeometry, pool_stride_bytes
-from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.base import OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.links.landing_wire import (
     LandFrame,
     LandingFlushFrame,
@@ -155,17 +155,17 @@ class LandingChannel(PoolChannel):
         send_frame(self._sock, msgspec.structs.replace(frame, sequence=self._sequence))
         return self._sequence
 
-    def _write_staged(
-        self, pool_NHLPBD: torch.Tensor, grant: KVGrant, pairs: BlockPairs, layers: range, num_valid: Sequence[int]
-    ) -> None:
-        for first, end, nbytes in self._slots.groups(len(layers), num_valid):
-            sources, destinations = zip(*pairs[first:end], strict=True)
-            valid = tuple(num_valid[first:end])
+    def _write_staged(self, pool_NHLPBD: torch.Tensor, write: Write) -> None:
+        layers = write.span(self._geometry.num_layers)
+        for first, end, nbytes in self._slots.groups(len(layers), write.num_valid):
+            sources, destinations = zip(*write.pairs[first:end], strict=True)
+            valid = tuple(write.num_valid[first:end])
             self._wait(lambda: bool(self._free_slots))
             slot = self._free_slots.pop()
             self._slots.pack(slot, pool_NHLPBD, sources, layers, valid)
             self._wait_for_device()
-            self._send_slot(LandFrame(0, grant.grant_id, destinations, layers.start, len(layers), valid, slot, nbytes))
+            where = destinations, layers.start, len(layers), valid, slot, nbytes
+            self._send_slot(LandFrame(0, write.grant.grant_id, *where))
 
     def _wait_for_device(self) -> None:
         """The library reads memory without asking the stream that fills it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from tandem.engine.contracts.errors import TransportError
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.layouts.geometry import BlockGeometry
-from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.base import OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.links.landing_channel import LandingChannel
 from tandem.kv_connector.transports.links.landing_receiver import LandingReceiver
 from tandem.kv_connector.transports.links.landing_transport import LandingTransport
@@ -108,27 +107,20 @@ class NixlChannel(LandingChannel):
 
     # --- Channel --------------------------------------------------------------------------------------------
 
-    def _copy(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-    ) -> None:
+    def _copy(self, pool_NHLPBD: torch.Tensor, write: Write) -> None:
         with self._guarded():
             self._wake()
-            span = range(self._geometry.num_layers) if layers is None else layers
+            direct: list[int] = []
             if pool_NHLPBD is not self.source.pool_NHLPBD:  # not registered; and its order after earlier writes counts
                 self._wait(self._is_idle)
-                direct = [False] * len(pairs)
             else:
-                direct = [self._is_direct(span, valid) for valid in num_valid]
-            if any(direct):
-                self._write_direct(grant, *_chosen(pairs, num_valid, direct, True), span)
-            if not all(direct):
-                staged, valid = _chosen(pairs, num_valid, direct, False)
-                self._write_staged(pool_NHLPBD, grant, staged, span, valid)
+                span = write.span(self._geometry.num_layers)
+                direct = [index for index, valid in enumerate(write.num_valid) if self._is_direct(span, valid)]
+            staged = sorted(set(range(len(write.pairs))) - set(direct))
+            if direct:
+                self._write_direct(write.take(direct))
+            if staged:
+                self._write_staged(pool_NHLPBD, write.take(staged))
             self._poll_library()
 
     def flush(self, grant: KVGrant) -> None:
@@ -140,11 +132,12 @@ class NixlChannel(LandingChannel):
     def _is_direct(self, layers: range, valid: int) -> bool:
         return all(nbytes >= MIN_RUN_BYTES for _, nbytes in self._geometry.runs(0, layers, valid))
 
-    def _write_direct(self, grant: KVGrant, pairs: BlockPairs, num_valid: Sequence[int], layers: range) -> None:
-        self._open(grant)
+    def _write_direct(self, write: Write) -> None:
+        self._open(write.grant)
+        layers = write.span(self._geometry.num_layers)
         runs: list[list[int]] = []  # address here, address there, bytes
         here, there = self.source.pool_NHLPBD.data_ptr(), self._offer.pool_address
-        for (source, destination), valid in zip(pairs, num_valid, strict=True):
+        for (source, destination), valid in zip(write.pairs, write.num_valid, strict=True):
             ours, theirs = (
                 self._geometry.runs(source, layers, valid),
                 self._peer_geometry.runs(destination, layers, valid),
@@ -231,10 +224,3 @@ def _checked(offer: NixlOffer, peer: NodeInfo, slot_bytes: int) -> NixlOffer:
     if offer.stride_bytes != peer.layout.stride_bytes or offer.slot_bytes != slot_bytes:
         raise TransportError(f"{peer.node_id} offers a pool that does not fit its layout")
     return offer
-
-
-def _chosen(
-    pairs: BlockPairs, num_valid: Sequence[int], flags: Sequence[bool], wanted: bool
-) -> tuple[list[tuple[int, int]], list[int]]:
-    chosen = [index for index, flag in enumerate(flags) if flag == wanted]
-    return [pairs[index] for index in chosen], [num_valid[index] for index in chosen]

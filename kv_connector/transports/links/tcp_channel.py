@@ -15,7 +15,7 @@ from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.layouts.geometry import BlockGeometry, byte_view, pool_stride_bytes
 from tandem.kv_connector.layouts.staging import Staging
-from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.base import OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.links.tcp_wire import (
     MAX_FRAME_BYTES,
     MAX_PREFACE_BYTES,
@@ -83,24 +83,17 @@ class TcpChannel(PoolChannel):
         pool = source.pool_NHLPBD
         self._staging = Staging(BlockGeometry(peer.layout), pool.device) if pool.is_cuda else None
 
-    def _copy(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-    ) -> None:
+    def _copy(self, pool_NHLPBD: torch.Tensor, write: Write) -> None:
         geometry = BlockGeometry(self._layout, pool_stride_bytes(pool_NHLPBD))
-        span = range(geometry.num_layers) if layers is None else layers
-        for first, end in _frames(geometry, len(span), num_valid):
-            sources, destinations = zip(*pairs[first:end], strict=True)
-            valid = tuple(num_valid[first:end])
+        span = write.span(geometry.num_layers)
+        for first, end in _frames(geometry, len(span), write.num_valid):
+            sources, destinations = zip(*write.pairs[first:end], strict=True)
+            valid = tuple(write.num_valid[first:end])
             if self._staging is not None:
                 payload = [self._staging.gather(pool_NHLPBD, sources, span, valid)]
             else:
                 payload = _views(byte_view(pool_NHLPBD), geometry, sources, span, valid)
-            self._send(WriteFrame(grant.grant_id, destinations, span.start, len(span), valid), payload)
+            self._send(WriteFrame(write.grant.grant_id, destinations, span.start, len(span), valid), payload)
 
     def flush(self, grant: KVGrant) -> None:
         self._raise_if_ended()

@@ -13,16 +13,14 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from tandem.engine.contracts.errors import PeerLostError, TransportError
-from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
-from tandem.kv_connector.transports.base import BlockPairs, OnLost, RegisteredPool
+from tandem.kv_connector.transports.base import OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.links.landing_channel import POLL_PAUSE_S, LandingChannel
 from tandem.kv_connector.transports.links.landing_receiver import LandingReceiver
 from tandem.kv_connector.transports.links.landing_transport import LandingTransport
@@ -132,18 +130,10 @@ class UcxChannel(LandingChannel):
             raise TransportError(f"UCX can't reach {peer.node_id}: {error}") from error
         self._flying: deque[Any] = deque()
 
-    def _copy(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-    ) -> None:
+    def _copy(self, pool_NHLPBD: torch.Tensor, write: Write) -> None:
         with self._guarded():
             self._wake()
-            span = range(self._geometry.num_layers) if layers is None else layers
-            self._write_staged(pool_NHLPBD, grant, pairs, span, num_valid)
+            self._write_staged(pool_NHLPBD, write)
             self._poll_library()
 
     def _send_slot(self, frame: LandFrame) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
-from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, BlockPairs, OnLost, PairSums, RegisteredPool
+from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.mapped.processes import ProcessRef, Watch, host_id, process_watcher
 from tandem.kv_connector.transports.pool_channel import PoolChannel
 
@@ -54,19 +53,11 @@ class Mapping(ABC):
         self._lock = threading.Lock()
         self._closed = False
 
-    def copy_in(
-        self,
-        grant_id: int,
-        source_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None = None,
-    ) -> bool:
-        """Starts (or does) the copy of blocks; False when the mapping is closed. `sums` where it `sums_blocks`."""
+    def copy_in(self, source_NHLPBD: torch.Tensor, write: Write) -> bool:
+        """Starts (or does) the copy; False when the mapping is closed. Sums only where it `sums_blocks`."""
         with self._lock:
             if not self._closed:
-                self._copy(grant_id, source_NHLPBD, pairs, layers, num_valid, sums)
+                self._copy(source_NHLPBD, write)
             return not self._closed
 
     @abstractmethod
@@ -80,15 +71,7 @@ class Mapping(ABC):
                 self._unmap()
 
     @abstractmethod
-    def _copy(
-        self,
-        grant_id: int,
-        source_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None,
-    ) -> None: ...
+    def _copy(self, source_NHLPBD: torch.Tensor, write: Write) -> None: ...
 
     @abstractmethod
     def _unmap(self) -> None: ...
@@ -230,27 +213,8 @@ class MappedChannel(PoolChannel):
         if self.ended:
             self._release()
 
-    def _copy(
-        self,
-        pool_NHLPBD: torch.Tensor,
-        grant: KVGrant,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-    ) -> None:
-        if not self._mapping.copy_in(grant.grant_id, pool_NHLPBD, pairs, layers, num_valid):
-            self._raise_if_ended()
-
-    def _copy_and_sum(
-        self,
-        grant: KVGrant,
-        pool_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums,
-    ) -> None:
-        if not self._mapping.copy_in(grant.grant_id, pool_NHLPBD, pairs, layers, num_valid, sums):
+    def _copy(self, pool_NHLPBD: torch.Tensor, write: Write) -> None:
+        if not self._mapping.copy_in(pool_NHLPBD, write):
             self._raise_if_ended()
 
     def flush(self, grant: KVGrant) -> None:

@@ -34,7 +34,7 @@ from tandem.kernels.blocks.move_blocks import BlockPlaces
 from tandem.kernels.blocks.push_blocks import can_push, list_pairs, push_listed
 from tandem.kv_connector.layouts.block_runs import block_runs
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
-from tandem.kv_connector.transports.base import BlockPairs, PairSums
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.mapped.base import MappedExport, MappedTransport, Mapping
 from tandem.kv_connector.transports.mapped.split import SplitMapping
 
@@ -97,56 +97,36 @@ class CudaMapping(Mapping):
         self._sums_stream = torch.cuda.Stream(device, priority=-1)
         self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed: others' wait for other steps
 
-    def _copy(
-        self,
-        grant_id: int,
-        source_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None,
-    ) -> None:
-        every = range(source_NHLPBD.shape[2])
-        chosen = every if layers is None else layers
+    def _copy(self, source_NHLPBD: torch.Tensor, write: Write) -> None:
+        num_layers, block_size = source_NHLPBD.shape[2], source_NHLPBD.shape[4]
+        layers = write.span(num_layers)
         layer_bytes = BlockPlaces.of(source_NHLPBD).layer_bytes
-        way, num_programs = way_of(len(every), chosen.start, len(chosen), layer_bytes)
-        whole = [index for index, valid in enumerate(num_valid) if valid == source_NHLPBD.shape[4]]
-        by_engine = whole if way is not CopyPath.KERNEL else []
-        by_kernel = sorted(set(range(len(num_valid))) - set(by_engine))
-        for indices in [each for each in (by_engine, by_kernel) if each]:
-            own, valid = [pairs[index] for index in indices], [num_valid[index] for index in indices]
-            summed = None
-            if sums is not None:
-                summed = PairSums(sums.sums, [sums.indices[index] for index in indices])
-            if indices is by_engine:
-                self._by_engine(source_NHLPBD, own, chosen, way, summed)
-            else:
-                self._by_kernel(source_NHLPBD, own, chosen, valid, num_programs or PROGRAMS, summed)
-        copied = self._last_copies[grant_id] = torch.cuda.Event()
+        way, num_programs = way_of(num_layers, layers.start, len(layers), layer_bytes)
+        by_engine, by_kernel = list[int](), list[int]()
+        for index, valid in enumerate(write.num_valid):
+            (by_engine if valid == block_size and way is not CopyPath.KERNEL else by_kernel).append(index)
+        if by_engine:
+            self._by_engine(source_NHLPBD, write.take(by_engine), layers, way)
+        if by_kernel:
+            self._by_kernel(source_NHLPBD, write.take(by_kernel), layers, num_programs or PROGRAMS)
+        copied = self._last_copies[write.grant.grant_id] = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self._device))
 
-    def _by_engine(
-        self,
-        source_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range,
-        way: CopyPath,
-        sums: PairSums | None,
-    ) -> None:
+    def _by_engine(self, source_NHLPBD: torch.Tensor, write: Write, layers: range, way: CopyPath) -> None:
         """Whole blocks. Sums are taken beside the copies. With few calls of torch: beside a busy step loop each of them
         waits for the interpreter."""
         current = torch.cuda.current_stream(self._device)
-        listed = None
+        sums, listed = write.sums, None
         if sums is not None:
-            listed = self._list_once(pairs, [source_NHLPBD.shape[4]] * len(pairs), sums.indices)
+            listed = self._list_once(write)
             self._sums_stream.wait_stream(current)
         heads, source = range(source_NHLPBD.shape[1]), BlockPlaces.of(source_NHLPBD)
         target = replace(source, address=self._address, block_bytes=self._stride_bytes)
         assert self._device.index is not None, "the pool is on one certain device"
         if way is CopyPath.BLOCKS:
-            copy_runs(self._device.index, *block_runs(source, target, pairs, heads, layers), current.cuda_stream)
+            copy_runs(self._device.index, *block_runs(source, target, write.pairs, heads, layers), current.cuda_stream)
         else:
-            to, origin, nbytes = block_runs(source, target, pairs, heads[:1], layers)
+            to, origin, nbytes = block_runs(source, target, write.pairs, heads[:1], layers)
             rows = Rows(int(nbytes[0]), len(heads), target.head_bytes, source.head_bytes)
             copy_rows(self._device.index, to, origin, rows, current.cuda_stream)
         if sums is not None and listed is not None:
@@ -154,26 +134,16 @@ class CudaMapping(Mapping):
                 sums.sums.add_layers(source_NHLPBD, listed, layers)
             current.wait_event(self._sums_stream.record_event())
 
-    def _by_kernel(
-        self,
-        source_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range,
-        num_valid: Sequence[int],
-        num_programs: int,
-        sums: PairSums | None,
-    ) -> None:
-        listed = self._list_once(pairs, num_valid, () if sums is None else sums.indices)
-        summed, target = None if sums is None else sums.sums, (self._address, self._stride_bytes)
-        push_listed(source_NHLPBD, *target, listed, layers, num_programs, summed)
+    def _by_kernel(self, source_NHLPBD: torch.Tensor, write: Write, layers: range, num_programs: int) -> None:
+        summed, target = None if write.sums is None else write.sums.sums, (self._address, self._stride_bytes)
+        push_listed(source_NHLPBD, *target, self._list_once(write), layers, num_programs, summed)
 
-    def _list_once(
-        self, pairs: Sequence[tuple[int, int]], num_valid: Sequence[int], sum_indices: Sequence[int]
-    ) -> torch.Tensor:
+    def _list_once(self, write: Write) -> torch.Tensor:
         """Layers follow each other with the same blocks, on the same stream."""
-        wanted = (tuple(map(tuple, pairs)), tuple(num_valid), tuple(sum_indices))
+        sum_indices = () if write.sums is None else tuple(write.sums.indices)
+        wanted = (tuple(map(tuple, write.pairs)), tuple(write.num_valid), sum_indices)
         if wanted not in self._listed:
-            self._listed[wanted] = list_pairs(pairs, num_valid, sum_indices, self._device)
+            self._listed[wanted] = list_pairs(write.pairs, write.num_valid, sum_indices, self._device)
             while len(self._listed) > KEPT_LISTS:
                 self._listed.popitem(last=False)
         return self._listed[wanted]
@@ -248,24 +218,21 @@ class CudaIpcTransport(MappedTransport):
         return parts[0][1] if len(parts) == 1 else SplitMapping(parts, sum_blocks)
 
 
-def sum_blocks(
-    source_NHLPBD: torch.Tensor, pairs: BlockPairs, layers: range | None, num_valid: Sequence[int], sums: PairSums
-) -> None:
+def sum_blocks(source_NHLPBD: torch.Tensor, write: Write) -> None:
     """Sums blocks that go into several memories. Of partly filled ones the kernel that sums what it moves moves them
     onto themselves."""
-    chosen = range(source_NHLPBD.shape[2]) if layers is None else layers
-    for whole in (True, False):
-        indices = [index for index, valid in enumerate(num_valid) if (valid == source_NHLPBD.shape[4]) == whole]
-        if not indices:
+    layers, block_size = write.span(source_NHLPBD.shape[2]), source_NHLPBD.shape[4]
+    for is_whole in (True, False):
+        chosen = write.take([i for i, valid in enumerate(write.num_valid) if (valid == block_size) is is_whole])
+        if not chosen.pairs or chosen.sums is None:
             continue
-        own = [(pairs[index][0], pairs[index][0]) for index in indices]
-        valid, places = [num_valid[index] for index in indices], [sums.indices[index] for index in indices]
-        listed = list_pairs(own, valid, places, source_NHLPBD.device)
-        if whole:
-            sums.sums.add_layers(source_NHLPBD, listed, chosen)
+        own = [(source, source) for source, _ in chosen.pairs]
+        listed = list_pairs(own, chosen.num_valid, chosen.sums.indices, source_NHLPBD.device)
+        if is_whole:
+            chosen.sums.sums.add_layers(source_NHLPBD, listed, layers)
         else:
             here = source_NHLPBD.data_ptr(), pool_stride_bytes(source_NHLPBD)
-            push_listed(source_NHLPBD, *here, listed, chosen, PROGRAMS, sums.sums)
+            push_listed(source_NHLPBD, *here, listed, layers, PROGRAMS, chosen.sums.sums)
 
 
 def fits(handles: Sequence[CudaIpcHandle], layout: KVLayout) -> bool:

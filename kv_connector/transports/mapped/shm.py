@@ -11,7 +11,6 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ from tandem.engine.contracts.errors import DecodeError, PeerLostError, Transport
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.kv_connector.layouts.geometry import copy_blocks, pool_stride_bytes, shape_pool
-from tandem.kv_connector.transports.base import BlockPairs, PairSums
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.mapped.base import MappedExport, MappedTransport, Mapping
 
 _MAGIC = b"tandem kv pool 1"
@@ -44,17 +43,9 @@ class ShmMapping(Mapping):
         super().__init__()
         self._pool: torch.Tensor | None = pool_NHLPBD
 
-    def _copy(
-        self,
-        grant_id: int,
-        source_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None,
-    ) -> None:
+    def _copy(self, source_NHLPBD: torch.Tensor, write: Write) -> None:
         assert self._pool is not None, "an open mapping has its memory"
-        copy_blocks(source_NHLPBD, self._pool, pairs, layers, num_valid)
+        copy_blocks(source_NHLPBD, self._pool, write.pairs, write.layers, write.num_valid)
 
     def flush(self, grant_id: int) -> None:
         pass  # a store that returned is in the pool

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tandem.kv_connector.transports.base import BlockPairs, PairSums
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.mapped.base import Mapping
 
-# Of blocks as `Mapping._copy` takes them, all heads together.
-SumBlocks = Callable[[torch.Tensor, BlockPairs, range | None, Sequence[int], PairSums], None]
+SumBlocks = Callable[[torch.Tensor, Write], None]  # as `Mapping._copy`: a pool with all heads, and what to sum of it
 
 
 class SplitMapping(Mapping):
@@ -22,20 +21,13 @@ class SplitMapping(Mapping):
         self.sums_blocks = sum_blocks is not None
         self.max_write_bytes = min(mapping.max_write_bytes for _, mapping in parts)
 
-    def _copy(
-        self,
-        grant_id: int,
-        source_NHLPBD: torch.Tensor,
-        pairs: BlockPairs,
-        layers: range | None,
-        num_valid: Sequence[int],
-        sums: PairSums | None,
-    ) -> None:
-        if sums is not None:
+    def _copy(self, source_NHLPBD: torch.Tensor, write: Write) -> None:
+        if write.sums is not None:
             assert self._sum_blocks is not None, "the parts would each make sums of blocks of their own"
-            self._sum_blocks(source_NHLPBD, pairs, layers, num_valid, sums)
+            self._sum_blocks(source_NHLPBD, write)
+            write = write._replace(sums=None)
         for heads, mapping in self._parts:
-            mapping.copy_in(grant_id, source_NHLPBD[:, heads.start : heads.stop], pairs, layers, num_valid)
+            mapping.copy_in(source_NHLPBD[:, heads.start : heads.stop], write)
 
     def flush(self, grant_id: int) -> None:
         for _, mapping in self._parts:

@@ -22,6 +22,7 @@ from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, S
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef, PrefixHint, TokenLogprobs
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit, TokenDelta, Tokens
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.links import landing_wire, tcp_wire
 from tandem.kv_connector.transports.links import transport as link_transport
 from tandem.kv_connector.transports.links.tcp_wire import FlushFrame, Preface, WriteFrame, new_nonce, sign_preface
@@ -113,7 +114,7 @@ def moves_right(source: PoolNode, sink: PoolNode, others: torch.Tensor) -> None:
     """One more hand-off is right, and no block but its own has changed."""
     grant = sink.grant(source.info, [1], request_id="after")
     with_channel = source.connect(sink.info)
-    with_channel.write(grant, [(0, 1)], None, [8])
+    with_channel.write(Write(grant, [(0, 1)], None, [8]))
     with_channel.flush(grant)
     assert torch.equal(sink.pool[1], source.pool[0])
     assert torch.equal(sink.pool[2:], others[2:]), "bytes landed outside of a grant"

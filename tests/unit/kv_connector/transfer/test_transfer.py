@@ -170,11 +170,11 @@ class GatedChannel:
         self.begun, self.go = threading.Event(), threading.Event()
         self.log: list[tuple] = []
 
-    def write(self, grant, pairs, layers, num_valid, sums=None) -> None:
+    def write(self, write, pool=None) -> None:
         self.begun.set()
         assert self.go.wait(PATIENCE_S)
-        self.log.append(("write", grant.grant_id, len(pairs)))
-        self.channel.write(grant, pairs, layers, num_valid)
+        self.log.append(("write", write.grant.grant_id, len(write.pairs)))
+        self.channel.write(write, pool)
 
     def flush(self, grant) -> None:
         self.log.append(("flush", grant.grant_id))

@@ -34,19 +34,17 @@ class SummingChannel:
         self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
         self.max_write_bytes = channel.max_write_bytes
 
-    def write(self, grant, pairs, layers, num_valid, sums=None) -> None:
-        self.write_from(self.source.pool_NHLPBD, grant, pairs, layers, num_valid, sums)
-
-    def write_from(self, pool, grant, pairs, layers, num_valid, sums=None) -> None:
-        self.channel.write_from(pool, grant, pairs, layers, num_valid)
-        span = slice(None) if layers is None else slice(layers.start, layers.stop)
-        for index, (pair, valid) in enumerate(zip(pairs, num_valid, strict=True)):
-            if sums is None:
-                continue
+    def write(self, write, pool=None) -> None:
+        self.channel.write(write._replace(sums=None), pool)
+        if write.sums is None:
+            return
+        pool, sums = self.source.pool_NHLPBD if pool is None else pool, write.sums.sums
+        layers = write.span(pool.shape[2])
+        span = slice(layers.start, layers.stop)
+        for index, (source, _), valid in zip(write.sums.indices, write.pairs, write.num_valid, strict=True):
             moved = torch.zeros_like(pool[:1, ..., :valid, :])
-            moved[0, :, span] = pool[pair[0], :, span, :, :valid]
-            added = digest._sums_in_place(moved, torch.tensor([0]), sums.sums.key)
-            sums.sums.sums_N[sums.indices[index]] += added[0]
+            moved[0, :, span] = pool[source, :, span, :, :valid]
+            sums.sums_N[index] += digest._sums_in_place(moved, torch.tensor([0]), sums.key)[0]
             self.num_summed += 1
 
     def flush(self, grant) -> None:

@@ -27,9 +27,9 @@ class RecordingChannel:
         self.sums_layers = channel.sums_layers
         self.writes: list[tuple[tuple, range | None]] = []
 
-    def write(self, grant, pairs, layers, num_valid, sums=None) -> None:
-        self.writes.append((tuple(pairs), layers))
-        self.channel.write(grant, pairs, layers, num_valid)
+    def write(self, write, pool=None) -> None:
+        self.writes.append((tuple(write.pairs), write.layers))
+        self.channel.write(write, pool)
 
     def flush(self, grant) -> None:
         self.channel.flush(grant)

@@ -13,6 +13,7 @@ from waiting import PATIENCE_S, wait_until
 from tandem.engine.contracts.errors import GrantError
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kv_connector.layouts.geometry import byte_view
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.grants import GrantTable
 from tandem.kv_connector.transports.links.tcp_channel import dial
 from tandem.kv_connector.transports.links.tcp_wire import WriteFrame, send_frame, send_views
@@ -34,9 +35,9 @@ def test_the_source_refuses_blocks_outside_the_grant_and_other_epochs(make_pair,
     grant = sink.grant(source.info, [3, 4])
     before = sink.pool.clone()
     with pytest.raises(GrantError, match="block 5"):
-        channel.write(grant, [(0, 3), (1, 5)], None, [8, 8])
+        channel.write(Write(grant, [(0, 3), (1, 5)], None, [8, 8]))
     with pytest.raises(GrantError, match="epoch"):
-        channel.write(msgspec.structs.replace(grant, sink_epoch=1), [(0, 3)], None, [8])
+        channel.write(Write(msgspec.structs.replace(grant, sink_epoch=1), [(0, 3)], None, [8]))
     channel.flush(grant)
     assert torch.equal(sink.pool, before)
 
@@ -58,7 +59,7 @@ def test_the_receiver_refuses_foreign_forged_closed_and_replayed_grants(make_nod
     assert torch.equal(sink.pool, before)
     assert sink.by_name[transport].grants.num_refused == 4
     again = sink.grant(source.info, [3])  # the channel survives refusals
-    channel.write(again, [(6, 3)], None, [8])
+    channel.write(Write(again, [(6, 3)], None, [8]))
     channel.flush(again)
     assert torch.equal(sink.pool[3], source.pool[6])
     sink.by_name[transport].grants.check_integrity()

@@ -11,6 +11,7 @@ import torch
 from tandem.engine.contracts.errors import ConfigError, TransportError
 from tandem.kernels.blocks.digest import block_digests
 from tandem.kv_connector.layouts.geometry import BlockGeometry, byte_view
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tests.fakes.kv_pools import (
     ALL,
@@ -39,7 +40,7 @@ def test_random_writes_arrive_exactly_and_touch_nothing_else(make_pair, transpor
         grant = sink.grant(source.info, granted)
         pairs, layers, num_valid = random_write(rng, 16, layout, granted)
         expected = expected_after(sink.pool.float(), source.pool.float(), pairs, layers, num_valid)
-        channel.write(grant, pairs, layers, num_valid)
+        channel.write(Write(grant, pairs, layers, num_valid))
         channel.flush(grant)
         torch.testing.assert_close(sink.pool.float(), expected, rtol=0, atol=0)
         sink.transports.close_grant(grant.grant_id)
@@ -62,7 +63,7 @@ def test_blocks_beyond_one_frame_and_one_sendmsg(make_pair):
     pairs = [(23 - block, block) for block in range(24)]
     num_valid = [64] * 23 + [63]  # 23 contiguous runs, then 512 short ones
     before = sink.pool[23].clone()
-    channel.write(grant, pairs, None, num_valid)
+    channel.write(Write(grant, pairs, None, num_valid))
     channel.flush(grant)
     assert torch.equal(sink.pool[:23], source.pool.flip(0)[:23])
     assert torch.equal(sink.pool[23, :, :, :, :63], source.pool[0, :, :, :, :63])
@@ -90,7 +91,7 @@ def test_many_sources_and_grants_at_once(make_node, transport):
         cancelled = rng.random() < 0.3
         try:
             for layer in range(3):
-                channel.write(grant, pairs, range(layer, layer + 1), [8, 8, 8, 8, 3])
+                channel.write(Write(grant, pairs, range(layer, layer + 1), [8, 8, 8, 8, 3]))
                 if cancelled and layer == 1:
                     sink.transports.close_grant(grant.grant_id)
             channel.flush(grant)
@@ -129,7 +130,7 @@ def test_digests_find_injected_faults(make_pair, transport, faults, bad):
     channel = FaultInjector(channel, parse_faults(faults))
     grant = sink.grant(source.info, [9, 8, 7])
     for index, block in enumerate(grant.block_ids):
-        channel.write(grant, [(index, block)], None, [8])
+        channel.write(Write(grant, [(index, block)], None, [8]))
     channel.flush(grant)
     sent = block_digests(source.pool, [0, 1, 2], 77, 8, 8)
     received = block_digests(sink.pool, [9, 8, 7], 77, 8, 8)
@@ -141,7 +142,7 @@ def test_a_fault_can_hit_every_write(make_pair):
     channel = FaultInjector(channel, parse_faults("corrupt:*"))
     grant = sink.grant(source.info, [1, 2])
     for block in (1, 2):
-        channel.write(grant, [(0, block)], range(2, 3), [1])
+        channel.write(Write(grant, [(0, block)], range(2, 3), [1]))
         difference = sink.pool[block, :, 2, :, :1] != source.pool[0, :, 2, :, :1]
         assert int(difference.sum()) == 1
 
@@ -150,12 +151,12 @@ def test_a_fault_strikes_the_write_that_it_names(make_pair, monkeypatch):
     """What arrives does not tell a write that is done twice from one that is done once."""
     source, sink, channel = make_pair("local")
     written: list[int] = []
-    write = channel.write_from
-    monkeypatch.setattr(channel, "write_from", lambda *args: (written.append(args[2][0][1]), write(*args)))
+    copy = channel._copy
+    monkeypatch.setattr(channel, "_copy", lambda *args: (written.append(args[1].pairs[0][1]), copy(*args)))
     faulty = FaultInjector(channel, parse_faults("duplicate:2,drop:3"))
     grant = sink.grant(source.info, [1, 2, 3, 4])
     for block in grant.block_ids:
-        faulty.write(grant, [(0, block)], None, [8])
+        faulty.write(Write(grant, [(0, block)], None, [8]))
     assert written == [1, 2, 2, 4]
 
 

@@ -16,6 +16,7 @@ import torch
 from waiting import PATIENCE_S, happens, wait_until
 
 from tandem.engine.contracts.errors import GrantError, PeerLostError, TransportError
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.links.nixl_agent import nixl_problem
 from tandem.kv_connector.transports.links.ucx import ucx_problem
 from tandem.kv_connector.transports.mapped.processes import ProcessRef, host_id, process_watcher
@@ -126,7 +127,7 @@ def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
     channel = source.connect(peer.info)
     grant = sink_grant(peer, source, [1, 2])
     source.pool[0] = 7.0
-    channel.write(grant, [(0, 1)], None, [64])
+    channel.write(Write(grant, [(0, 1)], None, [64]))
     channel.flush(grant)
     assert peer.call("block_equals", 1, 7.0)
     peers_pool = pool_inodes() - before
@@ -166,7 +167,7 @@ def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transpo
     assert time.monotonic() - started > 0.4
     assert len(source.lost) == 1
     with pytest.raises(PeerLostError):
-        channel.write(grant, everything[:1], None, [64])
+        channel.write(Write(grant, everything[:1], None, [64]))
     with pytest.raises(TransportError):
         source.connect(peer.info)  # the kernel takes the connection, nobody answers
     peer.kill()
@@ -174,7 +175,7 @@ def test_a_stopped_sink_is_an_error_within_the_timeout(peers, make_node, transpo
 
 def write_until_it_fails(channel, grant, pairs) -> None:
     while True:
-        channel.write(grant, pairs, None, [64] * len(pairs))
+        channel.write(Write(grant, pairs, None, [64] * len(pairs)))
 
 
 def sink_grant(peer: KVPeer, source: PoolNode, block_ids):

@@ -17,6 +17,7 @@ from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
 from tandem.engine.contracts.security import ClusterKeys
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.links import door
 from tandem.kv_connector.transports.links.door import MAX_STRANGERS
 from tandem.kv_connector.transports.links.tcp_wire import (
@@ -126,7 +127,7 @@ def test_tcp_bounds_strangers_and_lets_nodes_in_beside_them(make_node):
     strangers = [raw_socket(sink) for _ in range(MAX_STRANGERS + 8)]
     channel = source.connect(sink.info)
     grant = sink.grant(source.info, [1])
-    channel.write(grant, [(0, 1)], None, [8])
+    channel.write(Write(grant, [(0, 1)], None, [8]))
     channel.flush(grant)
     assert torch.equal(sink.pool[1], source.pool[0])
     for sock in strangers[:8]:
@@ -252,7 +253,7 @@ def test_a_newer_epoch_supersedes_the_channel(make_node, make_pair, transport):
     if transport == "shm":  # the old pool's mapping made room for the new one's; one more is the new sink's own
         assert num_pool_mappings() == mapped + 1
     with pytest.raises(PeerLostError):
-        channel.write(grant, [(0, 1)], None, [8])
+        channel.write(Write(grant, [(0, 1)], None, [8]))
     channel.close()
 
 
@@ -274,7 +275,7 @@ def test_a_fenced_epoch_is_barred_and_its_successor_is_not(make_node, make_pair,
     sink.admit(reborn.info)
     grant = sink.grant(reborn.info, [1])
     new_channel = reborn.connect(sink.info)
-    new_channel.write(grant, [(0, 1)], None, [8])
+    new_channel.write(Write(grant, [(0, 1)], None, [8]))
     new_channel.flush(grant)
     assert torch.equal(sink.pool[1], reborn.pool[0])
 
@@ -292,7 +293,7 @@ def test_a_fenced_epoch_that_lives_is_served_again_once_admitted(make_pair, tran
     assert refused(channel, old, [(0, 1)])
     assert torch.equal(sink.pool, before)
     new = sink.grant(source.info, [2])
-    channel.write(new, [(3, 2)], None, [8])
+    channel.write(Write(new, [(3, 2)], None, [8]))
     channel.flush(new)
     assert torch.equal(sink.pool[2], source.pool[3])
 
@@ -304,7 +305,7 @@ def test_writes_and_flushes_after_close_fail(make_pair, transport):
     channel.close()
     channel.close()
     with pytest.raises(PeerLostError, match="closed here"):
-        channel.write(grant, [(0, 1)], None, [8])
+        channel.write(Write(grant, [(0, 1)], None, [8]))
     with pytest.raises(PeerLostError):
         channel.flush(grant)
     assert source.lost == []

@@ -15,6 +15,7 @@ from waiting import wait_until
 
 from tandem.engine.contracts.errors import ConfigError, PeerLostError, TransportError
 from tandem.kv_connector.layouts.block_slots import NUM_SLOTS
+from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.links import nixl as nixl_module
 from tandem.kv_connector.transports.links.landing_wire import LandFrame
 from tandem.kv_connector.transports.links.nixl import MAX_WRITE_BYTES, MIN_RUN_BYTES
@@ -49,13 +50,13 @@ def test_blocks_are_few_large_descriptors_and_short_runs_are_packed(pair, runs):
     source, sink, channel = pair
     grant = sink.grant(source.info, range(16))
     expected = sink.pool.clone()
-    channel.write(grant, [(0, 4), (1, 5), (2, 6), (9, 1)], None, [64] * 4)
+    channel.write(Write(grant, [(0, 4), (1, 5), (2, 6), (9, 1)], None, [64] * 4))
     channel.flush(grant)
     assert runs == [[3 << 20, 1 << 20]], "neighbours on both sides are one descriptor"
     runs.clear()
-    channel.write(grant, [(3, 8), (5, 9)], range(2, 3), [64, 64])  # 32 KiB a head
-    channel.write(grant, [(3, 10), (5, 11)], range(2, 6), [64, 64])  # 128 KiB a head
-    channel.write(grant, [(7, 12), (8, 13)], None, [64, 11])  # one whole block, one that ends a prompt
+    channel.write(Write(grant, [(3, 8), (5, 9)], range(2, 3), [64, 64]))  # 32 KiB a head
+    channel.write(Write(grant, [(3, 10), (5, 11)], range(2, 6), [64, 64]))  # 128 KiB a head
+    channel.write(Write(grant, [(7, 12), (8, 13)], None, [64, 11]))  # one whole block, one that ends a prompt
     channel.flush(grant)
     assert runs == [[2 * 4 * (32 << 10)], [128 << 10] * 8, [1 << 20], [(1 << 20) * 11 // 64]]
     assert all(nbytes >= MIN_RUN_BYTES for request in runs for nbytes in request)
@@ -75,13 +76,13 @@ def test_a_direct_write_asks_first(pair):
     before = sink.pool.clone()
     closed = sink.grant(source.info, [3], open=False)
     with pytest.raises(TransportError, match="is not open here"):
-        channel.write(closed, [(0, 3)], None, [64])
+        channel.write(Write(closed, [(0, 3)], None, [64]))
     with pytest.raises(TransportError, match="is not open here"):
         channel.flush(closed)
     assert torch.equal(sink.pool, before)
     assert sink.transports.is_settled(closed.grant_id)
     grant = sink.grant(source.info, [3])  # the channel survives a refusal
-    channel.write(grant, [(0, 3)], None, [64])
+    channel.write(Write(grant, [(0, 3)], None, [64]))
     channel.flush(grant)
     assert torch.equal(sink.pool[3], source.pool[0])
 
@@ -90,10 +91,10 @@ def test_a_grant_with_direct_writes_is_settled_by_its_flush(pair):
     source, sink, channel = pair
     grant = sink.grant(source.info, [3, 4])
     assert sink.transports.is_settled(grant.grant_id)
-    channel.write(grant, [(0, 3)], None, [64])
+    channel.write(Write(grant, [(0, 3)], None, [64]))
     channel.flush(grant)
     assert sink.transports.is_settled(grant.grant_id)
-    channel.write(grant, [(1, 4)], None, [64])
+    channel.write(Write(grant, [(1, 4)], None, [64]))
     channel.flush(grant)
     assert source.lost == []
     assert torch.equal(sink.pool[3:5], source.pool[:2])
@@ -102,14 +103,14 @@ def test_a_grant_with_direct_writes_is_settled_by_its_flush(pair):
 def test_who_says_drained_without_a_flush_loses_its_link_before_it_is_believed(pair):
     source, sink, channel = pair
     grant = sink.grant(source.info, [3, 4])
-    channel.write(grant, [(0, 3)], None, [64])
+    channel.write(Write(grant, [(0, 3)], None, [64]))
     assert not sink.transports.is_settled(grant.grant_id)
     wait_until(lambda: sink.transports.is_settled(grant.grant_id))
     quiet = sink.pool.clone()
     with pytest.raises(PeerLostError):
         channel.flush(grant)
     with pytest.raises(PeerLostError):
-        channel.write(grant, [(1, 4)], None, [64])
+        channel.write(Write(grant, [(1, 4)], None, [64]))
     assert [lost[:2] for lost in source.lost] == [("d", sink.epoch)]
     assert torch.equal(sink.pool, quiet)
 
@@ -118,12 +119,12 @@ def test_a_newer_link_of_a_source_ends_the_older_one_first(make_node, pair):
     """Otherwise a flush of the new link could speak for writes that still come over the old one."""
     source, sink, channel = pair
     grant = sink.grant(source.info, [3])
-    channel.write(grant, [(0, 3)], None, [64])
+    channel.write(Write(grant, [(0, 3)], None, [64]))
     twin = PoolNode("p", "nixl", layout=MEGABYTE_BLOCKS, seed=1)  # the same source, its older link never closed
     twin.by_name["nixl"].pool = source.by_name["nixl"].pool
     newer = twin.connect(sink.info)
     assert sink.transports.is_settled(grant.grant_id), "nothing of the older link is left when the newer one is up"
-    newer.write(grant, [(0, 3)], None, [64])
+    newer.write(Write(grant, [(0, 3)], None, [64]))
     newer.flush(grant)
     assert torch.equal(sink.pool[3], source.pool[0])
     twin.close()
@@ -134,7 +135,7 @@ def test_more_than_the_window_is_under_way_at_most(pair, monkeypatch):
     monkeypatch.setattr(nixl_module, "WINDOW_BYTES", 2 << 20)
     grant = sink.grant(source.info, range(16))
     for block in range(16):
-        channel.write(grant, [(15 - block, block)], None, [64])
+        channel.write(Write(grant, [(15 - block, block)], None, [64]))
         assert channel._flying_bytes <= 2 << 20
     channel.flush(grant)
     assert torch.equal(sink.pool, source.pool.flip(0))
@@ -165,7 +166,7 @@ def test_what_is_no_link_ends(pair):
     channel._sock.sendall(b"\x00\x00\x00\x02??")
     grant = sink.grant(source.info, [3])
     with pytest.raises(PeerLostError):
-        channel.write(grant, [(0, 3)], None, [64])
+        channel.write(Write(grant, [(0, 3)], None, [64]))
     assert isinstance(channel._sock, socket.socket)
     assert channel._sock.fileno() == -1
 
@@ -180,7 +181,7 @@ def test_a_slot_that_holds_no_such_blocks_ends_its_link(pair, changes):
     source, sink, channel = pair
     grant = sink.grant(source.info, [3, 4])
     good = LandFrame(0, grant.grant_id, (3,), 2, 1, (64,), 0, 4 * (32 << 10))
-    channel.write(grant, [(0, 3)], range(2, 3), [64])
+    channel.write(Write(grant, [(0, 3)], range(2, 3), [64]))
     channel.flush(grant)
     before = sink.pool.clone()
     channel._wake()

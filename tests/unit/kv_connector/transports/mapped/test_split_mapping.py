@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kernels.blocks.digest import SEGMENT_WORDS, BlockSums, block_digests
-from tandem.kv_connector.transports.base import PairSums
+from tandem.kv_connector.transports.base import PairSums, Write
 from tandem.kv_connector.transports.mapped.cuda_ipc import CudaIpcHandle, fits, sum_blocks
 from tandem.kv_connector.transports.mapped.shm import ShmMapping
 from tandem.kv_connector.transports.mapped.split import SplitMapping
 from tandem.kv_connector.transports.node_transports import make_transports
-from tests.fakes.kv_pools import KEYS, expected_after, make_layout, random_write
+from tests.fakes.kv_pools import KEYS, expected_after, grant_of, make_layout, random_write
 
 LAYOUT = make_layout(heads=4)
+NODE = NodeInfo(node_id="d", epoch=1, role="unified", layout=LAYOUT)
+GRANT = grant_of(NODE, NODE, range(8))
 HANDLE = b"h" * 64
 BYTES = LAYOUT.payload_bytes
 
@@ -34,12 +37,12 @@ def test_every_memory_gets_its_heads(num_heads: tuple[int, int]) -> None:
     for _ in range(12):
         pairs, layers, num_valid = random_write(rng, 8, LAYOUT, range(8))
         expected = expected_after(torch.cat(parts, 1), source, pairs, layers, num_valid)
-        assert mapping.copy_in(1, source, pairs, layers, num_valid)
-        mapping.flush(1)
+        assert mapping.copy_in(source, Write(GRANT, pairs, layers, num_valid))
+        mapping.flush(GRANT.grant_id)
         assert torch.equal(torch.cat(parts, 1), expected)
     mapping.close()
     before = torch.cat(parts, 1)
-    assert not mapping.copy_in(1, source, [(0, 1)], None, [8])
+    assert not mapping.copy_in(source, Write(GRANT, [(0, 1)], None, [8]))
     assert torch.equal(torch.cat(parts, 1), before)
 
 
@@ -68,7 +71,7 @@ def test_digests_are_of_blocks_with_all_heads(monkeypatch: pytest.MonkeyPatch) -
     assert mapping.sums_blocks
     pairs, sums = [(5, 0), (2, 7), (1, 3)], BlockSums.of_none(source, 3, 99)
     for layers in (range(2), range(2, 3)):
-        assert mapping.copy_in(1, source, pairs, layers, [8] * 3, PairSums(sums, [2, 0, 1]))
+        assert mapping.copy_in(source, Write(GRANT, pairs, layers, [8] * 3, PairSums(sums, [2, 0, 1])))
     arrived = block_digests(torch.cat(parts, 1), [7, 3, 0], 99, 8, 8)
     assert torch.equal(sums.digests(8, 8), arrived)
 
