@@ -82,11 +82,11 @@ class ModelRunner:
         where the process must end then: the other ranks compute the step as one, and wait for this one's part."""
         if self._followers is not None:
             self._followers.announce("step", output)
-        self.state.apply(output.new_slots, output.block_appends)
+        failed_slots = self.state.apply(output.new_slots, output.block_appends)
         if output.copies:
             copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
             copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
-        step = LaunchedStep(output.step_id)
+        step = LaunchedStep(output.step_id, failed_slots=failed_slots)
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta)
@@ -101,7 +101,8 @@ class ModelRunner:
         return step
 
     def _replay(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
-        """A decode step or small chunks of prompts, by replaying a graph. False: this step is none for a graph."""
+        """A decode step or small chunks of prompts, by replaying a graph. False: this step is none for a graph, or the
+        device had no memory for what comes beside it; what has run is run again, to the same effect."""
         graphs = self._graphs
         if graphs is None:
             return False
@@ -110,20 +111,25 @@ class ModelRunner:
             if not output.is_only_rows or not graphs.takes(rows):
                 return False
             rows = output.token_rows()
-        logits_NV = graphs.run(rows)[: len(output.samples)]
-        if not output.samples:
-            return True
-        if self.state.are_plain(output.samples):
-            token_N, _ = self._choose(logits_NV, SamplingBatch())
-            graphs.batch.store(token_N)
-            step.token_ids = to_host(token_N)
-            return True
         try:
-            self._sample(output.samples, logits_NV, step)
+            self._run_graph(graphs, rows, output, step)
         except torch.OutOfMemoryError as error:
             self._on_out_of_memory(output.num_tokens, error)
             return False
         return True
+
+    def _run_graph(
+        self, graphs: DecodeGraphs, rows: Sequence[ScheduledRow], output: SchedulerOutput, step: LaunchedStep
+    ) -> None:
+        logits_NV = graphs.run(rows)[: len(output.samples)]
+        if not output.samples:
+            return
+        if self.state.are_plain(output.samples):
+            token_N, _ = self._choose(logits_NV, SamplingBatch())
+            graphs.batch.store(token_N)
+            step.token_ids = to_host(token_N)
+        else:
+            self._sample(output.samples, logits_NV, step)
 
     def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
         """Any mix of rows, layer by layer. Without the memory for all at once: in ever smaller pieces; what has run
@@ -191,16 +197,17 @@ class ModelRunner:
             return self.model(inputs.input_ids_T, inputs.positions_T, wanted)
 
     def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
-        """Samples, writes the tokens into the slots' tables and starts their way to the host."""
+        """Samples, writes the tokens into the slots' tables and starts their way to the host. Counting them comes last:
+        it alone may not happen twice when memory runs out and the step is run again."""
         batch, slot_N, position_N = self.state.sampling_batch(samples)
         token_N, logprobs = self._choose(logits_NV, batch)
         self.state.write_tokens(slot_N, position_N, token_N)
-        self.state.count_outputs(samples, slot_N, token_N)
         step.token_ids = to_host(token_N)
         if logprobs is not None:
             num_logprobs = self.state.settings["num_logprobs"][[s.slot for s in samples]]
             targets = np.flatnonzero(num_logprobs >= 0)
             step.logprobs = HostLogprobs.fetch(logprobs, targets, num_logprobs[targets])
+        self.state.count_outputs(samples, slot_N, token_N)
 
     def _choose(self, logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, Logprobs | None]:
         """`sample`, of logits as the model projects them. In a group rank 0 draws, and every rank gets its tokens:

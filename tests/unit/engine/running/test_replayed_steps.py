@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -10,6 +10,7 @@ import torch
 from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_slot
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.running import runner as running
 from tandem.engine.running.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
 from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
@@ -70,6 +71,42 @@ def test_chunks_as_rows_make_the_same_tokens(kind: str, sampling: SamplingParams
     torch.testing.assert_close(pools[0], pools[1], rtol=0, atol=1e-5)
     if sampling.greedy:
         assert [step[0] for step in tokens[1][1:3]] == reference_greedy(tiny_model(kind), prompts[0], 2).token_ids
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, seed=3, presence_penalty=0.7)]
+)
+@pytest.mark.parametrize("lacking", ["replay", "way to the host"])
+def test_a_replay_without_memory_is_computed_otherwise(
+    monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams, lacking: str
+) -> None:
+    prompts = {0: random_prompt(33, seed=2), 2: random_prompt(5, seed=1)}
+    tokens = []
+    for fails in (False, True):
+        runner = make_runner(tiny_model("llama"))
+        runner._graphs = graphs = RunsDirectly(runner.model, runner.state, runner.max_graph_rows, MAX_LEN)
+        where = (graphs, "run") if lacking == "replay" else (running, "to_host")
+        for step in steps(prompts, sampling):
+            with monkeypatch.context() as patch:
+                if fails:
+                    patch.setattr(*where, once_without_memory(*where))
+                tokens.append(runner.execute(step).result().token_ids.tolist())
+        assert (runner.counters["steps_out_of_memory"] > 0) == fails
+    half = len(tokens) // 2
+    assert tokens[:half] == tokens[half:]
+
+
+def once_without_memory(owner: object, name: str) -> Callable[..., object]:
+    """The function, that raises the first time that it has done its work."""
+    work, lacks = getattr(owner, name), iter([True])
+
+    def lacking(*args: object) -> object:
+        done = work(*args)
+        if next(lacks, False):
+            raise torch.OutOfMemoryError("tried to allocate more than there is")
+        return done
+
+    return lacking
 
 
 def test_which_steps_are_replayed() -> None:
