@@ -88,11 +88,11 @@ class SinkActions:
     def _verify(self, record: SinkRecord) -> None:
         assert record.grant is not None
         assert record.ready is not None
+        if record.ready.continuation is not None:
+            self._ledger.shorten(record, record.ready.continuation.num_tokens)
         if not self._verifies and not record.ready.digests:
             self.run(record, record.machine.on_verified(record.grant.grant_id, record.machine.round, True))
             return
-        if record.ready.continuation is not None:
-            self._ledger.shorten(record, record.ready.continuation.num_tokens)
         valid_last = (record.num_tokens - 1) % self._ledger.block_size + 1
         key = digest_key(*record.key, record.grant.grant_id)
         blocks, digests = tuple(record.granted), record.ready.digests

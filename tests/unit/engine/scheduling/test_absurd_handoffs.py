@@ -18,17 +18,19 @@ from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInf
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.node.control.events import Received
 from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import RequestBook
-from tests.fakes.handoff_effects import take_messages
+from tests.fakes.handoff_effects import take, take_messages
 
 SOURCE, BLOCK, VOCAB = peer_id_of("p", 7), 4, 100
 
 
-def sink_of(pool: BlockPool) -> SinkManager:
-    options = NodeOptions("decode", ModelOptions("m"), CacheOptions(block_size=BLOCK, hash_block_size=BLOCK))
+def sink_of(pool: BlockPool, with_digests: bool = True) -> SinkManager:
+    cache = CacheOptions(block_size=BLOCK, hash_block_size=BLOCK)
+    options = NodeOptions("decode", ModelOptions("m"), cache, digests=with_digests)
     info = NodeInfo(node_id="d", epoch=9, role="decode", vocab_size=VOCAB, max_model_len=40)
     return SinkManager(info, ClusterKeys(b"k" * 16, False), pool, options)
 
@@ -90,15 +92,32 @@ def test_a_continuation_is_of_the_model_and_no_longer_than_it_takes(num_known, t
     assert says_ready(sink, grant, first_tokens=(), continuation=continuation) == is_heard
 
 
+@pytest.mark.parametrize("with_digests", [True, False])
+def test_a_running_sequence_gives_back_what_its_grant_had_beyond_its_length(with_digests):
+    pool = BlockPool(30, enable_caching=True)
+    sink = sink_of(pool, with_digests)
+    expect(sink, 18, is_running=True)
+    grant = claim(sink, 39)
+    assert len(grant.block_ids) == 10
+    ready(sink, grant, first_tokens=(), continuation=Continuation(20, (5, 5, 5)), digests=bytes(40 * with_digests))
+    assert pool.num_free == 25
+    assert [commit.block_ids for commit in take(sink, Commit)] == ([] if with_digests else [grant.block_ids[:5]])
+    sink.check_integrity()
+
+
 def says_ready(sink: SinkManager, grant: KVGrant, **fields: object) -> bool:
     """Whether what arrived is being checked."""
-    ready = KVReady(
-        request_id="r", attempt=0, grant_id=grant.grant_id, grant_signature=grant.signature, source_id="p",
-        source_epoch=7, sink_epoch=9, digests=bytes(8 * len(grant.block_ids)), **fields,
-    )  # fmt: skip
-    sink.on_message(SOURCE, ready, 2.0)
+    ready(sink, grant, digests=bytes(8 * len(grant.block_ids)), **fields)
     assert sink.counters.foreign_messages == (not sink.actions.num_verifying)
     return bool(sink.actions.num_verifying)
+
+
+def ready(sink: SinkManager, grant: KVGrant, **fields: object) -> None:
+    message = KVReady(
+        request_id="r", attempt=0, grant_id=grant.grant_id, grant_signature=grant.signature, source_id="p",
+        source_epoch=7, sink_epoch=9, **fields,
+    )  # fmt: skip
+    sink.on_message(SOURCE, message, 2.0)
 
 
 def test_counts_and_durations_are_bounded_where_they_are_decoded():
