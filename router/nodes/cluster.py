@@ -153,6 +153,16 @@ class Cluster:
         """What kinds of nodes are needed before a request can be served, for people; "" when none is missing."""
         return missing_roles(self.serving())
 
+    def why_none_takes(self, num_tokens: int) -> str:
+        """Why no node can have a request that may grow to `num_tokens` tokens, for people; "" when one can."""
+        if missing := self.missing_roles():
+            return f"{missing} is connected"
+        nodes = [view for view in self.serving() if view.role != "prefill"]
+        if any(view.takes(num_tokens) for view in nodes):
+            return ""
+        longest = max(view.info.max_model_len for view in nodes)
+        return f"it may have {num_tokens} tokens, and the nodes that are connected take {longest}"
+
     def counters(self) -> dict[str, float]:
         """Figures of all connections, for /metrics."""
         links = self._links.values()

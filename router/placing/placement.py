@@ -118,7 +118,10 @@ class _Finder:
         prefills: list[NodeView] = []
         decoders: list[NodeView] = []
         silent: list[NodeView] = []
+        num_prompt, num_all = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
         for node in nodes:
+            if not node.takes(num_prompt + 1 if node.role == "prefill" else num_all):
+                continue
             if node.silent:
                 silent.append(node)
             elif not (node.lost or node.draining):

@@ -80,6 +80,10 @@ class NodeView:
     def usable(self) -> bool:
         return not (self.lost or self.draining)
 
+    def takes(self, num_tokens: int) -> bool:
+        """Whether a sequence may grow to so many tokens there: its pool may be smaller than others'."""
+        return not self.info.max_model_len or num_tokens <= self.info.max_model_len
+
     def backlog_s(self, now: float) -> float:
         """Seconds of prompt work that it has, as far as is known."""
         return max(0.0, self.idle_at - now)

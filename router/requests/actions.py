@@ -34,6 +34,11 @@ class RequestSpec:
     queue_s: float = 10.0  # longest wait for a node that can take it
     accept_s: float = 10.0  # longest wait for the nodes' answers to Submit
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that each sample may have in the end, prompt included."""
+        return len(self.prompt_token_ids) + self.sampling.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Place:

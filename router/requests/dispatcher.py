@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.contracts.errors import NoNodeError, TandemError
+from tandem.engine.contracts.errors import NodeFailedError, NoNodeError, TandemError
 from tandem.engine.contracts.wire.requests import Cancel, Tokens
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.nodes.cluster import Cluster
@@ -226,7 +226,8 @@ class Dispatcher:
             generation.listener.finished(generation.prompt_index)
         else:
             error = outcome.error
-            if isinstance(error, NoNodeError) and (missing := self._cluster.missing_roles()):
-                error.message += f": {missing} is connected"
+            is_of_nodes = isinstance(error, NoNodeError | NodeFailedError)
+            if is_of_nodes and (why := self._cluster.why_none_takes(machine.spec.most_tokens)):
+                error.message += f": {why}"
             self._metrics.ends.labels(error.code or error.type).inc()
             generation.listener.failed(generation.prompt_index, error)

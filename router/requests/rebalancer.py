@@ -54,7 +54,7 @@ class Rebalancer:
         self, generation: Generation, sample: int, source: NodeView, nodes: Sequence[NodeView], now: float
     ) -> None:
         machine = generation.machine
-        target = self._policy.target(source, nodes, machine.num_tokens_of(sample))
+        target = self._policy.target(source, nodes, machine.num_tokens_of(sample), machine.spec.most_tokens)
         if target is None:
             return
         self._policy.moved(source, now)

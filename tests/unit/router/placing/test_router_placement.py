@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from tandem.engine.contracts.kv_layout import ModelIdentity
@@ -33,6 +34,20 @@ def names(placement: Placement | None) -> tuple[str, str | None]:
 
 def test_long_prompts_use_both_halves() -> None:
     assert names(choose(LONG, node("prefill", "p"), node("decode", "d"))) == ("d", "p")
+
+
+def test_nodes_whose_pool_is_too_small_for_what_it_may_become_are_passed_by() -> None:
+    def of_length(role: Role, name: str, length: int) -> NodeView:
+        view = node(role, name)
+        view.info = msgspec.structs.replace(view.info, max_model_len=length)
+        return view
+
+    prefill, small, large = of_length("prefill", "p", 8193), of_length("decode", "d0", 8255), node("decode", "d1")
+    warm = {small.key: 8000, large.key: 0}
+    assert names(choose(LONG, prefill, small, large, cached=warm)) == ("d1", "p"), "a prompt is all it computes"
+    assert names(choose(LONG, prefill, of_length("decode", "d0", 8256), large, cached=warm)) == ("d0", None)
+    assert choose(LONG, prefill, small) is None
+    assert names(choose(LONG, of_length("prefill", "p", 8192), large)) == ("d1", None)
 
 
 def test_silent_nodes_get_what_nobody_else_can_take() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 from router_in_thread import FAST, RouterInThread
-from router_nodes import FULL, Nodes, addresses, status_of
+from router_nodes import FULL, PROMPT, Nodes, addresses, output, status_of, stream_events
 from waiting import PATIENCE_S, wait_until
 
 ALWAYS = 10_000
@@ -65,3 +65,24 @@ def test_a_node_that_begins_to_drain_is_asked_once(folder: Path, nodes: Nodes) -
             node.failures[:] = [DRAINING]
             assert [status_of(router)[0] for _ in range(3)] == [200] * 3
             assert not node.failures
+
+
+def test_a_node_that_joined_with_less_room_does_not_end_a_request_early(folder: Path, nodes: Nodes) -> None:
+    """It would count as ended by length, with fewer tokens than the first node had promised."""
+    large = nodes.start(hold_after_tokens=6)
+    with RouterInThread(folder, addresses(large), timeouts=replace(FAST, connect_s=1.0)) as router:
+        router.wait_ready()
+        with ThreadPoolExecutor(1) as pool:
+            result = pool.submit(stream_events, router.client, max_tokens=100)
+            wait_until(lambda: large.num_tokens > 5, "some tokens")
+            small = nodes.start(max_model_len=len(PROMPT) + 99)
+            router.call(lambda: router.worker.service.cluster.add(small.address))
+            wait_until(lambda: len(router.worker.service.cluster.serving()) == 2, "the smaller node")
+            large.die()
+            ids, error = result.result(PATIENCE_S)
+        assert ids == output(6)
+        assert error is not None
+        assert "may have 140 tokens, and the nodes that are connected take 139" in error["message"]
+        assert not small.submits
+        assert status_of(router)[0] == 200, "what fits is served there"
+        router.wait_idle()
