@@ -175,6 +175,7 @@ class ServingNode:
             "requests_accepted": float(self.book.num_accepted),
             "requests_ended": float(self.book.num_ended),
             "blocks_cached": float(self.pool.num_cached),
+            "request_faults": float(self.scheduler.num_faults),
             "preemptions": float(self.scheduler.num_preemptions),
             "prompt_tokens": float(self.scheduler.num_prompt_tokens),
             "cached_tokens": float(self.scheduler.num_cached_tokens),

@@ -9,15 +9,20 @@ Shape legend: S slots, C table columns (tokens), B block table columns, V vocabu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.device.upload import upload
+from tandem.engine.process.process_log import RateLimited
 from tandem.engine.running.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch
 from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow
+
+limited = RateLimited(logging.getLogger(__name__))
 
 PROMPT_LOGPROB_ROWS = 256  # positions whose whole-vocabulary log-probabilities are held at once; a guess
 MIN_TEMPERATURE = 1e-5  # keeps logits / temperature finite in float32; below it sampling is greedy but for exact ties
@@ -73,10 +78,17 @@ class BatchState:
 
     # --- patches --------------------------------------------------------------------------------------------
 
-    def apply(self, new_slots: Sequence[NewSlot], block_appends: Sequence[BlockAppend]) -> None:
-        """Takes in sequences that enter and blocks that tables gained; before the step's forward pass."""
+    def apply(self, new_slots: Sequence[NewSlot], block_appends: Sequence[BlockAppend]) -> dict[int, str]:
+        """Takes in sequences that enter and blocks that tables gained; before the step's forward pass. Slots whose
+        settings can't be taken, and why: they are computed as greedy ones, and nobody is to hear what they make."""
+        failed = {}
         for new in new_slots:
-            self._set_settings(new)
+            try:
+                self._set_settings(new)
+            except Exception as error:
+                limited.exception("the sampling parameters %r can't be used", new.sampling)
+                failed[new.slot] = f"its sampling parameters can't be used: {error!r}"
+                self._set_settings(msgspec.structs.replace(new, sampling=_NEUTRAL))
         table_at, table_values = self._table_patch(new_slots)
         table_at += [np.array([a.slot * self.max_blocks + a.index for a in block_appends], np.int64)]
         table_values += [np.array([a.block_id for a in block_appends], np.int64)]
@@ -90,6 +102,7 @@ class BatchState:
         penalised = [new for new in new_slots if self.settings["penalised"][new.slot]]
         if penalised:
             self._count_tokens(penalised)
+        return failed
 
     def fork(self, forks: Sequence[ForkSlot]) -> None:
         """Makes slots copies of their parents; after the forward pass, before sampling."""
@@ -235,6 +248,7 @@ class BatchState:
         return Penalties(row_P, *settings, counts_SV[slot_P], in_prompt_SV[slot_P])
 
 
+_NEUTRAL = SamplingParams(temperature=0.0)
 _EMPTY_IDS = np.empty(0, np.int64)
 _EMPTY_BIAS = (_EMPTY_IDS, np.empty(0, np.float64))
 

@@ -58,6 +58,7 @@ class LaunchedStep:
     prompt_logprobs: Sequence[HostLogprobs] = field(default_factory=tuple)  # targets are indices of scheduled rows
     event: torch.cuda.Event | None = None
     failure: str | None = None
+    failed_slots: dict[int, str] = field(default_factory=dict)
 
     def fail(self, reason: str) -> None:
         """Nothing was computed; the requests of the step end with this reason."""
@@ -71,7 +72,7 @@ class LaunchedStep:
         if self.event is not None:
             self.event.synchronize()
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
-        output = RunnerOutput(self.step_id, tokens, failure=self.failure)
+        output = RunnerOutput(self.step_id, tokens, failure=self.failure, failed_slots=self.failed_slots)
         if self.logprobs is not None:
             output.logprobs = [None] * len(tokens)
             for sample, entry in self.logprobs.entries():

@@ -65,6 +65,7 @@ class SchedulerState:
         self.running: list[Request] = []
         self.free_slots = list(range(options.max_num_seqs - 1, -1, -1))
         self.num_preemptions = 0
+        self.num_faults = 0  # requests that were given up
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of prompts that started here; found in any cache
         self.events: list[EngineEvent] = []
         self._requests: dict[Key, list[Request]] = {}
@@ -217,6 +218,14 @@ class SchedulerState:
         sequences = list(self._requests[request.key])
         for sequence in sequences:
             self.finish(sequence)
+        return sequences
+
+    def give_up(self, request: Request, text: str) -> list[Request]:
+        """Fails a request for an exception that nobody expected, of work that was for it alone. AssertionError when the
+        books don't hold without it: then the exception was about more, and the process must end."""
+        self.num_faults += 1
+        sequences = self.fail(request, "internal_error", text, retryable=True)
+        self.check_integrity()
         return sequences
 
     def _end(self, request: Request) -> None:

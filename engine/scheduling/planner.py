@@ -6,10 +6,14 @@ loses its row too. What is sure at once is block ownership: rows are planned onl
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
+from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.request import Request, RequestState
+
+limited = RateLimited(logging.getLogger(__name__))
 
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
 MAX_PASSED_BY = 256  # a guess
@@ -184,7 +188,7 @@ class StepPlanner:
             if request.state is RequestState.RUNNING:
                 self._plan_chunk(plan, request)
             elif request.state is not RequestState.FINISHED:
-                self._admit(plan, request, admission)
+                self._admit_contained(plan, request, admission)
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Whoever holds its KV already goes first: it needs a slot and at most one block."""
@@ -194,6 +198,19 @@ class StepPlanner:
             if self._grow(request, request.num_tokens):
                 self._state.enter_batch(request)
                 plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
+
+    def _admit_contained(self, plan: StepPlan, request: Request, admission: Admission) -> None:
+        """Admits a request. An exception that nobody expected costs it alone if no block, slot or row has changed
+        hands; else nobody knows what holds, and the process must end."""
+        num_free, num_rows = self._state.pool.num_free, len(plan.rows)
+        try:
+            self._admit(plan, request, admission)
+        except Exception:
+            is_untouched = request.slot < 0 and not request.block_ids and len(plan.rows) == num_rows
+            if not is_untouched or self._state.pool.num_free != num_free:
+                raise
+            limited.exception("request %s attempt %d can't be planned", *request.key, key="plan")
+            self._state.give_up(request, "the node can't plan this request; its log says why")
 
     def _admit(self, plan: StepPlan, request: Request, admission: Admission) -> None:
         """Starts a waiting request while budget, slots and blocks last. One that waits for its connector or for its

@@ -8,6 +8,7 @@ yet (docs/architecture.md, "The step loop").
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,6 +16,7 @@ import msgspec
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
@@ -25,6 +27,8 @@ from tandem.engine.scheduling.prompt_order import PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
 from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.scheduling.step_pace import StepPace
+
+limited = RateLimited(logging.getLogger(__name__))
 
 
 class Scheduler(SchedulerState):
@@ -103,14 +107,21 @@ class Scheduler(SchedulerState):
         if result.failure is not None:
             return self._give_up(launched, result.failure)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
+            if row.slot in result.failed_slots and request.state is not RequestState.FINISHED:
+                self.give_up(request, result.failed_slots[row.slot])
             if row.prompt_logprobs:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
         logprobs = result.logprobs or [None] * len(output.samples)
         token_ids = result.token_ids.tolist()
         for sample, request, token_id, entry in zip(output.samples, launched.sampled, token_ids, logprobs, strict=True):
             request.num_in_flight -= 1
-            if request.state is not RequestState.FINISHED and sample.sample_index in request.sample_indices:
+            if request.state is RequestState.FINISHED or sample.sample_index not in request.sample_indices:
+                continue
+            try:
                 self._take_token(request, sample, token_id, entry)
+            except Exception:
+                limited.exception("request %s attempt %d failed at a token", *request.key, key="token")
+                self.give_up(request, "the node can't take this request's token in; its log says why")
         return self.take_events()
 
     def _give_up(self, launched: StepBookings, reason: str) -> list[EngineEvent]:

@@ -145,3 +145,4 @@ class RunnerOutput:
     # (row index) -> entries predicting positions start+1 .. start+num_tokens (the last only if it is in the prompt)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failure: str | None = None  # why nothing was computed: the step's requests end with it
+    failed_slots: dict[int, str] = field(default_factory=dict)  # whose sequence alone ends, and why

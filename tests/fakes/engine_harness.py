@@ -87,6 +87,7 @@ class Harness:
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.finished: dict[tuple[str, int], str] = {}
         self.failed: dict[str, str] = {}
+        self.num_faults = 0  # as many are expected
         self.prompt_logprobs: dict[str, list[int]] = {}  # positions
         self._arrivals = 0
 
@@ -147,6 +148,7 @@ class Harness:
             held += self.tiers.manager.references()
             self.tiers.check(roots)
         self.scheduler.check_integrity(held)
+        assert self.scheduler.num_faults <= self.num_faults, "a request was given up for an error of ours"
         self.runner.check_cached(self.pool, roots)
 
     def _take(self, event: EngineEvent) -> None:

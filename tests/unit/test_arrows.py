@@ -28,7 +28,7 @@ WITHIN = {
     "engine/process": {"engine/contracts"},
     "engine/contracts": set(),
     "engine/blocks": {"engine/contracts"},
-    "engine/scheduling": {"engine/contracts", "engine/blocks"},
+    "engine/scheduling": {"engine/contracts", "engine/blocks", "engine/process"},
     "kv_connector/directory": set(),
     "kv_connector/protocol": set(),
     "kv_connector/source": {"kv_connector/protocol", "kv_connector/layouts"},

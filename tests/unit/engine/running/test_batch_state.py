@@ -56,6 +56,18 @@ def test_patches_touch_only_their_entries():
     assert state.token_ids_SC[0].sum() == state.token_ids_SC[3].sum() == 0
 
 
+def test_settings_that_cannot_be_taken_are_named_and_cost_no_other_slot():
+    state = make_state()
+    odd = SamplingParams(temperature=0.5, top_k=1 << 70, logit_bias=((3, 1.0),))
+    failed = state.apply([new_slot(1, [5, 6, 7], (3, 9), odd), new_slot(2, [8], (4,))], [])
+    assert list(failed) == [1]
+    assert "sampling parameters" in failed[1]
+    assert state.block_table_SB[1].tolist() == [3, 9, 0, 0, 0]
+    logits = torch.arange(VOCAB, dtype=torch.float32).repeat(2, 1)
+    assert run_sampler(state, logits, [SampleRow(0, 1, 3, 0, 0), SampleRow(1, 2, 1, 0, 0)]) == [VOCAB - 1] * 2
+    assert state.are_plain([SampleRow(0, 1, 3, 0, 0)])
+
+
 def test_fork_copies_tokens_settings_and_counts():
     state = make_state()
     params = SamplingParams(temperature=0.0, frequency_penalty=2.0, logit_bias=((4, 1.0),), min_tokens=1)

@@ -1,4 +1,4 @@
-"""How requests leave early: aborts in every state, steps that fail; each case ends with nothing held."""
+"""How requests leave early: aborts in every state, failed steps, errors of ours; each case ends with nothing held."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import pytest
 from engine_harness import Harness, receive
+
+from tandem.engine.scheduling import stop
+from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
 
 # --- abort --------------------------------------------------------------------------------------------------
 
@@ -179,4 +182,71 @@ def test_a_step_without_memory_ends_its_requests_and_leaves_nothing_wrong(failin
     assert "after" not in harness.failed
     for name in list(harness.connector.held):
         harness.connector.release(name)
+    harness.assert_empty()
+
+
+# --- exceptions that nobody expected ------------------------------------------------------------------------
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, at_call: int) -> None:
+    """The method works until its call number `at_call`, which raises before it has done anything."""
+    method, calls = getattr(owner, name), iter(range(at_call + 1))
+
+    def fails(*args: object, **named: object) -> object:
+        if next(calls, -1) == at_call:
+            raise KeyError("nobody expected this")
+        return method(*args, **named)
+
+    monkeypatch.setattr(owner, name, fails)
+
+
+@pytest.mark.parametrize("fails", ["planned", "asked", "token"])
+@pytest.mark.parametrize("samples", [(0,), (0, 1, 2)])
+def test_an_error_in_what_is_for_one_request_costs_this_one(
+    monkeypatch: pytest.MonkeyPatch, fails: str, samples: tuple[int, ...]
+) -> None:
+    harness = Harness(num_blocks=40, max_num_batched_tokens=64)
+    harness.num_faults = 1
+    if fails == "planned":
+        failing_once(monkeypatch, harness.scheduler.kv, "cached_prefix", 1)
+    elif fails == "asked":
+        failing_once(monkeypatch, harness.scheduler.tiers, "prepare", 1)
+    else:
+        failing_once(monkeypatch, stop, "finish_reason", 1)
+    harness.add("a", range(22), max_tokens=7)
+    harness.add("b", range(30, 50), samples, max_tokens=7)
+    harness.add("c", range(22), max_tokens=7)
+    harness.run()
+    assert harness.failed == {"b": "internal_error"}
+    harness.assert_output("a")
+    harness.assert_output("c")
+    harness.assert_empty()
+
+
+def test_an_error_of_planning_after_blocks_have_changed_hands_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = Harness(num_blocks=40)
+    failing_once(monkeypatch, harness.scheduler, "enter_batch", 0)
+    harness.add("a", range(22), max_tokens=7)
+    with pytest.raises(KeyError):
+        harness.step()
+
+
+def test_settings_that_the_device_side_cannot_take_cost_their_request() -> None:
+    """Its prompt's siblings end with it; what was cached of its prompt is right."""
+    harness = Harness(num_blocks=40, max_num_batched_tokens=64)
+    harness.num_faults = 1
+    run = harness.runner._run
+
+    def run_without(output: SchedulerOutput) -> RunnerOutput:
+        result = run(output)
+        result.failed_slots = {new.slot: "odd settings" for new in output.new_slots if len(new.token_ids) == 20}
+        return result
+
+    harness.runner._run = run_without  # type: ignore[method-assign]
+    harness.add("a", range(22), max_tokens=7)
+    harness.add("b", range(30, 50), samples=(0, 1, 2), max_tokens=7)
+    harness.run()
+    assert harness.failed == {"b": "internal_error"}
+    assert not any(name == "b" for name, _ in harness.tokens)
+    harness.assert_output("a")
     harness.assert_empty()
