@@ -144,7 +144,7 @@ class NodeLoop:
     def _step(self) -> bool:
         if not self._core.has_work():
             return False
-        self._core.launch(self._before_execution)
+        self._core.launch(self._before_execution, self._look_at_step)
         self._charge("launch")
         if self._is_urgent is not None:
             self._serve_urgent(self._is_urgent)
@@ -164,7 +164,7 @@ class NodeLoop:
         self._write_outbox()  # claims of what starts
         self._charge("schedule")
 
-    def look_at_step(self, num_layers: int) -> None:
+    def _look_at_step(self, num_layers: int) -> None:
         """Hands out what the step before made, from within a launch that takes long, `num_layers` of it done."""
         events = self._core.read_ended()
         if events:

@@ -130,7 +130,6 @@ class NodeProcess:
         )
         self.turn_times = self._make_turn_times()
         self.loop = self._make_loop()
-        self.worker.between_layers = self.loop.look_at_step
 
     def warm_up(self) -> None:
         """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""

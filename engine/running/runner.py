@@ -25,7 +25,7 @@ from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.running.step_pieces import StepPiece, split_step
 from tandem.engine.running.step_result import NO_MEMORY, HostLogprobs, LaunchedStep, to_host
 from tandem.engine.running.warm_up import every_way_to_sample, extreme_steps
-from tandem.engine.scheduling.ports import KVConnectorWorker
+from tandem.engine.scheduling.ports import BetweenLayers, KVConnectorWorker
 from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.blocks.cache_ops import copy_blocks
@@ -77,7 +77,7 @@ class ModelRunner:
             worker_connector.register_kv_cache(pool)
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> LaunchedStep:
+    def execute(self, output: SchedulerOutput, between_layers: BetweenLayers | None = None) -> LaunchedStep:
         """Launches one step, in the order of effect that `SchedulerOutput` states. Raises OutOfMemoryError in a group,
         where the process must end then: the other ranks compute the step as one, and wait for this one's part."""
         if self._followers is not None:
@@ -89,7 +89,7 @@ class ModelRunner:
         step = LaunchedStep(output.step_id, failed_slots=failed_slots)
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
-            connector.start_load_kv(output.connector_meta)
+            connector.start_load_kv(output.connector_meta, between_layers)
         is_replayed = self._replay(output, step)
         if not is_replayed:
             self._compute(output, step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from tandem.engine.scheduling.ports import Runner, StepHandle
+from tandem.engine.scheduling.ports import BetweenLayers, Runner, StepHandle
 from tandem.engine.scheduling.request import EngineEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step import SchedulerOutput
@@ -36,15 +36,17 @@ class EngineCore:
         self.launch()
         return self.read()
 
-    def launch(self, before_execution: Callable[[], None] | None = None) -> None:
+    def launch(
+        self, before_execution: Callable[[], None] | None = None, between_layers: BetweenLayers | None = None
+    ) -> None:
         """First half of a turn. `before_execution` is called when a step is decided, but not launched, which takes the
-        host some time."""
+        host some time; `between_layers` from within a launch layer by layer, which takes long."""
         output = self.scheduler.schedule()
         if output is not None:
             self.scheduler.pool.step_launched(output.step_id)
             if before_execution is not None:
                 before_execution()
-            self._unread.append((output, self._runner.execute(output)))
+            self._unread.append((output, self._runner.execute(output, between_layers)))
             self.scheduler.pace.executed(output.num_tokens)
         self._events += self.scheduler.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
+from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput, StepMeta
 
 if TYPE_CHECKING:
     import torch
 
     from tandem.engine.scheduling.request import Request
+
+
+BetweenLayers = Callable[[int], None]
+"""Called while a step with hand-offs is launched, after each layer, with the number of layers that are launched."""
 
 
 class StepHandle(Protocol):
@@ -26,7 +30,7 @@ class StepHandle(Protocol):
 class Runner(Protocol):
     """Executes steps in order on one stream. `execute` only enqueues on a GPU; on CPU it may compute at once."""
 
-    def execute(self, output: SchedulerOutput) -> StepHandle: ...
+    def execute(self, output: SchedulerOutput, between_layers: BetweenLayers | None = None) -> StepHandle: ...
 
 
 class KVConnectorScheduler(Protocol):
@@ -44,7 +48,7 @@ class KVConnectorScheduler(Protocol):
         """Called when `request` starts, with all blocks that its prompt needs; it is never preempted. Blocks for
         external tokens were grantable: the connector may write them at once."""
 
-    def build_connector_meta(self, output: SchedulerOutput) -> object | None:
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMeta | None:
         """Called once a step after scheduling, before launch. The result travels as `output.connector_meta`."""
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
@@ -58,7 +62,7 @@ class KVConnectorWorker(Protocol):
     def register_kv_cache(self, pool: torch.Tensor) -> None:
         """Once, before the first step: the pool, `[num_blocks, heads, layers, 2, block_size, head_dim]`."""
 
-    def start_load_kv(self, meta: object | None) -> None:
+    def start_load_kv(self, meta: StepMeta, between_layers: BetweenLayers | None) -> None:
         """Binds metadata and starts asynchronous loads; before a step that has any."""
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
@@ -83,7 +87,7 @@ class LowerTiers(Protocol):
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """`request` starts with the next step, which loads these blocks. They are its own, and were grantable."""
 
-    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+    def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """The step's connector metadata, with its loads."""
 
     def started(self, request: Request, hashes: Sequence[bytes]) -> None:
@@ -111,7 +115,7 @@ class NoTiers:
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         raise AssertionError("there is nothing to load")
 
-    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+    def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         return meta
 
     def started(self, request: Request, hashes: Sequence[bytes]) -> None: ...

@@ -80,6 +80,14 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: bool = False
 
 
+class StepMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """Says that KV moves beside a step, as far as the runner must know; what moves is in the connector's own kind of it
+    (StepMoves of kv_connector/protocol/jobs.py). `by_layer` False: nothing happens beside the layers, so that they need
+    not be launched one by one."""
+
+    by_layer: bool = True
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step. Order of effect: new_slots, block_appends, copies, forward over rows, forks, sampling."""
 
@@ -90,7 +98,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     forks: tuple[ForkSlot, ...] = ()
     block_appends: tuple[BlockAppend, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    connector_meta: object | None = None  # made by KVConnectorScheduler.build_connector_meta and LowerTiers.step_meta
+    connector_meta: StepMeta | None = None  # made by KVConnectorScheduler.build_connector_meta and LowerTiers.step_meta
 
     @property
     def num_tokens(self) -> int:
@@ -109,10 +117,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_layered(self) -> bool:
-        """Whether KV moves beside its layers, so that they are launched one by one; metadata without `by_layer` means
-        that it does. Ranks other than the first have this answer for metadata."""
-        meta = self.connector_meta
-        return meta if isinstance(meta, bool) else meta is not None and getattr(meta, "by_layer", True)
+        """Whether KV moves beside its layers, so that they are launched one by one."""
+        return self.connector_meta is not None and self.connector_meta.by_layer
 
     @property
     def is_only_rows(self) -> bool:

@@ -1,7 +1,7 @@
 """What the hand-off managers (step loop) and the transfer thread tell each other. Frozen plain data, no torch.
 
 Step loop -> transfer thread, one FIFO queue a node:
-    SourceStepMeta  travels with a step (`SchedulerOutput.connector_meta`); the worker half turns its pushes into jobs
+    StepMoves       travels with a step (`SchedulerOutput.connector_meta`); the worker half turns its pushes into jobs
     WholePush       blocks whose KV exists: all layers at once
     Flush           after every push queued before it: they have arrived -> Flushed
     Finalize        after every push queued before it: flush, digest, send KVReady -> ReadySent
@@ -17,10 +17,16 @@ another peer for ever: what can't be written becomes PushFailed.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken
+from tandem.engine.scheduling.step import StepMeta
+
+if TYPE_CHECKING:
+    import torch
 
 HandoffKey = tuple[str, int]
 """(request_id, attempt)"""
@@ -64,7 +70,7 @@ class WholePush:
     """Blocks that were complete before: all layers in one go, after step `step_id` has completed on the device. Which
     ones is said as in LayerPush.
 
-    Comes in `SourceStepMeta.whole`, or as a job of its own when no step is about to be launched and for resends.
+    Comes in `StepMoves.whole`, or as a job of its own when no step is about to be launched and for resends.
     `step_id` is -1 when no launched step can still be writing them.
     """
 
@@ -81,17 +87,31 @@ class WholePush:
         return self.grant.grant_id
 
 
-@dataclass(frozen=True, slots=True)
-class SourceStepMeta:
-    """Pushes of one step. `whole` is queued before the step's first layer push. Without pushes: the step computes a
-    prompt whose grant may come while it runs, so it is noted when each layer, or all of it, is done.
+class LoadEvent(Protocol):
+    """`torch.cuda.Event` (orders the current stream after the load) and `threading.Event` (CPU) both fit."""
 
-    `by_layer` False: nothing happens beside the layers; what `whole` has of this step goes out behind it."""
+    def wait(self) -> object: ...
+
+
+class LayerLoad(Protocol):
+    """KV that comes into the pool while the forward pass runs, layer by layer."""
+
+    def start(self, pool: torch.Tensor) -> Mapping[int, LoadEvent]:
+        """Starts the copies; layer index -> event after which that layer is complete. Does not block."""
+
+
+class StepMoves(StepMeta, frozen=True):
+    """What moves beside one step. `whole` is queued before its first layer push; `by_layer` False: what `whole` has of
+    this step goes out behind it.
+
+    `is_pushed`: the step computes prompts that are handed off. Their grants may come while it runs, so it is noted when
+    each layer, or all of it, is done."""
 
     step_id: int
-    pushes: tuple[LayerPush, ...]
-    whole: tuple[WholePush, ...]
-    by_layer: bool = True
+    pushes: tuple[LayerPush, ...] = ()
+    whole: tuple[WholePush, ...] = ()
+    loads: tuple[LayerLoad, ...] = ()
+    is_pushed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

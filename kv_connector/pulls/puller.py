@@ -23,6 +23,7 @@ from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint, peer_id_of
 from tandem.engine.scheduling.ports import LowerTiers
 from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.outcomes import DEADLINE, Fetched, NotFetched
 from tandem.kv_connector.pulls.rates import PullRates
@@ -82,7 +83,7 @@ class Puller:
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         self._below.load_with_step(request, block_ids, hashes)
 
-    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+    def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         return self._below.step_meta(step_id, meta)
 
     def started(self, request: Request, hashes: Sequence[bytes]) -> None:

@@ -9,7 +9,7 @@ from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.kv_connector.protocol import outcomes
-from tandem.kv_connector.protocol.jobs import SourceStepMeta
+from tandem.kv_connector.protocol.jobs import StepMoves
 from tandem.kv_connector.protocol.source_table import SourceEvent as E
 from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.actions import SourceActions
@@ -54,7 +54,7 @@ class PushedPrompts:
         if first:
             self._actions.run(record, record.machine.on(E.START))
 
-    def build_connector_meta(self, output: SchedulerOutput) -> SourceStepMeta | None:
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMoves | None:
         by_slot = {
             record.request.slot: record
             for record in self._ledger.records.values()
@@ -80,7 +80,7 @@ class PushedPrompts:
                 pushes += [now] if now is not None else []
         if not pushes and not whole and not awaits_grant:
             return None
-        return SourceStepMeta(output.step_id, tuple(pushes), tuple(whole), by_layer)
+        return StepMoves(output.step_id, tuple(pushes), tuple(whole), by_layer=by_layer)
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         record = self._ledger.records.get(request.key)

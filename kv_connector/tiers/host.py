@@ -14,10 +14,10 @@ from functools import partial
 import torch
 
 from tandem.kv_connector.layouts.layer_groups import layer_groups
+from tandem.kv_connector.protocol.jobs import LoadEvent
 from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
-from tandem.kv_connector.transfer.layer_hooks import LoadEvent
 
 
 class HostTier:
@@ -111,7 +111,7 @@ class HostTier:
 
 
 class StepLoad:
-    """One load under a step, as worker.LayerLoad has it. One that fails ends the node."""
+    """One load under a step, a LayerLoad. One that fails ends the node."""
 
     def __init__(self, tier: HostTier, load: Load) -> None:
         self._tier, self._load = tier, load

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tandem.kv_connector.protocol.jobs import SourceStepMeta
+from tandem.engine.scheduling.step import StepMeta
+from tandem.kv_connector.protocol.jobs import LayerLoad, StepMoves
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +65,13 @@ class JobDone:
     bad: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepLoads:
-    """Step metadata of a node that hands nothing off: KV that comes in beside the step's layers (worker.LayerLoad)."""
-
-    loads: tuple[object, ...]
-
-
-@dataclass(frozen=True)
-class LoadingStepMeta(SourceStepMeta):
-    """Pushes of a step, and KV that comes in beside its layers."""
-
-    loads: tuple[object, ...] = ()
-
-
-def with_loads(step_id: int, meta: object | None, loads: tuple[object, ...]) -> object | None:
+def with_loads(step_id: int, meta: StepMeta | None, loads: tuple[LayerLoad, ...]) -> StepMeta | None:
     """A step's metadata with loads. What was complete before the step is pushed after it: it may be what is being
     loaded."""
     if not loads:
         return meta
     if meta is None:
-        return StepLoads(loads)
-    assert isinstance(meta, SourceStepMeta)
+        return StepMoves(step_id, loads=loads, is_pushed=False)
+    assert isinstance(meta, StepMoves)
     whole = tuple(replace(push, step_id=step_id) for push in meta.whole)
-    return LoadingStepMeta(step_id, meta.pushes, whole, loads=loads)
+    return StepMoves(step_id, meta.pushes, whole, loads)

@@ -12,6 +12,8 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.step import StepMeta
+from tandem.kv_connector.protocol.jobs import LayerLoad
 from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
 from tandem.kv_connector.tiers.jobs import Load, TierJob, with_loads
 from tandem.kv_connector.tiers.promoter import Promoter
@@ -28,7 +30,7 @@ class TierManager(Promoter):
         block_size: int,
         host: TierIndex,
         disk: TierIndex | None,
-        make_step_load: Callable[[Load], object],
+        make_step_load: Callable[[Load], LayerLoad],
         compute_rate: Rate,
         batch_blocks: int = 32,
     ) -> None:
@@ -82,7 +84,7 @@ class TierManager(Promoter):
         self._host.pin(hashes)
         self._step_loads.append(self._make_load(hashes, block_ids))
 
-    def step_meta(self, step_id: int, meta: object | None) -> object | None:
+    def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """See LowerTiers."""
         loads = tuple(self._make_step_load(load) for load in self._step_loads)
         self._step_loads.clear()

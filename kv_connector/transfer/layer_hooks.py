@@ -8,36 +8,17 @@ is pushed does not change later: blocks are complete, and of a partial last bloc
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from tandem.engine.scheduling.ports import BetweenLayers
+from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.layouts.layer_groups import push_groups
-from tandem.kv_connector.protocol.jobs import LayerPush, SourceStepMeta, WholePush
+from tandem.kv_connector.protocol.jobs import LayerLoad, LayerPush, LoadEvent, StepMoves, WholePush
 from tandem.kv_connector.transfer.thread import TransferWorker
 
 KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
-
-
-class LoadEvent(Protocol):
-    """`torch.cuda.Event` (orders the current stream after the load) and `threading.Event` (CPU) both fit."""
-
-    def wait(self) -> object: ...
-
-
-class LayerLoad(Protocol):
-    """KV that comes into the pool while the forward pass runs, layer by layer."""
-
-    def start(self, pool: torch.Tensor) -> Mapping[int, LoadEvent]:
-        """Starts the copies; layer index -> event after which that layer is complete. Does not block."""
-
-
-@runtime_checkable
-class CarriesLoads(Protocol):
-    """Step metadata with loads."""
-
-    loads: Sequence[LayerLoad]
 
 
 class ConnectorWorker:
@@ -49,9 +30,8 @@ class ConnectorWorker:
         one before, since they have added up their parts of it; the end of the step proves the last."""
         self._transfer = transfer
         self._layer_indices = dict(layer_indices)
-        # While a step with hand-offs is launched, after each layer; it is told how many there were.
-        self.between_layers: Callable[[int], None] = lambda num_layers: None
-        self._meta: SourceStepMeta | None = None
+        self._meta: StepMoves | None = None  # of a step that is pushed
+        self._between_layers: BetweenLayers | None = None
         self._lags = lags
         self._newest_layer: int | None = None
         self._groups = push_groups(len(layer_indices))
@@ -64,15 +44,12 @@ class ConnectorWorker:
         assert pool.data_ptr() == self._transfer.pool.data_ptr(), "the connector moves the pool that the model writes"
         self._transfer.warm_up()
 
-    def start_load_kv(self, meta: object | None) -> None:
-        """Raises TypeError for metadata that no part of this connector made."""
+    def start_load_kv(self, meta: StepMeta, between_layers: BetweenLayers | None = None) -> None:
         assert self._meta is None, "wait_for_save ends a step before the next one starts"
-        if isinstance(meta, CarriesLoads):
-            self._start_loads(meta.loads)
-        elif meta is not None and not isinstance(meta, SourceStepMeta):
-            raise TypeError(f"step metadata of type {type(meta).__name__}")
-        if isinstance(meta, SourceStepMeta):
-            self._meta = meta
+        assert isinstance(meta, StepMoves), f"no part of this connector made {meta}"
+        self._start_loads(meta.loads)
+        if meta.is_pushed:
+            self._meta, self._between_layers = meta, between_layers
             self._queue_whole([push for push in meta.whole if push.step_id < meta.step_id])
 
     def wait_for_kv_layer(self, layer_name: str) -> None:
@@ -88,7 +65,8 @@ class ConnectorWorker:
         if self._lags:
             layer, self._newest_layer = self._newest_layer, layer
         self._push_layer(layer, written)
-        self.between_layers(len(self._layer_events))
+        if self._between_layers is not None:
+            self._between_layers(len(self._layer_events))
 
     def wait_for_save(self) -> None:
         done = self._record_event()
@@ -131,7 +109,7 @@ class ConnectorWorker:
                 self._transfer.submit_layers(layered, layers, events[layers.start : layers.stop])
 
     def _keep_step(
-        self, meta: SourceStepMeta, layer_events: Sequence[torch.cuda.Event | None], done: torch.cuda.Event | None
+        self, meta: StepMoves, layer_events: Sequence[torch.cuda.Event | None], done: torch.cuda.Event | None
     ) -> None:
         """One event for each layer, or for a step that ran as a whole one for all."""
         written = [event for event in layer_events if event is not None]

@@ -11,7 +11,7 @@ import numpy as np
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.decoder import WireDecoder
-from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.engine.scheduling.step import SchedulerOutput, StepMeta
 
 LENGTH_BYTES = 4
 Verb = Literal["step", "dummy", "warm_up", "capture"]
@@ -45,15 +45,15 @@ def _to_bytes(value: Any) -> bytes:
 
 
 def _from_bytes(kind: type, data: Any) -> Any:
-    if kind is object:  # of `as_announced`
-        return data
     assert kind is np.ndarray
     return np.frombuffer(data, np.int32)
 
 
 def as_announced(step: SchedulerOutput) -> SchedulerOutput:
     """Rank 0 alone moves KV. How it does decides whether a step is a graph's, which all ranks must find alike."""
-    return step if step.connector_meta is None else msgspec.structs.replace(step, connector_meta=step.is_layered)
+    if step.connector_meta is None:
+        return step
+    return msgspec.structs.replace(step, connector_meta=StepMeta(by_layer=step.is_layered))
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_to_bytes)

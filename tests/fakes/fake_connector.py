@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.scheduling.request import Request, RequestState
 from tandem.engine.scheduling.step import SchedulerOutput
-from tandem.kv_connector.protocol.jobs import SourceStepMeta
+from tandem.kv_connector.protocol.jobs import StepMoves
 
 
 class FakeConnector:
@@ -36,9 +36,9 @@ class FakeConnector:
         assert request.slot >= 0
         self.allocated[request.request_id] = list(block_ids)
 
-    def build_connector_meta(self, output: SchedulerOutput) -> SourceStepMeta:
+    def build_connector_meta(self, output: SchedulerOutput) -> StepMoves:
         self.metas.append(output.step_id)
-        return SourceStepMeta(output.step_id, (), ())
+        return StepMoves(output.step_id, (), ())
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
         assert request.request_id not in self.finished, "a request left twice"

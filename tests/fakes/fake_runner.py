@@ -18,6 +18,7 @@ from tandem.engine.contracts.hashing import hash_blocks
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import TokenLogprobs
 from tandem.engine.scheduling.step import NewSlot, RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.kv_connector.protocol.jobs import StepMoves
 
 VOCAB = 13
 Prefix = tuple[int, ...]
@@ -67,7 +68,7 @@ class FakeRunner:
         self._queue: list[SchedulerOutput] = []
         self._results: dict[int, RunnerOutput] = {}
 
-    def execute(self, output: SchedulerOutput) -> FakeHandle:
+    def execute(self, output: SchedulerOutput, between_layers: object = None) -> FakeHandle:
         assert output.rows, "a step without a row"
         self.on_launch()
         self._queue.append(output)
@@ -94,8 +95,9 @@ class FakeRunner:
         if output.step_id in self.failing | self._doomed:
             return self._fail(output)
         self._copy(output)
-        for load in getattr(output.connector_meta, "loads", ()):
-            load.run()
+        if isinstance(output.connector_meta, StepMoves):
+            for load in output.connector_meta.loads:
+                load.start(None)  # type: ignore[arg-type]
         slots = [row.slot for row in output.rows]
         assert len(set(slots)) == len(slots), "a slot has two rows"
         for row in output.rows:

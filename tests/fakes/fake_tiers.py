@@ -12,6 +12,7 @@ from fake_runner import FakeRunner, Prefix
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.hashing import hash_blocks
 from tandem.engine.contracts.rate import Rate
+from tandem.kv_connector.protocol.jobs import LoadEvent
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, Save, Spill, TierJob
 from tandem.kv_connector.tiers.manager import TierManager
@@ -26,8 +27,9 @@ class FakeStepLoad:
     tiers: FakeTiers
     load: Load
 
-    def run(self) -> None:
+    def start(self, pool: object) -> dict[int, LoadEvent]:
         self.tiers.carry_out(self.load)
+        return {}
 
 
 @dataclass

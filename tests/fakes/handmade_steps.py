@@ -12,7 +12,7 @@ from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.models.loader import load_model
 from tandem.engine.running.runner import ModelRunner
-from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 
 BLOCK = 16
 NUM_BLOCKS = 24
@@ -30,7 +30,7 @@ class RecordingConnector:
     def register_kv_cache(self, pool: torch.Tensor) -> None:
         self.calls.append("register")
 
-    def start_load_kv(self, meta: object | None) -> None:
+    def start_load_kv(self, meta: StepMeta, between_layers: object) -> None:
         self.calls.append("start")
 
     def wait_for_kv_layer(self, layer_name: str) -> None:

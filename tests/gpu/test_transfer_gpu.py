@@ -12,7 +12,7 @@ from tandem.kv_connector.protocol.jobs import (
     Finalize,
     LayerPush,
     ReadySent,
-    SourceStepMeta,
+    StepMoves,
     Verified,
     Verify,
     WholePush,
@@ -94,10 +94,9 @@ def test_pushes_wait_for_the_layer_that_the_device_has_not_computed_yet(make_pai
         busy.copy_(busy @ busy / 4096)
         source.pool[block, :, layer] = value
 
-    worker.start_load_kv(None)
     compute(3, 0, 30.0)
     worker.wait_for_save()
-    worker.start_load_kv(SourceStepMeta(1, (new,), (whole,)))
+    worker.start_load_kv(StepMoves(1, (new,), (whole,)))
     for layer in range(8):
         for block in (1, 2):
             compute(block, layer, 10.0 * block + layer)

@@ -27,7 +27,7 @@ class OneStep:
     def has_work(self) -> bool:
         return self.polls_left > 0
 
-    def launch(self, before_execution) -> None:
+    def launch(self, before_execution, between_layers) -> None:
         self.log.append("scheduled")
         before_execution()
         self.log.append("launched")
@@ -88,8 +88,8 @@ def run(events: list[str], num_polls: int, serves: bool = True) -> list[str]:
     loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, is_urgent=is_urgent)
     launch = core.launch
 
-    def launch_and_post(before_execution) -> None:
-        launch(before_execution)
+    def launch_and_post(*hooks) -> None:
+        launch(*hooks)
         for event in events:
             loop.post(event)
         events.clear()
@@ -142,8 +142,8 @@ def test_the_next_step_is_decided_late_by_what_is_there_then() -> None:
     loop = NodeLoop(Logic(log), core, sender, drain_s=0.0, launch_at=decide_at)
     launch = core.launch
 
-    def launch_last(before_execution) -> None:
-        launch(before_execution)
+    def launch_last(*hooks) -> None:
+        launch(*hooks)
         loop.begin_drain()
 
     core.launch = launch_last  # type: ignore[method-assign]
@@ -193,8 +193,8 @@ def test_a_step_that_ends_sooner_than_expected_is_read_when_it_ends() -> None:
     loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, is_urgent=is_urgent, ends_at=ends_at)
     launch = core.launch
 
-    def launch_and_post(before_execution) -> None:
-        launch(before_execution)
+    def launch_and_post(*hooks) -> None:
+        launch(*hooks)
         loop.post("urgent 1")
 
     core.launch = launch_and_post  # type: ignore[method-assign]
@@ -231,13 +231,11 @@ def test_a_turn_that_does_not_end_is_noticed_by_other_threads(monkeypatch: pytes
 class SlowLaunch(OneStep):
     """Launches layer by layer; the step before ends meanwhile."""
 
-    loop: NodeLoop
-
-    def launch(self, before_execution) -> None:
+    def launch(self, before_execution, between_layers) -> None:
         before_execution()
         for num_layers in range(1, 4):
             self.log.append(f"layer {num_layers}")
-            self.loop.look_at_step(num_layers)
+            between_layers(num_layers)
         self.polls_left = 0
 
     def read_ended(self) -> list:
@@ -252,7 +250,7 @@ class Answering(Logic):
 def test_what_the_step_before_made_is_sent_while_the_next_is_launched() -> None:
     log: list[str] = []
     core = SlowLaunch(log, num_polls=3)
-    core.loop = NodeLoop(Answering(log), core, Sender(log), drain_s=0.0)  # type: ignore[arg-type]
-    core.loop.begin_drain()
-    core.loop.run()
+    loop = NodeLoop(Answering(log), core, Sender(log), drain_s=0.0)  # type: ignore[arg-type]
+    loop.begin_drain()
+    loop.run()
     assert log[:5] == ["sent claim", "layer 1", "layer 2", "sent token", "layer 3"]

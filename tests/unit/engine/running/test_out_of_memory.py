@@ -12,7 +12,7 @@ from handmade_steps import RecordingConnector, decode_step, make_runner, new_slo
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running.step_pieces import split_step
-from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 PROMPTS = {0: random_prompt(33, seed=2), 1: random_prompt(21, seed=3), 2: random_prompt(5, seed=1)}
@@ -80,7 +80,7 @@ def test_the_connector_sees_a_step_in_pieces_once() -> None:
     num_layers = len(runner.model.attention_layers)
     runner.model = SmallDevice(runner.model, 30)  # type: ignore[assignment]
     connector.calls.clear()
-    runner.execute(msgspec.structs.replace(prompt_step(PROMPTS, BLOCKS), connector_meta=object()))
+    runner.execute(msgspec.structs.replace(prompt_step(PROMPTS, BLOCKS), connector_meta=StepMeta()))
     assert connector.calls == ["start", *["wait"] * num_layers, *["save"] * num_layers, "saved"]
 
 

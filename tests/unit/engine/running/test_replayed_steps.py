@@ -12,9 +12,9 @@ from handmade_steps import BLOCK, MAX_LEN, RecordingConnector, make_runner, new_
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running import runner as running
 from tandem.engine.running.decode_graphs import MAX_CHUNK_READS, DecodeGraphs
-from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import ForkSlot, SampleRow, ScheduledRow, SchedulerOutput, StepMeta
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
-from tandem.kv_connector.protocol.jobs import SourceStepMeta
+from tandem.kv_connector.protocol.jobs import StepMoves
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
 SLOT_BLOCKS = {0: (7, 3, 11), 2: (5, 6, 2)}
@@ -120,7 +120,7 @@ def test_which_steps_are_replayed() -> None:
     assert SchedulerOutput(0, (chunk,), (sample,)).is_only_rows
     assert not SchedulerOutput(0, (chunk,), (sample, SampleRow(0, 1, 8, 1, 0))).is_only_rows
     assert not SchedulerOutput(0, (chunk,), (sample,), forks=(ForkSlot(1, 0, 8, (1,), 1),)).is_only_rows
-    assert not SchedulerOutput(0, (chunk,), (), connector_meta=object()).is_only_rows  # type: ignore[arg-type]
+    assert not SchedulerOutput(0, (chunk,), (), connector_meta=StepMeta()).is_only_rows
     assert not SchedulerOutput(0, (ScheduledRow(0, 0, 8, prompt_logprobs=True),), (sample,)).is_only_rows
 
 
@@ -147,7 +147,7 @@ def test_a_step_whose_pushes_come_behind_it_is_replayed_between_its_hooks() -> N
     (first, *_), behind = steps({0: random_prompt(33, seed=2), 2: random_prompt(5, seed=1)}, SamplingParams()), []
     for by_layer in (False, True):
         diary.calls.clear()
-        meta = SourceStepMeta(0, (), (), by_layer)
+        meta = StepMoves(0, by_layer=by_layer)
         runner.execute(msgspec.structs.replace(first, connector_meta=meta))
         behind.append((graphs.num_runs, diary.calls[0], diary.calls[-1], "save" in diary.calls))
     assert behind == [(1, "start", "saved", False), (1, "start", "saved", True)]

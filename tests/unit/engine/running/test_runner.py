@@ -16,6 +16,7 @@ from tandem.engine.scheduling.step import (
     SampleRow,
     ScheduledRow,
     SchedulerOutput,
+    StepMeta,
 )
 from tiny_models import random_prompt, reference_greedy, tiny_model
 
@@ -97,7 +98,7 @@ def test_hooks_run_around_each_layer_only_when_the_connector_has_metadata() -> N
     runner.execute(prompt_step(prompt, {0: (1,)}))
     assert connector.calls == ["register", "saved"]
     connector.calls.clear()
-    output = decode_step(1, {0: 5}, connector_meta=object())  # type: ignore[arg-type]
+    output = decode_step(1, {0: 5}, connector_meta=StepMeta())  # type: ignore[arg-type]
     runner.execute(output)
     num_layers = len(runner.model.attention_layers)
     assert connector.calls == ["start", *["wait", "save"] * num_layers, "saved"]
@@ -144,7 +145,7 @@ class TestDecodeBatch:
 def test_a_step_counts_as_decode_only_when_a_graph_can_run_it() -> None:
     plain = decode_step(0, {0: 5, 1: 9})
     assert plain.is_decode
-    assert not decode_step(0, {0: 5}, connector_meta=object()).is_decode  # type: ignore[arg-type]
+    assert not decode_step(0, {0: 5}, connector_meta=StepMeta()).is_decode  # type: ignore[arg-type]
     assert not decode_step(0, {0: 5}, forks=(ForkSlot(1, 0, 5, (1,), 1),)).is_decode
     assert not SchedulerOutput(0, (ScheduledRow(0, 0, 2),), (SampleRow(0, 0, 2, 0, 0),)).is_decode
     assert not SchedulerOutput(0, (ScheduledRow(0, 0, 1),), ()).is_decode

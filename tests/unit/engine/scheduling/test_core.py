@@ -16,9 +16,9 @@ class Recorder:
         launched, completed = pool.step_launched, pool.step_completed
 
         def spy(name, method, step_of):  # type: ignore[no-untyped-def]
-            def call(argument):  # type: ignore[no-untyped-def]
+            def call(argument, *hooks):  # type: ignore[no-untyped-def]
                 self.log.append(f"{name} {step_of(argument)}")
-                return method(argument)
+                return method(argument, *hooks)
 
             return call
 
@@ -103,7 +103,7 @@ def launch_slowly(harness: Harness, is_done: bool) -> list[list]:
     """The launch of each step asks, half way, for what the step before made."""
     execute, early = harness.runner.execute, []
 
-    def launch(output):  # type: ignore[no-untyped-def]
+    def launch(output, between_layers):  # type: ignore[no-untyped-def]
         early.append(harness.core.read_ended())
         handle = execute(output)
         handle.done = lambda: is_done

@@ -61,9 +61,9 @@ def chunks(harness: Harness, num_steps: int) -> list[list[int]]:
     sizes = []
     execute = harness.runner.execute
 
-    def spy(output):  # type: ignore[no-untyped-def]
+    def spy(output, *hooks):  # type: ignore[no-untyped-def]
         sizes.append([row.num_tokens for row in output.rows])
-        return execute(output)
+        return execute(output, *hooks)
 
     harness.runner.execute = spy  # type: ignore[method-assign]
     for _ in range(num_steps):

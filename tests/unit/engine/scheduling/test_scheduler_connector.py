@@ -166,9 +166,9 @@ def test_every_step_carries_the_connectors_metadata() -> None:
     outputs = []
     execute = harness.runner.execute
 
-    def spy(output):  # type: ignore[no-untyped-def]
+    def spy(output, *hooks):  # type: ignore[no-untyped-def]
         outputs.append(output)
-        return execute(output)
+        return execute(output, *hooks)
 
     harness.runner.execute = spy  # type: ignore[method-assign]
     harness.run()

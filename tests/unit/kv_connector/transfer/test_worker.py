@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 
 import pytest
 import torch
 from waiting import PATIENCE_S, wait_until
 
-from tandem.kv_connector.protocol.jobs import LayerPush, SourceStepMeta, WholePush
+from tandem.kv_connector.protocol.jobs import LayerPush, StepMoves, WholePush
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tests.fakes.kv_pools import SMALL, PoolNode
@@ -73,9 +72,10 @@ def worker(nodes, channel):
     assert transfer.stop(PATIENCE_S)
 
 
-def run_step(worker: ConnectorWorker, pool: torch.Tensor, meta: object | None, block: int, value: float) -> None:
+def run_step(worker: ConnectorWorker, pool: torch.Tensor, meta: StepMoves | None, block: int, value: float) -> None:
     """A forward pass that fills `block` layer by layer."""
-    worker.start_load_kv(meta)
+    if meta is not None:
+        worker.start_load_kv(meta)
     for name, layer in LAYERS.items():
         worker.wait_for_kv_layer(name)
         pool[block, :, layer] = value + layer
@@ -90,7 +90,7 @@ def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, wo
     of_this_step = WholePush(KEY, grant, (3,), (8,), (8,), step_id=5)
     new = LayerPush(KEY, grant, (1,), (9,), (5,))
     tail_before = sink.pool[9].clone()
-    run_step(worker, source.pool, SourceStepMeta(5, (new,), (old, of_this_step)), block=1, value=10.0)
+    run_step(worker, source.pool, StepMoves(5, (new,), (old, of_this_step)), block=1, value=10.0)
     wait_until(lambda: len(channel.writes) == 4)
     assert channel.writes == [
         (((2, 7),), None),
@@ -108,7 +108,7 @@ def test_behind_a_step_that_ran_as_a_whole_blocks_go_out_whole(nodes, channel, w
     source, sink = nodes
     grant = sink.grant(source.info, [7, 8])
     old, of_this_step = WholePush(KEY, grant, (2,), (7,), (8,), step_id=4), WholePush(KEY, grant, (3,), (8,), (5,), 5)
-    worker.start_load_kv(SourceStepMeta(5, (), (old, of_this_step), by_layer=False))
+    worker.start_load_kv(StepMoves(5, (), (old, of_this_step), by_layer=False))
     wait_until(lambda: channel.writes == [(((2, 7),), None)])
     source.pool[3] = 42.0
     worker.wait_for_save()
@@ -122,35 +122,33 @@ def test_with_other_ranks_a_layer_goes_out_when_the_next_one_has_begun(nodes, ch
     push = LayerPush(KEY, sink.grant(source.info, [9]), (1,), (9,), (8,))
     queued: list[range] = []
     monkeypatch.setattr(worker._transfer, "submit_layers", lambda push, layers, written: queued.append(layers))
-    worker.start_load_kv(SourceStepMeta(5, (push,), ()))
+    worker.start_load_kv(StepMoves(5, (push,), ()))
     for index, name in enumerate(LAYERS):
         worker.save_kv_layer(name, source.pool[:, :, index], object())
         assert queued == ([range(2)] if index == 2 else []), "the second one's bytes are there when the third begins"
     worker.wait_for_save()
     assert queued == [range(2), range(2, 3)]
-    run_step(worker, source.pool, SourceStepMeta(6, (push,), ()), block=1, value=1.0)
+    run_step(worker, source.pool, StepMoves(6, (push,), ()), block=1, value=1.0)
     assert queued == [range(2), range(2, 3)] * 2
 
 
 def test_steps_without_metadata_or_pushes_queue_nothing(nodes, channel, worker):
     source, _ = nodes
     run_step(worker, source.pool, None, block=1, value=1.0)
-    run_step(worker, source.pool, SourceStepMeta(1, (), ()), block=1, value=2.0)
+    run_step(worker, source.pool, StepMoves(1, (), ()), block=1, value=2.0)
     assert channel.writes == []
 
 
 def test_metadata_is_bound_for_one_step_only(nodes, channel, worker):
     source, sink = nodes
     grant = sink.grant(source.info, [9])
-    meta = SourceStepMeta(1, (LayerPush(KEY, grant, (1,), (9,), (8,)),), ())
+    meta = StepMoves(1, (LayerPush(KEY, grant, (1,), (9,), (8,)),), ())
     worker.start_load_kv(meta)
     with pytest.raises(AssertionError, match="ends a step"):
         worker.start_load_kv(meta)
     worker.wait_for_save()
     run_step(worker, source.pool, None, block=1, value=1.0)
     assert channel.writes == []
-    with pytest.raises(TypeError, match="str"):
-        worker.start_load_kv("not metadata")
 
 
 def test_the_registered_pool_is_the_one_that_moves(worker):
@@ -177,23 +175,17 @@ class HostLoad:
         return done
 
 
-@dataclass
-class LoadMeta:
-    loads: tuple[HostLoad, ...]
-
-
 def test_a_layer_waits_for_its_own_load(nodes, worker):
     source, _ = nodes
     content = torch.full((2, 3, 2, 8, 4), 3.5)
     load = HostLoad(6, content)
-    worker.start_load_kv(LoadMeta((load,)))
+    worker.start_load_kv(StepMoves(1, loads=(load,), is_pushed=False))
     assert not torch.equal(source.pool[6], content)
     threading.Timer(0.05, load.go.set).start()
     for name, layer in LAYERS.items():
         worker.wait_for_kv_layer(name)
         assert torch.equal(source.pool[6][:, layer], content[:, layer])
     worker.wait_for_save()
-    worker.start_load_kv(None)
     worker.wait_for_kv_layer("model.layers.0.attn")  # nothing is left to wait for
     worker.wait_for_save()
 
@@ -201,7 +193,7 @@ def test_a_layer_waits_for_its_own_load(nodes, worker):
 def test_a_load_does_not_outlive_a_step_that_skips_its_layers(nodes, worker):
     source, _ = nodes
     load = HostLoad(6, torch.full((2, 3, 2, 8, 4), 4.5))
-    worker.start_load_kv(LoadMeta((load,)))
+    worker.start_load_kv(StepMoves(1, loads=(load,), is_pushed=False))
     threading.Timer(0.05, load.go.set).start()
     worker.wait_for_save()
     assert torch.equal(source.pool[6], load.content)
@@ -241,7 +233,7 @@ def test_a_late_grant_is_followed_layer_by_layer_while_its_step_runs(nodes, late
     worker, submitted, events = late
     source, sink = nodes
     push = WholePush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
-    run_step(worker, source.pool, SourceStepMeta(5, (), ()), block=2, value=1.0)
+    run_step(worker, source.pool, StepMoves(5, (), ()), block=2, value=1.0)
     run_step(worker, source.pool, None, block=3, value=1.0)
     worker.push_between_steps(push)
     assert submitted == [(range(2), *events[:2]), (range(2, 3), events[2])]
@@ -251,12 +243,12 @@ def test_a_late_grant_of_a_step_that_has_run_waits_for_nothing(nodes, late):
     worker, submitted, events = late
     source, sink = nodes
     push = WholePush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
-    run_step(worker, source.pool, SourceStepMeta(5, (), ()), block=2, value=1.0)
+    run_step(worker, source.pool, StepMoves(5, (), ()), block=2, value=1.0)
     for event in events:
         event.is_done = True
     worker.push_between_steps(push)
     for step in range(6, 10):
-        run_step(worker, source.pool, SourceStepMeta(step, (), ()), block=3, value=1.0)
+        run_step(worker, source.pool, StepMoves(step, (), ()), block=3, value=1.0)
     worker.push_between_steps(push)  # its events are forgotten by now
     unknown = WholePush(KEY, push.grant, (2,), (7,), (8,), step_id=12)
     worker.push_between_steps(unknown)  # of a step that was not noted: after all that are launched

@@ -28,7 +28,7 @@ from tandem.engine.scheduling.step import (
     ScheduledRow,
     SchedulerOutput,
 )
-from tandem.kv_connector.protocol.jobs import SourceStepMeta
+from tandem.kv_connector.protocol.jobs import StepMoves
 from tandem.node.ranks import leader as ranks_module
 from tandem.node.ranks.channel import Command, as_announced, receive_command, send
 from tandem.node.ranks.leader import Ranks, start_ranks
@@ -124,7 +124,7 @@ def test_a_step_arrives_as_it_was_sent() -> None:
         assert got.step.connector_meta is None
         for field in ("step_id", "rows", "samples", "forks", "block_appends", "copies"):
             assert getattr(got.step, field) == getattr(step, field)
-        for meta in (object(), SourceStepMeta(7, (), (), by_layer=True), SourceStepMeta(7, (), (), by_layer=False)):
+        for meta in (StepMoves(7), StepMoves(7, by_layer=False)):
             moves_kv = msgspec.structs.replace(step, forks=(), new_slots=(), connector_meta=meta)
             send([ours], Command("step", as_announced(moves_kv)))
             got = receive_command(theirs)
