@@ -121,6 +121,7 @@ class Worker:
             self.service.tick()
             if now >= next_beat:
                 next_beat = now + timeouts.heartbeat_s
+                self.service.metrics.note_figures()
                 on_beat()
             stopping_since = min(stopping_since, now) if server.should_exit else math.inf
             if now - stopping_since >= timeouts.drain_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 from prometheus_client.core import GaugeMetricFamily, Metric
@@ -18,14 +19,24 @@ STATUS_FIELDS = (
 )  # fmt: skip
 
 
-class RouterMetrics:
-    """One per process. `views` yields the connected nodes, `counters` figures of this process to show as gauges."""
+Mode = Literal["livemin", "livemax", "sum"]
+# What all workers of a router see alike; of other figures the sum is shown, of workers that have ended too.
+SEEN_BY_ALL: dict[str, Mode] = {
+    "nodes_known": "livemax",
+    "nodes_unreachable": "livemax",
+    "directory_connected": "livemin",
+    "directory_entries": "livemax",
+}
 
-    def __init__(
-        self, views: Callable[[], Iterable[NodeView]], counters: Callable[[], dict[str, float]] = dict
-    ) -> None:
+
+class RouterMetrics:
+    """One per process. `views` yields the connected nodes, `figures` what this process counts elsewhere, shown as
+    gauges."""
+
+    def __init__(self, views: Callable[[], Iterable[NodeView]], figures: Callable[[], dict[str, float]] = dict) -> None:
         self.registry = registry = CollectorRegistry()
-        self._nodes = _NodeCollector(views, counters)
+        self._nodes = _NodeCollector(views)
+        self._read_figures, self._figures = figures, dict[str, Gauge]()
         self.responses = Counter(
             "tandem_router_responses", "Completion requests ended, by HTTP status", ["status"], registry=registry
         )
@@ -70,8 +81,19 @@ class RouterMetrics:
             self.itl_s.observe_many(gap_s, count)
         self.output_tokens.inc(num_tokens)
 
+    def note_figures(self) -> None:
+        """To be called at every heartbeat: of several workers each notes its own, and one of them is asked for all."""
+        for name, value in self._read_figures().items():
+            if name not in self._figures:
+                text, mode = "A figure of this router, over all its workers", SEEN_BY_ALL.get(name, "sum")
+                self._figures[name] = Gauge(
+                    f"tandem_router_{name}", text, registry=self.registry, multiprocess_mode=mode
+                )
+            self._figures[name].set(value)
+
     def exposition(self) -> bytes:
         """Text format 0.0.4. With several workers, the sum over them (prometheus_client's multiprocess mode)."""
+        self.note_figures()
         if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
             return generate_latest(self.registry) + generate_latest(_only(self._nodes))
         combined = CollectorRegistry()
@@ -90,8 +112,8 @@ class _WeightedHistogram(Histogram):
 
 
 class _NodeCollector(Collector):
-    def __init__(self, views: Callable[[], Iterable[NodeView]], counters: Callable[[], dict[str, float]]) -> None:
-        self._views, self._counters = views, counters
+    def __init__(self, views: Callable[[], Iterable[NodeView]]) -> None:
+        self._views = views
 
     def collect(self) -> Iterator[Metric]:
         views = list(self._views())
@@ -108,10 +130,6 @@ class _NodeCollector(Collector):
             for name, value in view.status.counters.items():
                 counters.add_metric([view.info.node_id, view.info.role, name], value)
         yield counters
-        for name, value in self._counters().items():
-            family = GaugeMetricFamily(f"tandem_router_{name}", "A figure of this router process")
-            family.add_metric([], value)
-            yield family
 
 
 def _only(collector: Collector) -> CollectorRegistry:

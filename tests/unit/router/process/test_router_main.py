@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from router_in_thread import VOCAB_SIZE, make_tokenizer_folder
 from waiting import PATIENCE_S, wait_until
 
 from stand_in_node import StandInNode
+from tandem.engine.contracts.wire.parts import Message
 from tandem.router.process.main import default_workers
 
 MAIN = """
@@ -146,7 +148,9 @@ def workers_of(pid: int) -> set[int]:
     return {int(child) for child in children if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()}
 
 
-def test_two_workers_share_the_port_and_are_replaced(folder: Path, node: StandInNode) -> None:
+def test_two_workers_share_the_port_and_are_replaced(
+    folder: Path, node: StandInNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with RouterProcess(folder, nodes=[node.address], workers=2) as router:
         url = router.url()
         first = workers_of(router.process.pid)
@@ -162,6 +166,21 @@ def test_two_workers_share_the_port_and_are_replaced(folder: Path, node: StandIn
         lines = httpx.get(f"{url}/metrics").text.splitlines()
         counted = float(next(line for line in lines if line.startswith(total)).split()[1])
         assert counted >= 8, "figures are the sum over the workers"
+
+        def figure(name: str) -> float:
+            return next(iter(re.findall(rf"^tandem_router_{name} (.+)$", httpx.get(f"{url}/metrics").text, re.M)), "")
+
+        said, send = Counter[bytes](), node._send
+
+        def with_garbage(peer: bytes, message: Message) -> None:
+            said[peer] += 1
+            if said[peer] <= 3:
+                node._socket.send_multipart([peer, b"\xff"])
+            send(peer, message)
+
+        monkeypatch.setattr(node, "_send", with_garbage)
+        wait_until(lambda: figure("undecodable_messages") == "6.0", "what each of the workers could not read")
+        assert figure("nodes_known") == "1.0", "they know the same one"
         victim = min(first)
         os.kill(victim, signal.SIGKILL)
         wait_until(lambda: len(workers_of(router.process.pid) - first) == 1, "a new worker")
