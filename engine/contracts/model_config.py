@@ -136,6 +136,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def load_model_config(folder: Path) -> ModelConfig:
     """Raises CheckpointError that names the file, the field and what to do."""
+    adapter = folder / "adapter_config.json"
+    if adapter.exists():  # transformers, with peft, would load its base model and change that
+        raise CheckpointError(
+            f"{adapter}: adapters (LoRA and others) are not applied; merge it into its base model (peft's "
+            f"merge_and_unload, then save_pretrained) and give that folder, or remove the file if that has been done"
+        )
     path = folder / "config.json"
     raw = read_json_object(path)
     if raw is None:

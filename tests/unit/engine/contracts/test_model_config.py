@@ -36,6 +36,14 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         load_model_config(tmp_path)
 
 
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_an_adapter_is_refused_whether_its_base_lies_beside_it_or_not(tmp_path: Path, with_weights: bool) -> None:
+    folder = shutil.copytree(tiny_model("llama"), tmp_path / "m") if with_weights else tmp_path
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "base"}')
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json: adapters .* merge it into its base model"):
+        load_model_config(folder)
+
+
 def test_a_path_that_is_not_there_is_refused() -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         resolve_model("/nowhere/model")
