@@ -72,6 +72,7 @@ OPTION_HELP: dict[str, str] = {
     "nodes": "control address of a node, repeatable; default: discovered through Redis",
     "max_attempts": "attempts for a request whose nodes fail",
     "max_body_bytes": "largest request body",
+    "max_nodes": "nodes that one router process connects to; others wait until one of them leaves",
     "max_connections": "clients connected to one router process; 0: what its descriptors allow beside those for nodes",
     "http_header_s": "how long a client may take until the head of its request is whole",
     "http_body_s": "how long it may then take until the body is whole",

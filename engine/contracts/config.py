@@ -138,6 +138,7 @@ class RouterOptions:
     max_attempts: Positive = 3
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**60)] = 8 << 20
     max_queue: Count = 1024  # requests without a node before 429
+    max_nodes: Positive = 2048  # connections of one process to nodes; a guess, ZMQ's sockets suffice for 5,000
     max_connections: Count = 0  # of clients to one process; 0: what its descriptors allow beside those for nodes
     http_header_s: PositiveSeconds = 20.0  # from a connection, or a request's first byte, until its head is whole
     http_body_s: PositiveSeconds = 60.0  # from then until its body is

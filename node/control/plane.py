@@ -26,6 +26,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, peer_id_of
+from tandem.engine.process.host_names import Found, look_up, needs_look_up
 from tandem.engine.process.process_log import RateLimited
 from tandem.node.control.events import ControlCounters, ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.node.control.handshake import MAX_SHOWN, Handshake
@@ -57,6 +58,7 @@ class ControlPlane:
         self._sockets = ControlSockets(self.keys)
         self._commands: deque[Callable[[], None]] = deque()
         self._links = ControlLinks(self._sockets)
+        self._looked_up: set[str] = set()  # peers whose host's name is being looked up
         self._handshake = Handshake(self.check_peer)
         self._stopping = False
         self._next_heartbeat = 0.0
@@ -78,7 +80,8 @@ class ControlPlane:
         self._command(lambda: self._count(self._links.send(peer_id, payload)))
 
     def connect(self, ref: PeerRef) -> None:
-        """Connects to a node, idempotent. Answered by PeerUp, PeerRefused or, after `connect_s`, PeerRefused."""
+        """Connects to a node, idempotent. Answered by PeerUp, PeerRefused or, `connect_s` after its host's name was
+        found, PeerRefused."""
         self._command(lambda: self._connect_now(ref))
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -255,13 +258,28 @@ class ControlPlane:
                 self.deliver(PeerUp(peer_id, link.info))
             return
         assert self.info is not None
+        if not needs_look_up(ref.control_address):
+            self._open(ref, ref.control_address)
+        elif peer_id not in self._looked_up:
+            self._looked_up.add(peer_id)
+            look_up(ref.control_address, lambda found: self._command(lambda: self._open(ref, found)))
+
+    def _open(self, ref: PeerRef, found: Found) -> None:
+        """`found`: the peer's address by number, or why there is none."""
+        assert self.info is not None
+        peer_id = peer_id_of(ref.node_id, ref.epoch)
+        self._looked_up.discard(peer_id)
+        if self._links.get(peer_id) is not None:  # it has connected while its name was looked up
+            return
         # A second connection under this node's name would take it from the first, which may be all right: `ref` may
         # name a life of that node that is over, or another node at its address.
         name = peer_id_of(self.info.node_id, self.info.epoch).encode()
         identity = b"" if self._links.connects_to(ref) else name
         try:
-            socket = self._sockets.open_dealer(ref.control_address, identity)
-        except zmq.ZMQError as error:  # no address, or no descriptor is left: it costs this peer, for now
+            if not isinstance(found, str):
+                raise found
+            socket = self._sockets.open_dealer(found, identity)
+        except (zmq.ZMQError, OSError) as error:  # no address, or no descriptor is left: it costs this peer, for now
             self.counters.refused += 1
             self.deliver(PeerRefused(ref, f"can't connect: {str(error)[:MAX_SHOWN]}"))
             return

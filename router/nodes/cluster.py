@@ -49,6 +49,7 @@ class Cluster:
         self._links: dict[str, NodeLink] = {}
         self._links_by_key: dict[NodeKey, NodeLink] = {}
         self._views_by_tag: dict[int, NodeView] = {}
+        self._left_out: dict[str, None] = {}  # addresses beyond `max_nodes`, the oldest first
         self._unlisted: set[str] = set()  # addresses whose record is gone while the node can be reached
         self._last_tick = time.monotonic()
         self._identity_key = b""
@@ -65,7 +66,11 @@ class Cluster:
 
     def add(self, address: str) -> None:
         self._unlisted.discard(address)
-        if address not in self._links:
+        if len(self._links) >= self._options.max_nodes and address not in self._links:
+            repeated.error("%s is not connected: there are %d nodes already (--max-nodes)", address, len(self._links))
+            self._left_out[address] = None
+        elif address not in self._links:
+            self._left_out.pop(address, None)
             link = NodeLink(address, self._hello, self._context, self._keys, self._options.timeouts, self)
             self._links[address] = link
             link.open()
@@ -73,6 +78,7 @@ class Cluster:
     def remove(self, address: str) -> None:
         """The record is gone: an unreachable node is forgotten, a reachable one is kept until it is lost. Addresses
         that were given (`--node`) are kept always."""
+        self._left_out.pop(address, None)
         link = self._links.get(address)
         if link is None or address in self._options.nodes:
             return
@@ -89,6 +95,8 @@ class Cluster:
         pause_s = max(0.0, now - self._last_tick - 2 * self._options.timeouts.heartbeat_s)
         self._last_tick = now
         self._hear_siblings(now)  # before the next pings: what they placed so far may be in the answers
+        if self._left_out and len(self._links) < self._options.max_nodes:
+            self.add(next(iter(self._left_out)))
         for address, link in list(self._links.items()):
             try:
                 if link.view is None and address in self._unlisted:

@@ -34,6 +34,7 @@ from tandem.engine.contracts.wire.requests import (
     Submit,
     Tokens,
 )
+from tandem.engine.process.host_names import Found, look_up, needs_look_up
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.nodes.node_socket import FAILED, NodeSocket
 from tandem.router.nodes.outbox import Outbox
@@ -98,19 +99,38 @@ class NodeLink:
         return self.view.key if self.view is not None else None
 
     def open(self) -> None:
-        """Opens the socket, on a running event loop. What can't be opened now is tried again by `tick`."""
+        """Opens the socket, on a running event loop, once the host's name, if it is one, has been looked up. What can't
+        be opened now is tried again by `tick`."""
         assert self._socket is None
         self._is_closed, self._is_connected = False, False
-        now = time.monotonic()
-        self._welcomed, self._last_seen, self._next_beat = None, now, 0.0
+        if not needs_look_up(self.address):
+            self._connect(self.address)
+        elif self._next_open != math.inf:
+            self._next_open = math.inf  # until the look-up has ended
+            look_up(self.address, self._on_looked_up, asyncio.get_running_loop())
+
+    def _on_looked_up(self, found: Found) -> None:
+        self._next_open = 0.0
+        if self._is_closed or self._socket is not None:
+            return
+        if isinstance(found, str):
+            self._connect(found)
+        else:
+            self._cannot_open(found)
+
+    def _connect(self, address: str) -> None:
+        self._welcomed, self._last_seen, self._next_beat = None, time.monotonic(), 0.0
         try:
             self._socket = NodeSocket(
-                self._context, self.address, self._identity, self._keys, self._read, self._read_monitor
+                self._context, address, self._identity, self._keys, self._read, self._read_monitor
             )
         except Exception as error:  # whatever an address may do to ZMQ, and no descriptors or sockets left
-            self._pause(now, f"no connection to {self.address[:200]!r} can be opened: {error}")
-            return
-        asyncio.get_running_loop().call_soon(self._read_monitor)
+            self._cannot_open(error)
+        else:
+            asyncio.get_running_loop().call_soon(self._read_monitor)
+
+    def _cannot_open(self, error: Exception) -> None:
+        self._pause(time.monotonic(), f"no connection to {self.address[:200]!r} can be opened: {error}")
 
     def _pause(self, now: float, trouble: str) -> None:
         if trouble != self.trouble:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from slow_names import SlowNames
 from waiting import wait_until
 
 from tandem.engine.contracts.config import Timeouts
@@ -162,6 +163,23 @@ def test_a_peer_that_came_back_at_its_address_is_connected_to_at_once(make):
     successor = make("other", 3, port=int(other.ref.control_address.rpartition(":")[2]))
     still_connects(node, successor)
     talk(node, successor)
+
+
+def test_a_host_name_that_nobody_answers_for_costs_its_peer_alone(make, monkeypatch):
+    asked = SlowNames(monkeypatch)
+    node, other = make("a"), make("b")
+    node.control.connect(PeerRef("c", 1, "tcp://slow.test:1"))
+    node.control.connect(PeerRef("c", 1, "tcp://slow.test:1"))
+    wait_until(lambda: asked.names == ["slow.test"], "the look-up")
+    node.control.connect(PeerRef("b", 1, other.ref.control_address.replace("127.0.0.1", "here.test")))
+    wait_until(lambda: node.of(PeerUp), "a peer by its name")
+    talk(node, other)
+    assert asked.names == ["slow.test", "here.test"]
+    assert not node.of(PeerRefused)
+    asked.may_answer.set()
+    wait_until(lambda: node.of(PeerRefused), "the answer")
+    (refused,) = node.of(PeerRefused)
+    assert (refused.ref.node_id, "nobody has this name" in refused.reason) == ("c", True)
 
 
 def test_a_hello_that_makes_no_sense_is_refused(make, dealer):

@@ -15,6 +15,7 @@ import pytest
 import zmq
 from router_in_thread import FAST, RouterInThread, wait_until
 from router_nodes import PROMPT, Nodes, addresses, output, status_of, stream_events
+from slow_names import SlowNames
 
 from stand_in_node import StandInNode
 from tandem.engine.contracts.config import Timeouts
@@ -69,6 +70,31 @@ def test_an_address_that_zmq_cannot_use_costs_itself_alone(folder: Path, nodes: 
         assert status_of(router)[0] == 200
         router.call(lambda: discovery.changes.put_nowait(Change(bad, False)))
         wait_until(lambda: bad not in router.worker.service.cluster._links, "the record to be forgotten")
+
+
+def test_a_host_name_that_nobody_answers_for_costs_itself_alone(folder: Path, nodes: Nodes, monkeypatch) -> None:
+    asked, node = SlowNames(monkeypatch), nodes.start()
+    with RouterInThread(folder, ("tcp://slow.test:1", node.address.replace("127.0.0.1", "here.test"))) as router:
+        router.wait_ready()
+        assert status_of(router)[0] == 200
+        assert asked.names == ["slow.test", "here.test"]
+        asked.may_answer.set()
+        links = router.worker.service.cluster._links
+        wait_until(lambda: "nobody has this name" in links["tcp://slow.test:1"].trouble, "why it is not connected")
+        wait_until(lambda: asked.names.count("slow.test") > 1, "another look")
+        assert status_of(router)[0] == 200
+
+
+def test_there_are_only_so_many_connections_to_nodes(folder: Path, nodes: Nodes, caplog) -> None:
+    first, second = nodes.start(), nodes.start()
+    discovery = Announced(first.address, second.address)
+    with RouterInThread(folder, (), Sources(discovery), max_nodes=1, timeouts=IMPATIENT) as router:
+        router.wait_ready()
+        wait_until(lambda: f"{second.address} is not connected: there are 1 nodes already (--max-nodes)" in caplog.text)
+        first.die()
+        router.call(lambda: discovery.changes.put_nowait(Change(first.address, False)))
+        wait_until(lambda: bool(second.hellos), "the one that was left out")
+        wait_until(lambda: status_of(router)[0] == 200, "its answer")
 
 
 def test_deadlines_hold_beside_a_connection_that_fails_at_each_tick(folder: Path, nodes: Nodes, monkeypatch) -> None:
