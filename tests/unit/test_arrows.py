@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("router", "prefill_node", "decode_node", "node", "kv_connector", "kernels", "engine", "deploy")
+FOLDERS = ("router", "prefill_node", "decode_node", "node", "kv_connector", "kernels", "engine", "deploy", "llm")
 ALLOWED = {
     "kernels": set(),
     "engine": {"kernels"},
@@ -19,7 +19,8 @@ ALLOWED = {
     "prefill_node": {"engine", "kv_connector", "kernels", "node"},
     "decode_node": {"engine", "kv_connector", "kernels", "node"},
     "router": {"engine", "kv_connector"},
-    "deploy": set(FOLDERS),
+    "deploy": set(FOLDERS) - {"llm"},
+    "llm": {"deploy", "engine"},
 }
 # What a router may import of others: contracts and the directory, nothing that loads a model.
 ROUTER_MAY = ("engine.contracts", "engine.process", "kv_connector.directory")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-WINGS = ["engine", "node", "kv_connector", "router", "kernels", "prefill_node", "decode_node", "deploy", "tests"]
+WINGS = ["engine", "node", "kv_connector", "router", "kernels", "prefill_node", "decode_node", "deploy", "llm", "tests"]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 LINKING = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / wing / "README.md" for wing in WINGS)]
 MOST_WORDS = {"architecture.md": 1_400, "measurements.md": None}

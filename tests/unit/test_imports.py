@@ -50,7 +50,8 @@ def test_contracts_import_without_torch_and_sockets() -> None:
 
 
 def test_package_inits_are_docstrings() -> None:
-    for path in ROOT.glob("[a-z]*/**/__init__.py"):
+    """But for the one that offers the names of `from tandem import …`, each imported when it is used."""
+    for path in set(ROOT.glob("[a-z]*/**/__init__.py")) - {ROOT / "tandem" / "__init__.py"}:
         body = ast.parse(path.read_text()).body
         assert all(isinstance(node, ast.Expr) for node in body), (
             f"{path.relative_to(ROOT)} does more than say what it is"

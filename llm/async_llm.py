@@ -1,0 +1,193 @@
+"""Requests as coroutines: one HTTP client over a server of its own, or over one that runs somewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from tandem.engine.contracts.errors import OverloadedError, TransportError
+from tandem.engine.process.watched import log_only, watched_task
+from tandem.llm.http_errors import error_of
+from tandem.llm.local_server import LocalServer
+from tandem.llm.outputs import CompletionOutput, RequestOutput
+from tandem.llm.params import SamplingParams
+from tandem.llm.prompts import PromptInput, read_prompt
+
+START_S = 600.0  # a guess: large models from slow disks
+REQUEST_S = 3600.0  # a guess: above what a server grants a request, which ends it first
+CONNECT_S = 10.0  # a guess
+DEFAULT_PAUSE_S = 1.0  # a guess: where an overloaded server names none
+
+
+class AsyncLLM:
+    """A model that serves many requests at a time; a context manager that leaves nothing behind.
+
+    `AsyncLLM(model)` starts a single node of its own, `AsyncLLM(model, prefill=1, decode=1)` a split cluster; further
+    keywords are the options of `tandem serve` (`max_model_len=4096`). `AsyncLLM(url=...)` asks a server that runs,
+    with its `api_key` where it wants one. Raises ConfigError, and TransportError where nobody answers at `url`.
+    """
+
+    def __init__(
+        self,
+        model: str = "",
+        *,
+        url: str = "",
+        api_key: str = "",
+        start_s: float = START_S,
+        quiet: bool = False,
+        **options: Any,
+    ) -> None:
+        self._server: LocalServer | None = None
+        if url:
+            if options:
+                raise ValueError(f"{', '.join(options)}: options of a server that this call starts; {url} has its own")
+        else:
+            self._server = LocalServer(model, options, start_s, quiet)
+            url, api_key = self._server.url, self._server.api_key
+            model = ""  # it serves one, under whatever name
+        self._model = model
+        self._client = httpx.AsyncClient(
+            base_url=url.rstrip("/").removesuffix("/v1"),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(REQUEST_S, connect=CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+        )
+        self._running: dict[str, asyncio.Task[Any]] = {}
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Aborts what is under way and ends the server, if it is its own. Idempotent."""
+        for request_id in list(self._running):
+            self.abort(request_id)
+        await self._client.aclose()
+        if self._server is not None:
+            await asyncio.to_thread(self._server.close)
+
+    async def generate(
+        self, prompt: PromptInput, params: SamplingParams | None = None, request_id: str = ""
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields the request's output each time that it grew, the same object; the last one is `finished`.
+
+        Leaving the loop, or `abort`, ends the request at the server, too. Raises the errors of `tandem.errors`.
+        """
+        params = params or SamplingParams()
+        request_id = request_id or secrets.token_hex(8)
+        output = _empty_output(request_id, prompt, params)
+        body = self._body(prompt, params) | {"stream": True, "stream_options": {"include_usage": True}}
+        events: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue()
+        self._running[request_id] = task = watched_task(self._stream(body, events), f"request {request_id}", log_only)
+        task.add_done_callback(lambda _: events.put_nowait(None))
+        try:
+            while (event := await events.get()) is not None:
+                if isinstance(event, BaseException):
+                    raise event
+                output.add(event)
+                output.finished = bool(event.get("usage"))
+                yield output
+            if not output.finished:
+                output.end("abort")
+                yield output
+        finally:
+            task.cancel()
+            del self._running[request_id]
+
+    async def complete(
+        self, prompt: PromptInput, params: SamplingParams | None = None, request_id: str = ""
+    ) -> RequestOutput:
+        """The whole output of one request; waits as the server asks while it is overloaded."""
+        params = params or SamplingParams()
+        output = _empty_output(request_id or secrets.token_hex(8), prompt, params)
+        output.add(await self._post("/v1/completions", self._body(prompt, params)))
+        output.finished = True
+        return output
+
+    def submit(self, prompt: PromptInput, params: SamplingParams | None = None) -> asyncio.Task[RequestOutput]:
+        """`complete` as a future, begun at once; cancelling it ends the request."""
+        request_id = secrets.token_hex(8)
+        task = asyncio.create_task(self.complete(prompt, params, request_id))
+        self._running[request_id] = task
+        task.add_done_callback(lambda _: self._running.pop(request_id, None))
+        return task
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request: `generate` yields what there is with the finish reason "abort", `complete` and futures are
+        cancelled. Nothing happens where it has ended."""
+        if task := self._running.get(request_id):
+            task.cancel()
+
+    def _body(self, prompt: PromptInput, params: SamplingParams) -> dict[str, Any]:
+        body = {"prompt": read_prompt(prompt), "return_token_ids": True, **params.as_body()}
+        return body | ({"model": self._model} if self._model else {})
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer to a body. An overloaded server's pauses are kept; other errors are raised."""
+        while True:
+            try:
+                response = await self._client.post(path, json=body)
+            except httpx.HTTPError as error:
+                raise _unreachable(error) from error
+            answer = _json(response)
+            if response.status_code == OverloadedError.status:
+                await asyncio.sleep(_retry_after(response))
+            elif response.status_code != 200:
+                raise error_of(answer, response.status_code)
+            else:
+                return answer
+
+    async def _stream(self, body: dict[str, Any], events: asyncio.Queue[Any]) -> None:
+        """Puts each event of the answer, or the error that ends it, into the queue."""
+        try:
+            while True:
+                async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                    if response.status_code == 200:
+                        async for line in response.aiter_lines():
+                            if line.startswith("data: ") and line != "data: [DONE]":
+                                event = json.loads(line[6:])
+                                events.put_nowait(error_of(event) if "error" in event else event)
+                        return
+                    await response.aread()
+                if response.status_code != OverloadedError.status:
+                    events.put_nowait(error_of(_json(response), response.status_code))
+                    return
+                await asyncio.sleep(_retry_after(response))
+        except httpx.HTTPError as error:
+            events.put_nowait(_unreachable(error))
+
+
+def _empty_output(request_id: str, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
+    given = read_prompt(prompt)
+    samples = [CompletionOutput(index) for index in range(params.n)]
+    if isinstance(given, str):
+        return RequestOutput(request_id, given, [], samples)
+    return RequestOutput(request_id, None, given, samples)
+
+
+def _json(response: httpx.Response) -> Any:
+    try:
+        return response.json()
+    except ValueError:
+        return None
+
+
+def _retry_after(response: httpx.Response) -> float:
+    try:
+        return max(0.0, float(response.headers.get("retry-after", DEFAULT_PAUSE_S)))
+    except ValueError:
+        return DEFAULT_PAUSE_S
+
+
+def _unreachable(error: httpx.HTTPError) -> TransportError:
+    return TransportError(f"no answer from the server: {str(error) or type(error).__name__}")

@@ -1,0 +1,113 @@
+"""Requests as plain calls: prompts in, finished outputs back, in the prompts' order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.engine.process.watched import log_only, watched_thread
+from tandem.llm.async_llm import AsyncLLM
+from tandem.llm.outputs import RequestOutput
+from tandem.llm.params import SamplingParams
+from tandem.llm.prompts import PromptInput, read_prompts
+
+MAX_AT_A_TIME = 512  # a guess: more than nodes run at a time, fewer than a router's queue holds
+T = TypeVar("T")
+
+
+class LLM:
+    """`AsyncLLM` for scripts: the same arguments, calls that wait, an event loop in a thread of its own.
+
+    The server that it starts ends with `close`, with the `with` block, or with the process.
+    """
+
+    def __init__(self, model: str = "", **arguments: Any) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = watched_thread(self._loop.run_forever, "tandem-llm", on_failure=log_only)
+        self._thread.start()
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self._llm = AsyncLLM(model, **arguments)
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.suppress(Exception):
+            self._wait(self._llm.aclose())
+        self._stop_loop()
+
+    def generate(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        lora_request: Any = None,
+    ) -> list[RequestOutput]:
+        """The outputs of all prompts, in their order; one `SamplingParams` for all, or one each.
+
+        The first error ends the others, too. Raises the errors of `tandem.errors`; ValueError for what is no prompt.
+        """
+        if lora_request is not None:
+            raise InvalidRequestError("no adapters are served; merge it into the weights", param="lora_request")
+        given = read_prompts(prompts)
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(given)
+        if len(params) != len(given):
+            raise ValueError(f"{len(params)} sampling parameters for {len(given)} prompts: give one, or one each")
+        return self._wait(self._all(list(zip(given, params, strict=True)), use_tqdm))
+
+    def submit(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Future[RequestOutput]:
+        """One request as a future; cancelling it ends the request."""
+        return asyncio.run_coroutine_threadsafe(self._llm.complete(prompt, sampling_params), self._loop)
+
+    async def _all(self, requests: list[tuple[Any, SamplingParams | None]], use_tqdm: bool) -> list[RequestOutput]:
+        from tqdm import tqdm
+
+        room = asyncio.Semaphore(MAX_AT_A_TIME)
+        with tqdm(total=len(requests), desc="prompts", disable=None if use_tqdm else True) as progress:
+
+            async def one(prompt: Any, params: SamplingParams | None) -> RequestOutput:
+                async with room:
+                    output = await self._llm.complete(prompt, params)
+                progress.update()
+                return output
+
+            tasks = [asyncio.ensure_future(one(*request)) for request in requests]
+            try:
+                return await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # an interrupt from the keyboard ends what it was waiting for
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()

@@ -1,0 +1,49 @@
+"""How one call wants its text: what a client may set, under the names of the HTTP API."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling settings of a request. None leaves a setting to the server: its model's defaults, a drawn seed.
+
+    The server checks ranges: a wrong one is an InvalidRequestError that names the field.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs: int | None = None  # of each token, and of so many others that were likely at its place
+    prompt_logprobs: int | None = None
+    priority: int | None = None
+    use_prefix_cache: bool | None = None
+    cache_salt: str | None = None
+
+    def as_body(self) -> dict[str, Any]:
+        """The fields of a completion's body that are set."""
+        body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if self.logit_bias is not None:
+            body["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        return {
+            name: value if isinstance(value, str | Mapping) or not isinstance(value, Sequence) else list(value)
+            for name, value in body.items()
+            if value is not None
+        }

@@ -1,0 +1,34 @@
+"""Tandem: large language models served with prefill and decode on separate nodes.
+
+`from tandem import LLM, SamplingParams`; what is named here is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tandem.engine.contracts import errors as errors
+    from tandem.llm.async_llm import AsyncLLM as AsyncLLM
+    from tandem.llm.llm import LLM as LLM
+    from tandem.llm.outputs import CompletionOutput as CompletionOutput
+    from tandem.llm.outputs import RequestOutput as RequestOutput
+    from tandem.llm.params import SamplingParams as SamplingParams
+
+_WHERE = {
+    "LLM": "tandem.llm.llm",
+    "AsyncLLM": "tandem.llm.async_llm",
+    "SamplingParams": "tandem.llm.params",
+    "RequestOutput": "tandem.llm.outputs",
+    "CompletionOutput": "tandem.llm.outputs",
+    "errors": "tandem.engine.contracts.errors",
+}
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "errors"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+    module = importlib.import_module(_WHERE[name])
+    return module if name == "errors" else getattr(module, name)

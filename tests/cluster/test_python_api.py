@@ -1,0 +1,90 @@
+"""`LLM` over a single node, `AsyncLLM` over a split cluster of their own: the same answers, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from waiting import wait_until
+
+from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, errors
+
+PROMPTS = ["def read_lines(path):", [5, 6, 7], {"prompt": "Return a new"}]
+GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
+SMALL = {"num_blocks": 128, "max_num_seqs": 8, "quiet": True}
+
+
+def texts(outputs: list[RequestOutput]) -> list[tuple[list[int], str, list[int], str | None]]:
+    return [
+        (output.prompt_token_ids, sample.text, sample.token_ids, sample.finish_reason)
+        for output in outputs
+        for sample in output.outputs
+    ]
+
+
+def children() -> set[int]:
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+async def split() -> tuple[list[RequestOutput], RequestOutput]:
+    async with AsyncLLM(prefill=1, decode=1, **SMALL) as llm:
+        outputs = await asyncio.gather(*(llm.submit(prompt, GREEDY) for prompt in PROMPTS))
+        long = SamplingParams(max_tokens=1000, n=2, ignore_eos=True)
+        async for aborted in llm.generate("def read", long, "r1"):
+            if len(aborted.outputs[0].token_ids) > 10:
+                llm.abort("r1")
+        streamed = [output async for output in llm.generate(PROMPTS[0], GREEDY)]
+        assert texts(streamed[-1:]) == texts(outputs[:1])
+        with pytest.raises(errors.InvalidRequestError, match="temperature"):
+            async for _ in llm.generate("x", SamplingParams(temperature=3)):
+                pass
+        return outputs, aborted
+
+
+def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
+    before = children()
+    with LLM(**SMALL) as llm:
+        single = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert [output.prompt for output in single] == [PROMPTS[0], None, "Return a new"]
+        assert all(output.finished and output.outputs[0].cumulative_logprob < 0 for output in single)
+        both = llm.generate(["a", "b"], [SamplingParams(max_tokens=1, n=2), SamplingParams(max_tokens=3)])
+        assert [len(output.outputs) for output in both] == [2, 1]
+        assert (
+            len(llm.submit("def a", SamplingParams(max_tokens=5, ignore_eos=True)).result().outputs[0].token_ids) == 5
+        )
+        with pytest.raises(errors.InvalidRequestError) as raised:
+            llm.generate(["fine", "x"], SamplingParams(temperature=7))
+        assert raised.value.param == "temperature"
+        with pytest.raises(errors.InvalidRequestError, match="adapters"):
+            llm.generate("x", lora_request=object())
+        (outputs, aborted) = asyncio.run(split())
+        assert {sample.finish_reason for sample in aborted.outputs} == {"abort"}
+        assert texts(outputs) == texts(single)
+    assert children() <= before
+
+
+def test_a_program_that_is_killed_takes_its_server_along(tmp_path: Path) -> None:
+    code = f"import time; from tandem import LLM; LLM(**{SMALL!r}); print('up', flush=True); time.sleep(600)"
+    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert program.stdout is not None
+    with program.stdout:
+        assert program.stdout.readline() == "up\n"
+        family = psutil.Process(program.pid).children(recursive=True)
+        assert len(family) >= 3
+        program.kill()
+        program.wait()
+    wait_until(lambda: not any(each.is_running() and each.status() != "zombie" for each in family), "the server's end")
+
+
+def test_nobody_answers() -> None:
+    with LLM(url="http://127.0.0.1:9") as llm, pytest.raises(errors.TransportError, match="no answer"):
+        llm.generate("x", use_tqdm=False)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(errors.ConfigError, match=r"config\.json"):
+        LLM(str(tmp_path), quiet=True)

@@ -1,0 +1,122 @@
+"""What goes into a request of the Python API and what comes back, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import tandem
+from tandem.engine.contracts.errors import (
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    NodeFailedError,
+    OverloadedError,
+    TandemError,
+)
+from tandem.llm.http_errors import error_of
+from tandem.llm.local_server import LocalServer
+from tandem.llm.outputs import CompletionOutput, RequestOutput
+from tandem.llm.params import SamplingParams
+from tandem.llm.prompts import read_prompts
+from tandem.router.text.openai_api import CompletionBody, error_body, parse_body
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("text", ["text"]),
+        ([1, 2], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+        ({"prompt": "a"}, ["a"]),
+        ([{"prompt_token_ids": (4, 5)}, "b"], [[4, 5], "b"]),
+        ([], []),
+    ],
+)
+def test_prompts_are_read_in_all_their_forms(given: Any, read: list[Any]) -> None:
+    assert read_prompts(given) == read
+
+
+@pytest.mark.parametrize("given", [3, [3.5], [[1, "a"]], {"prompt": 5}, [{"multi_modal_data": {}}], [True]])
+def test_what_is_no_prompt_is_refused_in_words(given: Any) -> None:
+    with pytest.raises(ValueError, match="prompt"):
+        read_prompts(given)
+
+
+def test_every_setting_is_a_field_that_the_server_takes() -> None:
+    """Under the same name, in a form that it parses."""
+    params = SamplingParams(
+        n=2, best_of=3, max_tokens=5, min_tokens=1, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1,
+        presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={7: -1.0}, seed=4,
+        stop=("x", "y"), stop_token_ids=(1, 2), ignore_eos=True, logprobs=1, prompt_logprobs=1, priority=2,
+        use_prefix_cache=False, cache_salt="s",
+    )  # fmt: skip
+    import msgspec
+
+    body = parse_body(CompletionBody, msgspec.json.encode({"prompt": "p", **params.as_body()}))
+    assert (body.n, body.best_of, body.stops, body.logit_bias) == (2, 3, ["x", "y"], {"7": -1.0})
+    assert set(SamplingParams.__dataclass_fields__) == set(params.as_body())
+    assert SamplingParams().as_body() == {"n": 1, "max_tokens": 16}
+
+
+def test_pieces_add_up_to_an_output() -> None:
+    output = RequestOutput("r", "p", [], [CompletionOutput(0), CompletionOutput(1)])
+    logprobs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}], "text_offset": [0]}
+    first = {"index": 0, "text": "a", "finish_reason": None, "logprobs": logprobs, "token_ids": [1]}
+    output.add({"choices": [{**first, "prompt_token_ids": [9]}], "usage": None})
+    output.add({"choices": [{**first, "finish_reason": "stop"}]})
+    output.add({"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}})
+    sample = output.outputs[0]
+    assert (sample.text, sample.token_ids, sample.finish_reason) == ("aa", [1, 1], "stop")
+    assert sample.cumulative_logprob == -1.0
+    assert sample.logprobs == [{"a": -0.5}] * 2
+    assert (output.prompt_token_ids, output.num_cached_tokens) == ([9], 3)
+    output.end("abort")
+    assert [each.finish_reason for each in output.outputs] == ["stop", "abort"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError("wrong", param="n"),
+        OverloadedError("full"),
+        DeadlineError("late"),
+        NodeFailedError("gone"),
+        TandemError("ours"),
+    ],
+)
+@pytest.mark.parametrize("with_status", [True, False])
+def test_an_error_is_raised_as_the_class_that_the_server_had(error: TandemError, with_status: bool) -> None:
+    """Also out of a stream, whose events have no status."""
+    import json
+
+    found = error_of(json.loads(error_body(error)), error.status if with_status else None)
+    assert (found.message, found.param) == (error.message, error.param)
+    assert isinstance(found, type(error)) or (isinstance(error, TandemError) and found.type == error.type)
+
+
+def test_answers_that_are_no_error_objects_are_errors_all_the_same() -> None:
+    assert "418" in error_of("<html>", 418).message
+    assert isinstance(error_of(None, 404), InvalidRequestError)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"max_num_seq": 4}, "did you mean max_num_seqs"),
+        ({"port": 8000}, "url="),
+        ({"max_num_seqs": "x"}, "whole number"),
+    ],
+)
+def test_a_wrong_option_starts_nothing(options: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        LocalServer("", options, 1.0, quiet=True)
+
+
+def test_the_package_offers_what_it_names() -> None:
+    for name in tandem.__all__:
+        assert getattr(tandem, name) is not None
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = tandem.Nothing
