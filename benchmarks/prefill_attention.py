@@ -82,8 +82,8 @@ def median_seconds(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def ours(batch: PagedBatch, spec: AttentionSpec) -> Callable[[], object]:
-    rows, kv = batch.metadata.all_rows(), batch.kv()
-    return lambda: TritonOps.prefill(batch.query, batch.key, batch.value, kv, rows, spec)
+    new = batch.prefill()
+    return lambda: TritonOps.prefill(new, spec)
 
 
 def torch_flash(batch: PagedBatch, lengths: tuple[int, ...]) -> Callable[[], object]:

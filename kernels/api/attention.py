@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.api.selection import load_backend, rank_backends, run_with_fallback, select_backend
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
@@ -137,7 +137,8 @@ class Attention(nn.Module):
         def attempt(backend: type[AttentionBackend]) -> torch.Tensor:
             impl = self._impl_of(backend)
             if kv_is_stored:
-                return impl.attend(q, k, v, kv_cache, attn_metadata, k_scale, v_scale)
+                kv = PagedKV.of_layer(kv_cache, k_scale, v_scale) if kv_cache.numel() else None
+                return impl.attend(q, k, v, kv, attn_metadata)
             return impl.forward(self, q, k, v, kv_cache, attn_metadata, k_scale, v_scale, attn_type)
 
         output = run_with_fallback(self.backends(query.device, query.dtype, attn_type, _block_size(kv_cache)), attempt)
@@ -154,7 +155,8 @@ class Attention(nn.Module):
         if self.calculate_kv_scales:
             self.maybe_calc_kv_scales(key, value)
         first = self.backends(key.device, key.dtype, self.spec.attn_type, _block_size(kv_cache))[0]
-        self._impl_of(first).store(key, value, kv_cache, attn_metadata, self.k_scale, self.v_scale)
+        kv = PagedKV.of_layer(kv_cache, self.k_scale, self.v_scale) if kv_cache.numel() else None
+        self._impl_of(first).store(key, value, kv, attn_metadata)
 
     def maybe_calc_kv_scales(self, key: torch.Tensor | None, value: torch.Tensor | None) -> None:
         """Sets the scales from the first KV seen, once: what is in the cache was stored with them."""

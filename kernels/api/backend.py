@@ -7,8 +7,7 @@ kv_NKPSD = [num_blocks, K, 2, S, D] (plane 0 keys, plane 1 values), usually a st
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,8 +18,7 @@ from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.blocks.quantization import FP8_DTYPE, Scale
 
 
-@dataclass(frozen=True, eq=False)
-class PagedKV:
+class PagedKV(NamedTuple):
     """One layer's cache as two views [num_blocks, K, S, D] with contiguous D, and the fp8 scales."""
 
     key_cache: torch.Tensor
@@ -43,6 +41,16 @@ class PagedKV:
         return self.key_cache.dtype == FP8_DTYPE
 
 
+class Prefill(NamedTuple):
+    """The new tokens of rows: q [T, H, D], k and v [T, K, D]. `kv` holds earlier tokens; None: there are none."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    kv: PagedKV | None
+    rows: RowBatch
+
+
 class PagedOps(ABC):
     """The three operations of a paged backend, without layer or metadata objects around them."""
 
@@ -58,15 +66,8 @@ class PagedOps(ABC):
 
     @staticmethod
     @abstractmethod
-    def prefill(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV | None,
-        rows: RowBatch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        """query [T, H, D], key/value [T, K, D] of the new tokens; earlier tokens come from the cache -> [T, H, D]."""
+    def prefill(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        """[T, H, D]: each new token attends to its row's earlier ones and causally to the new ones."""
 
 
 class AttentionImpl(ABC):
@@ -94,27 +95,12 @@ class AttentionImpl(ABC):
         """
 
     @abstractmethod
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
-    ) -> None:
-        """The first half of `forward` of a decoder: writes key/value [T, K, D], nothing to an empty `kv_cache`."""
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata) -> None:
+        """The first half of `forward` of a decoder: writes key/value [T, K, D], nothing without a cache."""
 
     @abstractmethod
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata
     ) -> torch.Tensor:
         """The second half: the new keys and values are in the cache already. Decode rows don't read key and value."""
 
@@ -190,15 +176,16 @@ class PagedImpl(AttentionImpl):
         attn_type: str = AttentionType.DECODER,
     ) -> torch.Tensor:
         if attn_type == AttentionType.DECODER:
-            self.store(key, value, kv_cache, attn_metadata, k_scale, v_scale)
-            return self.attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+            kv = PagedKV.of_layer(kv_cache, k_scale, v_scale) if kv_cache.numel() else None
+            self.store(key, value, kv, attn_metadata)
+            return self.attend(query, key, value, kv, attn_metadata)
         if attn_type == AttentionType.ENCODER_DECODER:
             return self._forward_cross(query, key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata)
         rows = attn_metadata.encoder_rows(attn_type == AttentionType.ENCODER)
         if sum(rows.query_lens_cpu) != query.shape[0]:
             lengths = rows.query_lens_cpu
             raise ValueError(f"{query.shape[0]} encoder tokens, but encoder_seq_lens add up to {sum(lengths)}")
-        return self._attend_both_ways(query, key, value, rows)
+        return self._attend_both_ways(Prefill(query, key, value, None, rows))
 
     def _forward_cross(
         self,
@@ -215,65 +202,33 @@ class PagedImpl(AttentionImpl):
             self.ops.write(key, value, kv, meta.cross_slot_mapping)
         return self._attend_cross(query, kv, meta.cross_rows())
 
-    def _attend_both_ways(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch
-    ) -> torch.Tensor:
-        """query [T, H, D], key/value [T, K, D], each row over all its own tokens -> [T, H, D]."""
+    def _attend_both_ways(self, new: Prefill) -> torch.Tensor:
+        """[T, H, D]: each row over all its own tokens."""
         raise UnsupportedOptionError("attn_type", "encoders need the triton or the native backend")
 
     def _attend_cross(self, query: torch.Tensor, kv: PagedKV, rows: RowBatch) -> torch.Tensor:
         """query [T, H, D], each row over the `seq_lens` tokens in its blocks -> [T, H, D]; zeros over none."""
         raise UnsupportedOptionError("attn_type", "cross attention needs the triton or the native backend")
 
-    def store(
-        self,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
-    ) -> None:
-        if kv_cache.numel():
-            self.ops.write(key, value, PagedKV.of_layer(kv_cache, k_scale, v_scale), attn_metadata.slot_mapping)
+    def store(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata) -> None:
+        if kv is not None:
+            self.ops.write(key, value, kv, meta.slot_mapping)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: AttentionMetadata,
-        k_scale: Scale = 1.0,
-        v_scale: Scale = 1.0,
-    ) -> torch.Tensor:
-        kv = PagedKV.of_layer(kv_cache, k_scale, v_scale) if kv_cache.numel() else None
-        return self._attend(query, key, value, kv, attn_metadata)
-
-    def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata
     ) -> torch.Tensor:
-        num_decode = meta.num_decode_rows if kv is not None else 0
+        if kv is None:
+            return self.ops.prefill(Prefill(query, key, value, None, meta.all_rows()), self.spec)
+        num_decode = meta.num_decode_rows
         if num_decode == meta.num_rows:
-            assert kv is not None or meta.num_rows == 0
-            return self._forward_decode(query, kv, meta) if kv is not None else torch.empty_like(query)
+            return self.ops.decode(query, kv, meta.decode_rows(), self.spec)
         if num_decode == 0:
-            return self._forward_prefill(query, key, value, kv, meta)
-        output = torch.empty_like(query)
-        output[:num_decode] = self._forward_decode(query[:num_decode], kv, meta)
-        rest = slice(num_decode, None)
-        output[rest] = self._forward_prefill(query[rest], key[rest], value[rest], kv, meta)
+            return self.ops.prefill(Prefill(query, key, value, kv, meta.prefill_rows()), self.spec)
+        output, rest = torch.empty_like(query), slice(num_decode, None)
+        output[:num_decode] = self.ops.decode(query[:num_decode], kv, meta.decode_rows(), self.spec)
+        new = Prefill(query[rest], key[rest], value[rest], kv, meta.prefill_rows())
+        output[rest] = self.ops.prefill(new, self.spec)
         return output
-
-    def _forward_decode(self, query: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata) -> torch.Tensor:
-        assert kv is not None
-        return self.ops.decode(query, kv, meta.decode_rows(), self.spec)
-
-    def _forward_prefill(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata
-    ) -> torch.Tensor:
-        rows = meta.prefill_rows() if kv is not None else meta.all_rows()
-        return self.ops.prefill(query, key, value, kv, rows, self.spec)
 
 
 def refuse(*checks: tuple[Any, str]) -> str | None:

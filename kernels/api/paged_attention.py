@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend, PagedKV, PagedOps
+from tandem.kernels.api.backend import AttentionBackend, PagedKV, PagedOps, Prefill
 from tandem.kernels.api.errors import UnsupportedOptionError
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.selection import rank_backends, run_with_fallback, select_backend
@@ -160,7 +160,7 @@ class PagedAttention:
 
         def prefill(ops: type[PagedOps]) -> torch.Tensor:
             ops.write(k, v, kv, slots)
-            return ops.prefill(q, k, v, kv, rows, spec)
+            return ops.prefill(Prefill(q, k, v, kv, rows), spec)
 
         return _run(q, spec, backend, block_size, prefill).view(query.shape)
 

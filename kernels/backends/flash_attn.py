@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, Prefill, refuse
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
@@ -30,15 +30,13 @@ version_2, _error_2 = _try_import("flash_attn") if version_3 is None else (None,
 
 class FlashAttentionOps(PromptOnlyOps):
     @staticmethod
-    def prompt(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
-        starts, longest = rows.query_start_loc, rows.max_query_len
+    def prompt(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        starts, longest = new.rows.query_start_loc, new.rows.max_query_len
         options = _options(spec)
         if version_3 is None and spec.alibi_slopes is not None:
-            options["alibi_slopes"] = spec.slopes_on(query.device)
+            options["alibi_slopes"] = spec.slopes_on(new.q.device)
         library = version_3 or version_2
-        out = library.flash_attn_varlen_func(query, key, value, starts, starts, longest, longest, **options)
+        out = library.flash_attn_varlen_func(new.q, new.k, new.v, starts, starts, longest, longest, **options)
         return out[0] if isinstance(out, tuple) else out
 
     @classmethod
@@ -48,18 +46,10 @@ class FlashAttentionOps(PromptOnlyOps):
         return _paged(query, kv, rows, spec)
 
     @classmethod
-    def prefill(
-        cls,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV | None,
-        rows: RowBatch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        if version_3 is None or kv is None or rows.query_lens_cpu == rows.seq_lens_cpu:
-            return super().prefill(query, key, value, kv, rows, spec)
-        return _paged(query, kv, rows, spec)
+    def prefill(cls, new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        if version_3 is None or new.kv is None or new.rows.query_lens_cpu == new.rows.seq_lens_cpu:
+            return super().prefill(new, spec)
+        return _paged(new.q, new.kv, new.rows, spec)
 
 
 class FlashAttentionImpl(PagedImpl):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, Prefill, refuse
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal, general_ops
@@ -34,17 +34,10 @@ class FlashInferOps(PagedOps):
         return general_ops(query, kv, spec).decode(query, kv, rows, spec)
 
     @staticmethod
-    def prefill(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV | None,
-        rows: RowBatch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        if kv is None:
-            return general_ops(query, kv, spec).prefill(query, key, value, kv, rows, spec)
-        return _planned(query, kv, rows, spec).run(query, (kv.key_cache, kv.value_cache))
+    def prefill(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        if new.kv is None:
+            return general_ops(new.q, None, spec).prefill(new, spec)
+        return _planned(new.q, new.kv, new.rows, spec).run(new.q, (new.kv.key_cache, new.kv.value_cache))
 
 
 class FlashInferImpl(PagedImpl):

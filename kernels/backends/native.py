@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, Prefill
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal
@@ -32,25 +32,18 @@ class NativeOps(PagedOps):
         return output
 
     @staticmethod
-    def prefill(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV | None,
-        rows: RowBatch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        output = torch.empty_like(query)
+    def prefill(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        output, rows = torch.empty_like(new.q), new.rows
         start = 0
-        for row, (new, total) in enumerate(zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)):
-            tokens = slice(start, start + new)
-            start += new
-            k, v = key[tokens], value[tokens]
-            if total > new:
-                if kv is None:
-                    raise ValueError(f"row {row} has {total - new} earlier tokens, but no kv_cache holds them")
-                k, v = _with_prefix(k, v, kv, rows.block_tables[row], total - new)
-            output[tokens] = _attend_row(query[tokens], k, v, total - new, spec)
+        for row, (length, total) in enumerate(zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True)):
+            tokens, earlier = slice(start, start + length), total - length
+            start += length
+            k, v = new.k[tokens], new.v[tokens]
+            if earlier:
+                if new.kv is None:
+                    raise ValueError(f"row {row} has {earlier} earlier tokens, but no kv_cache holds them")
+                k, v = _with_prefix(k, v, new.kv, rows.block_tables[row], earlier)
+            output[tokens] = _attend_row(new.q[tokens], k, v, earlier, spec)
         return output
 
 
@@ -59,14 +52,12 @@ class NativeImpl(PagedImpl):
 
     ops = NativeOps
 
-    def _attend_both_ways(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch
-    ) -> torch.Tensor:
-        output = torch.empty_like(query)
+    def _attend_both_ways(self, new: Prefill) -> torch.Tensor:
+        output = torch.empty_like(new.q)
         start = 0
-        for length in rows.query_lens_cpu:
+        for length in new.rows.query_lens_cpu:
             tokens = slice(start, start + length)
-            output[tokens] = _attend_row(query[tokens], key[tokens], value[tokens], 0, self.spec, causal=False)
+            output[tokens] = _attend_row(new.q[tokens], new.k[tokens], new.v[tokens], 0, self.spec, causal=False)
             start += length
         return output
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 
 import torch
 
-from tandem.kernels.api.backend import PagedKV, PagedOps, refuse
+from tandem.kernels.api.backend import PagedKV, PagedOps, Prefill, refuse
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.backends.native import NativeOps
@@ -18,10 +18,8 @@ class PromptOnlyOps(PagedOps):
 
     @staticmethod
     @abstractmethod
-    def prompt(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
-        """query [T, H, D], key/value [T, K, D], causal within each row, no earlier tokens -> [T, H, D]."""
+    def prompt(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        """[T, H, D]: causal within each row. No row has earlier tokens."""
 
     @staticmethod
     def write(key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
@@ -33,18 +31,10 @@ class PromptOnlyOps(PagedOps):
         return general_ops(query, kv, spec).decode(query, kv, rows, spec)
 
     @classmethod
-    def prefill(
-        cls,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV | None,
-        rows: RowBatch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
-        if rows.query_lens_cpu == rows.seq_lens_cpu:
-            return cls.prompt(query, key, value, rows, spec)
-        return general_ops(query, kv, spec).prefill(query, key, value, kv, rows, spec)
+    def prefill(cls, new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        if new.rows.query_lens_cpu == new.rows.seq_lens_cpu:
+            return cls.prompt(new, spec)
+        return general_ops(new.q, new.kv, spec).prefill(new, spec)
 
 
 def general_ops(query: torch.Tensor, kv: PagedKV | None, spec: AttentionSpec) -> type[PagedOps]:

@@ -6,25 +6,22 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedOps, refuse
-from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedOps, Prefill, refuse
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
 
 
 class TorchFlashOps(PromptOnlyOps):
     @staticmethod
-    def prompt(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
-        output = torch.empty_like(query)
+    def prompt(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        output = torch.empty_like(new.q)
         start = 0
-        for length in rows.query_lens_cpu:
+        for length in new.rows.query_lens_cpu:
             tokens = slice(start, start + length)
             start += length
             if not length:
                 continue
-            q, k, v = (x[tokens].transpose(0, 1)[None] for x in (query, key, value))
+            q, k, v = (x[tokens].transpose(0, 1)[None] for x in (new.q, new.k, new.v))
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
                 out = F.scaled_dot_product_attention(
                     q, k, v, is_causal=True, scale=spec.scale, enable_gqa=spec.group_size > 1

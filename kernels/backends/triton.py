@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, refuse
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, Prefill, refuse
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
@@ -39,30 +39,21 @@ class TritonOps(PagedOps):
             return decode(query, kv, rows, spec)
 
     @staticmethod
-    def prefill(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv: PagedKV | None,
-        rows: RowBatch,
-        spec: AttentionSpec,
-    ) -> torch.Tensor:
+    def prefill(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
         from tandem.kernels.backends.triton_prefill import prefill
 
-        with torch.cuda.device_of(query):
-            return prefill(query, key, value, kv, rows, spec)
+        with torch.cuda.device_of(new.q):
+            return prefill(new, spec)
 
 
 class TritonImpl(PagedImpl):
     ops = TritonOps
 
-    def _attend_both_ways(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch
-    ) -> torch.Tensor:
+    def _attend_both_ways(self, new: Prefill) -> torch.Tensor:
         from tandem.kernels.backends.triton_prefill import prefill
 
-        with torch.cuda.device_of(query):
-            return prefill(query, key, value, None, rows, self.spec, causal=False)
+        with torch.cuda.device_of(new.q):
+            return prefill(new, self.spec, causal=False)
 
     def _attend_cross(self, query: torch.Tensor, kv: PagedKV, rows: RowBatch) -> torch.Tensor:
         from tandem.kernels.backends.triton_prefill import prefill
@@ -74,7 +65,7 @@ class TritonImpl(PagedImpl):
             rows.scratch["after_encoder"] = _after_encoder(rows)
         no_keys = query[:, : spec.num_kv_heads]
         with torch.cuda.device_of(query):
-            return prefill(query, no_keys, no_keys, kv, rows.scratch["after_encoder"], spec, causal=False)
+            return prefill(Prefill(query, no_keys, no_keys, kv, rows.scratch["after_encoder"]), spec, causal=False)
 
 
 def _has_no_positions(spec: AttentionSpec) -> bool:

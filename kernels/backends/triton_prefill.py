@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV, Prefill
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.blocks.quantization import FP8_DTYPE, scale_tensor
@@ -25,26 +25,19 @@ _failures: list[str] = []
 _warm: set[tuple[object, ...]] = set()
 
 
-def prefill(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: PagedKV | None,
-    rows: RowBatch,
-    spec: AttentionSpec,
-    causal: bool = True,
-) -> torch.Tensor:
-    """query [T, H, D], key/value [T, K, D] of the new tokens, earlier ones in the cache -> [T, H, D].
+def prefill(new: Prefill, spec: AttentionSpec, causal: bool = True) -> torch.Tensor:
+    """[T, H, D], as PagedOps.prefill.
 
     Not `causal`: without a cache an encoder's attention, both ways among the new tokens; else cross attention over the
     earlier tokens alone, by queries that count from the first of them.
     """
-    if why_general(query, key, value, kv, spec) is None and (causal or _may_see_all(kv, rows, spec)):
+    kv = new.kv
+    if why_general(new, spec) is None and (causal or _may_see_all(new, spec)):
         try:
             if kv is None or kv.key_cache.dtype != FP8_DTYPE:
                 keys, values = (None, None) if kv is None else (kv.key_cache, kv.value_cache)
-                return _launch_hopper(query, key, value, keys, values, rows.block_tables, rows, spec, causal)
-            output = _hopper_over_fp8(query, key, value, kv, rows, spec)
+                return _launch_hopper(new, keys, values, new.rows.block_tables, spec, causal)
+            output = _hopper_over_fp8(new, kv, spec)
             if output is not None:
                 return output
         except Exception as error:
@@ -52,21 +45,20 @@ def prefill(
                 raise
             _failures.append(f"the Hopper kernel failed to compile: {error}")
             logger.warning("%s; the general kernel serves from now on", _failures[-1])
-    return _general(query, key, value, kv, rows, spec, causal)
+    return _general(new, spec, causal)
 
 
-def _may_see_all(kv: PagedKV | None, rows: RowBatch, spec: AttentionSpec) -> bool:
+def _may_see_all(new: Prefill, spec: AttentionSpec) -> bool:
     """Whether the Hopper kernel serves attention that isn't causal: cross attention over 16-bit caches, no window, keys
     for each row. Encoders, without a cache, have not been verified on a GPU with it: theirs is the general kernel."""
-    if kv is None or kv.key_cache.dtype == FP8_DTYPE or spec.sliding_window is not None:
+    if new.kv is None or new.kv.key_cache.dtype == FP8_DTYPE or spec.sliding_window is not None:
         return False
-    return all(total > new for new, total in zip(rows.query_lens_cpu, rows.seq_lens_cpu, strict=True))
+    return all(total > own for own, total in zip(new.rows.query_lens_cpu, new.rows.seq_lens_cpu, strict=True))
 
 
-def why_general(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, spec: AttentionSpec
-) -> str | None:
+def why_general(new: Prefill, spec: AttentionSpec) -> str | None:
     """Why the general kernel serves such tensors instead of the Hopper one, or None."""
+    query, key, value, kv, _ = new
     reason = why_general_layer(query.device, query.dtype, spec) or (_failures[0] if _failures else None)
     if reason is not None:
         return reason
@@ -101,17 +93,16 @@ def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def _hopper_over_fp8(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
-) -> torch.Tensor | None:
-    """Over prefixes unpacked to 16 bits; None where the general kernel is faster, or memory is short."""
+def _hopper_over_fp8(new: Prefill, kv: PagedKV, spec: AttentionSpec) -> torch.Tensor | None:
+    """Over the prefixes in `kv`, unpacked to 16 bits; None where the general kernel is faster, or memory is short."""
+    query, rows = new.q, new.rows
     kind = (query.device, query.dtype, spec.num_heads, spec.num_kv_heads, spec.head_size, kv.block_size,
             spec.sliding_window is None, spec.logits_soft_cap is None, spec.alibi_slopes is None)  # fmt: skip
     name = "unpacked_prefixes", query.dtype, spec.num_heads, *kv.key_cache.shape[1:]
     is_first = kind not in _warm
     if is_first:  # lengths decide between the two kernels: neither may compile later
         _warm.add(kind)
-        _general(query, key, value, kv, rows, spec)
+        _general(new, spec)
     if name not in rows.scratch:
         rows.scratch[name] = _unpacked_prefixes(kv, rows, spec, query.dtype, is_first)
     prefixes = rows.scratch[name]
@@ -120,7 +111,7 @@ def _hopper_over_fp8(
     scales = scale_tensor(kv.k_scale, query.device), scale_tensor(kv.v_scale, query.device)
     prefixes.fill(kv.key_cache, kv.value_cache, rows.block_tables, *scales)
     keys, values = prefixes.pool[:, :, 0], prefixes.pool[:, :, 1]
-    return _launch_hopper(query, key, value, keys, values, prefixes.block_tables, rows, spec)
+    return _launch_hopper(new, keys, values, prefixes.block_tables, spec)
 
 
 def _unpacked_prefixes(
@@ -138,40 +129,32 @@ def _unpacked_prefixes(
 
 
 def _launch_hopper(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    new: Prefill,
     key_cache: torch.Tensor | None,
     value_cache: torch.Tensor | None,
     block_tables: torch.Tensor,
-    rows: RowBatch,
     spec: AttentionSpec,
     causal: bool = True,
 ) -> torch.Tensor:
+    """`new` over these caches and tables instead of its own, which may be in another form."""
     from tandem.kernels.triton_kernels.prefill.prefill_launch import launch_prefill, list_work
 
+    rows, device = new.rows, new.q.device
     work = rows.scratch.get("prefill_work")
     if work is None:
-        work = torch.from_numpy(list_work(rows.query_lens_cpu, rows.seq_lens_cpu)).to(query.device, non_blocking=True)
+        work = torch.from_numpy(list_work(rows.query_lens_cpu, rows.seq_lens_cpu)).to(device, non_blocking=True)
         rows.scratch["prefill_work"] = work
     return launch_prefill(
-        query, key, value, key_cache, value_cache, block_tables, work, spec.scale,
-        alibi_slopes=spec.slopes_on(query.device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+        new.q, new.k, new.v, key_cache, value_cache, block_tables, work, spec.scale,
+        alibi_slopes=spec.slopes_on(device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
         causal=causal,
     )  # fmt: skip
 
 
-def _general(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    kv: PagedKV | None,
-    rows: RowBatch,
-    spec: AttentionSpec,
-    causal: bool = True,
-) -> torch.Tensor:
+def _general(new: Prefill, spec: AttentionSpec, causal: bool = True) -> torch.Tensor:
     from tandem.kernels.triton_kernels.prefill.paged_prefill import paged_prefill
 
+    query, key, value, kv, rows = new
     device = query.device
     return paged_prefill(
         query, key, value, kv.key_cache if kv else None, kv.value_cache if kv else None,

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedOps, refuse
-from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedOps, Prefill, refuse
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
 
@@ -25,16 +24,15 @@ except Exception as error:  # a broken build raises more than ImportError
 
 class XFormersOps(PromptOnlyOps):
     @staticmethod
-    def prompt(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: RowBatch, spec: AttentionSpec
-    ) -> torch.Tensor:
+    def prompt(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
+        query, rows = new.q, new.rows
         bias = rows.scratch.get("xformers_bias")
         if bias is None:
             lengths = [length for length in rows.query_lens_cpu if length]
             bias = BlockDiagonalCausalMask.from_seqlens(lengths, device=query.device)
             rows.scratch["xformers_bias"] = bias
         grouped = (1, -1, spec.num_kv_heads, spec.group_size, spec.head_size)
-        k, v = (x[None, :, :, None].expand(-1, -1, -1, spec.group_size, -1) for x in (key, value))
+        k, v = (x[None, :, :, None].expand(-1, -1, -1, spec.group_size, -1) for x in (new.k, new.v))
         out = memory_efficient_attention_forward(query.reshape(grouped), k, v, bias, scale=spec.scale)
         return out.reshape(query.shape)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tandem.kernels.api.backend import PagedOps
+from tandem.kernels.api.backend import PagedOps, Prefill
 from tandem.kernels.api.metadata import AttentionMetadataBuilder, slots_of
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeOps
@@ -64,13 +64,13 @@ def prefill_case(shape: Shape, ops: type[PagedOps], num_rows: int, new: int, ear
     pairs = num_rows * (new * earlier + new * (new + 1) / 2)
 
     def run(batch: PagedBatch = batch) -> torch.Tensor:
-        return ops.prefill(batch.query, batch.key, batch.value, batch.kv(), batch.metadata.all_rows(), spec)
+        return ops.prefill(batch.prefill(), spec)
 
     def error() -> float:
         past = odd if earlier else 0
         small = _checked_batch(shape, (odd, 2 * odd, 2), (odd + past, 2 * odd, 2 + 3 * past))
         wide = (small.query.double(), small.key.double(), small.value.double())
-        exact = NativeOps.prefill(*wide, small.kv(), replace(small.metadata.all_rows(), scratch={}), spec)
+        exact = NativeOps.prefill(Prefill(*wide, small.kv(), replace(small.metadata.all_rows(), scratch={})), spec)
         return relative_error(run(small), exact)
 
     size = f"{num_rows} x {new}" + (f" over {earlier}" if earlier else "")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV, Prefill
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder, slots_of
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.blocks.quantization import FP8_DTYPE
@@ -37,6 +37,10 @@ class PagedBatch:
 
     def kv(self, k_scale: float = 1.0, v_scale: float = 1.0) -> PagedKV:
         return PagedKV.of_layer(self.kv_layer, k_scale, v_scale)
+
+    def prefill(self, k_scale: float = 1.0, v_scale: float = 1.0) -> Prefill:
+        """Every row's new tokens."""
+        return Prefill(self.query, self.key, self.value, self.kv(k_scale, v_scale), self.metadata.all_rows())
 
     def expected(self, spec: AttentionSpec, k_scale: float = 1.0, v_scale: float = 1.0) -> torch.Tensor:
         """float64 [T, H, D] by the reference, once the new tokens are stored. Slow: small batches only."""

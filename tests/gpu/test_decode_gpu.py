@@ -19,7 +19,7 @@ from tandem.engine.models.loader import load_model
 from tandem.engine.running.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.step import NewSlot, SampleRow, ScheduledRow, SchedulerOutput
-from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV, Prefill
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeOps
@@ -112,7 +112,7 @@ def test_fp8_of_other_shapes(heads: int, kv_heads: int, size: int, block: int, n
         slopes = torch.tensor(paged.alibi_slopes(heads))
         spec = replace(spec, alibi_slopes=slopes, sliding_window=400, logits_soft_cap=5.0)
     tensors = batch.query.double(), batch.key.double(), batch.value.double()
-    expected = NativeOps.prefill(*tensors, batch.kv(0.5, 0.5), batch.metadata.all_rows(), spec)
+    expected = NativeOps.prefill(Prefill(*tensors, batch.kv(0.5, 0.5), batch.metadata.all_rows()), spec)
     for _ in range(2):  # the first call runs the other kernels, too
         output = TritonOps.decode(batch.query, batch.kv(0.5, 0.5), rows_of(batch), spec)
         check(output, expected, TOLERANCE[torch.bfloat16])
@@ -251,7 +251,7 @@ def test_a_graph_of_layers_sees_tokens_stored_just_before(case: str, new: int) -
         source.copy_(dequantize(quantize(source, 0.5), 0.5, source.dtype))  # what the fp8 cache can hold
         captured.graph.replay()
         for layer, kv, output in zip(source.double(), layers, captured.outputs, strict=True):
-            expected = NativeOps.prefill(*layer.split((32, 8, 8), 1), kv, batch.metadata.all_rows(), spec)
+            expected = NativeOps.prefill(Prefill(*layer.split((32, 8, 8), 1), kv, batch.metadata.all_rows()), spec)
             check(output, expected, TOLERANCE[torch.bfloat16])
 
 
@@ -274,7 +274,7 @@ def test_tokens_of_one_prompt_as_rows_see_each_other() -> None:
         source.normal_()
         captured.graph.replay()
         for layer, kv, output in zip(source.double(), layers, captured.outputs, strict=True):
-            expected = NativeOps.prefill(*layer.split((32, 8, 8), 1), kv, batch.metadata.all_rows(), SPEC)
+            expected = NativeOps.prefill(Prefill(*layer.split((32, 8, 8), 1), kv, batch.metadata.all_rows()), SPEC)
             check(output, expected, TOLERANCE[torch.bfloat16])
 
 

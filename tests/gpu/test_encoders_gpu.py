@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tandem.kernels.api.backend import Prefill
 from tandem.kernels.api.metadata import AttentionMetadataBuilder
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.backends import triton_prefill
@@ -54,9 +55,9 @@ def test_encoders(options: str, dtype: torch.dtype) -> None:
     batch = random_batch(LENGTHS, LENGTHS, dtype=dtype, **SIZES)
     spec = AttentionSpec(8, 128, 128**-0.5, 2, attn_type=AttentionType.ENCODER_ONLY, **OPTIONS[options])
     rows = batch.metadata.encoder_rows(False)
-    output = TritonImpl(spec)._attend_both_ways(batch.query, batch.key, batch.value, rows)
+    output = TritonImpl(spec)._attend_both_ways(Prefill(batch.query, batch.key, batch.value, None, rows))
     wide = (batch.query.double(), batch.key.double(), batch.value.double())
-    check(output, NativeImpl(spec)._attend_both_ways(*wide, rows), TOLERANCE[dtype])
+    check(output, NativeImpl(spec)._attend_both_ways(Prefill(*wide, None, rows)), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("size", [64, 80, 256])
@@ -64,9 +65,9 @@ def test_encoders_of_other_head_sizes(size: int) -> None:
     batch = random_batch(LENGTHS, LENGTHS, dtype=torch.bfloat16, **{**SIZES, "head_size": size})
     spec = AttentionSpec(8, size, size**-0.5, 2, attn_type=AttentionType.ENCODER_ONLY)
     rows = batch.metadata.encoder_rows(False)
-    output = TritonImpl(spec)._attend_both_ways(batch.query, batch.key, batch.value, rows)
+    output = TritonImpl(spec)._attend_both_ways(Prefill(batch.query, batch.key, batch.value, None, rows))
     wide = (batch.query.double(), batch.key.double(), batch.value.double())
-    check(output, NativeImpl(spec)._attend_both_ways(*wide, rows), TOLERANCE[torch.bfloat16])
+    check(output, NativeImpl(spec)._attend_both_ways(Prefill(*wide, None, rows)), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("new", [(200, 1, 129, 3, 70, 0, 5, 40), (1,) * 8], ids=["prompts", "decode"])
@@ -96,8 +97,8 @@ def test_block_sparse_prompts(pattern: tuple[int, ...]) -> None:
     batch = random_batch((100, 3, 300), (1000, 90, 300), dtype=torch.bfloat16, **SIZES)
     spec = AttentionSpec(8, 128, 128**-0.5, 2, blocksparse=BlockSparse(*pattern))
     rows, wide = batch.metadata.all_rows(), (batch.query.double(), batch.key.double(), batch.value.double())
-    output = TritonOps.prefill(batch.query, batch.key, batch.value, batch.kv(), rows, spec)
-    check(output, NativeOps.prefill(*wide, batch.kv(), rows, spec), TOLERANCE[torch.bfloat16])
+    output = TritonOps.prefill(batch.prefill(), spec)
+    check(output, NativeOps.prefill(Prefill(*wide, batch.kv(), rows), spec), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.parametrize("pattern", [(1, 4, 64, 1), (2, 8, 32, -1), (1, 2, 48, 0, 1)])

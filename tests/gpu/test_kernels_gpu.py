@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.backend import Prefill
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.selection import NAMES, rank_backends, select_backend
 from tandem.kernels.api.spec import AttentionSpec
@@ -44,7 +45,7 @@ def exact(batch: PagedBatch, spec: AttentionSpec) -> torch.Tensor:
     decoded = NativeOps.decode(query[:split], batch.kv(), meta.decode_rows(), spec)
     if split == meta.num_rows:
         return decoded
-    rest = NativeOps.prefill(query[split:], key[split:], value[split:], batch.kv(), meta.prefill_rows(), spec)
+    rest = NativeOps.prefill(Prefill(query[split:], key[split:], value[split:], batch.kv(), meta.prefill_rows()), spec)
     return torch.cat((decoded, rest))
 
 
@@ -135,7 +136,9 @@ def test_fp8_cache() -> None:
     meta, split = batch.metadata, batch.metadata.num_decode_rows
     query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
     decoded = NativeOps.decode(query[:split], batch.kv(0.5, 0.25), meta.decode_rows(), spec)
-    rest = NativeOps.prefill(query[split:], key[split:], value[split:], batch.kv(0.5, 0.25), meta.prefill_rows(), spec)
+    rest = NativeOps.prefill(
+        Prefill(query[split:], key[split:], value[split:], batch.kv(0.5, 0.25), meta.prefill_rows()), spec
+    )
     check(output, torch.cat((decoded, rest)), TOLERANCE[torch.bfloat16])
 
 

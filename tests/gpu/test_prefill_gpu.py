@@ -9,7 +9,7 @@ import pytest
 import torch
 from gpu_checks import relative_error
 
-from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV, Prefill
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends import triton_prefill
@@ -49,7 +49,7 @@ def poisoned_memory() -> None:
 
 def exact(batch: PagedBatch, spec: AttentionSpec, *scales: float) -> torch.Tensor:
     query, key, value = batch.query.double(), batch.key.double(), batch.value.double()
-    return NativeOps.prefill(query, key, value, batch.kv(*scales), batch.metadata.all_rows(), spec)
+    return NativeOps.prefill(Prefill(query, key, value, batch.kv(*scales), batch.metadata.all_rows()), spec)
 
 
 def rows_without_prefix(lengths: Sequence[int]) -> RowBatch:
@@ -58,11 +58,11 @@ def rows_without_prefix(lengths: Sequence[int]) -> RowBatch:
 
 
 def check(batch: PagedBatch, spec: AttentionSpec, *scales: float, hopper: bool = True) -> None:
-    kv = batch.kv(*scales)
-    reason = triton_prefill.why_general(batch.query, batch.key, batch.value, kv, spec)
+    new = batch.prefill(*scales)
+    reason = triton_prefill.why_general(new, spec)
     if torch.cuda.get_device_capability() == (9, 0):
         assert (reason is None) == hopper, reason
-    output = TritonOps.prefill(batch.query, batch.key, batch.value, kv, batch.metadata.all_rows(), spec)
+    output = TritonOps.prefill(new, spec)
     expected = exact(batch, spec, *scales)
     assert not triton_prefill._failures
     assert output.isfinite().all()
@@ -115,8 +115,7 @@ def test_rows_without_new_tokens() -> None:
     batch = random_batch((0, 130, 0, 2, 0), (70, 200, 0, 2, 64), dtype=torch.bfloat16, **sizes)
     check(batch, spec)
     nothing = random_batch((0, 0), (70, 0), dtype=torch.bfloat16, **sizes)
-    rows = nothing.metadata.all_rows()
-    assert TritonOps.prefill(nothing.query, nothing.key, nothing.value, nothing.kv(), rows, spec).shape == (0, 8, 128)
+    assert TritonOps.prefill(nothing.prefill(), spec).shape == (0, 8, 128)
 
 
 @pytest.mark.parametrize("size", [80, 96, 256])
@@ -156,7 +155,7 @@ def test_without_a_cache() -> None:
     sizes = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "block_size": 64, "device": "cuda"}
     batch = random_batch(*RAGGED, dtype=torch.bfloat16, **sizes)
     spec = AttentionSpec(8, 128, 0.1, 2)
-    output = TritonOps.prefill(batch.query, batch.key, batch.value, None, batch.metadata.all_rows(), spec)
+    output = TritonOps.prefill(batch.prefill()._replace(kv=None), spec)
     assert relative_error(output, exact(batch, spec)) < TOLERANCE[torch.bfloat16]
 
 
@@ -169,7 +168,7 @@ def test_slices_of_a_fused_projection() -> None:
     spec, rows = AttentionSpec(8, 128, 0.1, 2), batch.metadata.all_rows()
     expected = exact(batch, spec)
     fused[100:103] = float("nan")
-    output = TritonOps.prefill(query, key, value, batch.kv(), rows, spec)
+    output = TritonOps.prefill(Prefill(query, key, value, batch.kv(), rows), spec)
     assert output[100:103].isnan().all()
     for others in (slice(0, 100), slice(103, None)):
         assert relative_error(output[others], expected[others]) < TOLERANCE[torch.bfloat16]
@@ -180,8 +179,9 @@ def test_unaligned_rows_take_the_general_kernel() -> None:
     batch = random_batch(*CHUNKED, dtype=torch.bfloat16, **sizes)
     spec = AttentionSpec(4, 64, 0.1, 2)
     wide = torch.nn.functional.pad(batch.query.flatten(1), (1, 2))[:, 1:-2].unflatten(1, (4, 64))
-    assert "16 bytes" in (triton_prefill.why_general(wide, batch.key, batch.value, batch.kv(), spec) or "")
-    output = TritonOps.prefill(wide, batch.key, batch.value, batch.kv(), batch.metadata.all_rows(), spec)
+    new = batch.prefill()._replace(q=wide)
+    assert "16 bytes" in (triton_prefill.why_general(new, spec) or "")
+    output = TritonOps.prefill(new, spec)
     assert relative_error(output, exact(batch, spec)) < TOLERANCE[torch.bfloat16]
 
 
@@ -203,9 +203,9 @@ def test_touches_no_memory_around_its_tensors(block: int, size: int, at_end: boo
         guarded_copy(tensor, at_end=at_end)
         for tensor in (batch.query, batch.key, batch.value, batch.kv_layer.contiguous())
     )
-    output = TritonOps.prefill(query, key, value, PagedKV.of_layer(layer), rows, spec)
+    output = TritonOps.prefill(Prefill(query, key, value, PagedKV.of_layer(layer), rows), spec)
     assert relative_error(output, exact(batch, spec)) < TOLERANCE[torch.bfloat16]
-    output = TritonOps.prefill(query, key, value, None, rows_without_prefix((1, 2, 65, 200, 3)), spec)
+    output = TritonOps.prefill(Prefill(query, key, value, None, rows_without_prefix((1, 2, 65, 200, 3))), spec)
     assert output.isfinite().all()
 
 
@@ -226,7 +226,7 @@ def test_131072_tokens() -> None:
     table = [torch.randperm(total // 64).tolist()]
     device = query.device
     whole = build([total], [total], table, [-1] * total, device).all_rows()
-    output = TritonOps.prefill(query, key, value, None, whole, spec)
+    output = TritonOps.prefill(Prefill(query, key, value, None, whole), spec)
     assert output.isfinite().all()
     assert relative_error(output[-last:], expected) < 1e-2
     pool = torch.full((total // 64, 1, 2, 64, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -236,7 +236,9 @@ def test_131072_tokens() -> None:
     pool[blocks[position // 64], 0, 0, position % 64] = key[:earlier, 0]
     pool[blocks[position // 64], 0, 1, position % 64] = value[:earlier, 0]
     chunk = build([1000], [total], table, [-1] * 1000, device).all_rows()
-    output = TritonOps.prefill(query[earlier:], key[earlier:], value[earlier:], PagedKV.of_layer(pool), chunk, spec)
+    output = TritonOps.prefill(
+        Prefill(query[earlier:], key[earlier:], value[earlier:], PagedKV.of_layer(pool), chunk), spec
+    )
     assert output.isfinite().all()
     assert relative_error(output[-last:], expected) < 1e-2
 
@@ -252,7 +254,7 @@ def test_lengths_compile_nothing() -> None:
         check(random_batch(*lengths, dtype=torch.bfloat16, **sizes), spec)
     batch = random_batch((1, 1, 1, 40), (9, 9, 9, 80), dtype=torch.bfloat16, **sizes)
     rest = TritonOps.prefill(
-        batch.query[3:], batch.key[3:], batch.value[3:], batch.kv(), batch.metadata.prefill_rows(), spec
+        Prefill(batch.query[3:], batch.key[3:], batch.value[3:], batch.kv(), batch.metadata.prefill_rows()), spec
     )
     assert rest.isfinite().all()
     assert counter.num_total == 0

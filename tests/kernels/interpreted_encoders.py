@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.backend import Prefill
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.backends.native import NativeOps
@@ -93,8 +94,8 @@ def test_block_sparse_prompts(pattern: tuple[int, ...]) -> None:
     batch = random_batch((100, 3), (140, 90), **HEADS)
     spec = AttentionSpec(2, 16, 0.3, 1, blocksparse=BlockSparse(*pattern))
     rows, wide = batch.metadata.all_rows(), (batch.query.double(), batch.key.double(), batch.value.double())
-    output = TritonOps.prefill(batch.query, batch.key, batch.value, batch.kv(), rows, spec)
-    expected = NativeOps.prefill(*wide, batch.kv(), rows, spec)
+    output = TritonOps.prefill(batch.prefill(), spec)
+    expected = NativeOps.prefill(Prefill(*wide, batch.kv(), rows), spec)
     torch.testing.assert_close(output.double(), expected, rtol=3e-6, atol=3e-6)
-    dense = NativeOps.prefill(*wide, batch.kv(), rows, replace(spec, blocksparse=None))
+    dense = NativeOps.prefill(Prefill(*wide, batch.kv(), rows), replace(spec, blocksparse=None))
     assert not torch.allclose(expected, dense, rtol=1e-3)

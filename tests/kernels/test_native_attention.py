@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.kernels.api.attention import Attention
-from tandem.kernels.api.backend import PagedKV
+from tandem.kernels.api.backend import PagedKV, Prefill
 from tandem.kernels.api.metadata import AttentionMetadataBuilder
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.backends import native
@@ -127,7 +127,7 @@ def test_block_sparse_decode_and_prefill(step: int, rank: int) -> None:
     assert not torch.allclose(output, dense)
     prompt = random_batch((30,), (30,), dtype=torch.float64, seed=1)
     rows = prompt.metadata.prefill_rows()
-    chunked = NativeOps.prefill(prompt.query, prompt.key, prompt.value, None, rows, spec)
+    chunked = NativeOps.prefill(Prefill(prompt.query, prompt.key, prompt.value, None, rows), spec)
     NativeOps.write(prompt.key, prompt.value, prompt.kv(), prompt.metadata.slot_mapping)
     caches = prompt.kv().key_cache, prompt.kv().value_cache
     last = paged.paged_decode(prompt.query[-1:], *caches, prompt.block_tables, [30], 0.3, sparse=pattern)
@@ -137,10 +137,9 @@ def test_block_sparse_decode_and_prefill(step: int, rank: int) -> None:
 def test_query_chunks_of_long_prefills_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = random_batch((40,), (53,), dtype=torch.float64)
     spec = AttentionSpec(4, 16, 0.3, 2, sliding_window=11)
-    rows = batch.metadata.prefill_rows()
-    whole = NativeOps.prefill(batch.query, batch.key, batch.value, batch.kv(), rows, spec)
+    whole = NativeOps.prefill(batch.prefill(), spec)
     monkeypatch.setattr(native, "QUERY_CHUNK", 7)
-    torch.testing.assert_close(NativeOps.prefill(batch.query, batch.key, batch.value, batch.kv(), rows, spec), whole)
+    torch.testing.assert_close(NativeOps.prefill(batch.prefill(), spec), whole)
 
 
 def test_decode_rows_of_very_different_lengths_are_grouped() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tandem.kernels.api import selection
-from tandem.kernels.api.backend import PagedOps
+from tandem.kernels.api.backend import PagedOps, Prefill
 from tandem.kernels.api.selection import NAMES, OURS_FIRST, order_for, rank_backends, select_backend
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends import flash_attn, flashinfer, triton, triton_prefill, xformers
@@ -49,7 +49,7 @@ def check(ops: type[PagedOps], batch: PagedBatch, spec: AttentionSpec) -> None:
         parts.append(ops.decode(batch.query[:split], batch.kv(), meta.decode_rows(), spec))
     if split < meta.num_rows:
         new = (tensor[split:] for tensor in (batch.query, batch.key, batch.value))
-        parts.append(ops.prefill(*new, batch.kv(), meta.prefill_rows(), spec))
+        parts.append(ops.prefill(Prefill(*new, batch.kv(), meta.prefill_rows()), spec))
     torch.testing.assert_close(torch.cat(parts).double(), batch.expected(spec), rtol=1e-5, atol=1e-5)
 
 
