@@ -35,8 +35,11 @@ from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import DecodeBatch
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
+from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import Received
+from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
+from tandem.node.control.sockets import ControlSockets
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
 
@@ -194,9 +197,13 @@ class Plane:
     """A real control plane whose messages a process of its own reads."""
 
     def __init__(self) -> None:
-        self._control = ControlPlane(load_cluster_keys("", "127.0.0.1"), Timeouts(), lambda _: None, lambda _: None)
-        address = self._control.bind("127.0.0.1", 0)
-        self._control.info, self._control.status = node_info(), Status(node_id="host", epoch=1)
+        sockets, board = ControlSockets(load_cluster_keys("", "127.0.0.1")), LoopBoard()
+        address = sockets.bind("127.0.0.1", 0)
+        board.show(Status(node_id="host", epoch=1))
+        self._outgoing = Outgoing(sockets.wake)
+        self._control = ControlPlane(
+            sockets, node_info(), Timeouts(), self._outgoing, board, lambda _: None, lambda _: None
+        )
         self._control.start()
         spawn = multiprocessing.get_context("spawn")
         connected, self._stop = spawn.Event(), spawn.Event()
@@ -209,7 +216,7 @@ class Plane:
         process, thread = time.process_time(), time.thread_time()
         for outbox in outboxes:
             for peer_id, message in outbox:
-                self._control.send(peer_id, message)
+                self._outgoing.send(peer_id, message)
             time.sleep(pause_s)
         process, thread = time.process_time() - process, time.thread_time() - thread
         return 1e6 * (process - thread) / len(outboxes), 1e6 * thread / len(outboxes)

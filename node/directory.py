@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.hashing import root_hash
-from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.directory.records import NodeLoad, NodeRecord
+from tandem.node.control.board import LoopBoard
 
 if TYPE_CHECKING:
     from tandem.kv_connector.directory.publisher import RedisPublisher
 
 
-def make_publisher(
-    options: NodeOptions, info: NodeInfo, num_blocks: int, status: Callable[[], Status | None]
-) -> RedisPublisher | None:
-    """None without a Redis. `status` returns the newest report of the step loop; the publisher's thread calls it."""
+def make_publisher(options: NodeOptions, info: NodeInfo, num_blocks: int, board: LoopBoard) -> RedisPublisher | None:
+    """None without a Redis. The publisher's thread looks at `board`."""
     if not options.redis_url:
         return None
     from tandem.kv_connector.directory.publisher import RedisPublisher
 
     def load() -> NodeLoad:
-        newest = status()
-        return NodeLoad() if newest is None else NodeLoad.of(newest)
+        status = board.status
+        return NodeLoad() if status is None else NodeLoad.of(status)
 
     record = make_record(info, num_blocks, options.cache.block_size)
     return RedisPublisher(options.redis_url, options.namespace, record, load=load)

@@ -6,7 +6,6 @@ scheduler calls and messages; the engine core launches steps. The loop never wai
 
 from __future__ import annotations
 
-import math
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from tandem.engine.contracts.wire.parts import Message, PeerRef
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import EngineEvent
 from tandem.engine.scheduling.turn_times import TurnTimes
+from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 
 IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers; a guess
@@ -28,7 +28,6 @@ LAYERS_AHEAD, GIVE_WAY_S = 2, 0.001  # guesses
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks; a guess
 HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen; a guess
 STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen; a guess
-STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late; a guess
 # Before its expected end it is looked for: each look takes the interpreter from other threads; a guess.
 EARLY_S = 0.0005
 # Nobody sleeps longer than this on the word of an estimate: what ends sooner would be read when it was expected, and so
@@ -51,7 +50,7 @@ class NodeLogic(Protocol):
 
     def drain_connects(self) -> list[PeerRef]: ...
 
-    def status(self) -> Status: ...
+    def status(self, counters: Mapping[str, float]) -> Status: ...
 
     def drain(self) -> None: ...
 
@@ -60,7 +59,7 @@ class NodeLogic(Protocol):
 
 
 class ControlSender(Protocol):
-    status: Status | None
+    """See node/control/outgoing.py."""
 
     def send(self, peer_id: str, message: Message) -> None: ...
 
@@ -68,13 +67,15 @@ class ControlSender(Protocol):
 
 
 class NodeLoop:
-    """`post` may be called from any thread; everything else belongs to the thread that calls `run`."""
+    """`begin_drain` may be called from any thread; everything else belongs to the thread that calls `run`."""
 
     def __init__(
         self,
         logic: NodeLogic,
         core: EngineCore,
+        inbox: queue.SimpleQueue[object],
         control: ControlSender,
+        board: LoopBoard,
         drain_s: float,
         apply_effects: Callable[[], None] = lambda: None,
         handlers: Mapping[type, Callable[[Any], None]] | None = None,
@@ -82,15 +83,18 @@ class NodeLoop:
         launch_at: Callable[[], float] | None = None,
         times: TurnTimes | None = None,
         ends_at: Callable[[], float] = lambda: 0.0,
+        counters: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """`handlers`: who takes events of that type, in place of the logic. `is_urgent`: which events are served while
-        two launched steps are unread; None: that is not looked for. Events keep their order: one that is not urgent
-        holds up those behind it. `launch_at`: until when the next step need not be decided while one runs; the later it
-        is, the more is known of what waits. `times`: is told what the loop does. `ends_at`: when the running step is
-        expected to end."""
+        """`inbox`: whatever happens; any thread puts it there. `board`: where other threads look. `handlers`: who takes
+        events of that type, in place of the logic. `is_urgent`: which events are served while two launched steps are
+        unread; None: that is not looked for. Events keep their order: one that is not urgent holds up those behind it.
+        `launch_at`: until when the next step need not be decided while one runs; the later it is, the more is known of
+        what waits. `times`: is told what the loop does. `ends_at`: when the running step is expected to end.
+        `counters`: of the process around the logic, for its status."""
         self._logic = logic
         self._core = core
-        self._control = control
+        self._inbox = inbox
+        self._control, self._board = control, board
         self._drain_s = drain_s
         self._apply_effects = apply_effects
         self._handlers = dict(handlers or {})
@@ -98,32 +102,23 @@ class NodeLoop:
         self._launch_at = launch_at
         self._ends_at = ends_at
         self._times = times
+        self._counters = counters
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
-        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._drain_deadline: float | None = None
         self._stopping = False
         self._next_status = 0.0
-        self._turned_at = math.inf
-        self.busy_s = 0.0  # with a step launched and not read
+        self._busy_s = 0.0  # with a step launched and not read
         self._was_inflight, self._counted_at = False, 0.0
-
-    def is_stuck(self) -> bool:
-        """Asked from any thread: whether a turn takes longer than any step, such as when the device or a rank that was
-        stopped never answers. Nothing here can end that; the node must be given up."""
-        return time.monotonic() - self._turned_at > STUCK_S
-
-    def post(self, event: object) -> None:
-        self._inbox.put(event)
 
     def begin_drain(self) -> None:
         """Take nothing new, finish what is here, then return from `run`; a second call returns at once."""
-        self.post("drain")
+        self._inbox.put("drain")
 
     def run(self) -> None:
         """Returns when drained. An exception from the engine ends the node's epoch: it is raised to the caller."""
         launched = True
         while not self._stopping:
-            self._turned_at = time.monotonic()
+            self._board.turn_begins()
             self._read_inbox(self._idle_wait(launched))
             self._charge("events")
             if self._launch_at is not None:
@@ -157,7 +152,7 @@ class NodeLoop:
     def _count_busy(self, turn_began: float, inflight: bool) -> None:
         now = time.monotonic()
         if inflight or self._was_inflight:
-            self.busy_s += now - (self._counted_at if self._was_inflight else turn_began)
+            self._busy_s += now - (self._counted_at if self._was_inflight else turn_began)
         self._was_inflight, self._counted_at = inflight, now
 
     def _before_execution(self) -> None:
@@ -253,4 +248,8 @@ class NodeLoop:
         now = time.monotonic()
         if now >= self._next_status:
             self._next_status = now + STATUS_EVERY_S
-            self._control.status = self._logic.status()
+            self.report()
+
+    def report(self) -> None:
+        """Shows the others how this node is."""
+        self._board.show(self._logic.status({**self._counters(), "busy_s": self._busy_s}))

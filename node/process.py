@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
+import queue
 import secrets
 import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError, HandshakeError
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
-from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.engine.contracts.wire.parts import NodeInfo, peer_id_of
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
@@ -32,7 +32,6 @@ from tandem.engine.process.watched import end_process, end_with_any_thread
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_measure import measure_step_times
-from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.ports import LowerTiers, NoTiers
 from tandem.engine.scheduling.turn_times import TurnTimes
@@ -44,22 +43,22 @@ from tandem.kv_connector.tiers.jobs import JobDone
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tandem.kv_connector.transfer.trace import HandoffTrace
-from tandem.kv_connector.transports.mapped.processes import host_id
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.carry_out import Effects, is_urgent
 from tandem.node.context import NodeContext, make_clock
+from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import ControlEvent, Received
+from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
-from tandem.node.control.sockets import advertised
+from tandem.node.control.sockets import ControlSockets, advertised
 from tandem.node.directory import make_publisher
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
 from tandem.node.ranks.leader import start_ranks
-from tandem.node.report import announce, node_counters
+from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
-from tandem.node.setup import LoadedModel, load, size_pool, with_device_defaults, with_length_that_fits
+from tandem.node.setup import load, size_pool, with_device_defaults, with_length_that_fits
 from tandem.node.tiers import make_tiers
-from tandem.node.traced_sender import TracedSender
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
 GC_THRESHOLDS = (50_000, 20, 1_000)
@@ -95,40 +94,33 @@ class NodeProcess:
         self.keys = load_cluster_keys(options.cluster_secret_file, options.host)
         self.ranks = start_ranks(options)
         on_loaded = self.launcher.loaded if self.launcher.is_open else None
-        self.loaded = load(options, None if self.ranks is None else self.ranks.membership, on_loaded)
-        self.options = options = with_device_defaults(options, self.loaded.device)
-        node_id = options.node_id or f"{options.role}-{secrets.token_hex(3)}"
-        epoch = secrets.randbits(64)
-        num_blocks = size_pool(self.loaded, options)
-        self.loaded = with_length_that_fits(self.loaded, options, num_blocks)
+        loaded = load(options, None if self.ranks is None else self.ranks.membership, on_loaded)
+        self.options = options = with_device_defaults(options, loaded.device)
+        num_blocks = size_pool(loaded, options)
+        self.loaded = with_length_that_fits(loaded, options, num_blocks)
+        node_id, epoch = options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64)
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._clock, self._board = make_clock(options.role), LoopBoard()
+        self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None
+        self.turn_times = self._make_turn_times()
+
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
         self.pool = BlockPool(num_blocks, options.cache.enable_prefix_caching)
-        self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
-        tensor, self.layout, clock = memory.tensor, memory.layout, make_clock(options.role)
-        self.tiers = make_tiers(options, self.pool, tensor, self.loaded, clock.prompt_rate, self._post)
-        self.transports.register(tensor, self.layout, node_id, epoch, memory.ranks)
-        self.control = ControlPlane(
-            keys=self.keys,
-            timeouts=options.timeouts,
-            deliver=self._deliver,
-            check_peer=self._check_peer,
-            on_beat=self.launcher.beat,
-            is_stuck=lambda: self.loop.is_stuck(),
-        )
-        address = self.control.bind(options.host, options.port)
-        self.info = self._describe(node_id, epoch, address)
+        rate, post = self._clock.prompt_rate, self._inbox.put
+        self.tiers = make_tiers(options, self.pool, memory.tensor, self.loaded, rate, post)
+        self.transports.register(memory.tensor, memory.layout, node_id, epoch, memory.ranks)
+
+        sockets = ControlSockets(self.keys)
+        address = advertised(sockets.bind(options.host, options.port), options.advertise_host)
+        self.info = describe(options, self.loaded, memory.layout, node_id, epoch, address, self.transports.exports())
+        self._outgoing = Outgoing(sockets.wake, None if self.trace is None else partial(self.trace.message, "sent"))
+        self.publisher = make_publisher(options, self.info, num_blocks, self._board)
         self.transfer = self._make_transfer(memory)
-        layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
-        self.worker = ConnectorWorker(self.transfer, layers, lags=self.ranks is not None)
+        self.worker = self._make_worker()
         self.runner = self._make_runner(memory)
-        self.logic = self._configure(make_logic(self._context(clock)))
-        self.publisher = make_publisher(options, self.info, num_blocks, lambda: self.control.status)
-        self._sender = self.control if self.trace is None else TracedSender(self.control, self.trace)
-        self.effects = Effects(
-            self.info, self.logic, self.transports, self.transfer, self.worker, self._sender.send, self._post
-        )
-        self.turn_times = self._make_turn_times()
+        self.control = self._make_control(sockets)
+        self.logic = make_logic(self._context())
         self.loop = self._make_loop()
 
     def warm_up(self) -> None:
@@ -154,12 +146,12 @@ class NodeProcess:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        announce(self.info, self.layout, self.loaded, self.pool.num_blocks, self.launcher)
+        announce(self.info, self.loaded, self.pool.num_blocks, self.launcher)
         return self.run()
 
     def start(self) -> None:
         """Starts the other threads; from here on peers may connect."""
-        self.control.info, self.control.status = self.info, self.logic.status()
+        self.loop.report()
         self.transfer.start()
         self.control.start()
 
@@ -183,17 +175,21 @@ class NodeProcess:
     def _make_transfer(self, memory: NodePool) -> TransferWorker:
         return TransferWorker(
             memory.tensor,
-            self.layout,
+            memory.layout,
             (self.info.node_id, self.info.epoch),
             connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
-            post_event=lambda event: self.loop.post(event),
-            send_ready=self._send_ready,
-            on_peer_lost=lambda peer, peer_epoch, reason: self.loop.post(PeerFailed(peer, peer_epoch, reason)),
+            post_event=self._inbox.put,
+            send_ready=lambda sink, ready: self._outgoing.send(peer_id_of(sink, ready.sink_epoch), ready),
+            on_peer_lost=lambda *lost: self._inbox.put(PeerFailed(*lost)),
             fault_injection=self.options.fault_injection,
             with_digests=self.options.digests,
             trace=self.trace,
             ranks=memory.ranks,
         )
+
+    def _make_worker(self) -> ConnectorWorker:
+        layers = {name: index for index, name in enumerate(self.loaded.model.attention_layers)}
+        return ConnectorWorker(self.transfer, layers, lags=self.ranks is not None)
 
     def _make_runner(self, memory: NodePool) -> ModelRunner:
         return ModelRunner(
@@ -207,51 +203,54 @@ class NodeProcess:
             self.ranks,
         )
 
-    def _configure(self, logic: ServingNode) -> ServingNode:
-        """What a logic is told of this node's parts."""
-        logic.extra_counters = self._counters
-        return logic
+    def _make_control(self, sockets: ControlSockets) -> ControlPlane:
+        return ControlPlane(
+            sockets,
+            self.info,
+            self.options.timeouts,
+            self._outgoing,
+            self._board,
+            deliver=self._deliver,
+            check_peer=self._check_peer,
+            on_beat=self.launcher.beat,
+        )
 
     def _make_loop(self) -> NodeLoop:
         handlers: dict[type, Callable[[Any], None]] = {}
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
+        self._effects = Effects(
+            self.info, self.logic, self.transports, self.transfer, self.worker, self._outgoing.send, self._inbox.put
+        )
         return NodeLoop(
             self.logic,
             EngineCore(self.logic.scheduler, self.runner),
-            self._sender,
+            self._inbox,
+            self._outgoing,
+            self._board,
             self.options.timeouts.drain_s,
             self._after_turn,
             handlers,
             is_urgent,
             self.logic.launch_at,
             self.turn_times,
-            self.logic.scheduler.clock.ends_at,
+            self._clock.ends_at,
+            self._counters,
         )
 
-    def _describe(self, node_id: str, epoch: int, address: str) -> NodeInfo:
-        loaded: LoadedModel = self.loaded
-        return NodeInfo(
-            node_id=node_id,
-            epoch=epoch,
-            role=self.options.role,
-            control_address=advertised(address, self.options.advertise_host),
-            host_id=host_id(),
-            pid=os.getpid(),
-            identity=loaded.identity,
-            layout=self.layout,
-            model_name=loaded.served_name,
-            max_model_len=loaded.max_model_len,
-            vocab_size=loaded.config.vocab_size,
-            transports=self.transports.exports(),
-        )
-
-    def _context(self, clock: StepClock) -> NodeContext:
+    def _context(self) -> NodeContext:
         tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
         replays = self.options.cuda_graphs and self.loaded.device.type == "cuda" and self.ranks is None
-        whole_up_to, is_settled = REPLAYED_TOKENS if replays else 0, self.transports.is_settled
         return NodeContext(
-            self.options, self.info, self.keys, self.pool, self.loaded, clock, tiers, whole_up_to, is_settled
+            self.options,
+            self.info,
+            self.keys,
+            self.pool,
+            self.loaded,
+            self._clock,
+            tiers,
+            REPLAYED_TOKENS if replays else 0,
+            self.transports.is_settled,
         )
 
     def _make_turn_times(self) -> TurnTimes | None:
@@ -273,7 +272,6 @@ class NodeProcess:
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),
             {} if self.turn_times is None else self.turn_times.counters,
-            {"busy_s": self.loop.busy_s},
         )
 
     def _check_peer(self, info: NodeInfo) -> None:
@@ -289,18 +287,10 @@ class NodeProcess:
         if self.trace is not None and message is not None:
             self.trace.message("received", message)
         self.transfer.hear(message)
-        self.loop.post(event)
-
-    def _post(self, event: object) -> None:
-        self.loop.post(event)
-
-    def _send_ready(self, sink_id: str, ready: KVReady) -> None:
-        if self.trace is not None:
-            self.trace.message("sent", ready)
-        self.control.send(peer_id_of(sink_id, ready.sink_epoch), ready)
+        self._inbox.put(event)
 
     def _after_turn(self) -> None:
-        self.effects.apply()
+        self._effects.apply()
         events = self.pool.drain_events()
         if self.tiers is not None:
             events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.has_work())

@@ -6,12 +6,14 @@ import logging
 import os
 from collections.abc import Mapping
 
+from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.kernels.api.selection import fallback_counts
 from tandem.kernels.blocks.quantization import overflow_counts
 from tandem.kernels.check.compilations import CompilationCounter
+from tandem.kv_connector.transports.mapped.processes import host_id
 from tandem.node.setup import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -30,7 +32,33 @@ def node_counters(compilations: CompilationCounter, *parts: Mapping[str, float])
     return counters
 
 
-def announce(info: NodeInfo, layout: KVLayout, loaded: LoadedModel, num_blocks: int, launcher: LauncherPipe) -> None:
+def describe(
+    options: NodeOptions,
+    loaded: LoadedModel,
+    layout: KVLayout,
+    node_id: str,
+    epoch: int,
+    address: str,
+    exports: dict[str, bytes],
+) -> NodeInfo:
+    """What peers are told of this node. `address`: where they reach it; `exports`: its transports'."""
+    return NodeInfo(
+        node_id=node_id,
+        epoch=epoch,
+        role=options.role,
+        control_address=address,
+        host_id=host_id(),
+        pid=os.getpid(),
+        identity=loaded.identity,
+        layout=layout,
+        model_name=loaded.served_name,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.config.vocab_size,
+        transports=exports,
+    )
+
+
+def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, launcher: LauncherPipe) -> None:
     """To the log and, where one waits for it, down the pipe to whoever started this process."""
     logger.info(
         "%s serves %s at %s: %d KV blocks of %d tokens on %s, attention by %s",
@@ -38,7 +66,7 @@ def announce(info: NodeInfo, layout: KVLayout, loaded: LoadedModel, num_blocks: 
         info.model_name,
         info.control_address,
         num_blocks,
-        layout.block_size,
+        loaded.layout.block_size,
         loaded.device,
         _attention_backend(loaded),
     )

@@ -7,7 +7,7 @@ deadlines, lost routers, draining and load reports is here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.wire.connection import Status
@@ -36,7 +36,6 @@ class ServingNode:
         self.pool = pool
         self.max_queue = max_queue
         self.draining = False
-        self.extra_counters: Callable[[], dict[str, float]] = dict  # of the process around this logic
         self._connects: list[PeerRef] = []
 
     # --- for the roles --------------------------------------------------------------------------------------
@@ -170,8 +169,9 @@ class ServingNode:
         connects, self._connects = self._connects, []
         return connects
 
-    def status(self) -> Status:
-        counters = {
+    def status(self, counters: Mapping[str, float]) -> Status:
+        """`counters`: of the process around this logic."""
+        all_counters = {
             "requests_accepted": float(self.book.num_accepted),
             "requests_ended": float(self.book.num_ended),
             "blocks_cached": float(self.pool.num_cached),
@@ -180,7 +180,7 @@ class ServingNode:
             "prompt_tokens": float(self.scheduler.num_prompt_tokens),
             "cached_tokens": float(self.scheduler.num_cached_tokens),
             **self.handoff_counters(),
-            **self.extra_counters(),
+            **counters,
         }
         fetch_s_per_token, fetch_s_per_token_from = self.fetch_rates()
         return Status(
@@ -194,10 +194,10 @@ class ServingNode:
             block_size=self.scheduler.kv.block_size,
             draining=self.draining,
             prefill_s_per_token=self.scheduler.prompt_s_per_token,
-            transfer_s_per_token=self._transfer_s_per_token(counters),
+            transfer_s_per_token=self._transfer_s_per_token(all_counters),
             fetch_s_per_token=fetch_s_per_token,
             fetch_s_per_token_from=fetch_s_per_token_from,
-            counters=counters,
+            counters=all_counters,
         )
 
     def _transfer_s_per_token(self, counters: dict[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""A node's control sockets: one thread owns them all, everyone else talks to it through queues.
+"""A node's control sockets: one thread owns them all, everyone else talks to it through a queue (outgoing.py).
 
 The node binds a ROUTER socket, to which routers and other nodes connect; it connects a DEALER to each node that it
 wants something of. Two nodes are one link, whoever connected; both may have. Liveness is judged here, both ways: a peer
@@ -12,25 +12,25 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import zmq
 
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import DecodeError
-from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, peer_id_of
 from tandem.engine.process.host_names import Found, look_up, needs_look_up
 from tandem.engine.process.process_log import RateLimited
+from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import ControlCounters, ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 from tandem.node.control.handshake import MAX_SHOWN, Handshake
 from tandem.node.control.links import ControlLinks, Peer
+from tandem.node.control.outgoing import FoundPeer, Outgoing
 from tandem.node.control.sockets import ControlSockets, Socket
 from tandem.node.control.stall_report import TurnClock
 
@@ -40,73 +40,58 @@ logger = logging.getLogger(__name__)
 limited = RateLimited(logger)
 
 
-@dataclass
 class ControlPlane:
-    """Create, `bind()`, set `info`, `start()`. `send` and `connect` may be called from any thread."""
+    """`start()` once the sockets are bound and `board` has a status; all else is its thread's."""
 
-    keys: ClusterKeys
-    timeouts: Timeouts
-    deliver: Callable[[ControlEvent], None]
-    check_peer: Callable[[NodeInfo], None]  # raises HandshakeError when a node peer must be refused
-    on_beat: Callable[[], None] = lambda: None  # with each heartbeat, from the I/O thread
-    is_stuck: Callable[[], bool] = lambda: False  # the step loop: from then on this node counts as silent
-    info: NodeInfo | None = None
-    status: Status | None = None  # replaced as a whole by the step loop
-    counters: ControlCounters = field(default_factory=ControlCounters)
-
-    def __post_init__(self) -> None:
-        self._sockets = ControlSockets(self.keys)
-        self._commands: deque[Callable[[], None]] = deque()
-        self._links = ControlLinks(self._sockets)
+    def __init__(
+        self,
+        sockets: ControlSockets,
+        info: NodeInfo,
+        timeouts: Timeouts,
+        outgoing: Outgoing,
+        board: LoopBoard,
+        deliver: Callable[[ControlEvent], None],
+        check_peer: Callable[[NodeInfo], None],
+        on_beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`info`: this node's own. `outgoing` wakes `sockets`. `board`: while the step loop is stuck this node is
+        silent. `check_peer` raises HandshakeError when a node peer must be refused. `on_beat` is called with each
+        heartbeat, from the thread."""
+        self.counters = ControlCounters()
+        self._sockets, self._info, self._timeouts = sockets, info, timeouts
+        self._outgoing, self._board = outgoing, board
+        self._deliver, self._on_beat = deliver, on_beat
+        self._links = ControlLinks(sockets)
         self._looked_up: set[str] = set()  # peers whose host's name is being looked up
-        self._handshake = Handshake(self.check_peer)
+        self._handshake = Handshake(check_peer)
         self._stopping = False
         self._next_heartbeat = 0.0
         self._sequence = 0
         self._thread = threading.Thread(target=self._run, name="tandem-io", daemon=True)
 
-    def bind(self, host: str, port: int) -> str:
-        """Returns the address that peers connect to; raises ConfigError when the port is taken."""
-        return self._sockets.bind(host, port)
-
     def start(self) -> None:
-        assert self.info is not None, "info is set before start()"
-        assert self.status is not None, "status is set before start()"
+        assert self._board.status is not None, "peers are told of a status"
         self._thread.start()
-
-    def send(self, peer_id: str, message: Message) -> None:
-        """Queues a message; to a peer that is not connected it is counted and dropped (the verb will be resent)."""
-        payload = codec.encode(message)
-        self._command(lambda: self._count(self._links.send(peer_id, payload)))
-
-    def connect(self, ref: PeerRef) -> None:
-        """Connects to a node, idempotent. Answered by PeerUp, PeerRefused or, `connect_s` after its host's name was
-        found, PeerRefused."""
-        self._command(lambda: self._connect_now(ref))
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Flushes what was queued (within a second) and ends the thread."""
-        self._command(lambda: setattr(self, "_stopping", True))
-        self._thread.join(timeout_s)
-
-    def _command(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
+        self._stopping = True
         self._sockets.wake()
+        self._thread.join(timeout_s)
 
     # --- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        last_turn, clock = time.monotonic(), TurnClock(STANDSTILL_S + self.timeouts.heartbeat_s / 2)
+        last_turn, clock = time.monotonic(), TurnClock(STANDSTILL_S + self._timeouts.heartbeat_s / 2)
         while not self._stopping:
-            ready = self._sockets.poll(self.timeouts.heartbeat_s / 2)
+            ready = self._sockets.poll(self._timeouts.heartbeat_s / 2)
             now = time.monotonic()
             if standstill := clock.turned(now):
                 logger.warning("no message was read or answered: %s", standstill)
             # When this process itself stood still, the peers' silence proves nothing.
-            self._links.forgive(now - last_turn - 2 * self.timeouts.heartbeat_s)
+            self._links.forgive(now - last_turn - 2 * self._timeouts.heartbeat_s)
             last_turn = now
-            while self._commands:
-                self._commands.popleft()()
+            self._carry_out_orders()
             if self._sockets.router in ready:
                 self._read_router(now)
             for link in self._links.all():
@@ -115,6 +100,15 @@ class ControlPlane:
                     self._judge(link, now)
             self._heartbeat(now)
         self._close()
+
+    def _carry_out_orders(self) -> None:
+        for order in self._outgoing.take():
+            if isinstance(order, PeerRef):
+                self._connect_now(order)
+            elif isinstance(order, FoundPeer):
+                self._open(order.ref, order.found)
+            else:
+                self._count(self._links.send(*order))
 
     @contextmanager
     def _contained(self, link: Peer | None) -> Iterator[None]:
@@ -164,15 +158,15 @@ class ControlPlane:
         else:
             link.last_seen = now
             if isinstance(message, Ping):
-                if self.is_stuck():
+                if self._board.is_stuck():
                     return
-                assert self.status is not None
-                self._reply(identity, msgspec.structs.replace(self.status, sequence=message.sequence))
+                status = self._board.status
+                assert status is not None, "it was there when this thread started"
+                self._reply(identity, msgspec.structs.replace(status, sequence=message.sequence))
             else:
-                self.deliver(Received(link.peer_id, message))
+                self._deliver(Received(link.peer_id, message))
 
     def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
-        assert self.info is not None
         refusal = self._handshake.refusal(hello)
         if refusal is not None:
             self.counters.refused += 1
@@ -186,8 +180,8 @@ class ControlPlane:
                     self._drop(other.peer_id, "it came back with another epoch")
             link = Peer(peer_id, now, hello.info, identity)
             self._links.add(link)
-            self._links.watch_process(link, self.info.host_id)
-            self.deliver(PeerUp(peer_id, hello.info))
+            self._links.watch_process(link, self._info.host_id)
+            self._deliver(PeerUp(peer_id, hello.info))
         else:
             # A connection that another of the same peer has replaced loses its name: the last Hello over it comes under
             # one that ZMQ made up, before or after that of the new connection.
@@ -195,15 +189,14 @@ class ControlPlane:
                 self._links.note_inbound(link, identity)
             self._note_up(link, hello.info)
         link.last_seen = now
-        self._reply(identity, Welcome(info=self.info))
+        self._reply(identity, Welcome(info=self._info))
 
     def _note_up(self, link: Peer, info: NodeInfo) -> None:
         """Notes a peer once: it is greeted over one connection; that it may be over another changes nothing."""
         if link.info is None:
-            assert self.info is not None
             link.info = info
-            self._links.watch_process(link, self.info.host_id)
-            self.deliver(PeerUp(link.peer_id, info))
+            self._links.watch_process(link, self._info.host_id)
+            self._deliver(PeerUp(link.peer_id, info))
 
     def _read_dealer(self, link: Peer, now: float) -> None:
         assert link.socket is not None
@@ -224,7 +217,7 @@ class ControlPlane:
             elif isinstance(message, Refused):
                 self._on_refused(link, message)
             elif link.info is not None and not isinstance(message, Status):
-                self.deliver(Received(link.peer_id, message))
+                self._deliver(Received(link.peer_id, message))
 
     def _on_welcome(self, link: Peer, info: NodeInfo) -> None:
         assert link.ref is not None
@@ -248,32 +241,30 @@ class ControlPlane:
     def _refuse(self, link: Peer, reason: str) -> None:
         assert link.ref is not None
         self._drop(link.peer_id, reason)  # it may have been up over its own connection to us
-        self.deliver(PeerRefused(link.ref, reason))
+        self._deliver(PeerRefused(link.ref, reason))
 
     def _connect_now(self, ref: PeerRef) -> None:
         peer_id = peer_id_of(ref.node_id, ref.epoch)
         link = self._links.get(peer_id)
         if link is not None:
             if link.info is not None:
-                self.deliver(PeerUp(peer_id, link.info))
+                self._deliver(PeerUp(peer_id, link.info))
             return
-        assert self.info is not None
         if not needs_look_up(ref.control_address):
             self._open(ref, ref.control_address)
         elif peer_id not in self._looked_up:
             self._looked_up.add(peer_id)
-            look_up(ref.control_address, lambda found: self._command(lambda: self._open(ref, found)))
+            look_up(ref.control_address, partial(self._outgoing.connect_to, ref))
 
     def _open(self, ref: PeerRef, found: Found) -> None:
         """`found`: the peer's address by number, or why there is none."""
-        assert self.info is not None
         peer_id = peer_id_of(ref.node_id, ref.epoch)
         self._looked_up.discard(peer_id)
         if self._links.get(peer_id) is not None:  # it has connected while its name was looked up
             return
         # A second connection under this node's name would take it from the first, which may be all right: `ref` may
         # name a life of that node that is over, or another node at its address.
-        name = peer_id_of(self.info.node_id, self.info.epoch).encode()
+        name = peer_id_of(self._info.node_id, self._info.epoch).encode()
         identity = b"" if self._links.connects_to(ref) else name
         try:
             if not isinstance(found, str):
@@ -281,7 +272,7 @@ class ControlPlane:
             socket = self._sockets.open_dealer(found, identity)
         except (zmq.ZMQError, OSError) as error:  # no address, or no descriptor is left: it costs this peer, for now
             self.counters.refused += 1
-            self.deliver(PeerRefused(ref, f"can't connect: {str(error)[:MAX_SHOWN]}"))
+            self._deliver(PeerRefused(ref, f"can't connect: {str(error)[:MAX_SHOWN]}"))
             return
         self._links.add(Peer(peer_id, time.monotonic(), socket=socket, ref=ref))
         self._next_heartbeat = 0.0
@@ -289,23 +280,22 @@ class ControlPlane:
     def _heartbeat(self, now: float) -> None:
         if now < self._next_heartbeat:
             return
-        self._next_heartbeat = now + self.timeouts.heartbeat_s
-        if self.is_stuck():
+        self._next_heartbeat = now + self._timeouts.heartbeat_s
+        if self._board.is_stuck():
             return
-        assert self.info is not None
         self._sequence += 1
         for link in self._links.all():
             if link.socket is not None:
-                hello = Hello(wire_version=WIRE_VERSION, info=self.info)
+                hello = Hello(wire_version=WIRE_VERSION, info=self._info)
                 message: Message = Ping(sequence=self._sequence) if link.was_welcomed else hello
                 self._links.tell(link, codec.encode(message))
-        self.on_beat()
+        self._on_beat()
 
     def _judge(self, link: Peer, now: float) -> None:
-        if link.info is not None and now - link.last_seen > self.timeouts.peer_lost_s:
-            self._drop(link.peer_id, f"silent for {self.timeouts.peer_lost_s:g} s")
-        elif link.info is None and now - link.last_seen > self.timeouts.connect_s:
-            self._refuse(link, f"no answer within {self.timeouts.connect_s:g} s")
+        if link.info is not None and now - link.last_seen > self._timeouts.peer_lost_s:
+            self._drop(link.peer_id, f"silent for {self._timeouts.peer_lost_s:g} s")
+        elif link.info is None and now - link.last_seen > self._timeouts.connect_s:
+            self._refuse(link, f"no answer within {self._timeouts.connect_s:g} s")
 
     def _give_up(self, link: Peer, reason: str) -> None:
         if link.info is None and link.ref is not None:
@@ -317,7 +307,7 @@ class ControlPlane:
         link = self._links.remove(peer_id)
         if link is not None and link.info is not None:
             self.counters.lost_peers += 1
-            self.deliver(PeerLost(peer_id, link.info, reason, is_alive))
+            self._deliver(PeerLost(peer_id, link.info, reason, is_alive))
 
     def _reply(self, identity: bytes, message: Message) -> None:
         self._count(self._sockets.reply(identity, codec.encode(message)))
@@ -326,10 +316,10 @@ class ControlPlane:
         self.counters.unroutable += not routed
 
     def _close(self) -> None:
-        while self._commands:
-            self._commands.popleft()()
+        self._carry_out_orders()
+        status = self._board.status
         for link in self._links.all():
-            if self.status is not None and self.status.draining and link.info is not None and link.identity:
-                self._reply(link.identity, self.status)  # so that this end is no failure to a router
+            if status is not None and status.draining and link.info is not None and link.identity:
+                self._reply(link.identity, status)  # so that this end is no failure to a router
             self._links.remove(link.peer_id)
         self._sockets.close()

@@ -59,7 +59,7 @@ class Trio:
             self.until(lambda logic=logic: logic.is_empty)  # type: ignore[misc]
 
     def count(self, name: str) -> float:
-        return sum(node.process.logic.status().counters[name] for node in (self.first, self.second))
+        return sum(node.process.logic.status({}).counters[name] for node in (self.first, self.second))
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def test_a_stream_goes_on_elsewhere(way: str, dtype: str) -> None:
         assert sorted(tokens) == list(range(NUM_TOKENS))
         assert all(moved.tokens[0].get(index, token) == token for index, token in result.tokens[0].items())
         check_against_reference(DEMO, prompt, [tokens[i] for i in range(NUM_TOKENS)], getattr(torch, dtype))
-        counters = nodes[1].process.logic.status().counters
+        counters = nodes[1].process.logic.status({}).counters
         print(way, dtype, f"paused {counters['migrations_pause_s'] * 1e3:.1f} ms, kept {len(result.tokens[0])} tokens")
         for node in nodes:
             node.wait_until_whole()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from waiting import PATIENCE_S, wait_until
 
+from tandem.node.control.board import LoopBoard
 from tandem.node.loop import NodeLoop
 
 
@@ -63,15 +65,13 @@ class Logic:
     def drain_connects(self) -> list:
         return []
 
-    def status(self) -> None:
+    def status(self, counters) -> None:
         return None
 
     def drain(self) -> None: ...
 
 
 class Sender:
-    status = None
-
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
@@ -81,17 +81,21 @@ class Sender:
     def connect(self, ref) -> None: ...
 
 
+def make_loop(logic: Logic, core: OneStep, sender: Sender, **options: object) -> NodeLoop:
+    return NodeLoop(logic, core, queue.SimpleQueue(), sender, LoopBoard(), drain_s=0.0, **options)  # type: ignore[arg-type]
+
+
 def run(events: list[str], num_polls: int, serves: bool = True) -> list[str]:
     log: list[str] = []
     core = OneStep(log, num_polls)
     is_urgent = (lambda event: str(event).startswith("urgent")) if serves else None
-    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, is_urgent=is_urgent)
+    loop = make_loop(Logic(log), core, Sender(log), is_urgent=is_urgent)
     launch = core.launch
 
     def launch_and_post(*hooks) -> None:
         launch(*hooks)
         for event in events:
-            loop.post(event)
+            loop._inbox.put(event)
         events.clear()
         loop.begin_drain()
 
@@ -138,8 +142,8 @@ def test_the_next_step_is_decided_late_by_what_is_there_then() -> None:
     def decide_at() -> float:
         return time.monotonic() + (-1.0 if "sent answer to other" in log else PATIENCE_S)
 
-    sender = Reacting(log, claim=lambda: loop.post("other"))
-    loop = NodeLoop(Logic(log), core, sender, drain_s=0.0, launch_at=decide_at)
+    sender = Reacting(log, claim=lambda: loop._inbox.put("other"))
+    loop = make_loop(Logic(log), core, sender, launch_at=decide_at)
     launch = core.launch
 
     def launch_last(*hooks) -> None:
@@ -162,8 +166,8 @@ def test_answers_do_not_wait_for_the_decision_nor_for_the_next_event(monkeypatch
         loop.begin_drain()
 
     decide_at = time.monotonic() + PATIENCE_S
-    loop = NodeLoop(Logic(log), core, Reacting(log, answer=end), drain_s=0.0, launch_at=lambda: decide_at)
-    loop.post("other")
+    loop = make_loop(Logic(log), core, Reacting(log, answer=end), launch_at=lambda: decide_at)
+    loop._inbox.put("other")
     loop.run()
     assert log == ["other", "sent claim", "sent answer to other"]
 
@@ -179,7 +183,7 @@ def test_a_step_that_ends_early_is_followed_before_its_time() -> None:
 
     logic.on_tick = tick  # type: ignore[method-assign]
     sender = Reacting(log, claim=lambda: setattr(core, "polls_left", 0))
-    loop = NodeLoop(logic, core, sender, drain_s=0.0, launch_at=lambda: decide_at)
+    loop = make_loop(logic, core, sender, launch_at=lambda: decide_at)
     loop.run()
     assert log == ["sent claim"]
     assert ticked_at[0] < decide_at
@@ -190,12 +194,12 @@ def test_a_step_that_ends_sooner_than_expected_is_read_when_it_ends() -> None:
     log: list[str] = []
     core = OneStep(log, num_polls=50)
     is_urgent, ends_at = (lambda _: True), (lambda: time.monotonic() + 3600)
-    loop = NodeLoop(Logic(log), core, Sender(log), drain_s=0.0, is_urgent=is_urgent, ends_at=ends_at)
+    loop = make_loop(Logic(log), core, Sender(log), is_urgent=is_urgent, ends_at=ends_at)
     launch = core.launch
 
     def launch_and_post(*hooks) -> None:
         launch(*hooks)
-        loop.post("urgent 1")
+        loop._inbox.put("urgent 1")
 
     core.launch = launch_and_post  # type: ignore[method-assign]
     thread = threading.Thread(target=loop.run, daemon=True)
@@ -209,12 +213,12 @@ def test_a_step_that_ends_sooner_than_expected_is_read_when_it_ends() -> None:
 def test_a_turn_that_does_not_end_is_noticed_by_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     logic = Logic(log)
-    loop = NodeLoop(logic, OneStep(log, num_polls=3), Sender(log), drain_s=0.0)
+    loop = make_loop(logic, OneStep(log, num_polls=3), Sender(log))
     seen: list[bool] = []
 
     def is_stuck(after_s: float) -> bool:
-        monkeypatch.setattr("tandem.node.loop.STUCK_S", after_s)
-        return loop.is_stuck()
+        monkeypatch.setattr("tandem.node.control.board.STUCK_S", after_s)
+        return loop._board.is_stuck()
 
     def hangs(now: float) -> None:
         seen.append(is_stuck(PATIENCE_S))
@@ -250,7 +254,7 @@ class Answering(Logic):
 def test_what_the_step_before_made_is_sent_while_the_next_is_launched() -> None:
     log: list[str] = []
     core = SlowLaunch(log, num_polls=3)
-    loop = NodeLoop(Answering(log), core, Sender(log), drain_s=0.0)  # type: ignore[arg-type]
+    loop = make_loop(Answering(log), core, Sender(log))  # type: ignore[arg-type]
     loop.begin_drain()
     loop.run()
     assert log[:5] == ["sent claim", "layer 1", "layer 2", "sent token", "layer 3"]

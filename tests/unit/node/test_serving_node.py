@@ -68,7 +68,7 @@ def test_a_draining_node_finishes_what_it_has_and_takes_nothing_new() -> None:
     node.drain()
     assert failure(say(node, submit("new"))) == ("draining", True)
     assert say(node, submit("old")) == [Accepted(request_id="old", attempt=0)], "a duplicate is no new request"
-    assert node.status().draining
+    assert node.status({}).draining
     assert not node.is_empty
     say(node, Cancel(request_id="old", attempt=0))
     assert node.is_empty
@@ -120,20 +120,20 @@ def test_flush_empties_the_cache_only() -> None:
     (block,) = node.pool.allocate(1) or ()
     node.pool.register(block, b"h" * 16, None, None)
     node.pool.free([block], None)
-    assert node.status().counters["blocks_cached"] == 1
+    assert node.status({}).counters["blocks_cached"] == 1
     say(node, FlushBlocks())
-    assert node.status().counters["blocks_cached"] == 0
+    assert node.status({}).counters["blocks_cached"] == 0
     assert node.scheduler.num_waiting == 1
 
 
 def test_a_node_reports_what_it_measured_and_nothing_before() -> None:
     """4 blocks of 4 tokens pushed in 8 ms: 0.5 ms a token."""
     node = make_node()
-    assert (node.status().prefill_s_per_token, node.status().transfer_s_per_token) == (0.0, 0.0)
+    assert (node.status({}).prefill_s_per_token, node.status({}).transfer_s_per_token) == (0.0, 0.0)
     layout = KVLayout((KVGroup(num_layers=2, num_kv_heads=1, head_dim=8, dtype="float16"),), block_size=4)
     node.info = msgspec.structs.replace(INFO, layout=layout)
-    node.extra_counters = lambda: {"kv_pushed_bytes": 4.0 * layout.payload_bytes, "kv_push_s": 0.008}
-    assert node.status().transfer_s_per_token == pytest.approx(0.0005)
+    counters = {"kv_pushed_bytes": 4.0 * layout.payload_bytes, "kv_push_s": 0.008}
+    assert node.status(counters).transfer_s_per_token == pytest.approx(0.0005)
 
 
 def test_an_invalid_newer_attempt_stops_nothing() -> None:

@@ -25,8 +25,11 @@ from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Refused
 from tandem.engine.contracts.wire.handoff import KVWait
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, peer_id_of
 from tandem.engine.process import watched
+from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import PeerLost, PeerRefused, PeerUp, Received
+from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
+from tandem.node.control.sockets import ControlSockets
 
 QUICK = Timeouts(heartbeat_s=0.04, peer_lost_s=5.0, connect_s=5.0)
 PLAIN = ClusterKeys(b"loopback only", curve=False)
@@ -38,10 +41,12 @@ class Plane:
     def __init__(self, node_id: str, epoch: int = 1, keys: ClusterKeys = PLAIN, port: int = 0) -> None:
         self.events: list = []
         self.fails_on: Callable[[object], bool] = lambda event: False
-        self.control = ControlPlane(keys, QUICK, self._deliver, self._check)
-        address = self.control.bind("127.0.0.1", port)
+        sockets, board = ControlSockets(keys), LoopBoard()
+        address = sockets.bind("127.0.0.1", port)
         self.info = NodeInfo(node_id=node_id, epoch=epoch, role="decode", control_address=address, host_id="here")
-        self.control.info, self.control.status = self.info, Status(node_id=node_id, epoch=epoch)
+        board.show(Status(node_id=node_id, epoch=epoch))
+        self.outgoing = Outgoing(sockets.wake)
+        self.control = ControlPlane(sockets, self.info, QUICK, self.outgoing, board, self._deliver, self._check)
         self.ref, self.peer_id = PeerRef(node_id, epoch, address), peer_id_of(node_id, epoch)
         self.control.start()
 
@@ -107,21 +112,21 @@ def hello(**changes: object) -> Hello:
 
 
 def still_connects(node: Plane, other: Plane) -> None:
-    node.control.connect(other.ref)
+    node.outgoing.connect(other.ref)
     wait_until(lambda: any(event.peer_id == other.peer_id for event in node.of(PeerUp)))
 
 
 def talk(*planes: Plane) -> None:
     """Two that are linked say something to each other."""
     for sender, receiver in (planes, planes[::-1]):
-        sender.control.send(receiver.peer_id, KVWait(request_id="r", attempt=0))
+        sender.outgoing.send(receiver.peer_id, KVWait(request_id="r", attempt=0))
         wait_until(lambda receiver=receiver: receiver.of(Received))
 
 
 @pytest.mark.parametrize("address", ["garbage", "", "udp://127.0.0.1:1", "tcp://nowhere:x", "tcp://" + "x" * 100_000])
 def test_a_peer_whose_address_is_none_is_refused_alone(make, address):
     node, other = make("node"), make("other", 2)
-    node.control.connect(PeerRef("wrong", 3, address))
+    node.outgoing.connect(PeerRef("wrong", 3, address))
     wait_until(lambda: node.of(PeerRefused))
     (refused,) = node.of(PeerRefused)
     assert refused.ref.node_id == "wrong"
@@ -138,7 +143,7 @@ def test_a_peer_that_finds_no_descriptor_is_refused_and_may_be_asked_again(make,
 
     with monkeypatch.context() as patch:
         patch.setattr(node.control._sockets._context, "socket", none_left)
-        node.control.connect(other.ref)
+        node.outgoing.connect(other.ref)
         wait_until(lambda: node.of(PeerRefused))
     still_connects(node, other)
 
@@ -147,7 +152,7 @@ def test_a_peer_that_finds_no_descriptor_is_refused_and_may_be_asked_again(make,
 def test_a_reference_to_no_life_of_a_peer_leaves_the_link_to_it_alone(make, wrong):
     node, other = make("node"), make("other", 2)
     still_connects(node, other)
-    node.control.connect(msgspec.structs.replace(other.ref, **wrong))
+    node.outgoing.connect(msgspec.structs.replace(other.ref, **wrong))
     wait_until(lambda: node.of(PeerRefused))
     assert "epoch differs" in node.of(PeerRefused)[0].reason
     talk(node, other)
@@ -168,10 +173,10 @@ def test_a_peer_that_came_back_at_its_address_is_connected_to_at_once(make):
 def test_a_host_name_that_nobody_answers_for_costs_its_peer_alone(make, monkeypatch):
     asked = SlowNames(monkeypatch)
     node, other = make("a"), make("b")
-    node.control.connect(PeerRef("c", 1, "tcp://slow.test:1"))
-    node.control.connect(PeerRef("c", 1, "tcp://slow.test:1"))
+    node.outgoing.connect(PeerRef("c", 1, "tcp://slow.test:1"))
+    node.outgoing.connect(PeerRef("c", 1, "tcp://slow.test:1"))
     wait_until(lambda: asked.names == ["slow.test"], "the look-up")
-    node.control.connect(PeerRef("b", 1, other.ref.control_address.replace("127.0.0.1", "here.test")))
+    node.outgoing.connect(PeerRef("b", 1, other.ref.control_address.replace("127.0.0.1", "here.test")))
     wait_until(lambda: node.of(PeerUp), "a peer by its name")
     talk(node, other)
     assert asked.names == ["slow.test", "here.test"]
@@ -198,7 +203,7 @@ def test_what_fails_with_one_peers_messages_costs_its_link_alone(make):
     still_connects(node, other)
     node.fails_on = lambda event: isinstance(event, Received) and event.message.request_id == "bad"
     for sender in (wrong, other):  # over a connection that it made, and over one that the node made
-        sender.control.send(node.peer_id, KVWait(request_id="bad", attempt=0))
+        sender.outgoing.send(node.peer_id, KVWait(request_id="bad", attempt=0))
         wait_until(lambda sender=sender: any(lost.peer_id == sender.peer_id for lost in node.of(PeerLost)))
         assert "nobody expected this" in node.of(PeerLost)[-1].reason
     assert len(node.of(PeerLost)) == node.control.counters.failures == 2
@@ -212,7 +217,7 @@ def test_a_process_that_stood_still_takes_nobody_for_lost(make, monkeypatch):
     node, other = make("node"), make("other", 2)
     still_connects(node, other)
     ctypes.PyDLL(None).usleep(3_000_000)  # with the interpreter: no thread of this process runs
-    node.control.send(other.peer_id, KVWait(request_id="r", attempt=0))
+    node.outgoing.send(other.peer_id, KVWait(request_id="r", attempt=0))
     wait_until(lambda: other.of(Received))
     assert not node.of(PeerLost)
     assert not other.of(PeerLost)

@@ -21,9 +21,11 @@ from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, R
 from tandem.engine.contracts.wire.handoff import KVClaim, KVWait
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, peer_id_of
 from tandem.engine.contracts.wire.requests import Cancel
+from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import PeerLost, PeerRefused, PeerUp, Received
+from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
-from tandem.node.control.sockets import advertised
+from tandem.node.control.sockets import ControlSockets, advertised
 
 PATIENT = Timeouts(heartbeat_s=0.04, peer_lost_s=2.0, connect_s=PATIENCE_S)
 QUICK = replace(PATIENT, peer_lost_s=0.4)  # where somebody is to be lost
@@ -58,13 +60,16 @@ class Plane:
         timeouts: Timeouts = PATIENT,
     ) -> None:
         self.events: list = []
-        self.control = ControlPlane(keys, timeouts, self.events.append, self._check)
-        address = self.control.bind("127.0.0.1", port)
+        sockets = ControlSockets(keys)
+        address = sockets.bind("127.0.0.1", port)
         self.info = NodeInfo(
             node_id=node_id, epoch=epoch, role="decode", control_address=address, model_name=model, host_id=host_id
         )
-        self.control.info = self.info
-        self.control.status = Status(node_id=node_id, epoch=epoch, num_free_blocks=5)
+        self.board, self.outgoing = LoopBoard(), Outgoing(sockets.wake)
+        self.board.show(Status(node_id=node_id, epoch=epoch, num_free_blocks=5))
+        self.control = ControlPlane(
+            sockets, self.info, timeouts, self.outgoing, self.board, self.events.append, self._check
+        )
         self.peer_id = peer_id_of(node_id, epoch)
         self.ref = PeerRef(node_id, epoch, address)
         self.control.start()
@@ -126,7 +131,7 @@ def hello(node_id: str = "router", epoch: int = 1, version: int = WIRE_VERSION) 
 
 def connected(make: Callable[..., Plane], timeouts: Timeouts = PATIENT) -> tuple[Plane, Plane]:
     sink, source = make("sink", timeouts=timeouts), make("source", 2, timeouts=timeouts)
-    source.control.connect(sink.ref)
+    source.outgoing.connect(sink.ref)
     wait_until(lambda: source.of(PeerUp) and sink.of(PeerUp))
     return sink, source
 
@@ -135,9 +140,9 @@ def test_two_nodes_greet_and_talk_both_ways(make: Callable[..., Plane]) -> None:
     sink, source = connected(make)
     assert source.of(PeerUp) == [PeerUp(sink.peer_id, sink.info)]
     assert sink.of(PeerUp) == [PeerUp(source.peer_id, source.info)]
-    source.control.send(sink.peer_id, Cancel(request_id="r", attempt=0))
+    source.outgoing.send(sink.peer_id, Cancel(request_id="r", attempt=0))
     wait = KVWait(request_id="r", attempt=0)
-    sink.control.send(source.peer_id, wait)
+    sink.outgoing.send(source.peer_id, wait)
     wait_until(lambda: sink.of(Received) and source.of(Received))
     assert sink.of(Received) == [Received(source.peer_id, Cancel(request_id="r", attempt=0))]
     assert source.of(Received) == [Received(sink.peer_id, wait)]
@@ -148,14 +153,14 @@ def test_two_nodes_greet_and_talk_both_ways(make: Callable[..., Plane]) -> None:
 
 def test_connecting_again_is_answered_again(make: Callable[..., Plane]) -> None:
     sink, source = connected(make)
-    source.control.connect(sink.ref)
+    source.outgoing.connect(sink.ref)
     wait_until(lambda: len(source.of(PeerUp)) == 2)
     assert len(sink.of(PeerUp)) == 1
 
 
 def test_another_model_is_refused_by_name(make: Callable[..., Plane]) -> None:
     sink, source = make("sink"), make("source", 2, model="other")
-    source.control.connect(sink.ref)
+    source.outgoing.connect(sink.ref)
     wait_until(lambda: source.of(PeerRefused))
     (refused,) = source.of(PeerRefused)
     assert refused.ref == sink.ref
@@ -166,14 +171,14 @@ def test_another_model_is_refused_by_name(make: Callable[..., Plane]) -> None:
 
 def test_a_sink_of_another_life_is_refused(make: Callable[..., Plane]) -> None:
     sink, source = make("sink", 5), make("source", 2)
-    source.control.connect(PeerRef("sink", 4, sink.info.control_address))
+    source.outgoing.connect(PeerRef("sink", 4, sink.info.control_address))
     wait_until(lambda: source.of(PeerRefused))
     assert "epoch" in source.of(PeerRefused)[0].reason
 
 
 def test_nobody_there_is_refused_in_time(make: Callable[..., Plane]) -> None:
     source = make("source", timeouts=HASTY)
-    source.control.connect(PeerRef("nobody", 1, "tcp://127.0.0.1:1"))
+    source.outgoing.connect(PeerRef("nobody", 1, "tcp://127.0.0.1:1"))
     wait_until(lambda: source.of(PeerRefused))
     assert "no answer" in source.of(PeerRefused)[0].reason
 
@@ -243,7 +248,7 @@ def test_the_last_words_of_a_drained_node_say_so(
     node = make("node")
     socket = dial(node)
     assert isinstance(ask(socket, hello()), Welcome)
-    node.control.status = Status(node_id="node", epoch=1, draining=True)
+    node.board.show(Status(node_id="node", epoch=1, draining=True))
     node.stop()
     assert socket.poll(5000), "it said nothing"
     last = codec.decode_from_node(socket.recv())
@@ -266,14 +271,14 @@ def test_a_new_life_ends_the_old_one(make: Callable[..., Plane], dial: Callable[
 
 def test_a_message_to_nobody_is_counted(make: Callable[..., Plane]) -> None:
     node = make("node")
-    node.control.send("nobody@0000000000000001", Cancel(request_id="r", attempt=0))
+    node.outgoing.send("nobody@0000000000000001", Cancel(request_id="r", attempt=0))
     wait_until(lambda: node.control.counters.unroutable == 1)
 
 
 def test_a_taken_port_is_a_configuration_error(make: Callable[..., Plane]) -> None:
     port = int(make("node").info.control_address.rpartition(":")[2])
     with pytest.raises(ConfigError, match="--port"):
-        ControlPlane(PLAIN, PATIENT, print, print).bind("127.0.0.1", port)
+        ControlSockets(PLAIN).bind("127.0.0.1", port)
 
 
 def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
@@ -287,8 +292,8 @@ def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
     stranger = make("stranger", 3, keys=theirs, timeouts=HASTY)
     plain = dial(sink)
     plain.send(codec.encode(hello()))
-    friend.control.connect(sink.ref)
-    stranger.control.connect(sink.ref)
+    friend.outgoing.connect(sink.ref)
+    stranger.outgoing.connect(sink.ref)
     wait_until(lambda: friend.of(PeerUp) and stranger.of(PeerRefused))
     assert [event.peer_id for event in sink.of(PeerUp)] == [friend.peer_id]
     assert not plain.poll(100), "a client without keys was answered"
@@ -301,7 +306,7 @@ def both_ways(first: Plane, second: Plane) -> None:
     claim = KVClaim(request_id="r", attempt=0, source_id="a", source_epoch=1, sink_epoch=2, num_prompt_tokens=4)
     for sender, to in ((first, second), (second, first)):
         for message in (claim, KVWait(request_id="r", attempt=0)):
-            sender.control.send(to.peer_id, message)
+            sender.outgoing.send(to.peer_id, message)
         wait_until(lambda to=to: len(to.of(Received)) == 2)
         assert [event.peer_id for event in to.of(Received)] == [sender.peer_id] * 2
         assert len(to.of(PeerUp)) in (1, 2)
@@ -310,8 +315,8 @@ def both_ways(first: Plane, second: Plane) -> None:
 
 def test_two_that_connect_to_each_other_are_one_link(make: Callable[..., Plane]) -> None:
     first, second = make("first"), make("second", 2)
-    first.control.connect(second.ref)
-    second.control.connect(first.ref)
+    first.outgoing.connect(second.ref)
+    second.outgoing.connect(first.ref)
     wait_until(lambda: first.of(PeerUp) and second.of(PeerUp))
     time.sleep(1.25 * PATIENT.peer_lost_s)
     both_ways(first, second)
@@ -341,7 +346,7 @@ def test_a_node_whose_step_loop_is_stuck_counts_as_silent(make: Callable[..., Pl
     for stuck, other in ((0, 1), (1, 0)):
         pair = connected(make, QUICK)
         assert not pair[other].of(PeerLost)
-        pair[stuck].control.is_stuck = lambda: True
+        pair[stuck].board.is_stuck = lambda: True
         wait_until(lambda other=pair[other]: other.of(PeerLost))
         assert "silent" in pair[other].of(PeerLost)[0].reason
 

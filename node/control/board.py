@@ -1,0 +1,29 @@
+"""What the step loop shows to the other threads."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from tandem.engine.contracts.wire.connection import Status
+
+STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late; a guess
+
+
+class LoopBoard:
+    """Written by the step loop, read by any thread. `status` is its newest report, replaced as a whole."""
+
+    def __init__(self) -> None:
+        self.status: Status | None = None
+        self._turned_at = math.inf
+
+    def show(self, status: Status) -> None:
+        self.status = status
+
+    def turn_begins(self) -> None:
+        self._turned_at = time.monotonic()
+
+    def is_stuck(self) -> bool:
+        """Whether a turn takes longer than any step, such as when the device or a rank that was stopped never answers.
+        Nothing here can end that; the node must be given up."""
+        return time.monotonic() - self._turned_at > STUCK_S
