@@ -82,6 +82,11 @@ OPTION_HELP: dict[str, str] = {
     "rebalance_kv": "move running sequences to a decode node whose KV pool is less full by this share of it (0: off)",
     "local_tail_tokens": "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner",
     "api_keys_file": "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication",
+    "chat_template": "Jinja template of conversations: a file, or the template itself; left out: the model's own",
+    "tool_call_parser": "how the model writes calls of tools: hermes, mistral, deepseek_v3, openai, llama3_json, none; "
+    "auto: as its chat template does",
+    "reasoning_parser": "how the model marks its reasoning: qwen3, deepseek_r1, openai_gptoss, none; auto: as its chat "
+    "template does",
     "generation_config": "sampling defaults of requests: the model's own (auto), OpenAI's (none) or those of a folder",
     "api_key": "the only API key; better as TANDEM_API_KEY, since command lines are for every local user to see",
     # of the launcher alone

@@ -15,15 +15,16 @@ REDIS_ANSWER_S = 3.0  # a guess: far above a round trip, short enough for who wa
 
 
 def check_router(values: Mapping[str, Any]) -> None:
-    """Checks that a router of these options could start: keys, secret, tokenizer, sampling defaults. Raises
-    ConfigError."""
+    """Checks that a router of these options could start: keys, secret, tokenizer, chat template, sampling defaults.
+    Raises ConfigError."""
     from tandem.engine.contracts.generation_config import sampling_defaults
+    from tandem.router.chat.chat import Chat
     from tandem.router.text.api_keys import ApiKeys
     from tandem.router.text.tokenizer import Tokenizer
 
     options = build(RouterOptions, values)
     ApiKeys.of(options, load_cluster_keys(options.cluster_secret_file, "127.0.0.1").tenant_salt)
-    Tokenizer(options.model.model)
+    Chat(Path(options.model.model), Tokenizer(options.model.model), options)
     sampling_defaults(Path(options.model.model), options.generation_config)
 
 

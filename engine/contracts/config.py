@@ -152,5 +152,8 @@ class RouterOptions:
     # Whose generation_config.json says how to sample where a request doesn't: auto (the model's), none, or a folder.
     generation_config: str = "auto"
     api_key: str = field(default="", repr=False)  # the only key, in place of a file
+    chat_template: str = ""  # a file or the template itself, in place of the model's own
+    tool_call_parser: str = "auto"  # a name of router/chat/parsers.py, auto or none
+    reasoning_parser: str = "auto"
     log_level: LogLevel = "info"
     ready_fd: Annotated[int, Meta(ge=-1)] = -1

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from collections.abc import Mapping
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -15,13 +14,17 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError, UnavailableError
 from tandem.engine.process.version import version
-from tandem.router.http.completions_endpoint import CompletionsEndpoint
+from tandem.router.chat.chat import Chat
+from tandem.router.http.asked import chat_reader, completion_reader
 from tandem.router.http.explain import add_explain_route
-from tandem.router.http.http_io import error_headers, our_fault, read_body
+from tandem.router.http.generation_endpoint import GenerationEndpoint
+from tandem.router.http.http_io import error_headers, our_fault
+from tandem.router.http.model_routes import add_model_routes, add_tokenizer_routes, json_answer
+from tandem.router.http.openapi import description
+from tandem.router.http.request_ids import with_request_id
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.api_keys import ApiKeys
-from tandem.router.text.completion import check_model, check_text
-from tandem.router.text.openai_api import DetokenizeBody, TokenizeBody, error_body, parse_body
+from tandem.router.text.openai_api import error_body
 
 logger = logging.getLogger(__name__)
 
@@ -35,102 +38,59 @@ class _MethodNotAllowedError(InvalidRequestError):
 
 
 class App:
-    """The hot path goes to its endpoint at once, everything else through FastAPI."""
+    """The hot paths go to their endpoints at once, everything else through FastAPI."""
 
-    def __init__(self, completions: CompletionsEndpoint, rest: FastAPI) -> None:
-        self._completions, self._rest = completions, rest
+    def __init__(self, endpoints: Mapping[str, GenerationEndpoint], rest: FastAPI) -> None:
+        self._endpoints, self._rest = endpoints, rest
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] == "/v1/completions" and scope["method"] == "POST":
-            await self._completions(scope, receive, send)
-        else:
-            await self._rest(scope, receive, send)
+        if scope["type"] == "http":
+            send = with_request_id(scope, send)
+            endpoint = self._endpoints.get(scope["path"])
+            if endpoint is not None and scope["method"] == "POST":
+                await endpoint(scope, receive, send)
+                return
+        await self._rest(scope, receive, send)
 
 
-def make_app(service: CompletionService, keys: ApiKeys) -> App:
+def make_app(service: CompletionService, keys: ApiKeys, chat: Chat) -> App:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     limit = service.options.max_body_bytes
-    started = int(time.time())
-    completions = CompletionsEndpoint(service, keys, limit)
-    # For every method that `App` does not send there itself: 405.
-    app.router.routes.append(Route("/v1/completions", endpoint=completions, methods=["POST"]))
-    _add_model_routes(app, service, keys, started)
-    _add_tokenizer_routes(app, service, keys, limit)
+    readers = {"/v1/completions": completion_reader(service), "/v1/chat/completions": chat_reader(service, chat)}
+    endpoints = {path: GenerationEndpoint(service, keys, read) for path, read in readers.items()}
+    for path, endpoint in endpoints.items():  # for every method that `App` does not send there itself: 405
+        app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
+    add_model_routes(app, service, keys, int(time.time()))
+    add_tokenizer_routes(app, service, keys, chat)
     _add_state_routes(app, service)
     add_explain_route(app, service, keys, limit)
     _add_error_handlers(app)
-    return App(completions, app)
-
-
-def _add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, created: int) -> None:
-    async def card() -> dict[str, Any]:
-        facts = await service.awaited_facts()
-        return {
-            "id": facts.name,
-            "object": "model",
-            "created": created,
-            "owned_by": "tandem",
-            "max_model_len": facts.max_model_len,
-        }
-
-    @app.get("/v1/models")
-    async def list_models(request: Request) -> Response:
-        keys.check(request.headers.raw)
-        return _json({"object": "list", "data": [await card()]})
-
-    @app.get("/v1/models/{model_id:path}")
-    async def get_model(model_id: str, request: Request) -> Response:
-        keys.check(request.headers.raw)
-        check_model(model_id, await service.awaited_facts())
-        return _json(await card())
-
-
-def _add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, limit: int) -> None:
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> Response:
-        keys.check(request.headers.raw)
-        body = parse_body(TokenizeBody, raw := await read_body(request.scope, request.receive, limit))
-        facts = await service.awaited_facts()
-        check_model(body.model, facts)
-        check_text(body.prompt, facts)
-
-        def answer() -> Response:
-            ids = service.tokenizer.encode(body.prompt, body.add_special_tokens)
-            strings = [service.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
-            count = {"count": len(ids), "max_model_len": facts.max_model_len}
-            return _json({**count, "tokens": ids, "token_strs": strings})
-
-        return await service.encoder.apart(len(raw), answer)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> Response:
-        keys.check(request.headers.raw)
-        body = parse_body(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
-        facts = await service.awaited_facts()
-        check_model(body.model, facts)
-        if max(body.tokens, default=0) >= facts.vocab_size:
-            raise InvalidRequestError(f"tokens holds ids beyond {facts.vocab_size - 1}", param="tokens")
-        text = await service.encoder.apart(
-            len(raw), lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
-        return _json({"prompt": text})
+    return App(endpoints, app)
 
 
 def _add_state_routes(app: FastAPI, service: CompletionService) -> None:
     @app.get("/health")
     async def health() -> Response:
-        return _json({"status": "ok"})
+        return json_answer({"status": "ok"})
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return json_answer({"status": "ok"})
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return json_answer(description())
 
     @app.get("/version")
     async def get_version() -> Response:
-        return _json({"version": version()})
+        return json_answer({"version": version()})
 
     @app.get("/ready")
     async def ready() -> Response:
         if not service.cluster.ready:
             raise UnavailableError(f"not ready: {service.cluster.missing()}")
         nodes = [{"node_id": view.info.node_id, "role": view.info.role} for view in service.cluster.serving()]
-        return _json({"status": "ready", "nodes": nodes})
+        return json_answer({"status": "ready", "nodes": nodes})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -160,7 +120,3 @@ def _add_error_handlers(app: FastAPI) -> None:
 def _error(error: TandemError, extra: dict[str, str] | None = None) -> Response:
     headers = {name.decode(): value.decode() for name, value in error_headers(error)} | (extra or {})
     return Response(error_body(error), status_code=error.status, headers=headers)
-
-
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.wire.parts import TokenLogprobs
 from tandem.router.http import responses
-from tandem.router.http.responses import CompletionChoice, EventWriter
+from tandem.router.http.asked import Asked
+from tandem.router.http.responses import AnswerChoice
 from tandem.router.requests.generation import Generation
 from tandem.router.requests.sample_output import Piece, echo_logprobs, prompt_logprobs_table
-from tandem.router.text.completion import ModelFacts, PromptPlan, echo_text
-from tandem.router.text.openai_api import CompletionBody
+from tandem.router.text.completion import echo_text
 from tandem.router.text.tokenizer import Tokenizer
 
 
@@ -23,16 +23,13 @@ class _Listener:
 
     def __init__(
         self,
-        completion_id: str,
-        body: CompletionBody,
-        plans: list[PromptPlan],
-        facts: ModelFacts,
+        asked: Asked,
         tokenizer: Tokenizer,
     ) -> None:
-        self._completion_id, self._body, self._plans, self._facts = completion_id, body, plans, facts
+        self._body, self._plans, self._format = asked.body, asked.plans, asked.format
         self._tokenizer = tokenizer
         self._entries: dict[int, tuple[TokenLogprobs, ...]] = {}
-        self._num_open = len(plans)
+        self._num_open = len(asked.plans)
         self.generations: list[Generation] = []
 
     def prompt_logprobs(self, prompt_index: int, entries: tuple[TokenLogprobs, ...]) -> None:
@@ -53,11 +50,12 @@ class _Listener:
 
     def _usage(self) -> dict[str, Any]:
         shown = self._body.max_tokens != 0
-        return responses.usage(
+        counted = responses.usage(
             sum(len(plan.token_ids) for plan in self._plans),
             sum(sample.num_tokens for g in self.generations for sample in g.samples) if shown else 0,
             sum(generation.machine.num_cached_tokens for generation in self.generations),
         )
+        return counted | self._format.usage_details()
 
 
 class Collector(_Listener):
@@ -66,7 +64,7 @@ class Collector(_Listener):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._choices = [[CompletionChoice() for _ in range(self._body.num_generated)] for _ in self._plans]
+        self._choices = [[self._format.choice() for _ in range(self._body.num_generated)] for _ in self._plans]
 
     def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None:
         self._choices[prompt_index][sample_index].add(self._shown(piece))
@@ -81,30 +79,24 @@ class Collector(_Listener):
             self.done.set_result(self._response())
 
     def _response(self) -> bytes:
-        choices = [choice for i in range(len(self._plans)) for choice in self._returned(i)]
-        with_token_ids = bool(self._body.return_token_ids)
-        dicts = [choice.as_dict(index, with_token_ids) for index, choice in enumerate(choices)]
-        return responses.completion(self._completion_id, self._facts, dicts, self._usage())
+        returned = [(i, choice) for i in range(len(self._plans)) for choice in self._returned(i)]
+        choices = [self._complete(i, index, choice) for index, (i, choice) in enumerate(returned)]
+        return self._format.whole(choices, self._usage())
 
-    def _returned(self, prompt_index: int) -> list[CompletionChoice]:
+    def _returned(self, prompt_index: int) -> list[AnswerChoice]:
         """The best `n` samples by mean log-probability, in the order of their quality only if some are left out."""
         samples = self.generations[prompt_index].samples
         order = list(range(len(samples)))
         if len(samples) > self._body.num_samples:
             order.sort(key=lambda i: -samples[i].mean_logprob)
-        chosen = [self._choices[prompt_index][i] for i in order[: self._body.num_samples]]
-        return [self._complete(prompt_index, choice) for choice in chosen]
+        return [self._choices[prompt_index][i] for i in order[: self._body.num_samples]]
 
-    def _complete(self, prompt_index: int, choice: CompletionChoice) -> CompletionChoice:
-        complete = CompletionChoice()
-        if self._body.echo:
-            complete.add(self._echo(prompt_index))
-        complete.add(Piece("".join(choice.text), choice.token_ids, choice.logprobs, None))
-        complete.finish_reason = choice.finish_reason
+    def _complete(self, prompt_index: int, index: int, choice: AnswerChoice) -> dict[str, Any]:
+        complete = choice.as_dict(index, self._echo(prompt_index) if self._body.echo else None)
         if self._body.return_token_ids:
-            complete.extra["prompt_token_ids"] = self._plans[prompt_index].token_ids.tolist()
+            complete["prompt_token_ids"] = self._plans[prompt_index].token_ids.tolist()
         if self._body.prompt_logprobs is not None:
-            complete.extra["prompt_logprobs"] = prompt_logprobs_table(
+            complete["prompt_logprobs"] = prompt_logprobs_table(
                 self._tokenizer, self._entries.get(prompt_index, ()), self._body.prompt_logprobs
             )
         return complete
@@ -131,10 +123,8 @@ class EventStream(_Listener):
         self._is_single = len(self._plans) * self._body.num_samples == 1
         self.begun = False
         options = self._body.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._writer = EventWriter(
-            self._completion_id, self._facts, self._include_usage, bool(self._body.return_token_ids)
-        )
+        self._is_counting = bool(options and options.continuous_usage_stats)
+        self._writer = self._format.writer()
         self._limit, self._on_overflow = limit, on_overflow
         self._events: deque[bytes] = deque()
         self._wakeup: asyncio.Future[None] | None = None
@@ -146,7 +136,10 @@ class EventStream(_Listener):
     def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None:
         index = prompt_index * self._body.num_samples + sample_index
         extra = self._first_of(prompt_index, index) if index not in self._seen else None
-        self._push(self._writer.piece(index, self._shown(piece), extra))
+        usage = self._usage() if self._is_counting else None
+        event = self._writer.piece(index, self._shown(piece), extra, usage)
+        if event:
+            self._push(event)
 
     def _first_of(self, prompt_index: int, index: int) -> dict[str, Any] | None:
         """What a choice begins with: its echo, as an event of its own, or what its first event says besides."""
@@ -163,7 +156,7 @@ class EventStream(_Listener):
         self._num_open -= 1
         if self._num_open or self._closed:
             return
-        if self._include_usage:
+        if self._body.includes_usage:
             self._push(self._writer.usage(self._usage()))
         self._push(responses.DONE)
         self._close()

@@ -21,6 +21,7 @@ from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.watched import lasting_task, watched_task
+from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
 from tandem.router.http.http_protocol import HttpLimits
 from tandem.router.http.server import Server, max_connections
@@ -61,6 +62,7 @@ class Worker:
         self._api_keys = ApiKeys.of(options, self._cluster_keys.tenant_salt)
         folder = resolve_model(options.model.model, options.model.revision, with_weights=False)
         self._tokenizer = Tokenizer(folder)
+        self._chat = Chat(folder, self._tokenizer, options)
         self.sampling_defaults = sampling_defaults(folder, options.generation_config)
         self.service: CompletionService  # made by `run`, on its event loop
         self._server: Server | None = None
@@ -91,7 +93,9 @@ class Worker:
         )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
-        self._server = server = Server(make_app(service, self._api_keys), last_resort_s, self._http_limits())
+        self._server = server = Server(
+            make_app(service, self._api_keys, self._chat), last_resort_s, self._http_limits()
+        )
         for address in self._options.nodes:
             cluster.add(address)
         tasks = [watched_task(self._tick(server, on_beat), "tick")]

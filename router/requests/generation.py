@@ -11,7 +11,7 @@ from tandem.engine.contracts.wire.parts import TokenLogprobs
 from tandem.router.placing.placement import Placement
 from tandem.router.requests.actions import RequestSpec
 from tandem.router.requests.machine import RequestMachine
-from tandem.router.requests.sample_output import Piece, SampleOutput
+from tandem.router.requests.sample_output import ChatLogprobs, Piece, SampleOutput, TextLogprobs
 from tandem.router.text.completion import PromptPlan, echo_text
 from tandem.router.text.openai_api import CompletionBody
 from tandem.router.text.tokenizer import PROMPT_TAIL, Tokenizer
@@ -86,11 +86,12 @@ class GenerationFactory:
         return [
             SampleOutput(
                 self._tokenizer,
-                self._tokenizer.detokenizer(prompt_tail),
+                self._tokenizer.detokenizer(prompt_tail, plan.shown_ids),
                 body.stops,
                 body.logprobs,
                 plan.sampling.min_tokens,
                 offset,
+                ChatLogprobs if plan.is_chat else TextLogprobs,
             )
             for _ in range(body.num_generated)
         ]

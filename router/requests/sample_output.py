@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,12 +48,41 @@ class TextLogprobs:
 
 
 @dataclass(slots=True)
+class ChatLogprobs:
+    """The same as chat has it: one object per token, the most likely ones as rows."""
+
+    content: list[dict[str, Any]] = field(default_factory=list)
+    refusal: None = None
+
+    def append(
+        self, tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs | None, num_top: int, offset: int
+    ) -> None:
+        if entry is None:
+            return
+        likely = zip(entry.token_ids[1 : 1 + num_top], entry.logprobs[1 : 1 + num_top], strict=True)
+        top = [self._row(tokenizer, other, logprob) for other, logprob in likely]
+        self.content.append(self._row(tokenizer, token_id, entry.logprobs[0]) | {"top_logprobs": top})
+
+    @staticmethod
+    def _row(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token_id)
+        return {
+            "token": raw.decode(errors="replace"),
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "bytes": list(raw),
+        }
+
+    def extend(self, other: ChatLogprobs) -> None:
+        self.content += other.content
+
+
+@dataclass(slots=True)
 class Piece:
     """What one token delta adds to a choice. `text` may be empty: held back, or the middle of a character."""
 
     text: str
     token_ids: Sequence[int]
-    logprobs: TextLogprobs | None
+    logprobs: TextLogprobs | ChatLogprobs | None
     finish_reason: FinishReason | None
 
 
@@ -68,8 +97,9 @@ class SampleOutput:
         num_logprobs: int | None,
         min_tokens: int,
         text_offset: int,
+        make_logprobs: Callable[[], TextLogprobs | ChatLogprobs] = TextLogprobs,
     ) -> None:
-        self._tokenizer, self._detokenizer = tokenizer, detokenizer
+        self._tokenizer, self._detokenizer, self._make_logprobs = tokenizer, detokenizer, make_logprobs
         self._search = StopSearch(stops)
         self._num_logprobs, self._min_tokens = num_logprobs, min_tokens
         self._offset = text_offset  # kept for log-probabilities alone
@@ -89,7 +119,7 @@ class SampleOutput:
                 text += self._detokenizer.feed(token_id)
             self.num_tokens += len(emitted.token_ids)
             return Piece(text, emitted.token_ids, None, None)
-        piece = Piece("", emitted.token_ids, None if self._num_logprobs is None else TextLogprobs(), None)
+        piece = Piece("", emitted.token_ids, None if self._num_logprobs is None else self._make_logprobs(), None)
         last = len(emitted.token_ids) - 1
         for i, token_id in enumerate(emitted.token_ids):
             self._note_logprobs(piece, token_id, None if emitted.logprobs is None else emitted.logprobs[i])

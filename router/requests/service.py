@@ -19,8 +19,8 @@ from tandem.router.requests.generation import Generation, GenerationFactory, Gen
 from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.rebalancer import Rebalancer
 from tandem.router.text.api_keys import Tenant
-from tandem.router.text.completion import ModelFacts, PromptPlan, check_model, plan_prompts
-from tandem.router.text.openai_api import CompletionBody, parse_body, parse_prompts
+from tandem.router.text.completion import DEFAULT_MAX_TOKENS, ModelFacts, PromptPlan, check_model, plan_prompts
+from tandem.router.text.openai_api import CompletionBody, Prompts, parse_body, parse_prompts
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.prompt_encoder import PromptEncoder
 from tandem.router.text.tokenizer import Tokenizer
@@ -81,15 +81,26 @@ class CompletionService:
         return self.facts()
 
     async def plan(self, raw: bytes, tenant: Tenant) -> tuple[CompletionBody, list[PromptPlan]]:
-        """Validates and tokenizes a body. Raises InvalidRequestError, ModelNotFoundError, UnavailableError or
-        OverloadedError."""
+        """Validates and tokenizes a body of /v1/completions. Raises InvalidRequestError, ModelNotFoundError,
+        UnavailableError or OverloadedError."""
         body = parse_body(CompletionBody, raw)
         prompts = parse_prompts(body.prompt)
         facts = await self.awaited_facts()
         check_model(body.model, facts)
-        prompt_ids = await self.encoder.encode(prompts, len(raw), facts)
-        plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults)
-        return body, [self._privacy.apply(plan, tenant, body.cache_salt or "") for plan in plans]
+        prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
+        return body, self.plan_prompts(body, prompts, prompt_ids, tenant)
+
+    def plan_prompts(
+        self,
+        body: CompletionBody,
+        prompts: Prompts,
+        prompt_ids: list[list[int]],
+        tenant: Tenant,
+        default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    ) -> list[PromptPlan]:
+        """Raises InvalidRequestError and UnavailableError."""
+        plans = plan_prompts(body, prompts, prompt_ids, self.facts(), self._defaults, default_max_tokens)
+        return [self._privacy.apply(plan, tenant, body.cache_salt or "") for plan in plans]
 
     def start(
         self,

@@ -40,6 +40,8 @@ class PromptPlan:
     sampling: SamplingParams
     secrecy: Secrecy = EVERYBODYS  # who may find its blocks in a cache
     cache_share: float = 1.0  # of each cache: how much its tenant may fill
+    is_chat: bool = False
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the output's text
 
 
 def check_model(name: str | None, facts: ModelFacts) -> None:
@@ -49,12 +51,17 @@ def check_model(name: str | None, facts: ModelFacts) -> None:
         )
 
 
-def tokenize_prompts(prompts: Prompts, tokenizer: Tokenizer, facts: ModelFacts) -> list[list[int]]:
+def tokenize_prompts(
+    prompts: Prompts, tokenizer: Tokenizer, facts: ModelFacts, add_special_tokens: bool = True
+) -> list[list[int]]:
     """Raises InvalidRequestError for a text whose beginning alone is far too long for the model."""
-    return [_tokenize(prompt, tokenizer, facts) if isinstance(prompt, str) else prompt for prompt in prompts]
+    return [
+        tokenize_text(prompt, tokenizer, facts, add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
 
 
-def _tokenize(text: str, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
+def tokenize_text(text: str, tokenizer: Tokenizer, facts: ModelFacts, add_special_tokens: bool) -> list[int]:
     limit = CHARS_PER_TOKEN * facts.max_model_len
     # Twice: cutting a text may change its last tokens, but never so many.
     if len(text) > limit and len(tokenizer.encode(text[:limit])) > 2 * facts.max_model_len:
@@ -63,7 +70,7 @@ def _tokenize(text: str, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
             "output included",
             param="prompt",
         )
-    return tokenizer.encode(text)
+    return tokenizer.encode(text, add_special_tokens)
 
 
 def check_text(text: str, facts: ModelFacts) -> None:
@@ -85,8 +92,10 @@ def plan_prompts(
     prompt_ids: list[list[int]],
     facts: ModelFacts,
     defaults: SamplingDefaults,
+    default_max_tokens: int = DEFAULT_MAX_TOKENS,
 ) -> list[PromptPlan]:
-    """One plan for each prompt; what the body leaves open is as in `defaults`.
+    """One plan for each prompt; what the body leaves open is as in `defaults`, and then `default_max_tokens` as far as
+    there is room.
 
     Raises InvalidRequestError when ids or lengths are beyond the model, naming prompt, max_tokens or the list.
     """
@@ -103,7 +112,8 @@ def plan_prompts(
         token_ids = np.array(ids, dtype=np.int32)
         if int(token_ids.max()) >= facts.vocab_size:
             _check_token_ids(ids, facts.vocab_size, "prompt")
-        sampling = _sampling(body, logit_bias, _max_tokens(body, len(ids), facts, defaults), defaults)
+        most = _max_tokens(body, len(ids), facts, defaults.max_new_tokens or default_max_tokens)
+        sampling = _sampling(body, logit_bias, most, defaults)
         plans.append(PromptPlan(token_ids, prompt if isinstance(prompt, str) else None, sampling))
     return plans
 
@@ -126,11 +136,11 @@ def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
         )
 
 
-def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts, defaults: SamplingDefaults) -> int:
+def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts, default: int) -> int:
     room = facts.max_model_len - num_prompt_tokens
     wanted = body.max_tokens
     if wanted is None:
-        wanted = min(defaults.max_new_tokens or DEFAULT_MAX_TOKENS, room)
+        wanted = min(default, room)
         if (body.min_tokens or 0) > wanted:
             raise InvalidRequestError(
                 f"min_tokens ({body.min_tokens}) is greater than max_tokens ({wanted} by default)", param="min_tokens"

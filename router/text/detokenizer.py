@@ -7,7 +7,7 @@ character is returned before all of its tokens are known.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 REPLACEMENT = "\ufffd"
@@ -80,6 +80,20 @@ class WindowDetokenizer:
     def _new_text(self) -> str:
         known = self._decode(self._window[: self._num_emitted])
         return self._decode(self._window)[len(known) :]
+
+
+class MarkedDetokenizer:
+    """Any other detokenizer, and the texts of some special tokens between what it returns."""
+
+    def __init__(self, inner: Detokenizer, texts: Mapping[int, str]) -> None:
+        self._inner, self._texts = inner, texts
+
+    def feed(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        return self._inner.feed(token_id) if text is None else self._inner.flush() + text
+
+    def flush(self) -> str:
+        return self._inner.flush()
 
 
 class StopSearch:

@@ -1,13 +1,14 @@
 """The bodies that clients send: schema, strict validation, and errors that name the field.
 
-Beyond OpenAI's completions API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens,
-return_token_ids, priority, prompt_logprobs, use_prefix_cache, cache_salt.
+Beyond OpenAI's API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens, return_token_ids,
+priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+from functools import cache
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
@@ -26,27 +27,24 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
+NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with every event the usage so far
+    include_obfuscation: bool | None = None  # changes nothing: events aren't padded
 
 
-class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions as it is on the wire; `null` means the default everywhere."""
+class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every body that makes tokens may say; `null` means the default everywhere."""
 
-    prompt: msgspec.Raw
     model: str | None = None
-    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
-    best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     stop: Annotated[str, Meta(max_length=1024)] | Stops | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    suffix: Any = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
@@ -62,9 +60,25 @@ class CompletionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     min_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt_logprobs: NumLogprobs | None = None
     use_prefix_cache: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    add_special_tokens: bool | None = None  # those that the tokenizer itself puts before or after a prompt
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/completions as it is on the wire."""
+
+    prompt: msgspec.Raw
+    max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    echo: bool | None = None
+    logprobs: NumLogprobs | None = None
+    suffix: Any = None
 
     @property
     def num_samples(self) -> int:
@@ -92,12 +106,10 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str | None = None
 
 
-Body = TypeVar("Body", CompletionBody, TokenizeBody, DetokenizeBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 Prompts = list[str] | list[list[int]]
 
-_decoders: dict[type, msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CompletionBody, TokenizeBody, DetokenizeBody)
-}
+_decoder = cache(msgspec.json.Decoder)
 _decode_text = msgspec.json.Decoder(str).decode
 _decode_texts = msgspec.json.Decoder(list[str]).decode
 _decode_ids = msgspec.json.Decoder(list[TokenId]).decode
@@ -107,13 +119,13 @@ _decode_id_lists = msgspec.json.Decoder(list[list[TokenId]]).decode
 def parse_body(kind: type[Body], body: bytes) -> Body:
     """Raises InvalidRequestError; `param` names the field when the fault lies in one."""
     try:
-        parsed: Body = _decoders[kind].decode(body)
+        parsed: Body = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(_readable(str(error)), param=_field_of(str(error))) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON in UTF-8: {error}") from None
     if isinstance(parsed, CompletionBody):
-        _check_combinations(parsed)
+        check_combinations(parsed)
     return parsed
 
 
@@ -146,7 +158,8 @@ def parse_prompts(raw: msgspec.Raw) -> Prompts:
 _PROMPT_KINDS = "prompt is a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
-def _check_combinations(body: CompletionBody) -> None:
+def check_combinations(body: CompletionBody) -> None:
+    """Raises InvalidRequestError for fields that are right each by itself, but not together."""
     if body.suffix is not None:
         _bad("suffix", "suffix is not supported: the served models only continue text")
     if body.stop == "":

@@ -22,12 +22,14 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._slots, self._large_slot = asyncio.Semaphore(MAX_THREADS), asyncio.Semaphore(1)
 
-    async def encode(self, prompts: Prompts, num_bytes: int, facts: ModelFacts) -> list[list[int]]:
+    async def encode(
+        self, prompts: Prompts, num_bytes: int, facts: ModelFacts, add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """`num_bytes`: of the body that held them. Raises InvalidRequestError as `tokenize_prompts` does."""
         size = 0
         if isinstance(prompts[0], str):  # of a text that is far too long only this much is tokenized
             size = min(num_bytes, len(prompts) * CHARS_PER_TOKEN * facts.max_model_len)
-        return await self.apart(size, lambda: tokenize_prompts(prompts, self._tokenizer, facts))
+        return await self.apart(size, lambda: tokenize_prompts(prompts, self._tokenizer, facts, add_special_tokens))
 
     async def apart(self, num_bytes: int, function: Callable[[], Result]) -> Result:
         """Runs it here when there is little to do, else on a thread."""

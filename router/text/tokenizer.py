@@ -7,6 +7,7 @@ ignores `add_bos_token` and `add_eos_token` of tokenizer_config.json when there 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from tandem.engine.contracts.errors import ConfigError
-from tandem.router.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from tandem.router.text.detokenizer import ByteDetokenizer, Detokenizer, MarkedDetokenizer, WindowDetokenizer
 
 PROMPT_TAIL = 6  # prompt tokens that give a decoder its context; a guess
 
@@ -65,15 +66,31 @@ class Tokenizer:
         """Text of one token for log-probability reports; `bytes:\\xe2\\x80` when it is no whole character."""
         if not self._is_byte_level:
             return self.decode([token_id], skip_special_tokens=False)
-        raw = self._token_bytes_with_special[token_id] if token_id < len(self._token_bytes_with_special) else b""
+        raw = self.token_bytes(token_id)
         text = _text_of(raw)
         return text if text is not None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
-    def detokenizer(self, prompt_token_ids: list[int]) -> Detokenizer:
-        """A fresh incremental detokenizer of output that follows this prompt (its last few tokens are enough)."""
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to the text, special or not."""
+        if not self._is_byte_level:
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        table = self._token_bytes_with_special
+        return table[token_id] if token_id < len(table) else b""
+
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of those texts that are special tokens: other text never yields them, and the output lacks theirs."""
+        found = (self._tokenizer.token_to_id(text) for text in texts)
+        return frozenset(i for i in found if i in self._special_ids)
+
+    def detokenizer(self, prompt_token_ids: list[int], shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
+        """A fresh incremental detokenizer of output that follows this prompt (its last few tokens are enough). Special
+        tokens are no text, but for `shown_ids`."""
+        plain: Detokenizer
         if self._is_byte_level:
-            return ByteDetokenizer(self._token_bytes, self._token_texts)
-        return WindowDetokenizer(self.decode, prompt_token_ids[-PROMPT_TAIL:])
+            plain = ByteDetokenizer(self._token_bytes, self._token_texts)
+        else:
+            plain = WindowDetokenizer(self.decode, prompt_token_ids[-PROMPT_TAIL:])
+        return MarkedDetokenizer(plain, {i: self.token_string(i) for i in shown_ids}) if shown_ids else plain
 
     @cached_property
     def _token_bytes_with_special(self) -> list[bytes]:

@@ -36,6 +36,7 @@ WITHIN = {
     "kv_connector/sink": {"kv_connector/protocol"},
     "router/placing": set(),
     "router/text": set(),
+    "router/chat": {"router/text"},
 }
 # They take events and the time and return decisions: no tensors, sockets, threads or clocks. README.md of each wing.
 PURE_FOLDERS = (
@@ -92,6 +93,19 @@ PURE_MODULES = (
     "node/handoffs.py",
     "node/requests.py",
     "node/serving.py",
+    "router/chat/call_parser.py",
+    "router/chat/chat_body.py",
+    "router/chat/conversation.py",
+    "router/chat/deepseek.py",
+    "router/chat/deltas.py",
+    "router/chat/harmony.py",
+    "router/chat/hermes.py",
+    "router/chat/incoming.py",
+    "router/chat/llama.py",
+    "router/chat/mistral.py",
+    "router/chat/parsers.py",
+    "router/chat/template.py",
+    "router/chat/thinking.py",
     "router/nodes/orphans.py",
     "router/nodes/outbox.py",
     "router/placing/placement.py",

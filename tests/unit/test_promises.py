@@ -42,6 +42,9 @@ PHRASES = (
     "with TLS and ACL users",
     # HTTP
     "OpenAI-style HTTP requests",
+    "by the model's own chat template",
+    "(called in parallel, streamed)",
+    "`--chat-template` brings another",
     "Errors have OpenAI's shape and name the field",
     "Bodies are JSON (415",
     "at most 8 MiB (413)",

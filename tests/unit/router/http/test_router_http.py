@@ -249,7 +249,7 @@ def test_the_openai_client(router: RouterInThread, tokenizer: Tokenizer) -> None
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other", prompt=PROMPT)
     with pytest.raises(openai.NotFoundError):
-        client.chat.completions.create(model="stand-in", messages=[{"role": "user", "content": "hi"}])
+        client.embeddings.create(model="stand-in", input="hi")
     client.close()
 
 
@@ -294,7 +294,8 @@ def test_token_metrics_count_every_token_once(router: RouterInThread) -> None:
 def test_paths_and_methods_that_are_not_there(router: RouterInThread) -> None:
     for method, path, status in [
         ("GET", "/", 404),
-        ("POST", "/v1/chat/completions", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/v1/chat/completions", 405),
         ("GET", "/v1/completions", 405),
         ("POST", "/health", 405),
         ("GET", "/v1/models/other", 404),

@@ -15,7 +15,9 @@ from waiting import PATIENCE_S
 
 from tandem.engine.contracts.errors import UnavailableError
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.router.http.asked import Asked
 from tandem.router.http.listeners import EventStream
+from tandem.router.http.responses import CompletionFormat
 from tandem.router.requests.sample_output import Piece
 from tandem.router.text.completion import ModelFacts, PromptPlan
 from tandem.router.text.openai_api import CompletionBody, parse_body
@@ -48,8 +50,8 @@ def make_stream(tokenizer: Tokenizer, client: Client, overflows: list[bool], n: 
     body = parse_body(CompletionBody, b'{"prompt": "a", "stream": true, "n": %d}' % n)
     plan = PromptPlan(np.array([1], dtype=np.int32), "a", SamplingParams())
     facts = ModelFacts("m", 100, 400)
-    arguments = ("cmpl-1", body, [plan], facts, tokenizer)
-    return EventStream(*arguments, client=client, limit=LIMIT, on_overflow=lambda: overflows.append(True))
+    asked = Asked("cmpl-1", body, [plan], CompletionFormat("cmpl-1", body, facts))
+    return EventStream(asked, tokenizer, client=client, limit=LIMIT, on_overflow=lambda: overflows.append(True))
 
 
 async def endpoint(stream: EventStream, client: Client) -> None:

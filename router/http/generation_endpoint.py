@@ -1,15 +1,15 @@
-"""POST /v1/completions, straight on ASGI: the hot path of the router."""
+"""Paths that make tokens, straight on ASGI: the hot path of the router."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.contracts.errors import ClientGoneError, TandemError
 from tandem.engine.process.watched import log_only, watched_task
+from tandem.router.http.asked import Asked, AskReader
 from tandem.router.http.explain import placement_headers, session_of
 from tandem.router.http.http_io import JSON_TYPE, our_fault, read_body, send_error, send_whole, wait_for_disconnect
 from tandem.router.http.http_protocol import Client
@@ -17,19 +17,17 @@ from tandem.router.http.listeners import Collector, EventStream
 from tandem.router.requests.generation import Generation
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.api_keys import ApiKeys
-from tandem.router.text.completion import PromptPlan
-from tandem.router.text.openai_api import CompletionBody
 
 logger = logging.getLogger(__name__)
 
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class CompletionsEndpoint:
-    """An ASGI application for one path and method."""
+class GenerationEndpoint:
+    """An ASGI application for one path and method; `read` makes of its bodies what completions know."""
 
-    def __init__(self, service: CompletionService, keys: ApiKeys, max_body_bytes: int) -> None:
-        self._service, self._keys, self._max_body_bytes = service, keys, max_body_bytes
+    def __init__(self, service: CompletionService, keys: ApiKeys, read: AskReader) -> None:
+        self._service, self._keys, self._read = service, keys, read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 200
@@ -44,33 +42,26 @@ class CompletionsEndpoint:
                 status = ClientGoneError.status
                 return
             status = 500
-            logger.error("a completion failed", exc_info=error)
+            logger.error("%s failed", scope["path"], exc_info=error)
             await send_error(send, our_fault())  # refused, and the connection closed, once a stream has begun
         finally:
             self._service.metrics.responses.labels(str(status)).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant = self._keys.check(scope["headers"])
-        raw = await read_body(scope, receive, self._max_body_bytes)
-        body, plans = await self._service.plan(raw, tenant)
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
-        if body.stream:
-            await self._stream(completion_id, body, plans, scope, receive, send)
+        raw = await read_body(scope, receive, self._service.options.max_body_bytes)
+        asked = await self._read(raw, tenant)
+        if asked.body.stream:
+            await self._stream(asked, scope, receive, send)
         else:
-            await self._collect(completion_id, body, plans, scope, receive, send)
+            await self._collect(asked, scope, receive, send)
 
-    async def _collect(
-        self,
-        completion_id: str,
-        body: CompletionBody,
-        plans: list[PromptPlan],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _collect(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
         service, session = self._service, session_of(scope["headers"])
-        collector = Collector(completion_id, body, plans, service.facts(), service.tokenizer)
-        generations = collector.generations = service.start(completion_id, body, plans, collector, session)
+        collector = Collector(asked, service.tokenizer)
+        generations = collector.generations = service.start(
+            asked.completion_id, asked.body, asked.plans, collector, session
+        )
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
@@ -80,35 +71,24 @@ class CompletionsEndpoint:
             self._end(generations, watcher)
         await send_whole(send, 200, response, headers)
 
-    async def _stream(
-        self,
-        completion_id: str,
-        body: CompletionBody,
-        plans: list[PromptPlan],
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _stream(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
         service, client, session = self._service, _client(scope), session_of(scope["headers"])
         generations: list[Generation] = []
 
         def give_up_on_client() -> None:
             service.metrics.stuck_clients.inc()
-            logger.warning("%s: the client does not read its stream; aborted", completion_id)
+            logger.warning("%s: the client does not read its stream; aborted", asked.completion_id)
             service.abort(generations, ClientGoneError("the client stopped reading"))
             client.abort()
 
         stream = EventStream(
-            completion_id,
-            body,
-            plans,
-            service.facts(),
+            asked,
             service.tokenizer,
             client=client,
             limit=service.options.stream_queue,
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )
-        generations = stream.generations = service.start(completion_id, body, plans, stream, session)
+        generations = stream.generations = service.start(asked.completion_id, asked.body, asked.plans, stream, session)
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:

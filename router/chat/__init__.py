@@ -1,0 +1,1 @@
+"""Chat: messages to a prompt by templates, and text back to reasoning, content and tool calls. Pure."""

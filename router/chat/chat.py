@@ -1,0 +1,71 @@
+"""What a served model can do with conversations: prompts out of them, parsers for the answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.engine.contracts.config import RouterOptions
+from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
+from tandem.router.chat.conversation import as_templates_expect
+from tandem.router.chat.parsers import CALL_PARSERS, NONE, choose_parsers
+from tandem.router.chat.template_source import ChatTemplates
+from tandem.router.text.completion import ModelFacts, tokenize_text
+from tandem.router.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    text: str
+    token_ids: list[int]
+
+
+class Chat:
+    """Raises ConfigError for a template or parser that can't be used."""
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, options: RouterOptions) -> None:
+        self._tokenizer = tokenizer
+        self._templates = ChatTemplates(folder, options.chat_template)
+        self.parsers = choose_parsers(options.tool_call_parser, options.reasoning_parser, self._templates.source)
+        self.shown_ids = tokenizer.special_ids(self.parsers.markers)
+
+    @property
+    def has_short_call_ids(self) -> bool:
+        return self.parsers.calls != NONE and CALL_PARSERS[self.parsers.calls].has_short_ids
+
+    def check_tools(self, body: ChatBody) -> None:
+        """Raises InvalidRequestError when calls of tools could be neither asked for nor read."""
+        if body.callable_names is None:
+            return
+        if self.parsers.calls == NONE:
+            raise InvalidRequestError(
+                "nobody knows how this model writes calls of tools: start the router with --tool-call-parser "
+                f"({', '.join(CALL_PARSERS)})",
+                param="tools",
+            )
+        if not self._templates.choose(has_tools=True).takes_tools:
+            raise InvalidRequestError(
+                "the model's chat template has no place for tools: start the router with a --chat-template that has",
+                param="tools",
+            )
+
+    def prompt(self, body: ChatBody | ChatTokenizeBody, facts: ModelFacts) -> ChatPrompt:
+        """Renders and tokenizes; long conversations belong on a thread. Raises InvalidRequestError."""
+        wants_tools = body.tools and not (isinstance(body, ChatBody) and body.tool_choice == "none")
+        template = self._templates.choose(bool(wants_tools))
+        messages = as_templates_expect(body.messages, template.knows_developer)
+        variables: dict[str, Any] = {"tools": body.tools if wants_tools else None, "documents": None}
+        if isinstance(body, ChatBody):
+            variables["documents"] = body.documents
+            if body.reasoning_effort is not None:
+                variables["reasoning_effort"] = body.reasoning_effort
+        variables |= body.chat_template_kwargs or {}
+        opens = body.add_generation_prompt
+        variables["add_generation_prompt"] = not body.continue_final_message if opens is None else opens
+        if body.continue_final_message:
+            text = template.render_open(messages, **variables)
+        else:
+            text = template.render(messages, **variables)
+        return ChatPrompt(text, tokenize_text(text, self._tokenizer, facts, bool(body.add_special_tokens)))

@@ -1,0 +1,180 @@
+"""The body of /v1/chat/completions, and the completion that it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.chat.conversation import tool_names
+from tandem.router.text.openai_api import (
+    CompletionBody,
+    GenerationBody,
+    NumLogprobs,
+    TokenizeBody,
+    check_combinations,
+    parse_body,
+)
+
+MaxTokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
+Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
+
+# Variables that templates get from elsewhere.
+RESERVED = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+NOT_FORCED = "output can't be forced into a grammar here yet; leave it out"
+# What would change the answer and isn't built: field -> why, and what to do.
+REFUSED = {
+    "audio": "this server makes text alone; leave it out",
+    "web_search_options": "this server searches nothing; leave it out, or offer a search as one of `tools`",
+    "functions": "it has been replaced by `tools`",
+    "function_call": "it has been replaced by `tool_choice`",
+    "chat_template": "templates are the operator's: start the router with --chat-template",
+    "structured_outputs": NOT_FORCED,
+    "guided_json": NOT_FORCED,
+    "guided_regex": NOT_FORCED,
+    "guided_choice": NOT_FORCED,
+    "guided_grammar": NOT_FORCED,
+}
+
+
+class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What makes a prompt of messages, for answers and for /tokenize."""
+
+    messages: Messages
+    model: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    chat_template: Any = None
+
+
+class ChatTokenizeBody(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize with messages."""
+
+    return_token_strs: bool | None = None
+
+
+class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/chat/completions as it is on the wire."""
+
+    messages: Messages
+    max_completion_tokens: MaxTokens | None = None
+    max_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: NumLogprobs | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict[str, Any] | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    # extensions
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
+    # accepted, since they change nothing here
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prediction: dict[str, Any] | None = None
+    # refused, with what to do
+    audio: Any = None
+    web_search_options: Any = None
+    functions: Any = None
+    function_call: Any = None
+    chat_template: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    verbosity: Literal["medium"] | None = None
+
+    @property
+    def callable_names(self) -> frozenset[str] | None:
+        """Names of the tools that may be called; None: none may."""
+        return tool_names(self.tools) if self.tools and self.tool_choice != "none" else None
+
+    def as_completion(self) -> CompletionBody:
+        """The same, but for the prompt. Raises InvalidRequestError."""
+        shared = {field: getattr(self, field) for field in GenerationBody.__struct_fields__}
+        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        body = CompletionBody(**shared, prompt=msgspec.Raw(b""), max_tokens=most, logprobs=num_logprobs)
+        check_combinations(body)
+        return body
+
+
+def parse_chat(raw: bytes) -> ChatBody:
+    """Raises InvalidRequestError; `param` names the field."""
+    body = parse_body(ChatBody, raw)
+    for field, why in REFUSED.items():
+        if getattr(body, field) is not None:
+            _bad(field, f"{field} is not supported: {why}")
+    if (body.response_format or {"type": "text"}).get("type") != "text":
+        _bad("response_format", f"response_format is not supported beyond text: {NOT_FORCED}")
+    if set(body.modalities or ()) - {"text"}:
+        _bad("modalities", "modalities may be text alone: this server makes nothing else")
+    if body.top_logprobs is not None and not body.logprobs:
+        _bad("top_logprobs", "top_logprobs is only allowed when logprobs is true")
+    _check_tool_choice(body)
+    check_opening(body)
+    return body
+
+
+def _check_tool_choice(body: ChatBody) -> None:
+    choice = body.tool_choice
+    names = tool_names(body.tools or ())
+    if choice is not None and choice != "none" and not names:
+        _bad("tool_choice", "tool_choice is only allowed when there are tools")
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if choice.get("type") != "function" or not isinstance(name, str):
+            _bad(
+                "tool_choice",
+                "tool_choice must be none, auto, required or {'type': 'function', 'function': {'name': …}}",
+            )
+        if name not in names:
+            _bad("tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools")
+    if choice == "required" or isinstance(choice, dict):
+        _bad("tool_choice", "a call can't be forced: that takes structured output, which isn't built; use auto")
+
+
+def check_opening(body: ChatBody | ChatTokenizeBody) -> None:
+    """Raises InvalidRequestError when what is to become of the last message contradicts itself."""
+    if body.continue_final_message and body.add_generation_prompt:
+        _bad("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
+    for name in sorted(RESERVED & set(body.chat_template_kwargs or ())):
+        _bad("chat_template_kwargs", f"chat_template_kwargs may not hold {name}, which has a place of its own")
+
+
+def parse_tokenize(raw: bytes) -> TokenizeBody | ChatTokenizeBody:
+    """A body of /tokenize is one of both, by which of `messages` and `prompt` it has. Raises InvalidRequestError."""
+    if not parse_body(_Peek, raw).messages:
+        return parse_body(TokenizeBody, raw)
+    body = parse_body(ChatTokenizeBody, raw)
+    if body.chat_template is not None:
+        _bad("chat_template", f"chat_template is not supported: {REFUSED['chat_template']}")
+    tool_names(body.tools or ())
+    check_opening(body)
+    return body
+
+
+class _Peek(msgspec.Struct):
+    messages: msgspec.Raw = msgspec.Raw(b"")
+
+
+def _bad(param: str, message: str) -> NoReturn:
+    raise InvalidRequestError(message, param=param)

@@ -1,0 +1,87 @@
+"""Messages and tools of a request, checked, and as chat templates expect them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from tandem.engine.contracts.errors import InvalidRequestError
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+REASONING = "reasoning_content"  # as templates call it
+
+Fields = Mapping[str, Any]
+
+
+def as_templates_expect(messages: Sequence[Fields], knows_developer: bool) -> list[dict[str, Any]]:
+    """Raises InvalidRequestError that names the message and its field."""
+    return [_message(message, f"messages[{i}]", knows_developer) for i, message in enumerate(messages)]
+
+
+def _message(message: Fields, place: str, knows_developer: bool) -> dict[str, Any]:
+    found = {name: value for name, value in message.items() if value is not None}
+    role = found.get("role")
+    if role not in ROLES:
+        _bad("messages", f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}")
+    if role == "developer" and not knows_developer:
+        found["role"] = "system"
+    found["content"] = _text(found.get("content", ""), f"{place}.content")
+    if REASONING not in found and isinstance(found.get("reasoning"), str):
+        found[REASONING] = found["reasoning"]
+    if calls := found.pop("tool_calls", None):
+        if not isinstance(calls, list):
+            _bad("messages", f"{place}.tool_calls must be a list")
+        found["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return found
+
+
+def _text(content: Any, place: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        _bad("messages", f"{place} must be text or a list of text parts")
+    texts = []
+    for i, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
+        if (kind is not None and kind not in TEXT_PARTS) or not isinstance(text, str):
+            _bad("messages", f"{place}[{i}] is of the type {str(kind)[:64]!r}: this model takes text alone")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        _bad("messages", f"{place} must be {{'type': 'function', 'function': {{'name': …, 'arguments': …}}}}")
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):  # what is no object stays text: a model's own slip must not end its conversation
+        try:
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        except (ValueError, RecursionError):
+            pass
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def tool_names(tools: Sequence[Any]) -> frozenset[str]:
+    """Raises InvalidRequestError that names a tool which is no function."""
+    names = set()
+    for i, tool in enumerate(tools):
+        if not isinstance(tool, dict) or tool.get("type") != "function":
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            _bad("tools", f"tools[{i}].type is {str(kind)[:64]!r}; there are functions alone")
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+            _bad("tools", f"tools[{i}].function.name must be text")
+        parameters = function.get("parameters")
+        if parameters is not None and not isinstance(parameters, dict):
+            _bad("tools", f"tools[{i}].function.parameters must be a JSON schema")
+        names.add(function["name"])
+    return frozenset(names)
+
+
+def _bad(param: str, message: str) -> NoReturn:
+    raise InvalidRequestError(message, param=param)

@@ -1,0 +1,87 @@
+"""What a parser makes of output text, and what every parser is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """Call number `index` of the answer begins; its arguments follow."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next part of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+Delta = Reasoning | Content | CallStart | CallArguments
+
+
+class OutputParser(Protocol):
+    """However a text is cut, the deltas of its parts add up to the same. Neither call raises, whatever the text."""
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether text that comes now is reasoning."""
+
+    def feed(self, text: str) -> list[Delta]: ...
+
+    def finish(self) -> list[Delta]: ...
+
+
+class PlainText:
+    """All text is content."""
+
+    is_reasoning = False
+
+    def feed(self, text: str) -> list[Delta]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        return []
+
+
+@dataclass(slots=True)
+class Call:
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Message:
+    """What an answer's deltas add up to."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] | None = None
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        for delta in deltas:
+            if isinstance(delta, Content):
+                self.content += delta.text
+            elif isinstance(delta, Reasoning):
+                self.reasoning += delta.text
+            elif isinstance(delta, CallStart):
+                self.calls = [*(self.calls or []), Call(delta.name)]
+            else:
+                assert self.calls is not None
+                self.calls[delta.index].arguments += delta.text

@@ -1,0 +1,26 @@
+"""Calls as Llama 3 writes them: the whole answer is `{"name": …, "parameters": {…}}`, or several with `;` between.
+
+There is no mark of a call but that the answer begins with one, so only names of tools that there are count.
+"""
+
+from __future__ import annotations
+
+from tandem.router.chat.call_parser import CallParser
+from tandem.router.chat.incoming import Reader
+
+TAG = "<|python_tag|>"
+
+
+class LlamaParser(CallParser):
+    markers = (TAG,)
+
+    def _read(self) -> Reader[None]:
+        prefix = yield from self._in.spaces()
+        if (yield from self._in.literal(TAG)):
+            prefix += TAG
+        while (yield from self._call_or_content(prefix, is_known_only=True)):
+            prefix = yield from self._in.spaces()
+            if not (yield from self._in.literal(";")):
+                break
+            prefix += ";"
+        yield from self._in.until((), self._content, trim_end=self._num_calls > 0)

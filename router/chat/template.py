@@ -1,0 +1,91 @@
+"""Chat templates in Jinja's sandbox, set up as transformers does it, without transformers."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from tandem.engine.contracts.errors import ConfigError, InvalidRequestError
+
+# Stands for the end of the last message while that is rendered, if it is to be continued: nothing that anybody writes.
+END_MARK = "\ue000end of the last message\ue000"
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}…{% endgeneration %}` marks what an assistant said, for training; here it says nothing."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """JSON without HTML escapes, other than Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class ChatTemplate:
+    """One template. `special` are the tokens that it may write, as `bos_token`. Raises ConfigError when it is no
+    template; `origin` is where it came from."""
+
+    def __init__(self, source: str, origin: str, special: Mapping[str, str]) -> None:
+        environment = _environment()
+        try:
+            self._template = environment.from_string(source)
+            used = meta.find_undeclared_variables(environment.parse(source))
+        except Exception as error:  # syntax, or what compiling a nonsensical constant does
+            raise ConfigError(f"{origin} is no chat template: {error}; give another with --chat-template") from None
+        self.source, self._special = source, dict(special)
+        self.takes_tools, self.knows_developer = "tools" in used, "developer" in source
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Raises InvalidRequestError with what the template says against these messages."""
+        try:
+            return self._template.render({**self._special, **variables, "messages": messages})
+        except Exception as error:  # whatever expressions of a template do to values of a request
+            raise InvalidRequestError(
+                f"the model's chat template refuses this conversation: {error}", param="messages"
+            ) from None
+
+    def render_open(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt up to the end of the last message's content, so that the model continues it."""
+        last = messages[-1]
+        marked = [*messages[:-1], {**last, "content": last["content"] + END_MARK + " "}]
+        text = self.render(marked, **variables)
+        before, mark, after = text.rpartition(END_MARK)
+        if not mark:
+            raise InvalidRequestError(
+                "continue_final_message: the model's chat template leaves the last message's content out",
+                param="continue_final_message",
+            )
+        return before if after.startswith(" ") else before.rstrip()  # a template that trims, trims its end, too

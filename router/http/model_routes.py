@@ -1,0 +1,85 @@
+"""Routes about the served model: its card, and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+
+from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.chat.chat import Chat
+from tandem.router.chat.chat_body import ChatTokenizeBody, parse_tokenize
+from tandem.router.http.http_io import read_body
+from tandem.router.requests.service import CompletionService
+from tandem.router.text.api_keys import ApiKeys
+from tandem.router.text.completion import ModelFacts, check_model, check_text
+from tandem.router.text.openai_api import DetokenizeBody, TokenizeBody, parse_body
+
+
+def json_answer(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, created: int) -> None:
+    async def card() -> dict[str, Any]:
+        facts = await service.awaited_facts()
+        return {
+            "id": facts.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "tandem",
+            "root": facts.name,
+            "parent": None,
+            "max_model_len": facts.max_model_len,
+            "permission": [],
+        }
+
+    @app.get("/v1/models")
+    async def list_models(request: Request) -> Response:
+        keys.check(request.headers.raw)
+        return json_answer({"object": "list", "data": [await card()]})
+
+    @app.get("/v1/models/{model_id:path}")
+    async def get_model(model_id: str, request: Request) -> Response:
+        keys.check(request.headers.raw)
+        check_model(model_id, await service.awaited_facts())
+        return json_answer(await card())
+
+
+def add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, chat: Chat) -> None:
+    limit = service.options.max_body_bytes
+
+    def ids_of(body: TokenizeBody | ChatTokenizeBody, facts: ModelFacts) -> list[int]:
+        if isinstance(body, ChatTokenizeBody):
+            return chat.prompt(body, facts).token_ids
+        check_text(body.prompt, facts)
+        return service.tokenizer.encode(body.prompt, body.add_special_tokens)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        keys.check(request.headers.raw)
+        body = parse_tokenize(raw := await read_body(request.scope, request.receive, limit))
+        facts = await service.awaited_facts()
+        check_model(body.model, facts)
+
+        def answer() -> Response:
+            ids = ids_of(body, facts)
+            strings = [service.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
+            count = {"count": len(ids), "max_model_len": facts.max_model_len}
+            return json_answer({**count, "tokens": ids, "token_strs": strings})
+
+        return await service.encoder.apart(len(raw), answer)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        keys.check(request.headers.raw)
+        body = parse_body(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
+        facts = await service.awaited_facts()
+        check_model(body.model, facts)
+        if max(body.tokens, default=0) >= facts.vocab_size:
+            raise InvalidRequestError(f"tokens holds ids beyond {facts.vocab_size - 1}", param="tokens")
+        text = await service.encoder.apart(
+            len(raw), lambda: service.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
+        return json_answer({"prompt": text})

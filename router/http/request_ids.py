@@ -1,0 +1,24 @@
+"""X-Request-Id: what a client gives comes back with the answer, and one is made up for who gives none."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.types import Message, Scope, Send
+
+HEADER = b"x-request-id"
+_PRINTABLE = re.compile(rb"[\x21-\x7e]{1,256}")  # what else there is would be another header, or none
+
+
+def with_request_id(scope: Scope, send: Send) -> Send:
+    """The same `send`, whose answer carries the request's id. Ids need not be unique: nothing is looked up by them."""
+    given = next((value for name, value in scope["headers"] if name == HEADER), b"")
+    request_id = given if _PRINTABLE.fullmatch(given) else uuid.uuid4().hex.encode()
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (HEADER, request_id)]
+        await send(message)
+
+    return send_with_id

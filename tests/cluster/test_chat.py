@@ -1,0 +1,214 @@
+"""Chat as openai's client sees it, on one node and split: every feature runs in both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from router_in_thread import RouterInThread
+from scripted_model import SCRIPTS, make_scripted_model
+
+from in_process_cluster import Node, node_options
+from tandem.engine.contracts.config import Timeouts
+
+ASKED: list[Any] = [
+    {"role": "developer", "content": "Be brief, and be right."},
+    {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "two and two?"}]},
+]
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+    for name in ("get_weather", "get_time")
+]
+WEATHER = {"city": 'Paris, "F"', "days": [1, 2]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
+    return make_scripted_model(tmp_path_factory.mktemp("models") / "scripted")
+
+
+@pytest.fixture(scope="module", params=["unified", "split"])
+def nodes(request: pytest.FixtureRequest, model: tuple[Path, Any]) -> Iterator[list[Node]]:
+    roles = ["unified"] if request.param == "unified" else ["prefill", "decode"]
+    started = [Node(node_options(role, model[0])) for role in roles]
+    yield started
+    for node in started:
+        node.stop()
+
+
+def serve(folder: Path, nodes: list[Node], **options: Any) -> RouterInThread:
+    addresses = tuple(node.info.control_address for node in nodes)
+    return RouterInThread(folder, addresses, timeouts=Timeouts(), local_tail_tokens=0, **options)
+
+
+@pytest.fixture(scope="module")
+def router(nodes: list[Node], model: tuple[Path, Any]) -> Iterator[RouterInThread]:
+    with serve(model[0], nodes) as router:
+        yield router.wait_ready()
+
+
+def client_of(router: RouterInThread) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def client(router: RouterInThread) -> Iterator[openai.OpenAI]:
+    with client_of(router) as client:
+        yield client
+
+
+def create(client: openai.OpenAI, script: str = "hello", messages: list[Any] = ASKED, **fields: Any) -> Any:
+    extra = {"chat_template_kwargs": {"script": script}, **fields.pop("extra_body", {})}
+    return client.chat.completions.create(model="scripted", messages=messages, extra_body=extra, **fields)
+
+
+def streamed(client: openai.OpenAI, **fields: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The message that the deltas of choice 0 add up to, with its finish reason; and all chunks."""
+    chunks = list(create(client, stream=True, **fields))
+    said: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "ends": []}
+    for choice in (chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == 0):
+        said["content"] += choice.delta.content or ""
+        said["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+        for part in choice.delta.tool_calls or []:
+            if part.id is not None:
+                assert part.index == len(said["calls"])
+                said["calls"].append([part.function.name, ""])
+            said["calls"][part.index][1] += part.function.arguments or ""
+        said["ends"] += [choice.finish_reason] * (choice.finish_reason is not None)
+    return said, chunks
+
+
+def test_an_answer(client: openai.OpenAI, router: RouterInThread, nodes: list[Node], model: tuple[Path, Any]) -> None:
+    answer = create(client)
+    assert (answer.object, answer.model, answer.id[:9]) == ("chat.completion", "scripted", "chatcmpl-")
+    [choice] = answer.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", SCRIPTS["hello"])
+    assert (choice.finish_reason, choice.message.tool_calls, choice.logprobs) == ("stop", None, None)
+    assert answer.usage.completion_tokens == len(model[1]["hello"]) + 1  # and the end
+    again = create(client)
+    assert again.usage.prompt_tokens_details.cached_tokens >= 16
+    if len(nodes) > 1:
+        assert nodes[1].process.logic.sink.counters.commits >= 1, "nothing was handed over"
+
+
+# README says: "by the model's own chat template"
+def test_the_prompt_is_what_transformers_makes_of_the_messages(router: RouterInThread, model: tuple[Path, Any]) -> None:
+    from transformers import AutoTokenizer
+
+    texts = ["Be brief, and be right.", "What is\ntwo and two?"]
+    plain = [{"role": role, "content": text} for role, text in zip(("system", "user"), texts, strict=True)]
+    tokenizer = AutoTokenizer.from_pretrained(model[0])
+    for fields in ({}, {"tools": TOOLS}, {"add_generation_prompt": False}):
+        arguments = {"add_generation_prompt": True, **fields}
+        expected = tokenizer.apply_chat_template(plain, tokenize=True, return_dict=False, **arguments)
+        answer = router.client.post("/tokenize", json={"messages": ASKED, **fields})
+        assert answer.json()["tokens"] == expected, fields
+
+
+def test_a_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
+    said, chunks = streamed(client, stream_options={"include_usage": True})
+    assert (said["content"], said["ends"]) == (SCRIPTS["hello"], ["stop"])
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.total_tokens == create(client).usage.total_tokens
+    _, counted = streamed(client, stream_options={"continuous_usage_stats": True, "include_obfuscation": False})
+    totals = [chunk.usage.completion_tokens for chunk in counted]
+    assert totals == sorted(totals)
+    assert totals[-1] == chunks[-1].usage.completion_tokens
+
+
+def test_samples_ends_and_sampling(client: openai.OpenAI) -> None:
+    answer = create(client, n=3, seed=7, temperature=0.7, top_p=0.9, presence_penalty=0.1, user="me", store=True)
+    assert [choice.message.content for choice in answer.choices] == [SCRIPTS["hello"]] * 3
+    for name in ("max_tokens", "max_completion_tokens"):
+        [choice] = create(client, **{name: 2}).choices
+        assert choice.finish_reason == "length"
+        assert SCRIPTS["hello"].startswith(choice.message.content)
+    [choice] = create(client, stop=[", this"]).choices
+    assert (choice.message.content, choice.finish_reason) == ("Hello there", "stop")
+    said, _ = streamed(client, stop=", this", n=2)
+    assert (said["content"], said["ends"]) == ("Hello there", ["stop"])
+
+
+def test_log_probabilities(client: openai.OpenAI, model: tuple[Path, Any]) -> None:
+    pieces = model[1]["hello"]
+    [choice] = create(client, logprobs=True, top_logprobs=2).choices
+    rows = choice.logprobs.content
+    assert [row.token for row in rows] == [*pieces, "</s>"]
+    assert all(bytes(row.bytes).decode() == row.token and row.logprob > -0.01 for row in rows)
+    assert all(len(row.top_logprobs) == 2 and row.top_logprobs[0].token == row.token for row in rows)
+    _, chunks = streamed(client, logprobs=True, max_tokens=3)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [row.token for part in parts if part for row in part.content] == pieces[:3]
+
+
+def test_a_last_message_is_continued(client: openai.OpenAI, model: tuple[Path, Any]) -> None:
+    begun = "".join(model[1]["hello"][:3])
+    messages = [*ASKED, {"role": "assistant", "content": begun}]
+    answer = create(client, messages=messages, extra_body={"continue_final_message": True})
+    assert begun + answer.choices[0].message.content == SCRIPTS["hello"]
+
+
+def test_reasoning_is_split_off(client: openai.OpenAI) -> None:
+    answer = create(client, "think")
+    message = answer.choices[0].message
+    assert (message.reasoning_content, message.content) == ("Two and two, carefully.", "It is four.")
+    assert message.reasoning == message.reasoning_content
+    num_tokens = answer.usage.completion_tokens
+    assert 5 <= answer.usage.completion_tokens_details.reasoning_tokens < num_tokens
+    said, _ = streamed(client, script="think")
+    assert (said["reasoning"], said["content"]) == (message.reasoning_content, message.content)
+    hidden = create(client, "think", extra_body={"include_reasoning": False}).choices[0].message
+    assert (getattr(hidden, "reasoning_content", None), hidden.content) == (None, "It is four.")
+
+
+# README says: "(called in parallel, streamed)"
+def test_tools_are_called(client: openai.OpenAI) -> None:
+    [choice] = create(client, "call", tools=TOOLS).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "One moment.")
+    assert choice.message.reasoning_content == "I need both."
+    weather, time = choice.message.tool_calls
+    assert weather.id != time.id
+    assert (weather.type, weather.function.name) == ("function", "get_weather")
+    assert json.loads(weather.function.arguments) == WEATHER
+    assert (time.function.name, time.function.arguments) == ("get_time", "{}")
+
+    said, chunks = streamed(client, script="call", tools=TOOLS, tool_choice="auto")
+    assert [[name, json.loads(text)] for name, text in said["calls"]] == [["get_weather", WEATHER], ["get_time", {}]]
+    assert (said["content"], said["reasoning"], said["ends"]) == ("One moment.", "I need both.", ["tool_calls"])
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    assert len([call for call in calls if call.index == 0]) > 4, "arguments came in one piece"
+
+    one = create(client, "call", tools=TOOLS, parallel_tool_calls=False).choices[0].message
+    assert [call.function.name for call in one.tool_calls] == ["get_weather"]
+    none = create(client, "call", tools=TOOLS, tool_choice="none").choices[0]
+    assert (none.message.tool_calls, none.finish_reason) == (None, "stop")
+    assert "<tool_call>" in none.message.content
+    cut = create(client, "call", tools=TOOLS, stop="days").choices[0]
+    assert cut.message.tool_calls[0].function.arguments.startswith('{"city": "Paris')
+
+
+def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
+    message = create(client, "call", tools=TOOLS).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "fine"} for call in message.tool_calls]
+    answer = create(client, messages=[*ASKED, message.model_dump(), *results], tools=TOOLS)
+    assert answer.choices[0].message.content == SCRIPTS["hello"]
+
+
+def test_marks_that_are_special_tokens_are_seen(nodes: list[Node], model: tuple[Path, Any]) -> None:
+    with (
+        serve(model[0], nodes, tool_call_parser="mistral", reasoning_parser="none") as router,
+        client_of(router.wait_ready()) as client,
+    ):
+        [call] = create(client, "mistral", tools=TOOLS).choices[0].message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Rome"})
+        assert len(call.id) == 9  # Mistral's own template takes no others
+        said, _ = streamed(client, script="mistral", tools=TOOLS)
+        assert said["calls"] == [["get_weather", call.function.arguments]]
+        assert create(client, "think").choices[0].message.content == SCRIPTS["think"]
