@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import operator
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,17 @@ class Option:
     def help(self) -> str:
         described = self.meta.description if self.meta is not None else None
         return described or OPTION_HELP[self.name]
+
+    @property
+    def help_with_default(self) -> str:
+        """Help in which the default stands; where it has a meaning of its own, at that meaning."""
+        if self.is_positional or self.default in ("", ()):
+            return self.help
+        value = str(self.default).removesuffix(".0") if self.default == 0 else str(self.default)
+        meaning = re.compile(rf"(^|; |[(]){re.escape(value)}(?=: )")
+        if meaning.search(self.help):
+            return meaning.sub(lambda found: f"{found[0]}, the default", self.help, count=1)
+        return f"{self.help} (default: {self.default})"
 
     def parse(self, given: Any, origin: str) -> Any:
         """`given` from the environment (text) or YAML (typed). Raises ConfigError that names `origin`."""

@@ -75,13 +75,12 @@ KNOWN_NAMES = frozenset(
 def add_flags(parser: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
     """One flag an option, with its default in the help; flags that were not given leave no attribute."""
     for option in options.values():
-        text = option.help
+        text = option.help_with_default
         if option.is_positional:
             name = option.name
             parser.add_argument(name, nargs="?", metavar=name.upper(), default=argparse.SUPPRESS, help=text)
             continue
-        shown = "" if option.default in ("", ()) else f" (default: {option.default})"
-        arguments: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text + shown}
+        arguments: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
         if option.kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         elif option.kind is tuple:

@@ -53,6 +53,12 @@ def test_the_installer_finds_every_package_and_its_data() -> None:
             assert list(ROOT.joinpath(*package.split(".")[1:]).glob(pattern)), f"{package} has no {pattern}"
 
 
+def test_the_package_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tandem", "--version"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith("tandem ")
+
+
 def test_packages_have_an_init_except_the_one_that_would_shadow_another() -> None:
     """transformers imports an optional top-level package called kernels: ours must not look like it."""
     assert not (ROOT / "kernels" / "__init__.py").exists()

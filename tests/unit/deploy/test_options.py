@@ -231,6 +231,18 @@ def test_every_field_has_help_and_every_help_a_field() -> None:
         assert ended.value.code == 0
 
 
+def test_help_says_what_a_default_of_zero_means() -> None:
+    options = {**SERVE_OPTIONS, **NODE_OPTIONS, **ROUTER_OPTIONS}
+    plain = {
+        name
+        for name, option in options.items()
+        if option.help_with_default.endswith(("(default: 0)", "(default: 0.0)"))
+    }
+    assert plain == {"prefill", "decode", "device_index"}, "numbers that mean what they say"
+    assert "; 0, the default: sized by" in NODE_OPTIONS["kv_cache_memory_bytes"].help_with_default
+    assert "(0, the default: off)" in ROUTER_OPTIONS["rebalance_kv"].help_with_default
+
+
 def test_options_cover_every_field() -> None:
     for component, options in ((NodeOptions, NODE_OPTIONS), (RouterOptions, ROUTER_OPTIONS)):
         nested = {"model", "cache", "scheduler", "timeouts", "role"}
