@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
 from stream_client import Stream
-from waiting import wait_until_gone
+from waiting import happens, wait_until_gone
 
 from real_cluster import RealCluster
 from tiny_models import check_greedy, random_prompt, tiny_model
@@ -30,7 +29,7 @@ def stream(cluster: RealCluster, prompt: list[int], **fields: object) -> Stream:
 
 def decoders_by_load(cluster: RealCluster) -> list[int]:
     """Processes of the decode nodes, the one with the most running sequences first."""
-    time.sleep(0.3)  # a heartbeat
+    happens(lambda: any(cluster.by_node("num_running", "decode").values()), within_s=2.0)  # unless all has ended
     running = cluster.by_node("num_running", "decode")
     return [cluster.pid_of_node(node) for node in sorted(running, key=lambda node: -running[node])]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE_S
 
 from tandem.engine.process import watched
 from tandem.engine.process.watched import EXIT_FAULT, lasting_task, log_only, watched_task, watched_thread
@@ -118,7 +119,7 @@ asyncio.run(task())
 
 @pytest.mark.parametrize("kind", ["thread", "task"])
 def test_an_unexpected_exception_ends_the_process(kind: str):
-    ended = subprocess.run([sys.executable, "-c", FAILING, kind], capture_output=True, text=True, timeout=50)
+    ended = subprocess.run([sys.executable, "-c", FAILING, kind], capture_output=True, text=True, timeout=PATIENCE_S)
     assert ended.returncode == EXIT_FAULT
     assert "KeyError: 'nobody expected this'" in ended.stderr
 
@@ -131,7 +132,7 @@ def test_a_thread_may_say_what_its_failure_costs():
 
     thread = watched_thread(divide, "t", 1, 0, on_failure=errors.append)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert isinstance(errors[0], ZeroDivisionError)
     assert thread.daemon
     assert threading.current_thread() is not thread

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 from slow_names import SlowNames
-from waiting import wait_until
+from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.security import ClusterKeys, load_cluster_keys
@@ -257,7 +257,9 @@ def test_an_exception_that_leaves_a_thread_ends_the_process():
         "threading.Thread(target=lambda: [][1], name='t-one', daemon=True).start()\n"
         "time.sleep(60)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
     assert ended.returncode == watched.EXIT_FAULT
     assert "thread t-one failed" in ended.stderr
     assert "IndexError" in ended.stderr
@@ -278,7 +280,9 @@ def test_a_node_ends_when_its_thread_for_messages_fails():
     fakes = str(Path(__file__).parents[3] / "fakes")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": fakes}
     command = [sys.executable, "-c", program]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False, env=environment
+    )
     assert ended.returncode == watched.EXIT_FAULT, ended.stderr
     assert "thread tandem-io failed" in ended.stderr
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,8 +14,9 @@ import msgspec
 import pytest
 import zmq
 from mutations import json_cases, msgpack_cases
-from router_in_thread import VOCAB_SIZE, RouterInThread, wait_until
+from router_in_thread import VOCAB_SIZE, RouterInThread
 from router_nodes import PROMPT, Nodes, output, status_of, stream_events
+from waiting import PATIENCE_S, wait_until
 
 from stand_in_node import IDENTITY
 from tandem.engine.contracts.config import Timeouts
@@ -229,7 +229,7 @@ class LyingNode:
 
     def end(self) -> None:
         self._stop.set()
-        self._thread.join(10)
+        self._thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_whatever_a_node_says_each_request_ends_once(folder: Path, nodes: Nodes,
             *(part for submit in liar.submits for part in of_request(submit.request_id, submit.attempt)),
         ]
         liar.to_say += list(msgpack_cases(rng, about, 2_000))
-        ends = [future.result(30)[0] for future in asked]
+        ends = [future.result(PATIENCE_S)[0] for future in asked]
         assert set(ends) <= {200, 429, 500, 502, 503, 504}
         wait_until(lambda: not liar.to_say, "the rest of what it says")
         liar.end()
@@ -262,8 +262,6 @@ def test_whatever_a_node_says_each_request_ends_once(folder: Path, nodes: Nodes,
         def serves() -> bool:
             return status_of(router, prompt=PROMPT)[0] == 200
 
-        end = time.monotonic() + 30
-        while not serves():
-            assert time.monotonic() < end, "it does not serve any more"
+        wait_until(serves, "it to serve again")
         assert stream_events(router.client, max_tokens=5) == (output(5), None)
         router.wait_idle()

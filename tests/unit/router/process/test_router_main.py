@@ -116,17 +116,17 @@ def test_clients_that_only_connect_leave_descriptors_for_a_node_that_restarts(fo
             idle = [socket.create_connection(place) for _ in range(228)]
             other.stop()
             second = StandInNode(vocab_size=VOCAB_SIZE, port=other.port).start()
-            wait_until(lambda: bool(second.hellos), "the node that came again", 30)
+            wait_until(lambda: bool(second.hellos), "the node that came again")
             node.draining = True
 
             def is_served() -> bool:
                 return client.post("/v1/completions", json={"prompt": "the fox", "max_tokens": 2}).status_code == 200
 
-            wait_until(lambda: is_served() and bool(second.submits), "a request on it", 30)
+            wait_until(lambda: is_served() and bool(second.submits), "a request on it")
             for each in idle:
                 each.close()
         router.process.send_signal(signal.SIGTERM)
-        assert router.process.wait(20) == 0
+        assert router.process.wait(PATIENCE_S) == 0
         second.stop()
 
 
@@ -214,8 +214,8 @@ def test_the_next_router_removes_what_a_killed_one_left(
             second.said()
             assert used.exists(), "somebody uses it"
             second.process.send_signal(signal.SIGTERM)
-            assert second.process.wait(20) == 0
+            assert second.process.wait(PATIENCE_S) == 0
         first.process.send_signal(signal.SIGTERM)
-        assert first.process.wait(20) == 0
+        assert first.process.wait(PATIENCE_S) == 0
     assert (folder / "tokenizer.json").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["tandem-workers-link"]
