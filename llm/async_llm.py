@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -22,7 +22,10 @@ from tandem.llm.prompts import PromptInput, read_prompt
 START_S = 600.0  # a guess: large models from slow disks
 REQUEST_S = 3600.0  # a guess: above what a server grants a request, which ends it first
 CONNECT_S = 10.0  # a guess
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_PAUSE_S = 1.0  # a guess: where an overloaded server names none
+
+Messages: TypeAlias = Iterable[Mapping[str, Any]]
 
 
 class AsyncLLM:
@@ -51,7 +54,7 @@ class AsyncLLM:
             self._server = LocalServer(model, options, start_s, quiet)
             url, api_key = self._server.url, self._server.api_key
             model = ""  # it serves one, under whatever name
-        self._model = model
+        self._named = {"model": model} if model else {}
         self._client = httpx.AsyncClient(
             base_url=url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
@@ -84,11 +87,25 @@ class AsyncLLM:
         Leaving the loop, or `abort`, ends the request at the server, too. Raises the errors of `tandem.errors`.
         """
         params = params or SamplingParams()
-        request_id = request_id or secrets.token_hex(8)
         output = _empty_output(request_id, prompt, params)
-        body = self._body(prompt, params) | {"stream": True, "stream_options": {"include_usage": True}}
+        async for grown in self._grow(output, COMPLETIONS, self._body(prompt, params)):
+            yield grown
+
+    async def chat(
+        self, messages: Messages, params: SamplingParams | None = None, request_id: str = "", **fields: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """`generate` for the answer to a conversation. `fields` are others of the chat API: `tools`, `tool_choice`,
+        `chat_template_kwargs`, `add_generation_prompt` ..."""
+        params = params or SamplingParams()
+        output = _empty_output(request_id, "", params)
+        async for grown in self._grow(output, CHAT, self._chat_body(messages, params, fields)):
+            yield grown
+
+    async def _grow(self, output: RequestOutput, path: str, body: dict[str, Any]) -> AsyncIterator[RequestOutput]:
+        request_id = output.request_id
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         events: asyncio.Queue[dict[str, Any] | BaseException | None] = asyncio.Queue()
-        self._running[request_id] = task = watched_task(self._stream(body, events), f"request {request_id}", log_only)
+        self._running[request_id] = task = watched_task(self._stream(path, body, events), request_id, log_only)
         task.add_done_callback(lambda _: events.put_nowait(None))
         try:
             while (event := await events.get()) is not None:
@@ -109,8 +126,18 @@ class AsyncLLM:
     ) -> RequestOutput:
         """The whole output of one request; waits as the server asks while it is overloaded."""
         params = params or SamplingParams()
-        output = _empty_output(request_id or secrets.token_hex(8), prompt, params)
-        output.add(await self._post("/v1/completions", self._body(prompt, params)))
+        output = _empty_output(request_id, prompt, params)
+        output.add(await self._post(COMPLETIONS, self._body(prompt, params)))
+        output.finished = True
+        return output
+
+    async def complete_chat(
+        self, messages: Messages, params: SamplingParams | None = None, request_id: str = "", **fields: Any
+    ) -> RequestOutput:
+        """`complete` for the answer to a conversation; `fields` as for `chat`."""
+        params = params or SamplingParams()
+        output = _empty_output(request_id, "", params)
+        output.add(await self._post(CHAT, self._chat_body(messages, params, fields)))
         output.finished = True
         return output
 
@@ -129,8 +156,11 @@ class AsyncLLM:
             task.cancel()
 
     def _body(self, prompt: PromptInput, params: SamplingParams) -> dict[str, Any]:
-        body = {"prompt": read_prompt(prompt), "return_token_ids": True, **params.as_body()}
-        return body | ({"model": self._model} if self._model else {})
+        return {**self._named, "prompt": read_prompt(prompt), "return_token_ids": True, **params.as_body()}
+
+    def _chat_body(self, messages: Messages, params: SamplingParams, fields: dict[str, Any]) -> dict[str, Any]:
+        asked = {**self._named, "messages": list(messages), "return_token_ids": True}
+        return {**asked, **params.as_chat_body(), **fields}
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         """The answer to a body. An overloaded server's pauses are kept; other errors are raised."""
@@ -147,11 +177,11 @@ class AsyncLLM:
             else:
                 return answer
 
-    async def _stream(self, body: dict[str, Any], events: asyncio.Queue[Any]) -> None:
+    async def _stream(self, path: str, body: dict[str, Any], events: asyncio.Queue[Any]) -> None:
         """Puts each event of the answer, or the error that ends it, into the queue."""
         try:
             while True:
-                async with self._client.stream("POST", "/v1/completions", json=body) as response:
+                async with self._client.stream("POST", path, json=body) as response:
                     if response.status_code == 200:
                         async for line in response.aiter_lines():
                             if line.startswith("data: ") and line != "data: [DONE]":
@@ -168,6 +198,7 @@ class AsyncLLM:
 
 
 def _empty_output(request_id: str, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
+    request_id = request_id or secrets.token_hex(8)
     given = read_prompt(prompt)
     samples = [CompletionOutput(index) for index in range(params.n)]
     if isinstance(given, str):

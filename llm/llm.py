@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -71,34 +72,38 @@ class LLM:
         """
         if lora_request is not None:
             raise InvalidRequestError("no adapters are served; merge it into the weights", param="lora_request")
-        given = read_prompts(prompts)
-        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(given)
-        if len(params) != len(given):
-            raise ValueError(f"{len(params)} sampling parameters for {len(given)} prompts: give one, or one each")
-        return self._wait(self._all(list(zip(given, params, strict=True)), use_tqdm))
+        return self._all(self._llm.complete, read_prompts(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """The model's answers to a conversation (a list of messages), or to each of a list of conversations.
+
+        `fields` are others of the chat API: `tools`, `chat_template_kwargs` ... Raises as `generate` does.
+        """
+        conversations = [messages] if all(isinstance(each, Mapping) for each in messages) else list(messages)
+        return self._all(partial(self._llm.complete_chat, **fields), conversations, sampling_params, use_tqdm)
 
     def submit(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Future[RequestOutput]:
         """One request as a future; cancelling it ends the request."""
         return asyncio.run_coroutine_threadsafe(self._llm.complete(prompt, sampling_params), self._loop)
 
-    async def _all(self, requests: list[tuple[Any, SamplingParams | None]], use_tqdm: bool) -> list[RequestOutput]:
-        from tqdm import tqdm
-
-        room = asyncio.Semaphore(MAX_AT_A_TIME)
-        with tqdm(total=len(requests), desc="prompts", disable=None if use_tqdm else True) as progress:
-
-            async def one(prompt: Any, params: SamplingParams | None) -> RequestOutput:
-                async with room:
-                    output = await self._llm.complete(prompt, params)
-                progress.update()
-                return output
-
-            tasks = [asyncio.ensure_future(one(*request)) for request in requests]
-            try:
-                return await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+    def _all(
+        self,
+        ask: Callable[[Any, SamplingParams | None], Coroutine[Any, Any, RequestOutput]],
+        given: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        params = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(given)
+        if len(params) != len(given):
+            raise ValueError(f"{len(params)} sampling parameters for {len(given)} prompts: give one, or one each")
+        return self._wait(_gather([partial(ask, *request) for request in zip(given, params, strict=True)], use_tqdm))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -111,3 +116,25 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+async def _gather(
+    requests: list[Callable[[], Coroutine[Any, Any, RequestOutput]]], use_tqdm: bool
+) -> list[RequestOutput]:
+    from tqdm import tqdm
+
+    room = asyncio.Semaphore(MAX_AT_A_TIME)
+    with tqdm(total=len(requests), desc="prompts", disable=None if use_tqdm else True) as progress:
+
+        async def one(request: Callable[[], Coroutine[Any, Any, RequestOutput]]) -> RequestOutput:
+            async with room:
+                output = await request()
+            progress.update()
+            return output
+
+        tasks = [asyncio.ensure_future(one(request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()

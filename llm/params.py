@@ -47,3 +47,10 @@ class SamplingParams:
             for name, value in body.items()
             if value is not None
         }
+
+    def as_chat_body(self) -> dict[str, Any]:
+        """The same for a conversation, whose API asks for log-probabilities by two fields."""
+        body = self.as_body()
+        if (number := body.pop("logprobs", None)) is not None:
+            body |= {"logprobs": True, "top_logprobs": number}
+        return body

@@ -15,7 +15,9 @@ from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, errors
 
 PROMPTS = ["def read_lines(path):", [5, 6, 7], {"prompt": "Return a new"}]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
-SMALL = {"num_blocks": 128, "max_num_seqs": 8, "quiet": True}
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+CONVERSATION = [{"role": "user", "content": "def read_lines(path):"}]
+SMALL = {"num_blocks": 128, "max_num_seqs": 8, "quiet": True, "chat_template": TEMPLATE}
 
 
 def texts(outputs: list[RequestOutput]) -> list[tuple[list[int], str, list[int], str | None]]:
@@ -39,6 +41,9 @@ async def split() -> tuple[list[RequestOutput], RequestOutput]:
                 llm.abort("r1")
         streamed = [output async for output in llm.generate(PROMPTS[0], GREEDY)]
         assert texts(streamed[-1:]) == texts(outputs[:1])
+        said = [output async for output in llm.chat(CONVERSATION, GREEDY)][-1]
+        assert texts([said]) == texts([await llm.complete_chat(CONVERSATION, GREEDY)])
+        outputs.append(said)
         with pytest.raises(errors.InvalidRequestError, match="temperature"):
             async for _ in llm.generate("x", SamplingParams(temperature=3)):
                 pass
@@ -51,6 +56,10 @@ def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
         single = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [output.prompt for output in single] == [PROMPTS[0], None, "Return a new"]
         assert all(output.finished and output.outputs[0].cumulative_logprob < 0 for output in single)
+        (said,) = llm.chat(CONVERSATION, GREEDY)
+        assert said.outputs[0].logprobs
+        assert said.outputs[0].text
+        single.append(said)
         both = llm.generate(["a", "b"], [SamplingParams(max_tokens=1, n=2), SamplingParams(max_tokens=3)])
         assert [len(output.outputs) for output in both] == [2, 1]
         assert (

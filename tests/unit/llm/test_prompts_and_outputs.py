@@ -77,6 +77,32 @@ def test_pieces_add_up_to_an_output() -> None:
     assert [each.finish_reason for each in output.outputs] == ["stop", "abort"]
 
 
+def test_messages_and_their_deltas_add_up_alike() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
+    entry = {"token": "x", "logprob": -1.0, "top_logprobs": [{"token": "x", "logprob": -1.0}]}
+    message = {"content": "yes", "reasoning_content": "hm", "tool_calls": [call]}
+    whole, streamed = CompletionOutput(0), CompletionOutput(0)
+    whole.add(
+        {"message": message, "finish_reason": "tool_calls", "logprobs": {"content": [entry]}, "token_ids": [1, 2]}
+    )
+    head = {**call, "index": 0, "function": {"name": "find", "arguments": ""}}
+    deltas: list[dict[str, Any]] = [
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "h"},
+        {"reasoning_content": "m"},
+        {"content": "yes"},
+        {"tool_calls": [head]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+    ]
+    for delta in deltas:
+        streamed.add({"delta": delta, "finish_reason": None})
+    end = {"delta": {}, "finish_reason": "tool_calls", "logprobs": {"content": [entry]}, "token_ids": [1, 2]}
+    streamed.add(end)
+    assert streamed == whole
+    assert (whole.tool_calls, whole.reasoning, whole.logprobs) == ([call], "hm", [{"x": -1.0}])
+
+
 @pytest.mark.parametrize(
     "error",
     [
