@@ -65,7 +65,7 @@ class Chat:
         opens = body.add_generation_prompt
         variables["add_generation_prompt"] = not body.continue_final_message if opens is None else opens
         if body.continue_final_message:
-            text = template.render_open(messages, **variables)
+            text = template.render_open(messages, variables)
         else:
-            text = template.render(messages, **variables)
+            text = template.render(messages, variables)
         return ChatPrompt(text, tokenize_text(text, self._tokenizer, facts, bool(body.add_special_tokens)))

@@ -15,6 +15,23 @@ REASONING = "reasoning_content"  # as templates call it
 Fields = Mapping[str, Any]
 
 
+class Arguments(dict[str, Any]):
+    """Arguments of a call. Most templates take an object; to those that put text together (DeepSeek's) it is its text."""
+
+    def __init__(self, value: Fields, text: str) -> None:
+        super().__init__(value)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __add__(self, after: str) -> str:
+        return self._text + after
+
+    def __radd__(self, before: str) -> str:
+        return before + self._text
+
+
 def as_templates_expect(messages: Sequence[Fields], knows_developer: bool) -> list[dict[str, Any]]:
     """Raises InvalidRequestError that names the message and its field."""
     return [_message(message, f"messages[{i}]", knows_developer) for i, message in enumerate(messages)]
@@ -34,6 +51,7 @@ def _message(message: Fields, place: str, knows_developer: bool) -> dict[str, An
         if not isinstance(calls, list):
             _bad("messages", f"{place}.tool_calls must be a list")
         found["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
+        found["content"] = found["content"] or None  # as templates tell a message of calls alone
     return found
 
 
@@ -56,14 +74,17 @@ def _call(call: Any, place: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         _bad("messages", f"{place} must be {{'type': 'function', 'function': {{'name': …, 'arguments': …}}}}")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):  # what is no object stays text: a model's own slip must not end its conversation
-        try:
-            parsed = json.loads(arguments)
-            arguments = parsed if isinstance(parsed, dict) else arguments
-        except (ValueError, RecursionError):
-            pass
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {"type": "function", **call, "function": {**function, "arguments": _arguments(function.get("arguments"))}}
+
+
+def _arguments(given: Any) -> Any:
+    """What is no object stays as it is: a model's own slip must not end its conversation."""
+    text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return given
+    return Arguments(value, text or "{}") if isinstance(value, dict) else given
 
 
 def tool_names(tools: Sequence[Any]) -> frozenset[str]:

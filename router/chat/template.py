@@ -15,6 +15,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.engine.contracts.errors import ConfigError, InvalidRequestError
 
+Fields = Mapping[str, Any]
+
 # Stands for the end of the last message while that is rendered, if it is to be continued: nothing that anybody writes.
 END_MARK = "\ue000end of the last message\ue000"
 
@@ -68,20 +70,20 @@ class ChatTemplate:
         self.source, self._special = source, dict(special)
         self.takes_tools, self.knows_developer = "tools" in used, "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render(self, messages: Sequence[Fields], variables: Fields | None = None) -> str:
         """Raises InvalidRequestError with what the template says against these messages."""
         try:
-            return self._template.render({**self._special, **variables, "messages": messages})
+            return self._template.render({**self._special, **(variables or {}), "messages": messages})
         except Exception as error:  # whatever expressions of a template do to values of a request
             raise InvalidRequestError(
                 f"the model's chat template refuses this conversation: {error}", param="messages"
             ) from None
 
-    def render_open(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render_open(self, messages: Sequence[Fields], variables: Fields | None = None) -> str:
         """The prompt up to the end of the last message's content, so that the model continues it."""
         last = messages[-1]
-        marked = [*messages[:-1], {**last, "content": last["content"] + END_MARK + " "}]
-        text = self.render(marked, **variables)
+        marked = [*messages[:-1], {**last, "content": (last["content"] or "") + END_MARK + " "}]
+        text = self.render(marked, variables)
         before, mark, after = text.rpartition(END_MARK)
         if not mark:
             raise InvalidRequestError(

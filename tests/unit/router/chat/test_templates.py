@@ -20,7 +20,7 @@ def template(source: str, **special: str) -> ChatTemplate:
 
 
 def render(source: str, **variables: object) -> str:
-    return template(source).render(HELLO, **variables)
+    return template(source).render(HELLO, variables)
 
 
 def test_what_templates_may_use() -> None:
@@ -99,10 +99,26 @@ def test_messages_as_templates_expect_them() -> None:
     assert made[0] == {"role": "system", "content": "a\nb"}
     assert made[1].keys() == {"role", "content", "tool_calls", "reasoning", "reasoning_content"}
     assert [call["function"]["arguments"] for call in made[1]["tool_calls"]] == [{"a": 1}, "{'a'"]
+    assert made[1]["content"] is None  # calls alone
     assert made[2] == messages[2]
     assert made[3] == {"role": "assistant", "content": "ok"}
     assert as_templates_expect(messages[:1], knows_developer=True)[0]["role"] == "developer"
     assert call["function"]["arguments"] == '{"a": 1}', "the request itself was changed"
+
+
+def test_templates_take_arguments_as_an_object_or_as_text() -> None:
+    call = {"function": {"name": "f", "arguments": '{"a":  "é"}'}}
+    [made] = as_templates_expect([{"role": "assistant", "tool_calls": [call]}], knows_developer=True)
+    variables = {"call": made["tool_calls"][0]}
+    for source, text in [
+        ("{{ call.function.arguments | tojson }}", '{"a": "é"}'),
+        ("{{ call.function.arguments.a }}", "é"),
+        ("{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}", "a=é"),
+        ("{{ call.type + '<' + call.function.arguments + '>' }}", 'function<{"a":  "é"}>'),
+        ("{{ call.function.arguments }}", '{"a":  "é"}'),
+        ("{{ call.function | tojson }}", '{"name": "f", "arguments": {"a": "é"}}'),
+    ]:
+        assert template(source).render(HELLO, variables) == text
 
 
 @pytest.mark.parametrize(
