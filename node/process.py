@@ -69,8 +69,8 @@ logger = logging.getLogger(__name__)
 
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
-    """Serves until drained by SIGTERM. Exit code: 0, 1 when the engine failed or the node could
-    not start, 2 for a bad configuration."""
+    """Serves until drained by SIGTERM. Exit code: 0, 1 when the node could not start, 2 for a bad configuration, and 70
+    when the engine or a thread failed."""
     start_log(options.log_level)
     end_with_any_thread()
     try:
@@ -138,7 +138,8 @@ class NodeProcess:
         self._compilations.warn_from_now()
 
     def serve(self) -> int:
-        """For a process of its own: signals, garbage collector, ready line, then `run`."""
+        """For a process of its own: signals, garbage collector, ready line, then `run`. When the engine fails the
+        process ends here, whatever thread or device hangs."""
         self.start()
         signal.signal(signal.SIGTERM, lambda *_: self.loop.begin_drain())
         signal.signal(signal.SIGINT, lambda *_: self.loop.begin_drain())
@@ -147,7 +148,10 @@ class NodeProcess:
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         announce(self.info, self.loaded, self.pool.num_blocks, self.launcher)
-        return self.run()
+        code = self.run()
+        if code:
+            end_process("the engine failed")
+        return code
 
     def start(self) -> None:
         """Starts the other threads; from here on peers may connect."""

@@ -265,7 +265,15 @@ def test_an_exception_that_leaves_a_thread_ends_the_process():
     assert "IndexError" in ended.stderr
 
 
-def test_a_node_ends_when_its_thread_for_messages_fails():
+@pytest.mark.parametrize(
+    ("fails", "is_told"),
+    [
+        ("control.plane import ControlPlane as it\nit._heartbeat", "thread tandem-io failed"),
+        ("loop import NodeLoop as it\nit._step", "the engine failed; this process ends"),
+    ],
+)
+def test_a_node_ends_when_a_thread_fails(fails: str, is_told: str):
+    """Although another one, that is no daemon, would go on for ever."""
     from tiny_models import tiny_model
 
     program = (
@@ -273,8 +281,9 @@ def test_a_node_ends_when_its_thread_for_messages_fails():
         "from dataclasses import replace\n"
         "from in_process_cluster import node_options\n"
         "from tandem.decode_node.main import run_node\n"
-        "from tandem.node.control.plane import ControlPlane\n"
-        "ControlPlane._heartbeat = lambda self, now: [][1]\n"
+        "import threading, time\n"
+        f"from tandem.node.{fails} = lambda *_: [][1]\n"
+        "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
         f"sys.exit(run_node(node_options('unified', {str(tiny_model('llama'))!r})))\n"
     )
     fakes = str(Path(__file__).parents[3] / "fakes")
@@ -284,7 +293,7 @@ def test_a_node_ends_when_its_thread_for_messages_fails():
         command, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False, env=environment
     )
     assert ended.returncode == watched.EXIT_FAULT, ended.stderr
-    assert "thread tandem-io failed" in ended.stderr
+    assert is_told in ended.stderr
 
 
 def test_a_thread_that_exits_on_purpose_ends_nothing(monkeypatch):
