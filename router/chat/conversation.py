@@ -16,7 +16,7 @@ Fields = Mapping[str, Any]
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call. Most templates take an object; to those that put text together (DeepSeek's) it is its text."""
+    """Arguments of a call. Most templates take an object; to those that put text together it is text."""
 
     def __init__(self, value: Fields, text: str) -> None:
         super().__init__(value)
