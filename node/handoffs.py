@@ -127,8 +127,6 @@ class HandoffNode(ServingNode):
     def on_tick(self, now: float) -> None:
         self.asker.on_tick(now)
         self.holder.on_tick(now)
-        if self.sink.line.needs_way(now):
-            self.scheduler.tiers.give_way()
         self.source.on_tick(now)  # first: a deadline that passes is told to the peer as such, not as a cancel
         self.sink.on_tick(now)
         self._take_outcomes(now)

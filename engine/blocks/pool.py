@@ -18,6 +18,7 @@ from itertools import islice
 
 from tandem.engine.blocks.prefix_tree import PrefixTree
 from tandem.engine.blocks.publication import NO_STEP, BlockPublication
+from tandem.engine.blocks.reservations import Reservations
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.tenants import TenantBlocks, TenantShares
 
@@ -46,6 +47,7 @@ class BlockPool:
         self.shares = shares or TenantShares()
         self._tenants = TenantBlocks(self.shares, num_blocks)
         self._publication = BlockPublication()
+        self.reservations = Reservations(self, num_blocks)  # of those who hold blocks without running
 
     # --- counts ---------------------------------------------------------------------------------------------
 

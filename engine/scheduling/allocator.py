@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.hashing import BlockHasher
 from tandem.engine.contracts.tenants import tenant_of_block
 from tandem.engine.scheduling.request import Request
@@ -95,10 +96,12 @@ class KVAllocator:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in all; False and no change when there are too few."""
+        """Blocks for `num_tokens` tokens in all, those first that others only wait with; False and no change to the
+        request when there are too few."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
+        self.pool.reservations.make_room(missing, Kind.RUN)
         blocks = self.pool.allocate(missing)
         if blocks is None:
             return False

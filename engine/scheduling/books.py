@@ -307,4 +307,5 @@ class SchedulerState:
         assert not self._requests, "a request is left"
         assert not self.has_work(), "an event was not taken"
         assert self.pool.num_free == self.pool.num_blocks, "a block leaked"
+        assert self.pool.reservations.is_empty, "somebody who is over could be asked for blocks"
         assert len(self.free_slots) == self.options.max_num_seqs, "a slot leaked"

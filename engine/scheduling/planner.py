@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.request import Request, RequestState
@@ -140,7 +141,7 @@ class StepPlanner:
         keeps, and if that hinders someone more important it will be preempted in turn."""
         if self._outgrew_pool(plan, request, num_tokens):
             return False
-        while not self._grow(request, num_tokens):
+        while not self._kv.grow(request, num_tokens):
             victim = max(self._preemptable(), key=lambda r: r.sort_key, default=request)
             if victim.sort_key <= request.sort_key:
                 return False
@@ -148,13 +149,6 @@ class StepPlanner:
             plan.preempted = True
             self._state.preempt(victim)
         return True
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Grows a request; what is held for requests that have not started goes before anyone loses blocks."""
-        if self._kv.grow(request, num_tokens):
-            return True
-        self._state.tiers.give_way()
-        return self._kv.grow(request, num_tokens)
 
     def _outgrew_pool(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
         """Whether `request` needs more blocks than there are; then it has failed."""
@@ -195,7 +189,7 @@ class StepPlanner:
         for request in [r for r in self._state.waiting if r.block_ids]:
             if not self._state.free_slots or plan.budget < 1:
                 return
-            if self._grow(request, request.num_tokens):
+            if self._kv.grow(request, request.num_tokens):
                 self._state.enter_batch(request)
                 plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
 
@@ -214,11 +208,11 @@ class StepPlanner:
 
     def _admit(self, plan: StepPlan, request: Request, admission: Admission) -> None:
         """Starts a waiting request while budget, slots and blocks last. One that waits for its connector or for its
-        own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start."""
-        if not admission.is_open or plan.preempted:
+        own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start, but
+        not those that others wait for elsewhere."""
+        if plan.preempted or not self._state.free_slots or not plan.num_prompt_tokens_left:
             return
-        if not self._state.free_slots or not plan.num_prompt_tokens_left or admission.num_passed_by >= MAX_PASSED_BY:
-            admission.is_open = False
+        if not ((admission.is_open and admission.num_passed_by < MAX_PASSED_BY) or self._is_granted(request)):
             return
         if request.num_in_flight:
             admission.num_passed_by += 1
@@ -228,10 +222,9 @@ class StepPlanner:
         if admission.num_reserved is None:
             admission.num_reserved = sum(self._kv.num_missing_blocks(other) for other in self._state.running)
         hits = self._kv.cached_prefix(request)
-        num_new = self._kv.num_missing_blocks(request) - len(hits)
-        if num_new > self._state.pool.num_free - self._state.pool.num_unused(hits) - admission.num_reserved:
+        needed = self._kv.num_missing_blocks(request) - len(hits) + admission.num_reserved
+        if not self._state.pool.reservations.make_room(needed, Kind.START, request, hits):
             admission.is_open = False
-            self._state.tiers.give_way(besides=request)
         elif self._start(plan, request, hits):
             admission.num_reserved += self._kv.num_missing_blocks(request)
         else:
@@ -258,6 +251,10 @@ class StepPlanner:
         self._state.enter_batch(request)
         plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=True, num_external_tokens=num_external))
         return True
+
+    def _is_granted(self, request: Request) -> bool:
+        connector = self._state.connector
+        return connector is not None and request.mode == "prefill" and connector.is_granted(request)
 
     def _ask_connector(self, request: Request, num_computed_tokens: int) -> int | None:
         if self._state.connector is None or request.mode != "prefill":

@@ -44,6 +44,10 @@ class KVConnectorScheduler(Protocol):
         will come from outside (0: none, start now), or None: not yet, leave it waiting, let others pass and ask again
         at the next step. A source sends its KVClaim on the first call. No side effect on blocks."""
 
+    def is_granted(self, request: Request) -> bool:
+        """Whether the sink holds blocks for `request`. Prompts that are parked here may wait for just those, so it
+        passes whoever waits for parked ones to leave."""
+
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Called when `request` starts, with all blocks that its prompt needs; it is never preempted. Blocks for
         external tokens were grantable: the connector may write them at once."""
@@ -77,7 +81,9 @@ class KVConnectorWorker(Protocol):
 
 
 class LowerTiers(Protocol):
-    """KV of this node below the device pool, as the planner sees it. Called from the step loop only; never blocks."""
+    """KV of this node below the device pool, as the planner sees it. Called from the step loop only; never blocks. What
+    it holds for requests that have not started it gives back when it is asked (`BlockPool.reservations`): they compute
+    what they don't find."""
 
     def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         """Called whenever `request` could start: there are a slot and blocks for all of it. `hashes` are what it may
@@ -95,10 +101,6 @@ class LowerTiers(Protocol):
 
     def ended(self, request: Request) -> None:
         """Whether it had started or not, it needs nothing any more. Idempotent."""
-
-    def give_way(self, besides: Request | None = None) -> None:
-        """Others need blocks more: give those back that are held for requests (but `besides`) that have not started,
-        at once or when a copy has ended. Those requests compute what they don't find."""
 
     def flush(self) -> None:
         """Forget whatever nobody uses."""
@@ -121,8 +123,6 @@ class NoTiers:
     def started(self, request: Request, hashes: Sequence[bytes]) -> None: ...
 
     def ended(self, request: Request) -> None: ...
-
-    def give_way(self, besides: Request | None = None) -> None: ...
 
     def flush(self) -> None: ...
 

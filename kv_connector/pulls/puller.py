@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.hashing import num_public_blocks
 from tandem.engine.contracts.rate import Rate
@@ -93,14 +95,6 @@ class Puller:
     def ended(self, request: Request) -> None:
         self._forget(request)
         self._below.ended(request)
-
-    def give_way(self, besides: Request | None = None) -> None:
-        if besides is None:  # to what runs, or to the first claim, but not to what only waits to start
-            self._sink.line.let_hits_go()
-        for request, pull in self._pulls.items():
-            if request is not besides and pull.stage in (PullStage.ASKED, PullStage.HELD):
-                self._give_up(pull)
-        self._below.give_way(besides)
 
     def flush(self) -> None:
         self._below.flush()
@@ -196,7 +190,7 @@ class Puller:
         elif not self.rates.is_worth(peer.node_id, compute, self._now):
             self.counters.declined += 1
             pull.stage = PullStage.OVER
-        elif self._num_held() + first + len(wanted) > self._pool.num_blocks // 2 and self._num_held():
+        elif not self._pool.reservations.may_wait_with(first + len(wanted)):
             pull.stage = pull.stage if self._by_key else PullStage.OVER
         elif any(block_hash in self._moving for block_hash in wanted):
             return
@@ -205,6 +199,8 @@ class Puller:
             pull.stage, pull.first, pull.hashes = PullStage.ASKED, first, list(hashes[: first + len(wanted)])
             pull.held = list(hits)
             self._pool.touch(hits)
+            give_back = partial(self._give_up, pull)
+            pull.hold = self._pool.reservations.add(Kind.PULL, len(pull.hashes), give_back, pull.request)
             self._moving.update(wanted)
             request_id, attempt = pull.request.key
             pull.key = (f"{request_id}/{self.info.node_id}/{next(self._numbers)}", attempt)
@@ -257,7 +253,5 @@ class Puller:
 
     def _let_go(self, pull: Pull) -> None:
         self._pool.free(pull.held, None)
+        self._pool.reservations.end(pull.hold)
         pull.held, pull.stage = [], PullStage.OVER
-
-    def _num_held(self) -> int:
-        return sum(len(pull.hashes) for pull in self._pulls.values() if pull.stage in (PullStage.ASKED, PullStage.HELD))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from tandem.engine.blocks.reservations import Hold
 from tandem.engine.contracts.wire.parts import PrefixHint, peer_id_of
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.jobs import HandoffKey
@@ -28,6 +29,7 @@ class Pull:
     first: int = 0  # number of hits
     hashes: list[bytes] = field(default_factory=list)  # from the prompt's first block on to the last that is asked for
     held: list[int] = field(default_factory=list)
+    hold: Hold | None = None
     asked_at: float = 0.0
     deadline: float = 0.0
     resend_at: float = 0.0

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Hold, Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import HandshakeError
 from tandem.engine.contracts.hashing import HASH_BYTES
@@ -27,8 +29,6 @@ from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.outcomes import SourceOutcome
 from tandem.kv_connector.source.manager import SourceManager
 
-# Of the pool, as much as pulls may pin at a time. The rest of what is asked for is not offered.
-PINNED_SHARE = 0.5  # a guess
 MAX_ANSWERED = 65536  # a guess
 
 
@@ -57,8 +57,7 @@ class PullServer:
         self.num_served_blocks = 0
         self._pool, self._source, self._tiers = pool, source, tiers
         self._block_size = options.cache.block_size
-        self._max_pinned = int(PINNED_SHARE * pool.num_blocks)
-        self._pinned: dict[HandoffKey, int] = {}
+        self._offers: dict[HandoffKey, Hold] = {}
         self._waiting: dict[HandoffKey, PullRequest] = {}
         self._answered: OrderedDict[HandoffKey, None] = OrderedDict()
         self._outbox: list[tuple[str, Message]] = []
@@ -86,7 +85,9 @@ class PullServer:
 
     def on_outcome(self, outcome: SourceOutcome) -> bool:
         """How a hand-off ended; False: it was no pull's."""
-        return self._pinned.pop(outcome.key, None) is not None
+        offer = self._offers.pop(outcome.key, None)
+        self._pool.reservations.end(offer)
+        return offer is not None
 
     def peer_lost(self, peer_id: str) -> None:
         for question in [each for each in self._waiting.values() if each.peer_id == peer_id]:
@@ -136,18 +137,24 @@ class PullServer:
             if not self._pool.is_published(block_hash):
                 break
             complete.append(block_id)
-        blocks = complete[: max(0, self._max_pinned - sum(self._pinned.values()))]
+        blocks = complete[: max(0, self._pool.reservations.num_spare())]  # the rest is not offered
         if not blocks:
             self._refuse(question.peer_id, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)
             return
         self._pool.touch(blocks)
         self._tiers.started(question.stands_for, question.hashes[: first + len(blocks)])
         self._note_answered(question.key)
-        self._pinned[question.key] = len(blocks)
+        withdraw = partial(self._withdraw, question.key)
+        self._offers[question.key] = self._pool.reservations.add(Kind.OFFER, len(blocks), withdraw, question.key)
         self.num_served_blocks += len(blocks)
         node_id, epoch = parts_of_peer_id(question.peer_id)
         num_tokens = len(blocks) * self._block_size
         self._source.offer(question.key, PeerRef(node_id, epoch, ""), blocks, num_tokens, question.deadline, now)
+
+    def _withdraw(self, key: HandoffKey) -> None:
+        """Once it is granted it ends by itself, and sooner than its writes could be taken back."""
+        if self._source.withdraw(key):
+            self._pool.reservations.end(self._offers.pop(key))
 
     def _note_answered(self, key: HandoffKey) -> None:
         self._answered[key] = None

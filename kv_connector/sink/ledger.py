@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.protocol.jobs import HandoffKey
@@ -93,15 +95,17 @@ class SinkLedger:
             self.pool.touch(found)
             self.unpin(record)
             record.hits = found
+            record.hold = self.pool.reservations.add(Kind.HITS, len(found), partial(self.unpin, record), record)
 
     def unpin(self, record: SinkRecord) -> None:
         self.pool.free(record.hits, None)
-        record.hits = []
+        self.pool.reservations.end(record.hold)
+        record.hits, record.hold = [], None
 
-    def pinning_tickets(self) -> list[SinkRecord]:
-        """Without a grant, oldest first: what is still cached when they get one they pin again."""
-        states = S.EXPECTING, S.QUEUED
-        return [record for record in self.live.values() if record.hits and record.machine.state in states]
+    def grant(self, record: SinkRecord, blocks: list[int]) -> None:
+        """What a granted record holds it gives back to nobody: it becomes the request's, or waits until it is safe."""
+        self.pool.reservations.end(record.hold)
+        record.granted, record.hold = blocks, None
 
     def free_granted(self, record: SinkRecord, first: int = 0) -> None:
         """Gives back what was granted from index `first` on."""
@@ -145,5 +149,7 @@ class SinkLedger:
             state = record.machine.state
             assert state not in OVER or not (record.hits or record.granted), f"{record.key} is over and holds blocks"
             assert state is not S.QUARANTINED or not record.hits, f"{record.key} is over and pins hits"
+            can_give_back = bool(record.hits) and state in (S.EXPECTING, S.QUEUED)
+            assert (record.hold is not None) == can_give_back, f"{record.key} is {state} and pins {record.hits}"
             for block_id in (*record.hits, *record.granted):
                 assert self.pool.ref_count(block_id) > 0, f"{record.key} holds block {block_id}, which is free"

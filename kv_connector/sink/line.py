@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from typing import TYPE_CHECKING
 
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.handoff import KVClaim, KVGrant
 from tandem.kv_connector.protocol import outcomes
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
 
 
-# The claim that is first in line lets requests of this node keep so long what is held for them until they start.
+# The claim that is first in line lets requests of this node keep so long what is held for them until they start: each
+# may hold what the other lacks.
 PATIENCE_S = 0.3  # a guess
 
 
@@ -36,21 +38,6 @@ class SinkLine:
         self._queue: deque[SinkRecord] = deque()
         self._pulls: list[SinkRecord] = []  # claimed
         self._short_since = math.inf  # when it was first seen that the first claim lacks blocks
-
-    def needs_way(self, now: float) -> bool:
-        """Whether whoever holds blocks for requests that have not started is to give way to the first claim: what is
-        held for them may be just what it lacks, and its own hits what they lack, and neither would ever go on. Says so
-        once each PATIENCE_S."""
-        if now - self._short_since < PATIENCE_S:
-            return False
-        self._short_since = now
-        return True
-
-    def let_hits_go(self) -> None:
-        """Of all tickets. Else sequences that lack a block to go on and claims that wait for these sequences' blocks
-        would wait for each other."""
-        for record in self._ledger.pinning_tickets():
-            self._ledger.unpin(record)
 
     def on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
         """Of a pull it says how much the source has; a repetition must say the same."""
@@ -82,6 +69,8 @@ class SinkLine:
         self.grant_in_order()
 
     def grant_in_order(self) -> None:
+        if self._pool.reservations.is_asking:
+            return  # what is being given back, by a pull that ends, say, is not for who is in line
         while self._queue:
             record = self._queue[0]
             if record.machine.state is not S.QUEUED:
@@ -89,11 +78,8 @@ class SinkLine:
                 continue
             self._ledger.pin(record)
             needed = record.num_blocks - len(record.hits)
-            if needed > self._pool.num_grantable - self._headroom:
-                if self._others_will_free_blocks():
-                    self._short_since = min(self._short_since, self._ledger.now)
-                    return
-                self._unpin_behind(record, needed)
+            if needed > self._pool.num_grantable - self._headroom and not self._make_room(record, needed):
+                return
             blocks = self._pool.allocate_grantable(needed)
             if blocks is None:  # free, but a launched step may still write them
                 return
@@ -118,22 +104,27 @@ class SinkLine:
                 assert blocks is not None, "there are as many"
                 self._grant(record, blocks)
 
+    def _make_room(self, head: SinkRecord, needed: int) -> bool:
+        """Who is about to start is let start: what is held for requests of this node goes to the first claim when it
+        has waited for some time, or at once if nothing else holds blocks."""
+        make_room, now = self._pool.reservations.make_room, self._ledger.now
+        if not self._others_will_free_blocks():
+            return make_room(needed, Kind.CLAIM, head)
+        self._short_since = min(self._short_since, now)
+        if now - self._short_since < PATIENCE_S:
+            return False
+        self._short_since = now
+        has_room = make_room(needed + self._headroom, Kind.CLAIM, head)
+        return has_room and needed <= self._pool.num_grantable - self._headroom
+
     def _others_will_free_blocks(self) -> bool:
         """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
         for growth is kept only while somebody can grow."""
         pinned = {block_id for record in self._ledger.live.values() for block_id in record.hits}
         return self._pool.num_blocks - self._pool.num_free > len(pinned)
 
-    def _unpin_behind(self, head: SinkRecord, needed: int) -> None:
-        """Tickets that wait behind `head` let their hits go, newest first, until it fits; they pin again in time."""
-        for record in reversed(self._ledger.pinning_tickets()):
-            if self._pool.num_grantable >= needed:
-                return
-            if record is not head:
-                self._ledger.unpin(record)
-
     def _grant(self, record: SinkRecord, blocks: list[int]) -> None:
-        record.granted = blocks
+        self._ledger.grant(record, blocks)
         record.lease_until = self._ledger.now + self._lease_s
         record.grant = self._keys.sign_grant(
             KVGrant(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tandem.engine.blocks.reservations import Hold
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation
 from tandem.engine.scheduling.request import Request
@@ -31,6 +32,7 @@ class SinkRecord:
     follows: bool = False  # of a sequence that runs at its source: `num_tokens` is what it may have at its commit
     most_blocks: int = 0  # of a pull: so many were asked for; 0: it is no pull
     hits: list[int] = field(default_factory=list)
+    hold: Hold | None = None  # of the hits, while they are a ticket's
     granted: list[int] = field(default_factory=list)
     grant: KVGrant | None = None
     lease_until: float = 0.0

@@ -44,6 +44,7 @@ class SourceActions:
     def run(self, record: SourceRecord, actions: Sequence[A]) -> None:
         for action in actions:
             self._act(record, action)
+        self._ledger.book(record)
         self._ledger.counters.events_dropped += record.machine.num_dropped - record.num_drops_counted
         record.num_drops_counted = record.machine.num_dropped
         if record.machine.state is S.CLOSED and not record.closed_at:

@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.source_table import SourceMachine
+from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.record import NO_STEP, OVER, SourceRecord
+
+_PARKED = (S.PARKED, S.PARKED_DONE)
+_UNFINISHED = (S.CLAIMING, S.PUSHING)
+
+
+def _keep() -> None:
+    """Whoever has claimed, or waits for a grant, gives nothing back: its end lies with the sink."""
 
 
 @dataclass
@@ -53,6 +62,18 @@ class SourceLedger:
 
     def of_sink(self, node_id: str, epoch: int) -> list[SourceRecord]:
         return [each for each in self.records.values() if (each.peer.node_id, each.peer.epoch) == (node_id, epoch)]
+
+    def book(self, record: SourceRecord) -> None:
+        """Its kind, after any change: what is parked and what has claimed must fit beside each other. One that was
+        asked for and can't claim until parked ones have left counts with those that have, or new ones would keep it
+        out."""
+        state = record.machine.state
+        was_asked = state is S.IDLE and record.request is not None
+        kind = Kind.PARKED if state in _PARKED else Kind.CLAIMED if state in _UNFINISHED or was_asked else None
+        if kind is not (None if record.hold is None else record.hold.kind):
+            self.pool.reservations.end(record.hold)
+            add = self.pool.reservations.add
+            record.hold = None if kind is None else add(kind, record.num_blocks, _keep, record)
 
     def hold(self, record: SourceRecord, block_ids: Sequence[int]) -> None:
         """A reference to each, besides the scheduler's."""

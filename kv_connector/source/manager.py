@@ -32,7 +32,7 @@ from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.actions import SourceActions
 from tandem.kv_connector.source.grant_check import GrantCheck
 from tandem.kv_connector.source.ledger import SourceLedger
-from tandem.kv_connector.source.peers import SourcePeers
+from tandem.kv_connector.source.peers import CLAIMED, SourcePeers
 from tandem.kv_connector.source.prompts import PushedPrompts
 from tandem.kv_connector.source.record import NO_STEP, SourceRecord
 
@@ -104,6 +104,13 @@ class SourceManager:
         record.first_tokens = tuple(first_tokens)
         if self.peers.knows(peer):
             self.peers.claim_offer(record)
+
+    def withdraw(self, key: HandoffKey) -> bool:
+        """Ends an offer that nobody has granted room for, without an outcome; False: it was granted, or is over."""
+        withdrawn = self.ledger.records[key].machine.state in (S.IDLE, *CLAIMED)
+        if withdrawn:
+            self.cancel(*key, self.ledger.now)
+        return withdrawn
 
     # --- running sequences ----------------------------------------------------------------------------------
 

@@ -15,10 +15,8 @@ from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.actions import SourceActions
 from tandem.kv_connector.source.ledger import SourceLedger
 from tandem.kv_connector.source.peers import SourcePeers
-from tandem.kv_connector.source.record import OVER, SourceRecord
+from tandem.kv_connector.source.record import OVER
 
-_PARKED = (S.PARKED, S.PARKED_DONE)
-_UNFINISHED = (S.CLAIMING, S.PUSHING)
 _AWAITS_GRANT = (S.CLAIMING, S.PARKED)
 
 
@@ -39,13 +37,20 @@ class PushedPrompts:
         if record is None or not self._peers.knows(record.peer):
             return None
         record.request = request
-        if record.machine.state is S.IDLE and self._fits_beside_parked(record):
+        self._ledger.book(record)
+        reservations = self._ledger.pool.reservations
+        if record.machine.state is S.IDLE and reservations.may_claim(record.num_blocks):
             self._peers.note_block_sizes(record)
             self._actions.run(record, record.machine.on(E.CLAIM))
         state = record.machine.state
         if state is S.CLAIMING:
-            return 0 if self._may_park(record) else None
+            assert record.hold is not None, "it has claimed"
+            return 0 if reservations.may_park(record.hold, self._max_parked) else None
         return 0 if state in (S.PARKED, S.PUSHING) else None
+
+    def is_granted(self, request: Request) -> bool:
+        record = self._ledger.records.get(request.key)
+        return record is not None and record.machine.state is S.PUSHING
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         record = self._ledger.records[request.key]
@@ -97,26 +102,3 @@ class PushedPrompts:
             record.reason = outcomes.FINISHED if ended else ""
             self._actions.run(record, record.machine.on(E.ALL_FINISHED if ended else E.COMPUTED))
         return True
-
-    # --- inside ---------------------------------------------------------------------------------------------
-
-    def _num_parked_blocks(self) -> int:
-        return sum(record.num_blocks for record in self._ledger.records.values() if record.machine.state in _PARKED)
-
-    def _fits_beside_parked(self, record: SourceRecord) -> bool:
-        """Whether `record` may claim. A claim that got the sink's blocks before those of parked prompts, for prompts
-        that it does not fit beside here, would make each pool wait for the other."""
-        return self._num_parked_blocks() + record.num_blocks <= self._ledger.pool.num_blocks
-
-    def _may_park(self, record: SourceRecord) -> bool:
-        """Whether `record` may start without a grant: parked KV keeps to its share of the pool, and leaves room for the
-        largest prompt that claimed before, since its grant comes first and the parked ones wait behind it, and for
-        those that were asked for and can't claim until parked ones have left, or new ones would keep them out."""
-        unfinished = [
-            other.num_blocks
-            for other in self._ledger.records.values()
-            if other is not record
-            and (other.machine.state in _UNFINISHED or (other.machine.state is S.IDLE and other.request is not None))
-        ]
-        room = self._ledger.pool.num_blocks - max(unfinished, default=0)
-        return self._num_parked_blocks() + record.num_blocks <= min(self._max_parked, room)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.engine.blocks.reservations import Hold
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, PeerRef
 from tandem.engine.scheduling.request import Request
@@ -34,6 +35,7 @@ class SourceRecord:
     was_warned: bool = False  # that this takes long
     num_drops_counted: int = 0
 
+    hold: Hold | None = None  # in the order of those who wait with blocks
     request: Request | None = None  # while the scheduler has it
     block_ids: list[int] = field(default_factory=list)
     owns_blocks: bool = False  # the scheduler has left them to us

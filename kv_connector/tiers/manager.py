@@ -71,7 +71,7 @@ class TierManager(Promoter):
         wanted = found[:num_worth]
         if runs_alone and all(self._host.is_ready(block_hash) for block_hash in wanted):
             return len(wanted) * self._block_size
-        if self._num_held() + len(hashes) > self._pool.num_blocks // 2 and self._by_number:
+        if not self._pool.reservations.may_wait_with(len(hits) + len(wanted)):
             return None if any(p.stage in IN_FLIGHT for p in self._by_number.values()) else 0
         self._promote(request, list(hits), hashes[len(hits) - 1] if hits else None, wanted)
         return None if request in self._promotions else 0
@@ -105,12 +105,6 @@ class TierManager(Promoter):
         promotion = self._promotions.pop(request, None)
         if promotion is not None:
             self._let_go(promotion)
-
-    def give_way(self, besides: Request | None = None) -> None:
-        """See LowerTiers."""
-        for request, promotion in self._promotions.items():
-            if request is not besides:
-                self._let_go(promotion)
 
     def _count_hits(self, request: Request, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
         """Counts each prompt once, where it starts. Who asks for a peer has no prompt."""

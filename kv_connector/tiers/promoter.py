@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.scheduling.request import Request
@@ -69,6 +71,8 @@ class Promoter:
         self._promotions[request] = self._by_number[promotion.number] = promotion
         self._moving.update(promotion.hashes)
         self._pool.touch(hits)
+        num_blocks, give_back = len(hits) + taken, partial(self._let_go, promotion)
+        promotion.hold = self._pool.reservations.add(Kind.LOAD, num_blocks, give_back, request)
         if fetched:
             assert self._disk is not None
             promotion.stage, promotion.from_disk = PromotionStage.FETCHING, frozenset(fetched)
@@ -99,11 +103,9 @@ class Promoter:
             self._host.unpin(promotion.hashes)
             self._moving.difference_update(promotion.hashes)
         self._pool.free(promotion.held, None)
+        self._pool.reservations.end(promotion.hold)
         promotion.hits, promotion.block_ids, promotion.stage = [], [], PromotionStage.OVER
         del self._by_number[promotion.number]
-
-    def _num_held(self) -> int:
-        return sum(len(p.hits) + len(p.hashes) for p in self._by_number.values())
 
     # --- results --------------------------------------------------------------------------------------------
 

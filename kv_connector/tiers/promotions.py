@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from tandem.engine.blocks.reservations import Hold
+
 
 class PromotionStage(enum.Enum):
     FETCHING = "fetching"  # disk to host
@@ -28,6 +30,7 @@ class Promotion:
     stage: PromotionStage
     from_disk: frozenset[bytes] = frozenset()
     block_ids: list[int] = field(default_factory=list)
+    hold: Hold | None = None
     is_wanted: bool = True  # False: let go of everything as soon as no copy is under way
 
     @property

@@ -16,6 +16,7 @@ class FakeConnector:
 
     def __init__(self, pool: BlockPool, keeps: bool = True) -> None:
         self.parked: set[str] = set()
+        self.granted: set[str] = set()
         self.keeps = keeps
         self.num_external_tokens: dict[str, int] = {}
         self.held: dict[str, tuple[list[int], int]] = {}
@@ -31,6 +32,9 @@ class FakeConnector:
         if request.request_id in self.parked:
             return None
         return self.num_external_tokens.get(request.request_id, 0)
+
+    def is_granted(self, request: Request) -> bool:
+        return request.request_id in self.granted
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         assert request.slot >= 0

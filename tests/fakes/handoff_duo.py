@@ -200,6 +200,7 @@ class Duo:
     def check_whole(self) -> None:
         for node in (self.source, self.sink):
             assert node.pool.num_free == node.pool.num_blocks, f"{node.info.node_id} leaks blocks"
+            assert node.pool.reservations.is_empty, f"{node.info.node_id} leaks holds"
 
 
 def ready_of(job: Finalize) -> KVReady:

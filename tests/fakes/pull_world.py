@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.rate import Rate
@@ -81,8 +82,7 @@ class PullNode:
         """Starts and ends `request`, if it waits for nothing."""
         hashes, pool = request.block_hashes, self.pool
         hits = pool.match_prefix(hashes)
-        if len(hashes) - len(hits) > pool.num_free - pool.num_unused(hits):
-            self.asker.give_way(besides=request)
+        if not pool.reservations.make_room(len(hashes) - len(hits), Kind.START, request, hits):
             return False
         if self.asker.prepare(request, hashes, hits, runs_alone=len(self.waiting) == 1) is None:
             return False
@@ -205,6 +205,7 @@ class PullWorld:
         for node in self.nodes:
             assert not node.waiting, "a request never started"
             assert node.pool.num_free == node.pool.num_blocks, f"{node.info.node_id} leaks blocks"
+            assert node.pool.reservations.is_empty, f"{node.info.node_id} leaks holds"
             assert node.source.ledger.is_idle
             assert node.sink.ledger.is_idle
             assert node.holder.is_idle

@@ -173,3 +173,25 @@ def test_every_step_carries_the_connectors_metadata() -> None:
     harness.runner.execute = spy  # type: ignore[method-assign]
     harness.run()
     assert [output.connector_meta.step_id for output in outputs] == [output.step_id for output in outputs] == [0, 1, 2]
+
+
+def test_a_prompt_that_its_sink_granted_passes_one_that_lacks_room() -> None:
+    """The one that lacks room waits for the parked ones to leave; those may wait for what the granted one keeps at its
+    sink."""
+    harness = Harness(num_blocks=6)
+    harness.add("parked", range(12), mode="prefill", max_tokens=9)
+    harness.run()
+    harness.add("large", range(20, 36), mode="prefill", max_tokens=9)
+    harness.add("small", range(40, 48), mode="prefill", max_tokens=9)
+    harness.step()
+    assert "small" not in harness.connector.asked, "large ones would never start"
+    harness.connector.granted = {"small"}
+    for _ in range(4):
+        harness.step()
+    assert harness.connector.finished == ["parked", "small"]
+    harness.connector.release("small")
+    harness.connector.release("parked")
+    harness.run()
+    assert harness.connector.finished[-1] == "large"
+    harness.connector.release("large")
+    harness.assert_empty()

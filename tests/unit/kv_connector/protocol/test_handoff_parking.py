@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tandem.engine.blocks.reservations import Reservations
 from tandem.engine.contracts.wire.handoff import KVClaim
 from tandem.kv_connector.protocol.source_table import SourceState as S
-from tandem.kv_connector.source.prompts import PushedPrompts
 from tests.fakes.handoff_duo import DEADLINE_S, Duo
 
 
@@ -40,7 +40,7 @@ def test_a_large_prompt_claims_when_the_parked_one_has_left() -> None:
 
 
 def test_without_the_rule_each_pool_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PushedPrompts, "_fits_beside_parked", lambda self, record: True)
+    monkeypatch.setattr(Reservations, "may_claim", lambda self, num: True)
     duo = overtaken()
     assert state_of(duo, "large") is S.PUSHING, "its claim came first"
     while duo.now < DEADLINE_S:
@@ -83,3 +83,22 @@ def test_a_prompt_claims_again_in_time_after_the_one_in_its_way_was_cancelled() 
     duo.cancel("small")
     duo.schedule()
     assert state_of(duo, "large") is S.PUSHING
+
+
+def test_a_prompt_is_granted_while_its_sink_keeps_blocks_for_it() -> None:
+    """The scheduler starts it before others that lack room."""
+    duo = Duo(source_blocks=4, sink_blocks=5)
+    duo.is_cut = True
+    duo.submit("a", 2)
+    (request,) = duo.source.waiting
+    prompts = duo.source.manager.prompts
+    assert not prompts.is_granted(request)
+    assert prompts.get_num_new_matched_tokens(request, 0) is None
+    assert not prompts.is_granted(request)
+    duo.is_cut = False
+    duo.tick(6.0)
+    assert prompts.is_granted(request)
+    duo.turn()
+    duo.turn()
+    assert duo.committed == {"a"}
+    assert not prompts.is_granted(request)

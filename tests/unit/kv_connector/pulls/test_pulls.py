@@ -8,7 +8,8 @@ import random
 import pytest
 from pull_world import BLOCK, PullNode, PullWorld, chain
 
-from tandem.engine.contracts.wire.handoff import KVClaim, KVPull, KVRelease
+from tandem.engine.blocks.reservations import Kind
+from tandem.engine.contracts.wire.handoff import KVClaim, KVGrant, KVPull, KVRelease
 from tandem.kv_connector.protocol import outcomes
 
 
@@ -161,10 +162,29 @@ def test_giving_way_gives_everything_back() -> None:
     world = asking(16, 16)
     world.deliver(world.post[0])
     world.deliver(world.post[0])  # the claim: granted
-    world.nodes[1].asker.give_way()
+    assert not world.nodes[1].pool.reservations.make_room(16, Kind.RUN), "what was granted is not safe yet"
     world.run()
     world.check_whole()
     assert world.nodes[1].num_computed == 5
+
+
+def test_an_offer_is_withdrawn_before_a_sequence_is_preempted_unless_it_is_granted() -> None:
+    world = asking(16, 16)
+    world.deliver(world.post[0])
+    pool = world.nodes[0].pool
+    assert not pool.reservations.make_room(16, Kind.CLAIM), "it would end by itself"
+    assert pool.reservations.make_room(16, Kind.RUN)
+    world.run()
+    world.check_whole()
+    assert (world.nodes[1].num_computed, world.nodes[1].asker.counters.failed) == (5, 1)
+    world = asking(16, 16)
+    world.deliver(world.post[0])
+    for kind in (KVClaim, KVGrant):
+        world.deliver(next(letter for letter in world.post if isinstance(letter[2], kind)))
+    assert not world.nodes[0].pool.reservations.make_room(16, Kind.RUN)
+    world.run()
+    world.check_whole()
+    assert world.nodes[1].num_computed == 0
 
 
 def test_a_slow_peer_is_not_asked_until_that_is_long_ago() -> None:

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
-from pull_world import BLOCK, PullNode
+from pull_world import PullNode
 
 from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.blocks.reservations import Kind
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo, PeerRef, peer_id_of
 from tandem.engine.contracts.wire.requests import Submit
-from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.request import Request
-from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import CloseGrant, OpenGrant, Verified, Verify
 from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.line import PATIENCE_S
 from tandem.kv_connector.sink.manager import SinkManager
-from tandem.node.handoffs import HandoffNode
-from tandem.node.requests import RequestBook
 from tests.fakes.handoff_effects import take, take_messages
 
 SOURCE = peer_id_of("p", 7)
@@ -221,14 +219,16 @@ def test_what_is_being_checked_is_counted_until_the_answer() -> None:
     assert sink.counters.commits == 1
 
 
-class HeldForOthers(NoTiers):
+class HeldForOthers:
     """Blocks that are held for a request of this node which lacks one more to start."""
 
     def __init__(self, pool: BlockPool, num_blocks: int) -> None:
         self.pool, self.held = pool, pool.allocate(num_blocks) or []
+        self.hold = pool.reservations.add(Kind.LOAD, num_blocks, self.give_back, self)
 
-    def give_way(self, besides: Request | None = None) -> None:
+    def give_back(self) -> None:
         self.pool.free(self.held, None)
+        self.pool.reservations.end(self.hold)
         self.held = []
 
 
@@ -241,24 +241,39 @@ def test_what_is_held_for_a_request_of_the_node_gives_way_to_the_first_claim() -
     hashes = [bytes([i]) * 16 for i in range(8)]
     register(pool, cached, hashes)
     pool.free(cached, None)
-    tiers = HeldForOthers(pool, 6)
-    sizes = {"block_size": BLOCK, "max_model_len": 256}
-    scheduler = Scheduler(
-        SchedulerOptions(), pool, **sizes, eos_token_ids=[], root_for_salt=lambda salt: bytes(16), tiers=tiers
-    )
-    parts = node.source, sink, node.asker, node.holder
-    logic = HandoffNode(node.info, RequestBook(100, 64), scheduler, pool, 4, *parts)
+    held = HeldForOthers(pool, 6)
     assert expect(sink, "cached", 33, hashes) == 32
     assert claim(sink, "cached", 33, sink_epoch=node.info.epoch) == []
-    logic.on_tick(1.0)
-    logic.on_tick(1.0 + 0.9 * PATIENCE_S)
-    assert tiers.held, "who is about to start is let start"
-    logic.on_tick(1.01 + PATIENCE_S)
-    assert not tiers.held
-    sent = [effect.message for effect in logic.drain_effects() if isinstance(effect, Send)]
-    (grant,) = [message for message in sent if isinstance(message, KVGrant)]
+    sink.on_tick(1.0)
+    sink.on_tick(1.0 + 0.9 * PATIENCE_S)
+    assert held.held, "who is about to start is let start"
+    sink.on_tick(1.01 + PATIENCE_S)
+    assert not held.held
+    (grant,) = [message for _, message in take_messages(sink) if isinstance(message, KVGrant)]
     assert (grant.first_block, len(grant.block_ids)) == (8, 1)
-    assert not sink.line.needs_way(100.0), "nobody is in line any more"
+
+
+def test_what_is_given_back_is_for_who_asked_and_not_for_the_line() -> None:
+    pool = BlockPool(4, enable_caching=True)
+    sink = sink_of(pool)
+    running, one, two = pool.allocate(2), pool.allocate(1), pool.allocate(1)
+    assert running is not None
+    assert one is not None
+    assert two is not None
+
+    def give_back(blocks: list[int]) -> None:
+        pool.free(blocks, None)
+        blocks.clear()
+        sink.on_tick(2.0)  # as at the end of a pull that is given up
+
+    for blocks in (one, two):
+        pool.reservations.add(Kind.PULL, 1, partial(give_back, blocks), "a request")
+    expect(sink, "in line", 4, [])
+    assert claim(sink, "in line", 4) == []
+    assert pool.reservations.make_room(2, Kind.RUN)
+    assert take_messages(sink) == []
+    sink.on_tick(3.0)
+    assert [type(message) for _, message in take_messages(sink)] == [KVGrant]
 
 
 def test_tickets_hits_give_way_to_a_sequence_that_grows() -> None:
@@ -274,9 +289,8 @@ def test_tickets_hits_give_way_to_a_sequence_that_grows() -> None:
     assert expect(sink, "cached", 33, hashes) == 32
     assert claim(sink, "cached", 33, sink_epoch=node.info.epoch) == []
     waiting = Request("waits to start", 0, np.zeros(4, np.int32), SamplingParams())
-    node.asker.give_way(besides=waiting)
-    assert pool.num_free == 0, "a ticket is as good as a request that waits to start"
-    node.asker.give_way()
+    assert not pool.reservations.make_room(1, Kind.START, waiting), "a ticket is as good as what waits to start"
+    assert pool.reservations.make_room(1, Kind.RUN)
     grown = pool.allocate(1)
     assert grown is not None
     sink.check_integrity()
