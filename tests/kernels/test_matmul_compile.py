@@ -82,7 +82,11 @@ def compile_rows(plan: RowsPlan, num_rows: int, num_inputs: int, *, has_bias: bo
     return compile_kernel(matmul_rows_kernel, types, constants)
 
 
-@pytest.mark.parametrize(("plan", "num_inputs", "gated"), table_kernels())
+# One in four here, the others in `make soak`: on a clean machine each takes a second, and they differ in sizes alone.
+@pytest.mark.parametrize(
+    ("plan", "num_inputs", "gated"),
+    [pytest.param(*each, marks=[pytest.mark.slow] if place % 4 else []) for place, each in enumerate(table_kernels())],
+)
 def test_every_kernel_of_the_tables_compiles(plan: Plan, num_inputs: int, gated: bool) -> None:
     flags = {"has_bias": False, "silu": gated}
     if isinstance(plan, StreamPlan):
