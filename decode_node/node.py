@@ -87,14 +87,12 @@ class DecodeNode(HandoffNode):
         if entry is None:
             self.pool.free(list(commit.block_ids), None)
             return
-        commit.request.num_cached_tokens = commit.num_cached_tokens
         if commit.continuation is not None:
             self._take_over(entry, commit, commit.continuation)
             return
         first_tokens = self._close_samples(entry, commit.first_tokens)
-        self.scheduler.add_committed(
-            commit.request, list(commit.block_ids), [(t.sample_index, t.token_id, t.finished) for t in first_tokens]
-        )
+        tokens = [(t.sample_index, t.token_id, t.finished) for t in first_tokens]
+        self.scheduler.add_committed(commit.request, list(commit.block_ids), tokens, commit.num_cached_tokens)
 
     def _take_over(self, entry: AcceptedRequest, commit: Commit, continuation: Continuation) -> None:
         """A sequence that ran elsewhere goes on here, behind its newest token."""
@@ -116,7 +114,7 @@ class DecodeNode(HandoffNode):
 
     def _close_samples(self, entry: AcceptedRequest, first_tokens: Sequence[FirstToken]) -> list[FirstToken]:
         """Samples that ended with their first token, and those cancelled meanwhile, don't go on here."""
-        entry.open_samples -= {token.sample_index for token in first_tokens if token.finished}
+        entry.close(token.sample_index for token in first_tokens if token.finished)
         return [
             FirstToken(t.sample_index, t.token_id, t.finished or t.sample_index not in entry.open_samples)
             for t in first_tokens

@@ -110,7 +110,7 @@ class Departures:
             if not departure.reason:
                 self._look(departure, now)
             if departure.reason and not self._source.holds_blocks(departure.key):
-                departure.request.is_paused = False
+                departure.request.resume()
                 del self._departures[departure.key]
 
     def drain_outbox(self) -> list[tuple[str, Message]]:
@@ -153,7 +153,8 @@ class Departures:
             num_blocks = self._source.push_settled(key, request.block_ids, request.num_tokens - 1, now)
             must_stop = num_blocks <= LAST_ROUND_BLOCKS
         if must_stop:
-            request.is_paused, departure.paused_at = True, now
+            request.pause()
+            departure.paused_at = now
 
     def _hand_over(self, departure: Departure, now: float) -> None:
         """Every token of it is known: none is in flight, none is launched any more."""

@@ -87,7 +87,7 @@ class HandoffNode(ServingNode):
             if self.migrations.begin(peer_id, message, now):
                 self._connects.append(message.peer)
         elif self.source.peers.get(*parts_of_peer_id(peer_id)) is None:
-            self.sink.counters.foreign_messages += 1  # of a router, whose loss would fence nothing that it was granted
+            self.sink.drop_foreign()  # of a router
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.sink.on_message(peer_id, message, now)
         elif isinstance(message, KVPull):

@@ -115,12 +115,12 @@ class NodeProcess:
         address = advertised(sockets.bind(options.host, options.port), options.advertise_host)
         self.info = describe(options, self.loaded, memory.layout, node_id, epoch, address, self.transports.exports())
         self._outgoing = Outgoing(sockets.wake, None if self.trace is None else partial(self.trace.message, "sent"))
-        self.publisher = make_publisher(options, self.info, num_blocks, self._board)
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
         self.runner = self._make_runner(memory)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
+        self.publisher = make_publisher(options, self.info, num_blocks, self._board)
         self.loop = self._make_loop()
 
     def warm_up(self) -> None:

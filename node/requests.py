@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,9 @@ class AcceptedRequest:
     deadline: float
     open_samples: set[int]
     num_cached_tokens: int = 0
+
+    def close(self, samples: Iterable[int]) -> None:
+        self.open_samples.difference_update(samples)
 
 
 @dataclass
@@ -113,7 +116,7 @@ class RequestBook:
         if entry is None:
             self._bury(key)
             return None, False
-        entry.open_samples -= set(samples) if samples else set(entry.open_samples)
+        entry.close(samples or list(entry.open_samples))
         if entry.open_samples:
             return entry, False
         self._end(key)

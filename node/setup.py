@@ -93,17 +93,16 @@ def load(
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.dtype
     dtype: torch.dtype = getattr(torch, name)
+    kept = choose_kv_encoding(cache, dtype, device, config.num_layers)
+    shard = None if membership is None else membership.shard
+    layout = make_layout(config, cache.block_size, kept.dtype, shard, kept.scales)
     group = None
     if membership is not None:
         scheduler = with_device_defaults(options, device).scheduler
         max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
-        group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype)
+        group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype, layout.holds_no_copies)
     model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
-    kept = choose_kv_encoding(cache, dtype, device, config.num_layers)
-    layout = make_layout(config, cache.block_size, kept.dtype, None if group is None else group.shard, kept.scales)
-    if group is not None:
-        group.ends_steps_together = layout.holds_no_copies
     if kept.dtype != dtype:
         model.keep_kv_as(layout.group)
     served = served_name(options.model.model, options.model.served_name)

@@ -59,6 +59,11 @@ class TieredCache:
         self._num_gpu, self._num_host = num_gpu_blocks, num_host_blocks
         self.events: list[BlockEvent] = []
 
+    def drain_events(self) -> list[BlockEvent]:
+        """What the directory is to hear of, since the last call."""
+        events, self.events = self.events, []
+        return events
+
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
         """Leading blocks that are here, and how many of them are in the host tier."""
         length = in_host = 0

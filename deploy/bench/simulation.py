@@ -150,8 +150,7 @@ class Simulation:
 
     def _publish(self, node: SimulatedNode) -> None:
         view = self._owners[node.node_id]
-        view.record(node.cache.events)
-        node.cache.events = []
+        view.record(node.cache.drain_events())
         if view.has_pending():
             events = self._channel(view.number(view.take()))
             for router in self._routers:

@@ -37,6 +37,10 @@ class TandemError(Exception):
         self.param = param
         self.request_id = request_id
 
+    def add(self, text: str) -> None:
+        """Appends to its message what is known of it by now."""
+        self.message += text
+
 
 class InvalidRequestError(TandemError):
     status, type = 400, "invalid_request_error"

@@ -40,16 +40,23 @@ class TensorParallel:
     all through gloo. Each way gives every rank the same bits.
     """
 
-    def __init__(self, shard: Shard, device: torch.device) -> None:
+    def __init__(self, shard: Shard, device: torch.device, ends_steps_together: bool) -> None:
+        """`ends_steps_together`: a step that rank 0 has done is done on all ranks, so that others may use its KV."""
         self.shard = shard
         self.device = device
-        self.ends_steps_together = False  # a step that rank 0 has done is done on all ranks: others may use its KV
+        self._ends_steps_together = ends_steps_together
         self._mail: Mail | None = None
         self._nothing_1E: torch.Tensor | None = None  # what is summed only to know that all ranks have come so far
 
     @classmethod
     def join(
-        cls, membership: Membership, device: torch.device, max_rows: int, hidden_size: int, dtype: torch.dtype
+        cls,
+        membership: Membership,
+        device: torch.device,
+        max_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        ends_steps_together: bool,
     ) -> TensorParallel:
         """Meets the other ranks. `max_rows`: of the exchanges through peers' memory."""
         shard, on_gpu = membership.shard, device.type == "cuda"
@@ -64,7 +71,7 @@ class TensorParallel:
             "nccl" if on_gpu else "gloo", store=store, rank=shard.rank, world_size=shard.size, timeout=timeout,
             device_id=device if on_gpu else None,
         )  # fmt: skip
-        group = cls(shard, device)
+        group = cls(shard, device, ends_steps_together)
         if on_gpu:
             layout = MailLayout(shard.size, max_rows, hidden_size, dtype)
             group._mail = open_mail(shard, device, group._gathered, layout)
@@ -118,7 +125,7 @@ class TensorParallel:
     def end_step(self, num_sampled: int) -> None:
         """Where steps end together: what follows on rank 0 follows every rank's part of the step, on its device. What
         is sampled is sampled together already. On CPU it waits."""
-        if not self.ends_steps_together:
+        if not self._ends_steps_together:
             return
         if self.device.type == "cpu":
             dist.barrier()

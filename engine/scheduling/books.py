@@ -79,7 +79,11 @@ class SchedulerState:
         self._admit_or_fail([request])
 
     def add_committed(
-        self, request: Request, block_ids: Sequence[int], first_tokens: Sequence[tuple[int, int, bool]]
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        first_tokens: Sequence[tuple[int, int, bool]],
+        num_cached_tokens: int = 0,
     ) -> None:
         """Takes over a prompt whose KV is complete in `block_ids`, one reference to each included.
 
@@ -90,7 +94,7 @@ class SchedulerState:
         assert len(block_ids) == self.kv.num_blocks_for(request.num_prompt_tokens), "committed KV has a hole"
         self._adopt(request)
         request.block_ids = list(block_ids)
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_computed_tokens, request.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
         request.was_started = request.prompt_logprobs_sent = True
         self.kv.register_full_blocks(request, None)
         alive = [(sample, token) for sample, token, finished in first_tokens if not finished]
@@ -106,6 +110,11 @@ class SchedulerState:
             sequence.sample_indices = (sample,)
             sequence.output_token_ids.append(token)
         self._admit_or_fail(sequences)
+
+    def count_start(self, request: Request) -> None:
+        """Its prompt starts here, for the first time."""
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_cached_tokens += request.num_cached_tokens
 
     def make_child(self, parent: Request, sample_indices: tuple[int, ...]) -> Request:
         """A request for some of the parent's samples; it has no blocks and is in no queue yet."""

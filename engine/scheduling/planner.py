@@ -241,8 +241,7 @@ class StepPlanner:
         if not request.was_started:
             request.was_started = True
             request.num_cached_tokens = min(num_hit + num_loaded, request.num_prompt_tokens)
-            self._state.num_prompt_tokens += request.num_prompt_tokens
-            self._state.num_cached_tokens += request.num_cached_tokens
+            self._state.count_start(request)
         num_tokens = self._chunk(plan, request)
         # A prompt to be handed off never waits for a block half way, see _preemptable.
         needed = request.num_tokens if request.mode == "prefill" else request.num_computed_tokens + num_tokens

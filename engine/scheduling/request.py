@@ -65,6 +65,12 @@ class Request:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False
 
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
     @property
     def key(self) -> tuple[str, int]:
         return self.request_id, self.attempt

@@ -48,6 +48,10 @@ class SinkLedger:
         self._connect_s = options.timeouts.connect_s
         self._tombstones: deque[SinkRecord] = deque()  # in the order of their ends
 
+    def at(self, now: float) -> None:
+        """It is `now`, in monotonic seconds: whoever brings an event says so first."""
+        self.now = now
+
     # --- records --------------------------------------------------------------------------------------------
 
     def open(self, key: HandoffKey) -> SinkRecord:

@@ -63,7 +63,7 @@ class SinkManager:
 
     def expect(self, submit: Submit, request: Request, now: float) -> int:
         """The ticket: pins this node's own prefix of the prompt, takes no new block; number of tokens pinned."""
-        self.ledger.now = now
+        self.ledger.at(now)
         record = self.ledger.open(request.key)
         record.deadline, record.expected_at = now + submit.deadline_s, now
         record.request = request
@@ -87,7 +87,7 @@ class SinkManager:
     def fetch(self, key: HandoffKey, source: PeerRef, most_blocks: int, deadline: float, now: float) -> None:
         """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
         Fetched or NotFetched; no later than at `deadline`, unless cancelled."""
-        self.ledger.now = now
+        self.ledger.at(now)
         record = self.ledger.open(key)
         record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
         record.most_blocks = most_blocks
@@ -99,7 +99,7 @@ class SinkManager:
         return record is not None and record.machine.state is S.EXPECTING
 
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
-        self.ledger.now = now
+        self.ledger.at(now)
         record = self.ledger.records.get((request_id, attempt))
         if record is not None:
             record.because(outcomes.CANCELLED)
@@ -108,9 +108,13 @@ class SinkManager:
 
     # --- what happens elsewhere -----------------------------------------------------------------------------
 
+    def drop_foreign(self) -> None:
+        """Counts a message of somebody whose loss would fence nothing that it was granted."""
+        self.counters.foreign_messages += 1
+
     def on_message(self, peer_id: str, message: Message, now: float) -> None:
         """From a source; one that speaks for another node or epoch than its connection is not heard."""
-        self.ledger.now = now
+        self.ledger.at(now)
         if not isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.counters.foreign_messages += 1
             return
@@ -137,7 +141,7 @@ class SinkManager:
         self.line.settle(record)
 
     def on_transfer_event(self, event: object, now: float) -> None:
-        self.ledger.now = now
+        self.ledger.at(now)
         if isinstance(event, Fenced):
             self.peers.fenced(event.node_id, event.epoch)
         elif isinstance(event, Verified):
@@ -146,7 +150,7 @@ class SinkManager:
                 self._on_verified(record, event)
 
     def on_tick(self, now: float) -> None:
-        self.ledger.now = now
+        self.ledger.at(now)
         self.num_under_way = 0
         for record in list(self.ledger.live.values()):
             state = record.machine.state

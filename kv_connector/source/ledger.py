@@ -38,14 +38,16 @@ class SourceCounters:
 
 
 class SourceLedger:
-    """`now` (monotonic seconds) is set by whoever brings an event."""
-
     def __init__(self, info: NodeInfo, pool: BlockPool, options: NodeOptions) -> None:
         self.info, self.pool = info, pool
         self.block_size = options.cache.block_size
         self.counters = SourceCounters()
         self.now = 0.0
         self.records: dict[HandoffKey, SourceRecord] = {}
+
+    def at(self, now: float) -> None:
+        """It is `now`, in monotonic seconds: whoever brings an event says so first."""
+        self.now = now
 
     def add(self, key: HandoffKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
         assert key not in self.records, "each hand-off is begun once"

@@ -74,7 +74,7 @@ class SourceManager:
         self._add((request_id, attempt), peer, num_prompt_tokens, deadline)
 
     def cancel(self, request_id: str, attempt: int, now: float) -> None:
-        self.ledger.now = now
+        self.ledger.at(now)
         record = self.ledger.records.get((request_id, attempt))
         if record is not None:
             record.reason = outcomes.CANCELLED
@@ -96,7 +96,7 @@ class SourceManager:
         """Hands the KV of `num_tokens` tokens to `peer`, which expects it: they are in `block_ids`, in order of
         position, complete once step `last_step` (NO_STEP: none) has run. One reference to each block passes to the
         hand-off. It claims as soon as `peer` is connected and ends like any other."""
-        self.ledger.now = now
+        self.ledger.at(now)
         assert len(block_ids) == -(-num_tokens // self.ledger.block_size), "the blocks of just these tokens"
         record = self._add(key, peer, num_tokens, deadline)
         record.block_ids, record.owns_blocks = list(block_ids), True
@@ -118,7 +118,7 @@ class SourceManager:
         """Claims room at `peer`, which expects it, for a sequence that runs on meanwhile and has at most `most_tokens`
         tokens of KV when it is handed over. While `is_pushing`, `push_settled` and at last `hand_over` say what there
         is. It ends like any other hand-off."""
-        self.ledger.now = now
+        self.ledger.at(now)
         record = self._add(key, peer, most_tokens, deadline)
         record.follows = True
         if self.peers.knows(peer):
@@ -127,7 +127,7 @@ class SourceManager:
     def push_settled(self, key: HandoffKey, block_ids: Sequence[int], num_tokens: int, now: float) -> int:
         """Full blocks of the first `num_tokens` tokens, which are written and stay as they are, are pushed unless they
         were; `block_ids` are the sequence's, from its first token on. How many were left of the sink's size."""
-        self.ledger.now = now
+        self.ledger.at(now)
         record = self.ledger.records[key]
         num_full = num_tokens // self.ledger.block_size
         self.ledger.hold(record, block_ids[:num_full])
@@ -142,7 +142,7 @@ class SourceManager:
 
     def hand_over(self, key: HandoffKey, block_ids: Sequence[int], continuation: Continuation, now: float) -> None:
         """The sequence stands still: what is left of it, and how it goes on."""
-        self.ledger.now = now
+        self.ledger.at(now)
         record = self.ledger.records[key]
         num_tokens = continuation.num_tokens
         self.ledger.hold(record, block_ids[: -(-num_tokens // self.ledger.block_size)])
@@ -166,7 +166,7 @@ class SourceManager:
 
     def on_message(self, peer_id: str, message: Message, now: float) -> None:
         """From a sink. Messages that fit no live hand-off are dropped and counted, but a refusal is answered."""
-        self.ledger.now = now
+        self.ledger.at(now)
         key = (getattr(message, "request_id", ""), getattr(message, "attempt", 0))
         record = self.ledger.records.get(key)
         if record is None or peer_id_of(record.peer.node_id, record.peer.epoch) != peer_id:
@@ -190,7 +190,7 @@ class SourceManager:
             self.counters.messages_dropped += 1
 
     def on_transfer_event(self, event: object, now: float) -> None:
-        self.ledger.now = now
+        self.ledger.at(now)
         if isinstance(event, PeerFailed):
             self.peers.channel_failed(event.node_id, event.epoch)
             return
@@ -212,7 +212,7 @@ class SourceManager:
             self.actions.run(record, record.machine.on_retired(event.grant_id))
 
     def on_tick(self, now: float) -> None:
-        self.ledger.now = now
+        self.ledger.at(now)
         for record in list(self.ledger.records.values()):
             if record.machine.state is S.CLOSED:
                 if now - record.closed_at > TOMBSTONE_S and not record.owns_blocks:

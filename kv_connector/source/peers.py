@@ -68,7 +68,7 @@ class SourcePeers:
     def forgot(self, node_id: str, epoch: int, now: float) -> list[PeerRef]:
         """A living sink took this node for lost. What it has granted is void there. What it has not granted goes on
         when it is greeted again: it may never have heard of it, and refuses what it had. Whom to greet, if anybody."""
-        self._ledger.now = now
+        self._ledger.at(now)
         again = []
         for record in self._forget(node_id, epoch):
             if record.machine.state is S.IDLE or record.machine.state in CLAIMED:

@@ -59,12 +59,12 @@ class SourceJobs:
         send_ready: Callable[[str, KVReady], None],
         counters: dict[str, float],
         trace: HandoffTrace | None,
+        stream: torch.cuda.Stream | None,
     ) -> None:
-        self.stream: torch.cuda.Stream | None = None
         self._source_id, self._source_epoch = source
         self._channels, self._book, self._pusher, self._digests = channels, book, pusher, digests
         self._post_event, self._send_ready = post_event, send_ready
-        self._counters, self._trace = counters, trace
+        self._counters, self._trace, self._stream = counters, trace, stream
 
     def run(self, job: SourceWork, written: torch.cuda.Event | None) -> None:
         """`written`: what a push waits for on the device. A job of a grant that is over is dropped."""
@@ -95,8 +95,8 @@ class SourceJobs:
             except TandemError as error:  # refused or lost: either way nothing more is sent under this grant
                 logger.debug("grant %#x retired without a flush: %s", grant.grant_id, error)
                 is_flushed = False
-        if self.stream is not None and not is_flushed:  # what was begun may still read; waits for others' steps too
-            self.stream.synchronize()
+        if self._stream is not None and not is_flushed:  # what was begun may still read; waits for others' steps too
+            self._stream.synchronize()
         self._digests.forget(grant.grant_id)
         self._book.forget(grant.grant_id)
         self._post_event(Retired(job.key, grant.grant_id))
@@ -113,8 +113,8 @@ class SourceJobs:
         moments: Sequence[Moment],
         written: torch.cuda.Event | None,
     ) -> None:
-        if written is not None and self.stream is not None:
-            self.stream.wait_event(written)
+        if written is not None and self._stream is not None:
+            self._stream.wait_event(written)
         self._pusher.push(push, layers, moments)
         way = self._channels.of(push.grant)
         if self._pusher.reshaper_to(way.layout) is None and not self._book.is_over(push.grant_id):
@@ -157,4 +157,4 @@ class SourceJobs:
         self._send_ready(grant.sink_id, ready)
         self._post_event(ReadySent(job.key, grant.grant_id, ready))
         if self._trace is not None:
-            self._trace.end_of_pushes(job.key, self.stream is not None)
+            self._trace.end_of_pushes(job.key, self._stream is not None)

@@ -70,10 +70,13 @@ class TransferWorker:
         self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._waiting: WaitingLayers[_Item] = WaitingLayers()
         self._book = GrantBook()
-        self._stream: torch.cuda.Stream | None = None  # of pushes, each behind the step that computes it
-        self._check_stream: torch.cuda.Stream | None = None  # of what must not wait for other requests' steps
+        # Of pushes, each behind the step that computes it. They come first wherever a multiprocessor has room: there
+        # are few of their programs, and behind the next step's kernels, which always wait for more room than there is,
+        # they would not get on.
+        self._stream = torch.cuda.Stream(pool.device, priority=-1) if pool.is_cuda else None
+        # Of what must not wait for other requests' steps. Somebody waits for each of them, and they are short.
+        self._check_stream = torch.cuda.Stream(pool.device, priority=-1) if pool.is_cuda else None
         self._newest_step_done: torch.cuda.Event | None = None
-        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self.counters: dict[str, float] = dict.fromkeys(
             (
                 "kv_jobs", "kv_pushed_bytes", "kv_push_s", "kv_push_failures",
@@ -86,9 +89,10 @@ class TransferWorker:
         self._pusher = Pusher(pool, layout, self._channels, self._book, self.counters, self.sent_digests, trace, ranks)
         self._source_jobs = SourceJobs(
             source, self._channels, self._book, self._pusher, self.sent_digests,
-            post_event, send_ready, self.counters, trace,
+            post_event, send_ready, self.counters, trace, self._stream,
         )  # fmt: skip
         self.sink_checks = SinkChecks(pool, layout, ranks, self.counters)
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     @property
     def pool(self) -> torch.Tensor:
@@ -167,12 +171,6 @@ class TransferWorker:
     def _run(self) -> None:
         if self._pool_NHLPBD.is_cuda:
             torch.cuda.set_device(self._pool_NHLPBD.device)
-            # Pushes come first wherever a multiprocessor has room: there are few of their programs, and behind the
-            # next step's kernels, which always wait for more room than there is, they would not get on.
-            self._stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
-            # Somebody waits for each of them, and they are short.
-            self._check_stream = torch.cuda.Stream(self._pool_NHLPBD.device, priority=-1)
-        self._source_jobs.stream = self._stream
         with _on_stream(self._stream):
             while (item := self._next_item()) is not None:
                 job, written = item

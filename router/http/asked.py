@@ -48,9 +48,9 @@ def chat_reader(service: CompletionService, chat: Chat) -> AskReader:
             prompt = await service.encoder.apart(len(raw), lambda: chat.prompt(asked, facts))
             plans = service.plan_prompts(body, [prompt.text], [prompt.token_ids], tenant, facts.max_model_len)
         except InvalidRequestError as error:
-            if error.param == "prompt":
-                error.param = "messages"  # as its client calls it
-            raise
+            if error.param != "prompt":
+                raise
+            raise type(error)(error.message, param="messages") from error  # as its client calls it
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
         plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids) for plan in plans]
         return Asked(completion_id, body, plans, ChatFormat(completion_id, asked, facts, chat, prompt.text))

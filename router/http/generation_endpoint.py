@@ -59,9 +59,8 @@ class GenerationEndpoint:
     async def _collect(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
         service, session = self._service, session_of(scope["headers"])
         collector = Collector(asked, service.tokenizer)
-        generations = collector.generations = service.start(
-            asked.completion_id, asked.body, asked.plans, collector, session
-        )
+        generations = service.start(asked.completion_id, asked.body, asked.plans, collector, session)
+        collector.follow(generations)
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
@@ -88,7 +87,8 @@ class GenerationEndpoint:
             limit=service.options.stream_queue,
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )
-        generations = stream.generations = service.start(asked.completion_id, asked.body, asked.plans, stream, session)
+        generations = service.start(asked.completion_id, asked.body, asked.plans, stream, session)
+        stream.follow(generations)
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
@@ -97,7 +97,7 @@ class GenerationEndpoint:
             if len(headers) < len(generations):
                 headers = placement_headers(generations)
             await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_HEADERS, *headers]})
-            stream.begun = True
+            stream.begin()
             while batch:
                 await send({"type": "http.response.body", "body": batch, "more_body": True})
                 batch = await stream.next_batch()

@@ -30,7 +30,11 @@ class _Listener:
         self._tokenizer = tokenizer
         self._entries: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._num_open = len(asked.plans)
-        self.generations: list[Generation] = []
+        self._generations: list[Generation] = []
+
+    def follow(self, generations: list[Generation]) -> None:
+        """Takes the generations whose output comes here; they have started."""
+        self._generations = generations
 
     def prompt_logprobs(self, prompt_index: int, entries: tuple[TokenLogprobs, ...]) -> None:
         self._entries[prompt_index] = entries
@@ -52,8 +56,8 @@ class _Listener:
         shown = self._body.max_tokens != 0
         counted = responses.usage(
             sum(len(plan.token_ids) for plan in self._plans),
-            sum(sample.num_tokens for g in self.generations for sample in g.samples) if shown else 0,
-            sum(generation.machine.num_cached_tokens for generation in self.generations),
+            sum(sample.num_tokens for g in self._generations for sample in g.samples) if shown else 0,
+            sum(generation.machine.num_cached_tokens for generation in self._generations),
         )
         return counted | self._format.usage_details()
 
@@ -85,7 +89,7 @@ class Collector(_Listener):
 
     def _returned(self, prompt_index: int) -> list[AnswerChoice]:
         """The best `n` samples by mean log-probability, in the order of their quality only if some are left out."""
-        samples = self.generations[prompt_index].samples
+        samples = self._generations[prompt_index].samples
         order = list(range(len(samples)))
         if len(samples) > self._body.num_samples:
             order.sort(key=lambda i: -samples[i].mean_logprob)
@@ -110,7 +114,7 @@ class ChunkWriter(Protocol):
 class EventStream(_Listener):
     """Server-sent events through a bounded queue; a client that does not read makes it overflow, once.
 
-    What a turn of the event loop brings is one write: when there is a single choice, and the response has `begun`, and
+    What a turn of the event loop brings is one write: when there is a single choice, and the response has begun, and
     nothing waits, an event is that write, past the queue; the events of several choices are gathered in it.
 
     `next_batch` returns what waits, b"" at the end; it raises the error of a request that failed before its first
@@ -121,7 +125,7 @@ class EventStream(_Listener):
         super().__init__(*arguments)
         self._client = client
         self._is_single = len(self._plans) * self._body.num_samples == 1
-        self.begun = False
+        self._has_begun = False
         options = self._body.stream_options
         self._is_counting = bool(options and options.continuous_usage_stats)
         self._writer = self._format.writer()
@@ -132,6 +136,10 @@ class EventStream(_Listener):
         self._closed = False
         self._early_error: TandemError | None = None
         self._has_output = False
+
+    def begin(self) -> None:
+        """The response has begun: events may be written past the queue."""
+        self._has_begun = True
 
     def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None:
         index = prompt_index * self._body.num_samples + sample_index
@@ -198,7 +206,7 @@ class EventStream(_Listener):
 
     def _may_pass(self) -> bool:
         """Nothing is on its way to be written while the endpoint waits for more."""
-        return self._is_single and self.begun and self._wakeup is not None and not self._events
+        return self._is_single and self._has_begun and self._wakeup is not None and not self._events
 
     def _close(self) -> None:
         self._closed = True

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,21 @@ logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
 
 
+class ClusterListener(Protocol):
+    """Called on the event loop."""
+
+    def on_up(self, node: NodeKey) -> None: ...
+
+    def on_message(self, node: NodeKey, message: RequestMessage) -> None: ...
+
+    def on_lost(self, node: NodeKey, reason: str) -> None: ...
+
+    def on_room(self) -> None:
+        """Placing may succeed now."""
+
+
 class Cluster:
-    """Calls `on_up(key)`, `on_message(key, message)`, `on_lost(key, reason)`, `on_room()` (placing may succeed now)."""
+    """`start()` before nodes are added."""
 
     def __init__(
         self,
@@ -57,12 +71,15 @@ class Cluster:
         self._policy = make_policy(options.placement, seed=hello.epoch)
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
-        self.on_up: Callable[[NodeKey], None]
-        self.on_message: Callable[[NodeKey, RequestMessage], None]
-        self.on_lost: Callable[[NodeKey, str], None]
-        self.on_room: Callable[[], None]
+        self._listener: ClusterListener  # from `start` on
 
     # --- membership -------------------------------------------------------------------------------------------
+
+    def start(self, listener: ClusterListener) -> None:
+        """Connects to the nodes that were given (`--node`); `listener` hears of them, and of those added later."""
+        self._listener = listener
+        for address in self._options.nodes:
+            self.add(address)
 
     def add(self, address: str) -> None:
         self._unlisted.discard(address)
@@ -255,12 +272,12 @@ class Cluster:
         elif differs := difference(self.identity, view.info.identity):
             logger.error("node %s at %s: %s; nothing is sent to it", view.info.node_id, link.address, differs)
         self._update_facts(self.serving())
-        self.on_up(view.key)
-        self.on_room()
+        self._listener.on_up(view.key)
+        self._listener.on_room()
 
     def node_status(self, view: NodeView) -> None:
         if view.usable:
-            self.on_room()
+            self._listener.on_room()
 
     def node_lost(self, view: NodeView, reason: str) -> None:
         link = self._links_by_key.get(view.key)
@@ -272,13 +289,13 @@ class Cluster:
         if rest and not self.serving():
             self._serve(rest[0].info)
         self._update_facts(self.serving())
-        self.on_lost(view.key, reason)
+        self._listener.on_lost(view.key, reason)
 
     def node_message(self, key: NodeKey, message: RequestMessage) -> None:
         link = self._links_by_key.get(key)
         if isinstance(message, RequestFailed) and message.code == "draining" and link is not None and link.view:
-            link.view.draining = True  # its Status will say so
-        self.on_message(key, message)
+            link.view.note_draining()  # its Status will say so
+        self._listener.on_message(key, message)
 
     def _serve(self, info: NodeInfo) -> None:
         self.identity, self._serving = info.identity, None

@@ -168,7 +168,7 @@ class NodeLink:
             self.close()  # whatever answers no greeting: another connection may reach it
             self.open()
         if self.view is not None:
-            self.view.silent = now - self._last_seen > SILENT_HEARTBEATS * self._timeouts.heartbeat_s
+            self.view.note_silence(now - self._last_seen > SILENT_HEARTBEATS * self._timeouts.heartbeat_s)
         for payload in self.outbox.due(now):
             self._send(payload)
         if now >= self._next_beat:
@@ -308,7 +308,7 @@ class NodeLink:
         view, self.view, self._welcomed = self.view, None, None
         self.outbox.clear()
         if view is not None:
-            view.lost = True
+            view.note_lost()
             if view.draining:
                 logger.info("node %s at %s left", view.info.node_id, self.address)
             else:

@@ -99,6 +99,15 @@ class NodeView:
         self.idle_at = max(self.idle_at, now) + num_tokens * self.prefill_s_per_token
         self.num_new_tokens += num_new_tokens
 
+    def note_silence(self, silent: bool) -> None:
+        self.silent = silent
+
+    def note_draining(self) -> None:
+        self.draining = True
+
+    def note_lost(self) -> None:
+        self.lost = True
+
     def note_status(self, status: Status, now: float) -> None:
         """A node's step loop publishes its load a moment after its I/O thread took a message. What was placed after
         the ping is surely not in the answer; what was placed just before it may be, or may even be done."""

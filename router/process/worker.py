@@ -96,8 +96,7 @@ class Worker:
         self._server = server = Server(
             make_app(service, self._api_keys, self._chat), last_resort_s, self._http_limits()
         )
-        for address in self._options.nodes:
-            cluster.add(address)
+        service.connect()
         tasks = [watched_task(self._tick(server, on_beat), "tick")]
         if sources.discovery is not None:
             tasks.append(lasting_task(partial(cluster.follow, sources.discovery), "discovery"))

@@ -49,8 +49,6 @@ class Dispatcher:
         self._by_id: dict[str, Generation] = {}
         self._orphans = Orphans()
         self._times = TokenTimes(metrics)
-        cluster.on_up, cluster.on_lost = self._on_up, self._on_lost
-        cluster.on_message, cluster.on_room = self._on_message, self._on_room
 
     def start(self, generation: Generation) -> None:
         self.active.add(generation)
@@ -74,7 +72,7 @@ class Dispatcher:
 
     # --- events of the cluster --------------------------------------------------------------------------------
 
-    def _on_message(self, node: NodeKey, message: RequestMessage) -> None:
+    def on_message(self, node: NodeKey, message: RequestMessage) -> None:
         now = self._clock()
         if isinstance(message, Tokens):
             self._on_tokens(node, message, now)
@@ -104,12 +102,12 @@ class Dispatcher:
                 self._give_up(generation)
         self._times.end()
 
-    def _on_up(self, node: NodeKey) -> None:
+    def on_up(self, node: NodeKey) -> None:
         """A node whose connection broke, and that lives, must not go on with attempts that were given up."""
         for request_id, attempt in self._orphans.returned(node):
             self._cluster.send(node, Cancel(request_id=request_id, attempt=attempt), self._clock())
 
-    def _on_lost(self, node: NodeKey, reason: str) -> None:
+    def on_lost(self, node: NodeKey, reason: str) -> None:
         self._metrics.nodes_lost.inc()
         now = self._clock()
         orphans: Work = set()
@@ -121,7 +119,7 @@ class Dispatcher:
                 self._give_up(generation)
         self._orphans.lost(node, orphans)
 
-    def _on_room(self) -> None:
+    def on_room(self) -> None:
         for request_id, generation in list(self.waiting.items()):
             try:
                 self.carry_out(generation, [Place(request_id)])
@@ -228,6 +226,6 @@ class Dispatcher:
             error = outcome.error
             is_of_nodes = isinstance(error, NoNodeError | NodeFailedError)
             if is_of_nodes and (why := self._cluster.why_none_takes(machine.spec.most_tokens)):
-                error.message += f": {why}"
+                error.add(f": {why}")
             self._metrics.ends.labels(error.code or error.type).inc()
             generation.listener.failed(generation.prompt_index, error)

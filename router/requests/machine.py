@@ -147,7 +147,7 @@ class RequestMachine:
                 message = f"no node could take the request within {self.spec.queue_s:g} s"
                 if attempt.error is None:
                     return self._fail(NoNodeError(message, request_id=self.spec.request_id))
-                attempt.error.message += f"; since then {message}"
+                attempt.error.add(f"; since then {message}")
                 return self._fail(attempt.error)
             return [Place(attempt.request_id)] if now >= attempt.not_before else []
         if attempt.state is AttemptState.PLACED and in_state_s >= self.spec.accept_s:

@@ -97,7 +97,7 @@ class Attempt:
     def with_history(self, error: TandemError) -> TandemError:
         """The error that ended it; if others were before, with how many and the one before."""
         if self.num_failures and self.error is not None:
-            error.message += f" (failure {self.num_failures + 1} of the request; before: {self.error.message})"
+            error.add(f" (failure {self.num_failures + 1} of the request; before: {self.error.message})")
         return error
 
     def check_integrity(self) -> None:

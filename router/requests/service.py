@@ -53,6 +53,10 @@ class CompletionService:
         self._dispatcher = Dispatcher(cluster, metrics, clock)
         self._rebalancer = Rebalancer(options, cluster, self._dispatcher.carry_out)
 
+    def connect(self) -> None:
+        """From here on nodes are connected to, and heard."""
+        self.cluster.start(self._dispatcher)
+
     @property
     def num_active(self) -> int:
         """Prompts whose end, cancels included, is not yet known to every node."""

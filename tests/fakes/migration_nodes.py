@@ -41,6 +41,12 @@ class Seq:
     num_preemptions: int = 0
     block_ids: tuple[int, ...] = ()
 
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
     @property
     def num_uncomputed_tokens(self) -> int:
         return 1

@@ -57,7 +57,7 @@ def make_stream(tokenizer: Tokenizer, client: Client, overflows: list[bool], n: 
 async def endpoint(stream: EventStream, client: Client) -> None:
     """As the endpoint does; a batch takes a turn of the event loop to be written."""
     batch = await stream.next_batch()
-    stream.begun = True
+    stream.begin()
     while batch:
         await asyncio.sleep(0)
         client.written.append(batch)
