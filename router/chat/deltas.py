@@ -36,6 +36,22 @@ class CallArguments:
 Delta = Reasoning | Content | CallStart | CallArguments
 
 
+def merged(deltas: list[Delta]) -> list[Delta]:
+    """The same in fewer: neighbours that continue each other are one."""
+    found = deltas[:1]
+    for delta in deltas[1:]:
+        last = found[-1]
+        if isinstance(delta, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + delta.text)
+        elif isinstance(delta, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + delta.text)
+        elif isinstance(delta, CallArguments) and isinstance(last, CallArguments) and delta.index == last.index:
+            found[-1] = CallArguments(last.index, last.text + delta.text)
+        else:
+            found.append(delta)
+    return found
+
+
 class OutputParser(Protocol):
     """However a text is cut, the deltas of its parts add up to the same. Neither call raises, whatever the text."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.chat_body import ChatBody
-from tandem.router.chat.deltas import CallArguments, CallStart, Content, Delta, Message, Reasoning
+from tandem.router.chat.deltas import CallArguments, CallStart, Content, Delta, Message, Reasoning, merged
 from tandem.router.http.responses import encode, frame, head, usage_end
 from tandem.router.requests.sample_output import ChatLogprobs, Piece
 from tandem.router.text.completion import ModelFacts
@@ -32,7 +32,7 @@ class ChatOutput:
             self.num_reasoning_tokens += len(piece.token_ids)
         if piece.finish_reason is not None:
             deltas += self._parser.finish()
-        return [delta for delta in deltas if self._is_shown(delta)]
+        return merged([delta for delta in deltas if self._is_shown(delta)])
 
     def _is_shown(self, delta: Delta) -> bool:
         if isinstance(delta, CallStart | CallArguments):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.contracts.errors import ConfigError
-from tandem.router.chat.deltas import Call, Message, OutputParser
+from tandem.router.chat.deltas import Call, CallArguments, CallStart, Content, Message, OutputParser, Reasoning, merged
 from tandem.router.chat.parsers import AUTO, CALL_PARSERS, NONE, Parsers, choose_parsers
 from tandem.router.chat.thinking import BEGIN as THINK
 
@@ -158,6 +158,20 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     assert known.calls == [Call("f", '{"a": [1, ')]
     known.add(parser.feed('"b\\'))
     assert known.calls == [Call("f", '{"a": [1, "b\\')]
+
+
+def test_neighbours_that_continue_each_other_are_one() -> None:
+    first, second = CallArguments(0, "{"), CallArguments(0, "}")
+    deltas = [Reasoning("a"), Reasoning("b"), Content("c"), Content("d"), CallStart(0, "f"), first, second]
+    others = [CallStart(1, "g"), CallArguments(1, "{}")]
+    assert merged([*deltas, *others]) == [
+        Reasoning("ab"),
+        Content("cd"),
+        CallStart(0, "f"),
+        CallArguments(0, "{}"),
+        *others,
+    ]
+    assert merged([]) == []
 
 
 MARKS = ["<think>", "</think>", "{", "}", "[", "]", '"', "\\", ",", ":", ";", " ", "\n", "a", "functions.f", "é"]
