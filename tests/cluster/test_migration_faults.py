@@ -120,11 +120,11 @@ def test_a_full_target_leaves_it_where_it_is() -> None:
     """The router believes that there is room: its view is older than what took it."""
     with (
         node("decode") as source,
-        node("decode", num_blocks=40) as target,
+        node("decode", num_blocks=128) as target,
         world_of(source.info.control_address) as world,
     ):
         stream = world.stream()
-        target.process.logic.sink.line._headroom = 25
+        target.process.logic.sink.line._headroom = 113
         world.add(target.info.control_address)
         source.process.loop.begin_drain()
         world.check_end(stream)

@@ -11,7 +11,7 @@ from tier_nodes import LENGTHS, NUM_BLOCKS, NUM_HITS, Asker, References, always_
 from in_process_cluster import Client, Node, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.requests import FlushBlocks
-from tandem.node import process
+from tandem.node import report
 from tiny_models import random_prompt, tiny_model
 
 BLOCK_BYTES = 12288
@@ -97,7 +97,7 @@ def test_a_decode_node_need_not_be_sent_what_its_host_memory_has(
 ) -> None:
     """Where it would have to come from another host."""
     names = iter(hosts)
-    monkeypatch.setattr(process, "host_id", lambda: next(names))
+    monkeypatch.setattr(report, "host_id", lambda: next(names))
     counts = {"decode": 24, "prefill": 96}
     options = [node_options(role, tiny_model("llama"), num_blocks=counts[role], transport="tcp") for role in counts]
     nodes = [always_loading(Node(each)) for each in options]
