@@ -23,6 +23,7 @@ import redis
 
 from tandem.deploy.redis_server import RedisServer
 from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.directory.mirror import Mirror
 from tandem.kv_connector.directory.publisher import RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
@@ -127,7 +128,7 @@ def measure_lookups(num_nodes: int, num_entries: int) -> None:
         rng = random.Random(size)
         mirror, sequences = Mirror(2 * size), [0] * num_nodes
         for number in range(num_nodes):
-            mirror.adopt((f"node-{number:03}", 1))
+            mirror.adopt(NodeKey(f"node-{number:03}", 1))
 
         def store(number: int, hashes: bytes, mirror: Mirror = mirror, sequences: list[int] = sequences) -> None:
             sequences[number] += 1

@@ -35,7 +35,7 @@ from typing import Any
 from handoff_timeline import draw, handoffs, read_folder, summary
 from servers import Ready, node_counters, started_server, started_single_nodes
 
-from tandem.deploy.bench.load import Sample, open_loop, percentile, request_once
+from tandem.deploy.bench.load import RequestTimes, open_loop, percentile, request_once
 from tandem.deploy.launch.cluster_plan import count_gpus
 
 TTFT_S, TPOT_S = 0.3, 0.007
@@ -80,7 +80,7 @@ class Mixed:
     ok: float
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Mixed:
+    def of(cls, samples: Sequence[RequestTimes]) -> Mixed:
         good = [s for s in samples if not s.error and len(s.event_times) > 1]
         gaps = [s.event_times[1] - s.event_times[0] for s in good]
         later = [b - a for s in good for a, b in zip(s.event_times[1:], s.event_times[2:], strict=False)]
@@ -109,7 +109,7 @@ class Server:
 
 
 def measure_alone(server: Server, url: str, shapes: Sequence[Shape], count: int) -> None:
-    async def one_at_a_time(shape: Shape) -> list[Sample]:
+    async def one_at_a_time(shape: Shape) -> list[RequestTimes]:
         rng = random.Random(shape.num_prompt)
         return [await request_once(url, shape.body(rng)) for _ in range(count + 1)][1:]
 
@@ -127,7 +127,7 @@ def measure_mixed(server: Server, url: str, shapes: Sequence[Shape], rate: float
     rng = random.Random(int(rate))
     plan = [(shapes[rng.random() < LONG_SHARE], index) for index in range(count)]
 
-    async def one(arrival: tuple[Shape, int]) -> Sample:
+    async def one(arrival: tuple[Shape, int]) -> RequestTimes:
         shape, seed = arrival
         return await request_once(url, shape.body(random.Random(seed)))
 

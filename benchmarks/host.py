@@ -25,11 +25,12 @@ import zmq
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions, Timeouts
 from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Status, Welcome
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, peer_id_of
+from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.requests import Submit, TokenDelta, Tokens
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import DecodeBatch
@@ -108,7 +109,7 @@ class Node:
         submits = [make_submit(index) for index in range(self.num_rows)]
         begin = time.thread_time()
         for index, submit in enumerate(submits):
-            self.logic.on_control(Received(router_id(index % NUM_ROUTERS), submit), 0.0)
+            self.logic.on_control(Received(router_key(index % NUM_ROUTERS), submit), 0.0)
         while self.logic.scheduler.waiting:
             self.step(lambda *_: None)
         return time.thread_time() - begin
@@ -131,8 +132,8 @@ class Node:
         self.logic.on_engine_events(events)
         outbox = self.logic.drain_outbox()
         stamps.append(time.thread_time_ns())
-        for peer_id, message in outbox:
-            send(peer_id, codec.encode(message))
+        for to, message in outbox:
+            send(to, codec.encode(message))
         stamps.append(time.thread_time_ns())
         for part, begin, end in zip(PARTS, stamps[:-1], stamps[1:], strict=True):
             self.took_ns[part].append(end - begin)
@@ -142,8 +143,8 @@ def node_info() -> NodeInfo:
     return NodeInfo(node_id="host", epoch=1, role="unified")
 
 
-def router_id(index: int) -> str:
-    return peer_id_of(f"router-{index}", 1)
+def router_key(index: int) -> NodeKey:
+    return NodeKey(f"router-{index}", 1)
 
 
 def make_submit(index: int) -> Submit:
@@ -215,8 +216,8 @@ class Plane:
         """(I/O thread's, sender's) CPU microseconds for one outbox, sent every `pause_s` as a step loop does."""
         process, thread = time.process_time(), time.thread_time()
         for outbox in outboxes:
-            for peer_id, message in outbox:
-                self._outgoing.send(peer_id, message)
+            for to, message in outbox:
+                self._outgoing.send(to, message)
             time.sleep(pause_s)
         process, thread = time.process_time() - process, time.thread_time() - thread
         return 1e6 * (process - thread) / len(outboxes), 1e6 * thread / len(outboxes)
@@ -238,7 +239,7 @@ def measure(num_rows: int, num_steps: int, plane: Plane) -> str:
     total, floor = sum(parts.values()), wire_floor_us(num_rows)
     name = f"cmpl-{0:032x}"
     outbox = [
-        (router_id(r), Tokens(deltas=tuple(TokenDelta(name, 1, 0, 7, (i,)) for i in range(r, num_rows, NUM_ROUTERS))))
+        (router_key(r), Tokens(deltas=tuple(TokenDelta(name, 1, 0, 7, (i,)) for i in range(r, num_rows, NUM_ROUTERS))))
         for r in range(min(NUM_ROUTERS, num_rows))
     ]
     io_us, send_us = plane.cpu_us([outbox] * (num_steps // 2), 0.004)

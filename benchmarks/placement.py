@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.engine.contracts.hashing import PromptHashes, hash_blocks
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.directory.mirror import Mirror
@@ -47,7 +48,7 @@ class Bed:
     def __post_init__(self) -> None:
         count = self.arguments.nodes
         roles = ["prefill" if index % 2 else "decode" for index in range(count)]
-        self.owners = [(f"node-{index:03}", index + 1) for index in range(count)]
+        self.owners = [NodeKey(f"node-{index:03}", index + 1) for index in range(count)]
         self.nodes = [
             NodeView(
                 NodeInfo(node_id=owner[0], epoch=owner[1], role=role),  # type: ignore[arg-type]

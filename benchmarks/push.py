@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVGrant
@@ -36,7 +37,7 @@ from tandem.kernels.blocks.digest_pass import SumPasses
 from tandem.kernels.check.measure import median_event_seconds
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
 from tandem.kv_connector.layouts.layer_groups import push_groups
-from tandem.kv_connector.protocol.jobs import Finalize, HandoffKey, LayerPush, ReadySent, StepMoves, digest_key
+from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, ReadySent, StepMoves, digest_key
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tandem.kv_connector.transports.base import PairSums, RegisteredPool, Write
@@ -95,7 +96,7 @@ def measure_wire(ways: Sequence[Way], repeat: int) -> dict[str, float]:
     places = [random.Random(seed).sample(range(2 * num_blocks), num_blocks) for seed in range(2)]
     pairs = list(zip(*places, strict=True))
     valid = [LLAMA_8B.block_size] * num_blocks
-    grant = make_grant(("wire", 0), places[1], num_blocks * LLAMA_8B.block_size)
+    grant = make_grant(AttemptKey("wire", 0), places[1], num_blocks * LLAMA_8B.block_size)
     plain = seconds(lambda: sink[:num_blocks].copy_(source[:num_blocks], non_blocking=True), repeat)
 
     def push(layers: range | None, with_sums: bool) -> None:
@@ -120,10 +121,11 @@ def measure_wire(ways: Sequence[Way], repeat: int) -> dict[str, float]:
     return found
 
 
-def make_grant(key: HandoffKey, block_ids: Sequence[int], num_tokens: int) -> KVGrant:
+def make_grant(key: AttemptKey, block_ids: Sequence[int], num_tokens: int) -> KVGrant:
     return KVGrant(
-        request_id=key[0], attempt=0, grant_id=hash(key) & (1 << 62) - 1, source_id="p", source_epoch=1, sink_id="d",
-        sink_epoch=2, first_block=0, block_ids=tuple(block_ids), num_prompt_tokens=num_tokens, lease_s=60.0,
+        request_id=key.request_id, attempt=0, grant_id=hash(key) & (1 << 62) - 1, source_id="p", source_epoch=1,
+        sink_id="d", sink_epoch=2, first_block=0, block_ids=tuple(block_ids), num_prompt_tokens=num_tokens,
+        lease_s=60.0,
     )  # fmt: skip
 
 
@@ -136,7 +138,7 @@ class Prefill:
     sink_pool: torch.Tensor  # the mapping knows its address only
     transfer: TransferWorker
     events: list[object]
-    grant_of: Callable[[HandoffKey, int], KVGrant]
+    grant_of: Callable[[AttemptKey, int], KVGrant]
     num_steps: int = 0
 
     def run(self, num_tokens: int, pushes: bool, digests: bool) -> tuple[float, float]:
@@ -144,7 +146,7 @@ class Prefill:
         block_size = self.loaded.layout.block_size
         num_blocks = -(-num_tokens // block_size)
         self.num_steps += 1
-        key: HandoffKey = (f"r{self.num_steps}", 0)
+        key = AttemptKey(f"r{self.num_steps}", 0)
         grant, meta = self.grant_of(key, num_blocks), None
         blocks, last = tuple(range(num_blocks)), num_tokens - (num_blocks - 1) * block_size
         valid = (*[block_size] * (num_blocks - 1), last)
@@ -164,7 +166,7 @@ class Prefill:
         self.runner.execute(step).result()
         took = time.perf_counter() - began
         if pushes:
-            self.transfer.submit(Finalize(key, grant, 0, blocks, last, digest_key(*key, grant.grant_id), (), digests))
+            self.transfer.submit(Finalize(key, grant, 0, blocks, last, digest_key(key, grant.grant_id), (), digests))
             while not any(isinstance(event, ReadySent) and event.key == key for event in self.events):
                 time.sleep(2e-5)
         return took, time.perf_counter() - began
@@ -181,12 +183,12 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
     options = with_device_defaults(options, loaded.device)
     num_blocks = -(-num_tokens // loaded.layout.block_size) + 1
     pools = allocate_pool(loaded.layout, num_blocks, "cuda:0"), allocate_pool(loaded.layout, num_blocks, "cuda:1")
-    registered = RegisteredPool(pools[0], loaded.layout, "p", 1)
+    registered = RegisteredPool(pools[0], loaded.layout, NodeKey("p", 1))
     sink = NodeInfo(node_id="d", epoch=2, role="decode", layout=loaded.layout)
     events: list[object] = []
     mapping = SameProcessMapping(pools)
     transfer = TransferWorker(
-        pools[0], loaded.layout, ("p", 1),
+        pools[0], loaded.layout, NodeKey("p", 1),
         lambda peer, on_lost: MappedChannel(registered, peer, mapping, on_lost),
         events.append, lambda sink_id, ready: None, lambda *lost: print("lost:", *lost),
     )  # fmt: skip
@@ -198,8 +200,8 @@ def make_prefill(model: str, load_format: str, num_tokens: int) -> Prefill:
     transfer.start()
     transfer.connect_peer(sink)
 
-    def grant_of(key: HandoffKey, count: int) -> KVGrant:
-        return make_grant(key, random.Random(key[0]).sample(range(num_blocks), count), num_tokens)
+    def grant_of(key: AttemptKey, count: int) -> KVGrant:
+        return make_grant(key, random.Random(key.request_id).sample(range(num_blocks), count), num_tokens)
 
     return Prefill(loaded, runner, pools[1], transfer, events, grant_of)
 

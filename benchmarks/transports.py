@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 import torch
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVGrant
@@ -57,11 +58,11 @@ class BenchNode:
         storage = self.transports.pool_storage(pool_bytes(LAYOUT, num_blocks))
         self.pool = allocate_pool(LAYOUT, num_blocks, device, storage)
         self.pool.view(torch.int16).fill_(1)  # every page exists before anything is timed
-        epoch = secrets.randbits(64)
-        self.transports.register(self.pool, LAYOUT, name, epoch)
+        key = NodeKey(name, secrets.randbits(64))
+        self.transports.register(self.pool, LAYOUT, key)
         self.info = NodeInfo(
-            node_id=name,
-            epoch=epoch,
+            node_id=key.node_id,
+            epoch=key.epoch,
             role="unified",
             host_id=host_id(),
             pid=os.getpid(),
@@ -89,10 +90,10 @@ class Ours(Way):
         self._transfer = TransferWorker(
             node.pool,
             LAYOUT,
-            (node.info.node_id, node.info.epoch),
+            node.info.key,
             lambda peer, on_lost: node.transports.connect(node.info, peer, on_lost),
             self._ready.put,
-            lambda peer_id, message: None,
+            lambda to, message: None,
             lambda *lost: self._ready.put(lost),
         )
         self._transfer.start()

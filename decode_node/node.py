@@ -56,7 +56,7 @@ class DecodeNode(HandoffNode):
         super().stop(entry, now)
         self._ticket_loads.forget(entry.request)
         if entry.submit.mode == "decode":
-            self.sink.cancel(entry.request.request_id, entry.request.attempt, now)
+            self.sink.cancel(entry.request.key, now)
             self._take_outcomes(now)
 
     def on_sink_outcome(self, outcome: SinkOutcome) -> None:
@@ -75,7 +75,7 @@ class DecodeNode(HandoffNode):
         """Whether the KV of its prompt comes from another host. A peer that was not greeted yet may be one."""
         peer = entry.submit.peer
         assert peer is not None, "a decode node is told who hands over"
-        info = self.source.peers.get(peer.node_id, peer.epoch)
+        info = self.source.peers.get(peer.key)
         return info is not None and info.host_id != self.info.host_id and not entry.submit.is_running
 
     def _expect(self, entry: AcceptedRequest, now: float) -> None:

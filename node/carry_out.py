@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import (
     KVClaim,
     KVCommitted,
@@ -60,7 +61,7 @@ class HandsOff(Protocol):
 
 
 class Effects:
-    """`apply` runs on the step loop; nothing in it waits for a peer. `send` (peer_id, message) is the control plane's,
+    """`apply` runs on the step loop; nothing in it waits for a peer. `send` (to whom, message) is the control plane's,
     `post` the loop's inbox."""
 
     def __init__(
@@ -70,7 +71,7 @@ class Effects:
         transports: NodeTransports,
         transfer: TransferWorker,
         worker: ConnectorWorker,
-        send: Callable[[str, Message], None],
+        send: Callable[[NodeKey, Message], None],
         post: Callable[[object], None],
     ) -> None:
         self._info = info
@@ -82,12 +83,12 @@ class Effects:
         self._post = post
 
     def apply(self) -> None:
-        """In the order in which it was decided: a grant is open before its source hears of it."""
+        """Carries out what was decided, in that order: a grant is open before its source hears of it."""
         if self._logic is None:
             return
         for effect in self._logic.drain_effects():
             if isinstance(effect, Send):
-                self._send(effect.peer_id, effect.message)
+                self._send(effect.to, effect.message)
             elif isinstance(effect, PeerEffect):
                 self._on_peer(effect)
             elif isinstance(effect, TransportCommand):
@@ -101,7 +102,7 @@ class Effects:
         if isinstance(effect, OpenChannel):
             self._transfer.connect_peer(effect.peer)
         elif isinstance(effect, CloseChannel):
-            self._transfer.drop_peer(effect.node_id, effect.epoch)
+            self._transfer.drop_peer(effect.node)
         elif isinstance(effect, AdmitSource):
             # Where no descriptor is left to watch it by, this node ends: a source that nobody watches could write into
             # blocks that are given to others.
@@ -110,8 +111,8 @@ class Effects:
             except TandemError as error:  # of what it says it exports, or it is gone: it costs this peer
                 limited.warning("%s can't hand KV to this node: %r", effect.peer.node_id, error)
         else:
-            fenced = Fenced(effect.node_id, effect.epoch)
-            self._transports.fence(effect.node_id, effect.epoch).add_done_callback(lambda _: self._post(fenced))
+            fenced = Fenced(effect.node)
+            self._transports.fence(effect.node).add_done_callback(lambda _: self._post(fenced))
 
     def _on_command(self, command: TransportCommand) -> None:
         if isinstance(command, OpenGrant):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.parts import Continuation, Message
 from tandem.engine.contracts.wire.requests import Migrate, Migrated
 from tandem.engine.scheduling.request import Request, RequestState
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol import outcomes
-from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.outcomes import HandoffCompleted, SourceOutcome
 from tandem.kv_connector.source.manager import SourceManager
 from tandem.node.requests import RequestBook
@@ -43,7 +43,7 @@ class Departure:
     """`reason` is set when nothing comes of it any more; it stays until no transfer reads its blocks."""
 
     order: Migrate
-    router_id: str
+    router: NodeKey
     request: Request
     most_tokens: int
     num_preemptions: int
@@ -53,7 +53,7 @@ class Departure:
     reason: str = ""
 
     @property
-    def key(self) -> HandoffKey:
+    def key(self) -> AttemptKey:
         return self.order.successor
 
 
@@ -64,31 +64,31 @@ class Departures:
     def __init__(self, source: SourceManager, scheduler: Scheduler, book: RequestBook) -> None:
         self.counters = MigrationCounters()
         self._source, self._scheduler, self._book = source, scheduler, book
-        self._departures: dict[HandoffKey, Departure] = {}
-        self._outbox: list[tuple[str, Message]] = []
+        self._departures: dict[AttemptKey, Departure] = {}
+        self._outbox: list[tuple[NodeKey, Message]] = []
 
     # --- events in ------------------------------------------------------------------------------------------
 
-    def begin(self, router_id: str, order: Migrate, now: float) -> bool:
+    def begin(self, router: NodeKey, order: Migrate, now: float) -> bool:
         """Whether its peer is needed now. False: a repetition, or answered at once."""
         if order.successor in self._departures or self._source.knows(order.successor):
             return False
-        entry = self._book.entries.get((order.request_id, order.attempt))
-        request = self._scheduler.sequence_of((order.request_id, order.attempt), order.sample_index)
+        entry = self._book.entries.get(order.key)
+        request = self._scheduler.sequence_of(order.key, order.sample_index)
         problem = ""
-        if entry is None or entry.router_id != router_id or request is None:
+        if entry is None or entry.router != router or request is None:
             problem = outcomes.UNKNOWN
         elif request.state is not RequestState.RUNNING or request.num_uncomputed_tokens > 1:
             problem = outcomes.NOT_DECODING
         elif order.num_tokens > request.num_tokens or any(d.request is request for d in self._departures.values()):
             problem = outcomes.UNKNOWN
         if problem or request is None:
-            self._answer(router_id, order, problem)
+            self._answer(router, order, problem)
             return False
         growth = max(GROWTH_BLOCKS * self._scheduler.block_size, LEAST_GROWTH_TOKENS)
         most_tokens = min(request.num_launched_tokens + growth, request.max_num_tokens)
         least_tokens = request.num_launched_tokens
-        departure = Departure(order, router_id, request, most_tokens, request.num_preemptions, least_tokens)
+        departure = Departure(order, router, request, most_tokens, request.num_preemptions, least_tokens)
         self._departures[order.successor] = departure
         self.counters.started += 1
         self._source.follow(order.successor, order.peer, most_tokens, now + order.deadline_s, now)
@@ -113,7 +113,7 @@ class Departures:
                 departure.request.resume()
                 del self._departures[departure.key]
 
-    def drain_outbox(self) -> list[tuple[str, Message]]:
+    def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -170,21 +170,21 @@ class Departures:
         self.counters.tokens += request.num_tokens
         self.counters.pause_s += now - departure.paused_at
         del self._departures[departure.key]
-        self._scheduler.abort(order.request_id, order.attempt, (order.sample_index,))
+        self._scheduler.abort(order.key, (order.sample_index,))
         self._book.sample_left(request.key, order.sample_index)
-        self._answer(departure.router_id, order, "")
+        self._answer(departure.router, order, "")
 
     def _stay(self, departure: Departure, reason: str) -> None:
         # One that was cancelled may have arrived, and its successor may be why.
         self.counters.failed += departure.request.state is not RequestState.FINISHED
         departure.reason = reason or outcomes.UNKNOWN
-        self._answer(departure.router_id, departure.order, departure.reason)
+        self._answer(departure.router, departure.order, departure.reason)
 
     def _cancel(self, departure: Departure, reason: str, now: float) -> None:
         self._stay(departure, reason)
-        self._source.cancel(*departure.key, now)
+        self._source.cancel(departure.key, now)
 
-    def _answer(self, router_id: str, order: Migrate, reason: str) -> None:
+    def _answer(self, router: NodeKey, order: Migrate, reason: str) -> None:
         answer = Migrated(
             request_id=order.request_id,
             attempt=order.attempt,
@@ -192,4 +192,4 @@ class Departures:
             successor=order.successor,
             reason=reason,
         )
-        self._outbox.append((router_id, answer))
+        self._outbox.append((router, answer))

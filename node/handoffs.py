@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections import deque
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVPull, KVReady, KVRelease
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, parts_of_peer_id
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Migrate
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol import outcomes
@@ -82,18 +83,18 @@ class HandoffNode(ServingNode):
 
     # --- events in ------------------------------------------------------------------------------------------
 
-    def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
+    def on_peer_message(self, sender: NodeKey, message: Message, now: float) -> None:
         if isinstance(message, Migrate):
-            if self.migrations.begin(peer_id, message, now):
+            if self.migrations.begin(sender, message, now):
                 self._connects.append(message.peer)
-        elif self.source.peers.get(*parts_of_peer_id(peer_id)) is None:
+        elif self.source.peers.get(sender) is None:
             self.sink.drop_foreign()  # of a router
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
-            self.sink.on_message(peer_id, message, now)
+            self.sink.on_message(sender, message, now)
         elif isinstance(message, KVPull):
-            self.holder.on_pull(peer_id, message, now)
+            self.holder.on_pull(sender, message, now)
         else:
-            self.source.on_message(peer_id, message, now)
+            self.source.on_message(sender, message, now)
         self._take_outcomes(now)
 
     def on_peer_up(self, info: NodeInfo, now: float) -> None:
@@ -102,20 +103,20 @@ class HandoffNode(ServingNode):
         self.asker.peer_connected(info)
         self._take_outcomes(now)
 
-    def on_peer_lost(self, peer_id: str, info: NodeInfo, is_alive: bool, now: float) -> None:
+    def on_peer_lost(self, peer: NodeKey, is_alive: bool, now: float) -> None:
         if is_alive:
-            self._connects += self.source.peers.forgot(info.node_id, info.epoch, now)
+            self._connects += self.source.peers.forgot(peer, now)
         else:
-            self.source.peers.lost(info.node_id, info.epoch)
-        self.sink.peers.lost(info.node_id, info.epoch)
-        self.holder.peer_lost(peer_id)
+            self.source.peers.lost(peer)
+        self.sink.peers.lost(peer)
+        self.holder.peer_lost(peer)
         self._take_outcomes(now)
-        self.asker.peer_lost(info.node_id, info.epoch)
+        self.asker.peer_lost(peer)
 
     def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None:
-        self.source.peers.lost(ref.node_id, ref.epoch, f"{outcomes.SINK_REFUSED}: {reason}")
+        self.source.peers.lost(ref.key, f"{outcomes.SINK_REFUSED}: {reason}")
         self._take_outcomes(now)
-        self.asker.peer_lost(ref.node_id, ref.epoch)
+        self.asker.peer_lost(ref.key)
 
     def on_transfer(self, event: object, now: float) -> None:
         if isinstance(event, Verified | Fenced):
@@ -142,7 +143,7 @@ class HandoffNode(ServingNode):
         effects, self._effects = self._effects, []
         return effects
 
-    def handoff_outbox(self) -> list[tuple[str, Message]]:
+    def handoff_outbox(self) -> list[tuple[NodeKey, Message]]:
         return self.asker.drain_outbox() + self.holder.drain_outbox() + self.migrations.drain_outbox()
 
     def drain_connects(self) -> list[PeerRef]:

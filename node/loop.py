@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import Message, PeerRef
 from tandem.engine.scheduling.core import EngineCore
@@ -46,7 +47,7 @@ class NodeLogic(Protocol):
 
     def on_engine_events(self, events: Sequence[EngineEvent]) -> None: ...
 
-    def drain_outbox(self) -> list[tuple[str, Message]]: ...
+    def drain_outbox(self) -> list[tuple[NodeKey, Message]]: ...
 
     def drain_connects(self) -> list[PeerRef]: ...
 
@@ -61,7 +62,7 @@ class NodeLogic(Protocol):
 class ControlSender(Protocol):
     """See node/control/outgoing.py."""
 
-    def send(self, peer_id: str, message: Message) -> None: ...
+    def send(self, to: NodeKey, message: Message) -> None: ...
 
     def connect(self, ref: PeerRef) -> None: ...
 
@@ -243,8 +244,8 @@ class NodeLoop:
         self._apply_effects()  # hand-offs' messages among them, each behind what it speaks of
         for ref in self._logic.drain_connects():
             self._control.connect(ref)
-        for peer_id, message in self._logic.drain_outbox():
-            self._control.send(peer_id, message)
+        for to, message in self._logic.drain_outbox():
+            self._control.send(to, message)
         now = time.monotonic()
         if now >= self._next_status:
             self._next_status = now + STATUS_EVERY_S

@@ -23,9 +23,10 @@ import zmq
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError, HandshakeError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
-from tandem.engine.contracts.wire.parts import NodeInfo, peer_id_of
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.watched import end_process, end_with_any_thread
@@ -42,7 +43,7 @@ from tandem.kv_connector.protocol.peer_effects import PeerFailed
 from tandem.kv_connector.tiers.jobs import JobDone
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
-from tandem.kv_connector.transfer.trace import HandoffTrace
+from tandem.kv_connector.transfer.trace import NO_REQUEST, HandoffTrace
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.carry_out import Effects, is_urgent
 from tandem.node.context import NodeContext, make_clock
@@ -98,10 +99,10 @@ class NodeProcess:
         self.options = options = with_device_defaults(options, loaded.device)
         num_blocks = size_pool(loaded, options)
         self.loaded = with_length_that_fits(loaded, options, num_blocks)
-        node_id, epoch = options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64)
+        key = NodeKey(options.node_id or f"{options.role}-{secrets.token_hex(3)}", secrets.randbits(64))
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._clock, self._board = make_clock(options.role), LoopBoard()
-        self.trace = HandoffTrace(options.handoff_trace, node_id) if options.handoff_trace else None
+        self.trace = HandoffTrace(options.handoff_trace, key.node_id) if options.handoff_trace else None
         self.turn_times = self._make_turn_times()
 
         self.transports = NodeTransports(transports_of(options, self.loaded, self.keys), options.transport)
@@ -109,11 +110,11 @@ class NodeProcess:
         memory = allocate_node_pool(self.loaded, num_blocks, self.transports, self.ranks)
         rate, post = self._clock.prompt_rate, self._inbox.put
         self.tiers = make_tiers(options, self.pool, memory.tensor, self.loaded, rate, post)
-        self.transports.register(memory.tensor, memory.layout, node_id, epoch, memory.ranks)
+        self.transports.register(memory.tensor, memory.layout, key, memory.ranks)
 
         sockets = ControlSockets(self.keys)
         address = advertised(sockets.bind(options.host, options.port), options.advertise_host)
-        self.info = describe(options, self.loaded, memory.layout, node_id, epoch, address, self.transports.exports())
+        self.info = describe(options, self.loaded, memory.layout, key, address, self.transports.exports())
         self._outgoing = Outgoing(sockets.wake, None if self.trace is None else partial(self.trace.message, "sent"))
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
@@ -180,10 +181,10 @@ class NodeProcess:
         return TransferWorker(
             memory.tensor,
             memory.layout,
-            (self.info.node_id, self.info.epoch),
+            self.info.key,
             connect=lambda peer, on_lost: self.transports.connect(self.info, peer, on_lost),
             post_event=self._inbox.put,
-            send_ready=lambda sink, ready: self._outgoing.send(peer_id_of(sink, ready.sink_epoch), ready),
+            send_ready=self._outgoing.send,
             on_peer_lost=lambda *lost: self._inbox.put(PeerFailed(*lost)),
             fault_injection=self.options.fault_injection,
             with_digests=self.options.digests,
@@ -263,7 +264,7 @@ class NodeProcess:
             return None
         slow_s = (self.options.scheduler.itl_budget_ms + SLOW_STEP_MS) / 1e3
         trace = self.trace
-        note = None if trace is None else lambda values: trace.note(("", 0), "slow step", **values)
+        note = None if trace is None else lambda values: trace.note(NO_REQUEST, "slow step", **values)
         return TurnTimes(slow_s, time.monotonic, time.thread_time, note)
 
     def _counters(self) -> dict[str, float]:

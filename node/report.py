@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 
 from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.launcher_pipe import LauncherPipe
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def node_counters(compilations: CompilationCounter, *parts: Mapping[str, float]) -> dict[str, float]:
-    """Of everything around the node's logic: `parts`, which count for themselves, and the kernels."""
+    """Counters of everything around the node's logic: `parts`, which count for themselves, and the kernels."""
     counters: dict[str, float] = {
         "attention_fallbacks": float(sum(fallback_counts().values())),
         "kernels_compiled_late": float(compilations.num_late),
@@ -36,15 +37,14 @@ def describe(
     options: NodeOptions,
     loaded: LoadedModel,
     layout: KVLayout,
-    node_id: str,
-    epoch: int,
+    key: NodeKey,
     address: str,
     exports: dict[str, bytes],
 ) -> NodeInfo:
     """What peers are told of this node. `address`: where they reach it; `exports`: its transports'."""
     return NodeInfo(
-        node_id=node_id,
-        epoch=epoch,
+        node_id=key.node_id,
+        epoch=key.epoch,
         role=options.role,
         control_address=address,
         host_id=host_id(),
@@ -59,7 +59,7 @@ def describe(
 
 
 def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, launcher: LauncherPipe) -> None:
-    """To the log and, where one waits for it, down the pipe to whoever started this process."""
+    """Says that the node serves: in the log and, where one waits for it, down the pipe to the launcher."""
     logger.info(
         "%s serves %s at %s: %d KV blocks of %d tokens on %s, attention by %s",
         info.node_id,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.tenants import TenantShares, tenant_of_salt
 from tandem.engine.contracts.wire.parts import Message
 from tandem.engine.contracts.wire.requests import (
@@ -28,7 +29,6 @@ from tandem.engine.contracts.wire.requests import (
 from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
 from tandem.node.submit_check import problem_of
 
-Key = tuple[str, int]
 NUM_TOMBSTONES = 65536  # a guess: ended attempts that are remembered, so that a late repetition starts nothing
 
 
@@ -37,7 +37,7 @@ class AcceptedRequest:
     """A live request. `open_samples` are those that have not ended."""
 
     request: Request
-    router_id: str
+    router: NodeKey
     submit: Submit
     deadline: float
     open_samples: set[int]
@@ -54,15 +54,15 @@ class RequestBook:
     vocab_size: int
     max_model_len: int
     tenant_shares: TenantShares = field(default_factory=TenantShares)
-    entries: dict[Key, AcceptedRequest] = field(default_factory=dict)
+    entries: dict[AttemptKey, AcceptedRequest] = field(default_factory=dict)
     num_accepted: int = 0
     num_ended: int = 0
 
     def __post_init__(self) -> None:
-        self._tombstones: OrderedDict[Key, None] = OrderedDict()
-        self._deadlines: list[tuple[float, Key]] = []
-        self._outbox: list[tuple[str, Message]] = []
-        self._deltas: dict[str, list[TokenDelta]] = {}
+        self._tombstones: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._deadlines: list[tuple[float, AttemptKey]] = []
+        self._outbox: list[tuple[NodeKey, Message]] = []
+        self._deltas: dict[NodeKey, list[TokenDelta]] = {}
         self._attempts: dict[str, set[int]] = {}  # of live entries, by request id
         self._arrivals = 0
 
@@ -71,24 +71,24 @@ class RequestBook:
     def older_attempts(self, submit: Submit) -> list[AcceptedRequest]:
         """Live ones of the same request."""
         older = sorted(each for each in self._attempts.get(submit.request_id, ()) if each < submit.attempt)
-        return [self.entries[submit.request_id, attempt] for attempt in older]
+        return [self.entries[AttemptKey(submit.request_id, attempt)] for attempt in older]
 
-    def open(self, router_id: str, submit: Submit, now: float) -> AcceptedRequest | None:
+    def open(self, router: NodeKey, submit: Submit, now: float) -> AcceptedRequest | None:
         """A new entry to be started by the caller, or None when `submit` was answered here (duplicate, invalid)."""
-        key = (submit.request_id, submit.attempt)
+        key = submit.key
         if key in self.entries:
             self._accept(self.entries[key])
             return None
         if key in self._tombstones:
-            self._send(router_id, Accepted(request_id=submit.request_id, attempt=submit.attempt))
+            self._send(router, Accepted(request_id=submit.request_id, attempt=submit.attempt))
             return None
         problem = problem_of(submit, self.vocab_size, self.max_model_len)
         if problem:
-            self.refuse(router_id, submit, "invalid_request", problem, retryable=False)
+            self.refuse(router, submit, "invalid_request", problem, retryable=False)
             return None
         self.tenant_shares.note(tenant_of_salt(submit.salt), submit.cache_share)
-        request = self._make_request(router_id, submit)
-        entry = AcceptedRequest(request, router_id, submit, now + submit.deadline_s, set(submit.sample_indices))
+        request = self._make_request(router, submit)
+        entry = AcceptedRequest(request, router, submit, now + submit.deadline_s, set(submit.sample_indices))
         self.entries[key] = entry
         self._attempts.setdefault(submit.request_id, set()).add(submit.attempt)
         heapq.heappush(self._deadlines, (entry.deadline, key))
@@ -100,18 +100,20 @@ class RequestBook:
         entry.num_cached_tokens = num_cached_tokens
         self._accept(entry)
 
-    def refuse(self, router_id: str, submit: Submit, code: str, message: str, retryable: bool) -> None:
+    def refuse(self, router: NodeKey, submit: Submit, code: str, message: str, retryable: bool) -> None:
         """Answers a Submit that never got an entry."""
         self._send(
-            router_id,
+            router,
             RequestFailed(
                 request_id=submit.request_id, attempt=submit.attempt, code=code, message=message, retryable=retryable
             ),
         )
 
-    def cancel_samples(self, router_id: str, key: Key, samples: Sequence[int]) -> tuple[AcceptedRequest | None, bool]:
+    def cancel_samples(
+        self, router: NodeKey, key: AttemptKey, samples: Sequence[int]
+    ) -> tuple[AcceptedRequest | None, bool]:
         """Closes `samples` (all when empty) and answers; (the entry if it lived, whether nothing of it is left)."""
-        self._send(router_id, Cancelled(request_id=key[0], attempt=key[1], sample_indices=tuple(samples)))
+        self._send(router, Cancelled(request_id=key.request_id, attempt=key.attempt, sample_indices=tuple(samples)))
         entry = self.entries.get(key)
         if entry is None:
             self._bury(key)
@@ -135,28 +137,28 @@ class RequestBook:
                 message = PromptLogprobs(
                     request_id=entry.request.request_id, attempt=entry.request.attempt, entries=event.entries
                 )
-                self._flush(entry.router_id)
-                self._send(entry.router_id, message)
+                self._flush(entry.router)
+                self._send(entry.router, message)
             else:
                 assert isinstance(event, FailedEvent)
                 self.fail(event.request.key, event.code, event.message, event.retryable)
 
-    def fail(self, key: Key, code: str, message: str, retryable: bool) -> AcceptedRequest | None:
+    def fail(self, key: AttemptKey, code: str, message: str, retryable: bool) -> AcceptedRequest | None:
         """Ends the request with an error; None when it had ended already."""
         entry = self.entries.get(key)
         if entry is None:
             return None
-        self._flush(entry.router_id)
-        self.refuse(entry.router_id, entry.submit, code, message, retryable)
+        self._flush(entry.router)
+        self.refuse(entry.router, entry.submit, code, message, retryable)
         self._end(key)
         return entry
 
-    def prompt_left(self, key: Key) -> None:
+    def prompt_left(self, key: AttemptKey) -> None:
         """A prompt in mode "prefill" is the sink's now; nothing more comes from here."""
         if key in self.entries:
             self._end(key)
 
-    def sample_left(self, key: Key, sample_index: int) -> None:
+    def sample_left(self, key: AttemptKey, sample_index: int) -> None:
         """A running sample is another node's now; nothing more of it comes from here."""
         entry = self.entries.get(key)
         if entry is not None:
@@ -168,7 +170,7 @@ class RequestBook:
         """Tokens that another node has sent, or was about to send: the router drops those that it has."""
         key = entry.request.key
         delta = TokenDelta(*key, sample_index, output_index, tuple(token_ids))
-        self._deltas.setdefault(entry.router_id, []).append(delta)
+        self._deltas.setdefault(entry.router, []).append(delta)
 
     def expired(self, now: float) -> list[AcceptedRequest]:
         """Entries whose deadline has passed; each was told DeadlineError and has ended. The caller aborts them."""
@@ -181,24 +183,24 @@ class RequestBook:
                 ended.append(entry)
         return ended
 
-    def router_lost(self, router_id: str) -> list[AcceptedRequest]:
+    def router_lost(self, router: NodeKey) -> list[AcceptedRequest]:
         """Ends everything of that router silently. The caller aborts the entries."""
-        lost = [entry for entry in self.entries.values() if entry.router_id == router_id]
+        lost = [entry for entry in self.entries.values() if entry.router == router]
         for entry in lost:
             self._end(entry.request.key)
-        self._deltas.pop(router_id, None)
+        self._deltas.pop(router, None)
         return lost
 
-    def drain_outbox(self) -> list[tuple[str, Message]]:
-        """(router peer_id, message) in order; all tokens since the last call are one message a router."""
-        for router_id in list(self._deltas):
-            self._flush(router_id)
+    def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
+        """(router, message) in order; all tokens since the last call are one message a router."""
+        for router in list(self._deltas):
+            self._flush(router)
         outbox, self._outbox = self._outbox, []
         return outbox
 
     def check_integrity(self) -> None:
         assert self.num_accepted == self.num_ended + len(self.entries), "an accepted request ended not exactly once"
-        attempts = {(name, attempt) for name, numbers in self._attempts.items() for attempt in numbers}
+        attempts = {AttemptKey(name, attempt) for name, numbers in self._attempts.items() for attempt in numbers}
         assert attempts == self.entries.keys(), "attempts are miscounted"
         for key, entry in self.entries.items():
             assert entry.open_samples, f"{key} lives without an open sample"
@@ -206,7 +208,7 @@ class RequestBook:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _make_request(self, router_id: str, submit: Submit) -> Request:
+    def _make_request(self, router: NodeKey, submit: Submit) -> Request:
         self._arrivals += 1
         return Request(
             request_id=submit.request_id,
@@ -221,7 +223,7 @@ class RequestBook:
             use_prefix_cache=submit.use_prefix_cache,
             salt=submit.salt,
             num_public_tokens=submit.num_public_tokens,
-            owner=router_id,
+            owner=router,
         )
 
     def _on_token(self, entry: AcceptedRequest, event: TokenEvent) -> None:
@@ -238,37 +240,36 @@ class RequestBook:
             None if event.logprobs is None else (event.logprobs,),
             max(entry.num_cached_tokens, event.request.num_cached_tokens),
         )
-        self._deltas.setdefault(entry.router_id, []).append(delta)
+        self._deltas.setdefault(entry.router, []).append(delta)
         if event.finish_reason is not None:
             entry.open_samples.discard(event.sample_index)
             if not entry.open_samples:
                 self._end(entry.request.key)
 
-    def _flush(self, router_id: str) -> None:
-        deltas = self._deltas.pop(router_id, None)
+    def _flush(self, router: NodeKey) -> None:
+        deltas = self._deltas.pop(router, None)
         if deltas:
-            self._send(router_id, Tokens(deltas=tuple(deltas)))
+            self._send(router, Tokens(deltas=tuple(deltas)))
 
     def _accept(self, entry: AcceptedRequest) -> None:
         request = entry.request
         answer = Accepted(
             request_id=request.request_id, attempt=request.attempt, num_cached_tokens=entry.num_cached_tokens
         )
-        self._send(entry.router_id, answer)
+        self._send(entry.router, answer)
 
-    def _send(self, router_id: str, message: Message) -> None:
-        self._outbox.append((router_id, message))
+    def _send(self, router: NodeKey, message: Message) -> None:
+        self._outbox.append((router, message))
 
-    def _end(self, key: Key) -> None:
+    def _end(self, key: AttemptKey) -> None:
         del self.entries[key]
-        request_id, attempt = key
-        self._attempts[request_id].remove(attempt)
-        if not self._attempts[request_id]:
-            del self._attempts[request_id]
+        self._attempts[key.request_id].remove(key.attempt)
+        if not self._attempts[key.request_id]:
+            del self._attempts[key.request_id]
         self.num_ended += 1
         self._bury(key)
 
-    def _bury(self, key: Key) -> None:
+    def _bury(self, key: AttemptKey) -> None:
         self._tombstones[key] = None
         if len(self._tombstones) > NUM_TOMBSTONES:
             self._tombstones.popitem(last=False)

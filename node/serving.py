@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Submit
@@ -47,24 +48,24 @@ class ServingNode:
 
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         """The entry has ended in the book: end whatever still works for it."""
-        self.scheduler.abort(entry.request.request_id, entry.request.attempt)
+        self.scheduler.abort(entry.request.key)
 
     def stop_samples(self, entry: AcceptedRequest, samples: Sequence[int]) -> None:
         """Some samples ended, others go on."""
-        self.scheduler.abort(entry.request.request_id, entry.request.attempt, tuple(samples))
+        self.scheduler.abort(entry.request.key, tuple(samples))
 
-    def on_peer_message(self, peer_id: str, message: Message, now: float) -> None:
+    def on_peer_message(self, sender: NodeKey, message: Message, now: float) -> None:
         """A hand-off message from another node."""
 
     def on_peer_up(self, info: NodeInfo, now: float) -> None: ...
 
-    def on_peer_lost(self, peer_id: str, info: NodeInfo, is_alive: bool, now: float) -> None: ...
+    def on_peer_lost(self, peer: NodeKey, is_alive: bool, now: float) -> None: ...
 
     def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None: ...
 
     def on_transfer(self, event: object, now: float) -> None: ...
 
-    def handoff_outbox(self) -> list[tuple[str, Message]]:
+    def handoff_outbox(self) -> list[tuple[NodeKey, Message]]:
         return []
 
     def handoff_counters(self) -> dict[str, float]:
@@ -82,7 +83,7 @@ class ServingNode:
 
     def on_control(self, event: ControlEvent, now: float) -> None:
         if isinstance(event, Received):
-            self._on_message(event.peer_id, event.message, now)
+            self._on_message(event.sender, event.message, now)
         elif isinstance(event, PeerRefused):
             self.on_peer_refused(event.ref, event.reason, now)
         elif isinstance(event, PeerUp):
@@ -90,18 +91,16 @@ class ServingNode:
                 self.on_peer_up(event.info, now)
         elif isinstance(event, PeerLost):
             if event.info.role == "router":
-                for entry in self.book.router_lost(event.peer_id):
+                for entry in self.book.router_lost(event.info.key):
                     self.stop(entry, now)
             else:
-                self.on_peer_lost(event.peer_id, event.info, event.is_alive, now)
+                self.on_peer_lost(event.info.key, event.is_alive, now)
 
-    def _on_message(self, peer_id: str, message: Message, now: float) -> None:
+    def _on_message(self, sender: NodeKey, message: Message, now: float) -> None:
         if isinstance(message, Submit):
-            self._submit(peer_id, message, now)
+            self._submit(sender, message, now)
         elif isinstance(message, Cancel):
-            entry, ended = self.book.cancel_samples(
-                peer_id, (message.request_id, message.attempt), message.sample_indices
-            )
+            entry, ended = self.book.cancel_samples(sender, message.key, message.sample_indices)
             if entry is not None and ended:
                 self.stop(entry, now)
             elif entry is not None:
@@ -109,21 +108,21 @@ class ServingNode:
         elif isinstance(message, FlushBlocks):
             self.scheduler.flush()
         else:
-            self.on_peer_message(peer_id, message, now)
+            self.on_peer_message(sender, message, now)
 
-    def _submit(self, router_id: str, submit: Submit, now: float) -> None:
+    def _submit(self, router: NodeKey, submit: Submit, now: float) -> None:
         if submit.mode not in self.modes:
             text = f"a {self.info.role} node does not take requests in mode {submit.mode!r}"
-            self.book.refuse(router_id, submit, "wrong_role", text, retryable=True)
+            self.book.refuse(router, submit, "wrong_role", text, retryable=True)
             return
-        known = (submit.request_id, submit.attempt) in self.book.entries
+        known = submit.key in self.book.entries
         if not known and self.draining:
-            self.book.refuse(router_id, submit, "draining", "the node is draining", retryable=True)
+            self.book.refuse(router, submit, "draining", "the node is draining", retryable=True)
             return
         if not known and self.scheduler.num_waiting >= self.max_queue:
-            self.book.refuse(router_id, submit, "overloaded", "the node's queue is full", retryable=True)
+            self.book.refuse(router, submit, "overloaded", "the node's queue is full", retryable=True)
             return
-        entry = self.book.open(router_id, submit, now)
+        entry = self.book.open(router, submit, now)
         if entry is not None:
             self._stop_older_attempts(submit, now)
             self._start_contained(entry, now)
@@ -139,7 +138,7 @@ class ServingNode:
 
     def _stop_older_attempts(self, submit: Submit, now: float) -> None:
         for entry in self.book.older_attempts(submit):
-            self.book.cancel_samples(entry.router_id, entry.request.key, ())
+            self.book.cancel_samples(entry.router, entry.request.key, ())
             self.stop(entry, now)
 
     def on_tick(self, now: float) -> None:
@@ -162,7 +161,7 @@ class ServingNode:
     def is_empty(self) -> bool:
         return not self.book.entries and self.handoff_idle and not self.scheduler.has_work()
 
-    def drain_outbox(self) -> list[tuple[str, Message]]:
+    def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
         return self.book.drain_outbox() + self.handoff_outbox()
 
     def drain_connects(self) -> list[PeerRef]:

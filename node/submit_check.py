@@ -102,7 +102,7 @@ def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[s
 
 
 def _problems_of_place(submit: Submit) -> Iterator[str]:
-    """Who else serves it."""
+    """What is wrong with the peers that a Submit names."""
     if submit.peer is None and submit.mode != "full":
         yield f"mode {submit.mode} needs a peer"
     if submit.is_running and (submit.mode != "decode" or len(submit.sample_indices) != 1):

@@ -16,13 +16,7 @@ class PrefillNode(HandoffNode):
         if entry.submit.mode == "prefill":
             peer = entry.submit.peer
             assert peer is not None, "a prefill node is told whom to hand over to"
-            self.source.expect(
-                entry.request.request_id,
-                entry.request.attempt,
-                peer,
-                entry.request.num_prompt_tokens,
-                entry.deadline,
-            )
+            self.source.expect(entry.request.key, peer, entry.request.num_prompt_tokens, entry.deadline)
             self._connects.append(peer)
         super().start(entry, now)
 
@@ -32,4 +26,4 @@ class PrefillNode(HandoffNode):
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         super().stop(entry, now)
         if entry.submit.mode == "prefill":
-            self.source.cancel(entry.request.request_id, entry.request.attempt, now)
+            self.source.cancel(entry.request.key, now)

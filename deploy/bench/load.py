@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Sample:
+class RequestTimes:
     """What one request showed. Times in seconds on the monotonic clock."""
 
     sent_at: float
@@ -65,7 +65,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     bodies = make_bodies(arguments, model)
     started = time.monotonic()
 
-    async def one(body: dict[str, Any]) -> Sample:
+    async def one(body: dict[str, Any]) -> RequestTimes:
         return await request_once(arguments.url, body, arguments.api_key, arguments.timeout)
 
     if arguments.rate > 0:
@@ -97,9 +97,9 @@ def make_bodies(arguments: argparse.Namespace, model: str) -> list[dict[str, Any
     ]
 
 
-async def request_once(url: str, body: dict[str, Any], api_key: str = "", timeout_s: float = 600.0) -> Sample:
+async def request_once(url: str, body: dict[str, Any], api_key: str = "", timeout_s: float = 600.0) -> RequestTimes:
     """Streams one completion. `body` asks for `stream` and for usage."""
-    sample = Sample(sent_at=time.monotonic())
+    sample = RequestTimes(sent_at=time.monotonic())
     try:
         await asyncio.wait_for(_follow(url, body, api_key, sample), timeout_s)
     except asyncio.TimeoutError:
@@ -110,7 +110,7 @@ async def request_once(url: str, body: dict[str, Any], api_key: str = "", timeou
     return sample
 
 
-async def _follow(url: str, body: dict[str, Any], api_key: str, sample: Sample) -> None:
+async def _follow(url: str, body: dict[str, Any], api_key: str, sample: RequestTimes) -> None:
     async for data in stream_events(url, "/v1/completions", body, api_key, sample.headers):
         if data == b"[DONE]":
             return
@@ -126,10 +126,12 @@ async def _follow(url: str, body: dict[str, Any], api_key: str, sample: Sample) 
     raise HttpError("the stream ended without [DONE]")
 
 
-async def closed_loop(one: Callable[[T], Awaitable[Sample]], bodies: Sequence[T], concurrency: int) -> list[Sample]:
+async def closed_loop(
+    one: Callable[[T], Awaitable[RequestTimes]], bodies: Sequence[T], concurrency: int
+) -> list[RequestTimes]:
     """`concurrency` in flight; the samples in the order of their ends."""
     waiting = iter(bodies)
-    samples: list[Sample] = []
+    samples: list[RequestTimes] = []
 
     async def worker() -> None:
         for body in waiting:
@@ -140,8 +142,8 @@ async def closed_loop(one: Callable[[T], Awaitable[Sample]], bodies: Sequence[T]
 
 
 async def open_loop(
-    one: Callable[[T], Awaitable[Sample]], bodies: Sequence[T], rate: float, rng: random.Random
-) -> list[Sample]:
+    one: Callable[[T], Awaitable[RequestTimes]], bodies: Sequence[T], rate: float, rng: random.Random
+) -> list[RequestTimes]:
     """Poisson arrivals, `rate` a second; the samples in the order of `bodies`."""
     tasks, send_at = [], time.monotonic()
     for body in bodies:
@@ -151,7 +153,7 @@ async def open_loop(
     return list(await asyncio.gather(*tasks))
 
 
-def summarize(samples: Sequence[Sample], duration_s: float) -> dict[str, Any]:
+def summarize(samples: Sequence[RequestTimes], duration_s: float) -> dict[str, Any]:
     """The report over all requests; failed ones count as failed and nowhere else."""
     good = [sample for sample in samples if not sample.error and sample.event_times]
     gaps = [later - earlier for s in good for earlier, later in zip(s.event_times, s.event_times[1:], strict=False)]

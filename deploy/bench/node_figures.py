@@ -66,7 +66,7 @@ def _work(nodes: Cluster) -> dict[str, tuple[float, float]]:
 
 
 def added(before: Cluster, after: Cluster, counter: str) -> dict[str, float]:
-    """By how much a counter grew, by node_id. A node that came meanwhile counted from 0, one that left is not known any
+    """The growth of a counter, by node_id. A node that came meanwhile counted from 0, one that left is not known any
     more."""
     return {
         name: node.counters[counter] - (before[name].counters[counter] if name in before else 0.0)

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from tandem.deploy.bench.simulated_node import CostModel, Job, SimulatedNode
 from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
 from tandem.engine.contracts.config import PlacementName
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.own_view import OwnView
-from tandem.kv_connector.directory.records import Batch, DirectoryEvent, Owner, decode_event, encode
+from tandem.kv_connector.directory.records import Batch, DirectoryEvent, decode_event, encode
 from tandem.router.placing.placement import PlacementRequest, find_placement
 from tandem.router.placing.policies import make_policy
 from tandem.router.placing.view import NodeView
@@ -53,7 +54,7 @@ class _Router:
         self.mirror = Mirror()
         self.views = {node.node_id: NodeView(_info(node), _status(node, 0, 0.0)) for node in nodes}
         for node in nodes:
-            self.mirror.adopt((node.node_id, EPOCH))
+            self.mirror.adopt(NodeKey(node.node_id, EPOCH))
 
     def take(self, events: Sequence[DirectoryEvent]) -> None:
         for event in events:
@@ -63,7 +64,7 @@ class _Router:
     def place(self, job: Job, ping: int, now: float) -> str:
         """The node's id; its view counts the job at once."""
         found = self.mirror.longest_prefix(job.hashes)
-        cached: dict[Owner, int] = {owner: TRACE_BLOCK * length for owner, length in found.items()}
+        cached: dict[NodeKey, int] = {owner: TRACE_BLOCK * length for owner, length in found.items()}
         request = PlacementRequest(job.request.num_prompt_tokens, job.request.num_output_tokens)
         placement = find_placement(request, list(self.views.values()), cached, 0, self.policy, now)
         assert placement is not None
@@ -84,7 +85,7 @@ class Simulation:
         self.jobs: list[Job] = []
         self._channel = channel
         self._by_id = {node.node_id: node for node in self.nodes}
-        self._owners = {node.node_id: OwnView((node.node_id, EPOCH)) for node in self.nodes}
+        self._owners = {node.node_id: OwnView(NodeKey(node.node_id, EPOCH)) for node in self.nodes}
         self._routers = [_Router(policy, index, self.nodes) for index in range(shape.num_routers)]
         self._fetch_s_per_token = shape.costs.fetch_s_per_token
         self._heap: list[tuple[float, int, SimulatedNode]] = []  # when a node's step ends

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.deploy.bench.load import Sample, request_once, summarize
+from tandem.deploy.bench.load import RequestTimes, request_once, summarize
 from tandem.deploy.bench.node_figures import (
     Cluster,
     added,
@@ -66,7 +66,7 @@ async def _replay(arguments: argparse.Namespace, url: str, requests: Sequence[Tr
 
 async def _ask_all(
     arguments: argparse.Namespace, url: str, model: str, requests: Sequence[TraceRequest]
-) -> list[Sample]:
+) -> list[RequestTimes]:
     started, first, salt = time.monotonic(), requests[0].arrival_s, secrets.token_hex(8)
     tasks = []
     for request in requests:
@@ -89,7 +89,7 @@ def make_body(arguments: argparse.Namespace, model: str, request: TraceRequest) 
     }
 
 
-def goodput(samples: Sequence[Sample], duration_s: float, targets: Targets) -> dict[str, float]:
+def goodput(samples: Sequence[RequestTimes], duration_s: float, targets: Targets) -> dict[str, float]:
     """Rate and share of requests that ended well and within both targets. Answers of one token have no time per
     token."""
     ended = [sample for sample in samples if not sample.error and sample.event_times]
@@ -97,7 +97,7 @@ def goodput(samples: Sequence[Sample], duration_s: float, targets: Targets) -> d
     return {"goodput_per_s": round(len(good) / duration_s, 3), "good_share": round(len(good) / len(samples), 4)}
 
 
-def summarize_hits(samples: Sequence[Sample], before: Cluster, after: Cluster) -> dict[str, Any]:
+def summarize_hits(samples: Sequence[RequestTimes], before: Cluster, after: Cluster) -> dict[str, Any]:
     """Shares of all prompt tokens: `hit_rate` as the answers say it, by tier as the nodes counted."""
     ended = [sample for sample in samples if not sample.error]
     total = sum(sample.num_prompt_tokens for sample in ended)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tandem.engine.contracts.keys import NodeKey
+
 if TYPE_CHECKING:
     pass
 
@@ -22,5 +24,5 @@ class BlockEvent:
 class DirectoryReader(Protocol):
     """Router side: longest cached prefix per node, answered from memory."""
 
-    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[tuple[str, int], int]:
-        """(node_id, epoch) -> number of leading hash blocks that node holds; nodes with 0 are left out."""
+    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
+        """For each node the number of leading hash blocks that node holds; nodes with 0 are left out."""

@@ -1,4 +1,4 @@
-"""Whose the cached blocks of a pool are, and how much of a cache each tenant may fill. Pure.
+"""Tenants: to whom the cached blocks of a pool belong, and how much of a cache each tenant may fill. Pure.
 
 A tenant is known by the first 16 bytes of the salt that its requests carry (docs/security.md); b"" stands for
 everybody: prompts without a salt, and public blocks. Everybody has no quota.

@@ -61,7 +61,7 @@ class LaunchedStep:
     failed_slots: dict[int, str] = field(default_factory=dict)
 
     def fail(self, reason: str) -> None:
-        """Nothing was computed; the requests of the step end with this reason."""
+        """Marks a step of which nothing was computed; the requests of the step end with this reason."""
         self.failure, self.token_ids, self.logprobs, self.prompt_logprobs = reason, None, None, ()
 
     def done(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import BlockHasher
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.allocator import KVAllocator
 from tandem.engine.scheduling.clock import StepClock
@@ -19,8 +20,6 @@ from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers, NoT
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, FailedEvent, Request, RequestState
 from tandem.engine.scheduling.step_times import StepTimes
-
-Key = tuple[str, int]
 
 
 def _sort_key(request: Request) -> tuple[int, int, int]:
@@ -68,7 +67,7 @@ class SchedulerState:
         self.num_faults = 0  # requests that were given up
         self.num_prompt_tokens = self.num_cached_tokens = 0  # of prompts that started here; found in any cache
         self.events: list[EngineEvent] = []
-        self._requests: dict[Key, list[Request]] = {}
+        self._requests: dict[AttemptKey, list[Request]] = {}
         self._num_adopted = 0
 
     # --- entering -------------------------------------------------------------------------------------------
@@ -189,7 +188,7 @@ class SchedulerState:
         bisect.insort(self.running, request, key=_sort_key)
 
     def preempt(self, request: Request) -> None:
-        """Its blocks go at once, its tokens in flight still land; then it starts over from what is cached."""
+        """Takes its blocks from a request; its tokens in flight still land, then it starts over from what is cached."""
         self._leave_queues(request)
         self.kv.release(request)
         request.state = RequestState.PREEMPTED
@@ -199,16 +198,16 @@ class SchedulerState:
 
     # --- leaving --------------------------------------------------------------------------------------------
 
-    def abort(self, request_id: str, attempt: int, sample_indices: Sequence[int] = ()) -> None:
+    def abort(self, key: AttemptKey, sample_indices: Sequence[int] = ()) -> None:
         """Ends these samples (all when empty) in whatever state they are. Idempotent; makes no event."""
-        for request in list(self._requests.get((request_id, attempt), ())):
+        for request in list(self._requests.get(key, ())):
             kept = tuple(s for s in request.sample_indices if sample_indices and s not in sample_indices)
             if kept:
                 request.sample_indices = kept
             else:
                 self.finish(request)
 
-    def sequence_of(self, key: Key, sample_index: int) -> Request | None:
+    def sequence_of(self, key: AttemptKey, sample_index: int) -> Request | None:
         """The sequence that makes this sample alone; None while it has not forked, and when it has ended."""
         return next((each for each in self._requests.get(key, ()) if each.sample_indices == (sample_index,)), None)
 

@@ -28,7 +28,7 @@ def size_of(num_tokens: int) -> int:
     return -(-num_tokens // TOKENS_ALIKE)
 
 
-class LaunchedStep(NamedTuple):
+class RunningStep(NamedTuple):
     launched_at: float
     num_tokens: int
     num_prompt_tokens: int
@@ -54,13 +54,13 @@ class StepClock:
         self._measured_tokens = measured_tokens
         self._gathered = (0, 0.0)  # prompt tokens of small steps, and what those took
         self._seconds: dict[int, float] = {}  # of a step, by size
-        self._steps: dict[int, LaunchedStep] = {}  # launched and not read
+        self._steps: dict[int, RunningStep] = {}  # launched and not read
         self._last_completed = 0.0  # read
         self._free_at = 0.0  # when the step that was read last is believed to have ended
         self._seen_running_at = 0.0
 
     @property
-    def running(self) -> LaunchedStep | None:
+    def running(self) -> RunningStep | None:
         """The oldest step that has not been read."""
         return next(iter(self._steps.values()), None)
 
@@ -69,7 +69,7 @@ class StepClock:
         """What a prompt token takes, measured; 0: nothing measured."""
         return self.prompt_rate.seconds
 
-    def seconds_of(self, step: LaunchedStep) -> float:
+    def seconds_of(self, step: RunningStep) -> float:
         """What `step` is expected to take; 0: not known."""
         if self._by_size:
             return self._seconds.get(step.size, 0.0)
@@ -89,7 +89,7 @@ class StepClock:
 
     def launched(self, step_id: int, num_tokens: int, num_prompt_tokens: int) -> None:
         """A step is certain and goes to the device next."""
-        self._steps[step_id] = LaunchedStep(self.now(), num_tokens, num_prompt_tokens)
+        self._steps[step_id] = RunningStep(self.now(), num_tokens, num_prompt_tokens)
 
     def seen_running(self) -> None:
         """The step that is read next has not ended: if it is late by now, it's the device that takes longer."""

@@ -185,7 +185,7 @@ class StepPlanner:
                 self._admit_contained(plan, request, admission)
 
     def _resume_committed(self, plan: StepPlan) -> None:
-        """Whoever holds its KV already goes first: it needs a slot and at most one block."""
+        """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""
         for request in [r for r in self._state.waiting if r.block_ids]:
             if not self._state.free_slots or plan.budget < 1:
                 return

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tandem.engine.contracts.hashing import Secrecy
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
 
@@ -72,8 +73,8 @@ class Request:
         self.is_paused = False
 
     @property
-    def key(self) -> tuple[str, int]:
-        return self.request_id, self.attempt
+    def key(self) -> AttemptKey:
+        return AttemptKey(self.request_id, self.attempt)
 
     @property
     def secrecy(self) -> Secrecy:

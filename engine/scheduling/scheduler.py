@@ -53,8 +53,8 @@ class Scheduler(SchedulerState):
         tiers: LowerTiers | None = None,
         clock: StepClock | None = None,
     ) -> None:
-        """As in SchedulerState. `clock` is told of every step. ValueError: `block_size` is not a multiple of
-        `hash_block_size`."""
+        """The parameters are those of SchedulerState. `clock` is told of every step. ValueError: `block_size` is no
+        multiple of `hash_block_size`."""
         super().__init__(
             options,
             pool,

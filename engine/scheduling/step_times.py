@@ -22,7 +22,7 @@ class StepTimes:
 
     @property
     def are_measured(self) -> bool:
-        """Nothing but `measured` may be called before."""
+        """Whether steps have been measured; nothing but `measured` may be called before."""
         return bool(self._tokens)
 
     def measured(self, seconds_by_tokens: Mapping[int, float]) -> None:

@@ -45,7 +45,7 @@ class TurnTimes:
         self._last = now
 
     def paused(self) -> None:
-        """Nothing was launched: what comes next begins a turn, but nobody has waited for it."""
+        """Notes that nothing was launched: what comes next begins a turn, but nobody has waited for it."""
         self._follows = False
 
     def step_read(self, step: SchedulerOutput) -> None:

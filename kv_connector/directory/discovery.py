@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tandem.kv_connector.directory.records import NodeRecord, Owner
+from tandem.engine.contracts.keys import NodeKey
+from tandem.kv_connector.directory.records import NodeRecord
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,10 @@ class Discovery:
             changes.append(NodeChange(True, record))
         return changes
 
-    def left(self, owner: Owner) -> list[NodeChange]:
+    def left(self, owner: NodeKey) -> list[NodeChange]:
         """A node said goodbye. A goodbye of an older epoch is late news."""
-        known = self.records.get(owner[0])
-        return self._remove(owner[0]) if known is not None and known.owner == owner else []
+        known = self.records.get(owner.node_id)
+        return self._remove(owner.node_id) if known is not None and known.owner == owner else []
 
     def unreachable(self, now: float) -> None:
         """Redis can't be read: nobody's absence counts."""

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem.engine.contracts.hashing import BLOCKS_PER_GROUP
+from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.directory.holders import Holders, key_of, keys_of, keys_of_joined
-from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange
+from tandem.kv_connector.directory.records import TIERS, Batch, TierChange
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
 SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond; a guess
@@ -34,7 +35,7 @@ class _OwnerView:
 
 
 class Mirror:
-    """What every node holds. Owners are (node_id, epoch); only the adopted epoch of a node is kept."""
+    """What every node holds. Only the adopted epoch of a node is kept."""
 
     def __init__(self, max_entries: int = 4_000_000) -> None:
         assert max_entries > 0
@@ -42,15 +43,15 @@ class Mirror:
         self.num_entries = 0
         self.num_gaps = 0
         self.num_forgotten_owners = 0
-        self._owners: dict[Owner, _OwnerView] = {}
-        self._owner_of: dict[int, Owner] = {}  # by column
+        self._owners: dict[NodeKey, _OwnerView] = {}
+        self._owner_of: dict[int, NodeKey] = {}  # by column
         self._holders = Holders()
         self._epochs: dict[str, int] = {}
         self._clock = 0
 
     # --- life of owners -----------------------------------------------------------------------------------------
 
-    def adopt(self, owner: Owner) -> None:
+    def adopt(self, owner: NodeKey) -> None:
         """`owner` holds its node's lease: entries of other epochs of that node die."""
         node_id, epoch = owner
         if self._epochs.get(node_id) == epoch:
@@ -64,27 +65,27 @@ class Mirror:
         """The node is gone; forget it."""
         epoch = self._epochs.pop(node_id, None)
         if epoch is not None:
-            view = self._owners.pop((node_id, epoch))
+            view = self._owners.pop(NodeKey(node_id, epoch))
             self.num_entries -= view.num_entries
             self._holders.close_column(view.column)
             del self._owner_of[view.column]
 
-    def owners(self) -> list[Owner]:
+    def owners(self) -> list[NodeKey]:
         return list(self._owners)
 
-    def distrust(self, owner: Owner | None = None) -> None:
+    def distrust(self, owner: NodeKey | None = None) -> None:
         """Something was missed: this owner, or every one, needs a snapshot; until then the old entries serve on."""
         for view in self._owners.values() if owner is None else [self._owners[owner]]:
             view.whole = False
 
-    def sequence(self, owner: Owner) -> int:
+    def sequence(self, owner: NodeKey) -> int:
         """The sequence number of the newest batch that is in here."""
         return self._owners[owner].sequence
 
-    def needs_snapshot(self) -> list[Owner]:
+    def needs_snapshot(self) -> list[NodeKey]:
         return [owner for owner, view in self._owners.items() if not view.whole]
 
-    def await_reset(self, owner: Owner) -> None:
+    def await_reset(self, owner: NodeKey) -> None:
         """Redis has no snapshot of the owner. Its next batch is a reset, or follows what is here, or is a gap."""
         self._owners[owner].whole = True
 
@@ -111,7 +112,7 @@ class Mirror:
         self._holders.sweep(SWEEP_BLOCKS)
         return Outcome.APPLIED
 
-    def load(self, owner: Owner, sequence: int, hashes_by_tier: Mapping[str, Iterable[bytes]]) -> None:
+    def load(self, owner: NodeKey, sequence: int, hashes_by_tier: Mapping[str, Iterable[bytes]]) -> None:
         """Takes a snapshot in. `sequence` was read before the hashes; later batches are applied on top of it."""
         view = self._owners.get(owner)
         if view is None or (view.whole and view.sequence > sequence):
@@ -122,7 +123,7 @@ class Mirror:
             self._store(view, _TIER_INDEX[tier], keys_of(list(hashes)))
         self._stay_bounded(keep=view)
 
-    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[Owner, int]:
+    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
         """Owner -> number of leading hashes it holds in any tier; owners with none are left out.
 
         Nodes hold no block without those before it, so the ends of groups tell how many groups an owner holds, and
@@ -133,7 +134,7 @@ class Mirror:
             return {}
         self._clock += 1
         num_groups = self._groups_held(first, block_hashes)
-        found: dict[Owner, int] = {}
+        found: dict[NodeKey, int] = {}
         for groups in set(num_groups.values()):
             start = groups * BLOCKS_PER_GROUP
             rest = self._holders.prefixes(map(key_of, block_hashes[start : start + BLOCKS_PER_GROUP - 1]))
@@ -186,7 +187,7 @@ class Mirror:
         self._holders.check_integrity()
         assert self.num_entries == sum(view.num_entries for view in self._owners.values())
         assert self.num_entries <= self.max_entries
-        assert {(node_id, epoch) for node_id, epoch in self._epochs.items()} == set(self._owners)
+        assert {NodeKey(node_id, epoch) for node_id, epoch in self._epochs.items()} == set(self._owners)
         for owner, view in self._owners.items():
             assert self._owner_of[view.column] == owner
             assert self._holders.count(view.column) == view.num_entries

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tandem.engine.contracts.directory import BlockEvent
-from tandem.kv_connector.directory.records import TIERS, Batch, Owner, TierChange, join_hashes
+from tandem.engine.contracts.keys import NodeKey
+from tandem.kv_connector.directory.records import TIERS, Batch, TierChange, join_hashes
 
 MAX_PENDING = 65_536  # events that wait for Redis before a whole republication is cheaper to keep; a guess
 BATCH_HASHES = 4_096  # hashes in one batch: 64 KiB on the wire; a guess
@@ -33,7 +34,7 @@ class OwnView:
     a dict operation, and taking the whole view a list copy (5 ms per million hashes).
     """
 
-    def __init__(self, owner: Owner, max_pending: int = MAX_PENDING) -> None:
+    def __init__(self, owner: NodeKey, max_pending: int = MAX_PENDING) -> None:
         self.owner = owner
         self.generation = 0
         self.sequence = 0

@@ -210,10 +210,10 @@ class RedisPublisher:
         """A successor under the same id loses its lease to this, until its next heartbeat."""
         keys, owner = self._keys, self._record.owner
         with self._client().pipeline(transaction=True) as pipe:
-            pipe.unlink(*keys.all_blocks(owner), keys.sequence(owner), keys.node(owner[0]))
-            pipe.publish(keys.events, encode(NodeLeft(node_id=owner[0], epoch=owner[1])))
+            pipe.unlink(*keys.all_blocks(owner), keys.sequence(owner), keys.node(owner.node_id))
+            pipe.publish(keys.events, encode(NodeLeft(node_id=owner.node_id, epoch=owner.epoch)))
             pipe.execute()
-        self._servers.client_for(keys.nodes).srem(keys.nodes, owner[0])
+        self._servers.client_for(keys.nodes).srem(keys.nodes, owner.node_id)
 
 
 def write_batch(pipe: Pipeline, keys: KeySpace, record: NodeRecord, batch: Batch, lease_s: float) -> None:

@@ -18,6 +18,7 @@ from redis import RedisError, ResponseError
 from redis.asyncio.client import PubSub
 
 from tandem.engine.contracts.errors import DecodeError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.process.watched import lasting_task
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
@@ -31,7 +32,6 @@ from tandem.kv_connector.directory.records import (
     NodeLeft,
     NodeRecord,
     NodeUp,
-    Owner,
     decode_event,
     decode_record,
 )
@@ -65,7 +65,7 @@ class RedisDirectory:
         self.num_snapshots = 0
         self.connected = False
         self._check_s, self._next_check = check_s, 0.0
-        self._should_have: dict[Owner, int] = {}  # sequences that Redis had at the last check
+        self._should_have: dict[NodeKey, int] = {}  # sequences that Redis had at the last check
         self._keys = KeySpace(namespace)
         self._discovery = Discovery(grace_s)
         self._changes: asyncio.Queue[NodeChange] = asyncio.Queue()
@@ -92,7 +92,7 @@ class RedisDirectory:
         while True:
             yield await self._changes.get()
 
-    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[Owner, int]:
+    def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
         return self.mirror.longest_prefix(block_hashes)
 
     def records(self) -> list[NodeRecord]:
@@ -174,7 +174,7 @@ class RedisDirectory:
         if isinstance(event, NodeUp):
             self._found(self._discovery.up(event.record, time.monotonic()))
         elif isinstance(event, NodeLeft):
-            self._found(self._discovery.left((event.node_id, event.epoch)))
+            self._found(self._discovery.left(NodeKey(event.node_id, event.epoch)))
         elif self.mirror.apply(event) is Outcome.GAP:
             await self._meet(event)
 
@@ -226,22 +226,26 @@ class RedisDirectory:
             try:
                 self._should_have[owner] = int(sequence or 0)
             except ValueError:
-                once.warning("directory: the sequence of %s is no number", owner[0], key=("sequence", owner[0]))
+                once.warning(
+                    "directory: the sequence of %s is no number", owner.node_id, key=("sequence", owner.node_id)
+                )
                 continue
             if before.get(owner, 0) > self.mirror.sequence(owner):
-                log.warning("directory: a message of %s was lost; taking a snapshot", owner[0])
+                log.warning("directory: a message of %s was lost; taking a snapshot", owner.node_id)
                 self.mirror.distrust(owner)
 
-    async def _snapshot(self, owner: Owner) -> None:
+    async def _snapshot(self, owner: NodeKey) -> None:
         try:
             await self._load(owner)
         except (ResponseError, ValueError) as error:
             if isinstance(error, ResponseError) and not is_wrong_type(error):
                 raise
-            once.warning("directory: the blocks of %s can't be read: %s", owner[0], error, key=("blocks", owner[0]))
+            once.warning(
+                "directory: the blocks of %s can't be read: %s", owner.node_id, error, key=("blocks", owner.node_id)
+            )
             self.mirror.await_reset(owner)
 
-    async def _load(self, owner: Owner) -> None:
+    async def _load(self, owner: NodeKey) -> None:
         stored_sequence = await self._servers.client.get(self._keys.sequence(owner))
         if stored_sequence is None:
             # Redis lost it, or it is not published yet: a reset is on its way, the old entries serve on.

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.parts import Role
 
 HASH_BYTES = 16
 TIERS = ("gpu", "cpu", "disk")
-
-Owner = tuple[str, int]  # (node_id, epoch)
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +60,8 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     load: NodeLoad = NodeLoad()
 
     @property
-    def owner(self) -> Owner:
-        return self.node_id, self.epoch
+    def owner(self) -> NodeKey:
+        return NodeKey(self.node_id, self.epoch)
 
 
 class TierChange(msgspec.Struct, frozen=True, array_like=True):
@@ -87,8 +86,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     changes: tuple[TierChange, ...]
 
     @property
-    def owner(self) -> Owner:
-        return self.node_id, self.epoch
+    def owner(self) -> NodeKey:
+        return NodeKey(self.node_id, self.epoch)
 
 
 class NodeUp(msgspec.Struct, frozen=True, kw_only=True, tag="up"):
@@ -136,13 +135,13 @@ class KeySpace:
     def node(self, node_id: str) -> str:
         return f"{self.namespace}:{{{node_id}}}:node"
 
-    def blocks(self, owner: Owner, tier: str) -> str:
-        return f"{self.namespace}:{{{owner[0]}}}:kv:{owner[1]:016x}:{tier}"
+    def blocks(self, owner: NodeKey, tier: str) -> str:
+        return f"{self.namespace}:{{{owner.node_id}}}:kv:{owner.epoch:016x}:{tier}"
 
-    def sequence(self, owner: Owner) -> str:
-        return f"{self.namespace}:{{{owner[0]}}}:seq:{owner[1]:016x}"
+    def sequence(self, owner: NodeKey) -> str:
+        return f"{self.namespace}:{{{owner.node_id}}}:seq:{owner.epoch:016x}"
 
-    def all_blocks(self, owner: Owner) -> list[str]:
+    def all_blocks(self, owner: NodeKey) -> list[str]:
         return [self.blocks(owner, tier) for tier in TIERS]
 
 

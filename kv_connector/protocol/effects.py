@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import Message
 from tandem.kv_connector.protocol.jobs import TransferJob, TransportCommand
 from tandem.kv_connector.protocol.outcomes import SinkOutcome, SourceOutcome
@@ -16,9 +17,9 @@ from tandem.kv_connector.protocol.peer_effects import PeerEffect
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A hand-off message, to another node."""
+    """A hand-off message to another node."""
 
-    peer_id: str
+    to: NodeKey
     message: Message
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken
 from tandem.engine.scheduling.step import StepMeta
@@ -28,14 +29,11 @@ from tandem.engine.scheduling.step import StepMeta
 if TYPE_CHECKING:
     import torch
 
-HandoffKey = tuple[str, int]
-"""(request_id, attempt)"""
 
-
-def digest_key(request_id: str, attempt: int, grant_id: int) -> int:
+def digest_key(key: AttemptKey, grant_id: int) -> int:
     """64-bit key of a hand-off's block digests, equal on both sides, different for every grant."""
-    text = request_id.encode()
-    raw = len(text).to_bytes(4, "little") + text + attempt.to_bytes(8, "little") + grant_id.to_bytes(8, "little")
+    text = key.request_id.encode()
+    raw = len(text).to_bytes(4, "little") + text + key.attempt.to_bytes(8, "little") + grant_id.to_bytes(8, "little")
     return int.from_bytes(hashlib.sha256(raw).digest()[:8], "little")
 
 
@@ -53,7 +51,7 @@ class LayerPush:
     (BlockSizes in kv_connector/layouts/plan.py).
     """
 
-    key: HandoffKey
+    key: AttemptKey
     grant: KVGrant
     source_block_ids: tuple[int, ...]
     destination_block_ids: tuple[int, ...]
@@ -74,7 +72,7 @@ class WholePush:
     `step_id` is -1 when no launched step can still be writing them.
     """
 
-    key: HandoffKey
+    key: AttemptKey
     grant: KVGrant
     source_block_ids: tuple[int, ...]
     destination_block_ids: tuple[int, ...]
@@ -123,7 +121,7 @@ class Finalize:
     `KVReady.digests` empty. Answered by ReadySent or PushFailed.
     """
 
-    key: HandoffKey
+    key: AttemptKey
     grant: KVGrant
     round: int  # goes into KVReady.round
     source_block_ids: tuple[int, ...]
@@ -148,7 +146,7 @@ class Finalize:
 class Flush:
     """Waits until every push of this grant that was queued before has arrived. Answered by Flushed or PushFailed."""
 
-    key: HandoffKey
+    key: AttemptKey
     grant: KVGrant
 
     @property
@@ -164,7 +162,7 @@ class Retire:
     of its source blocks is read, and no KVReady of it will be sent.
     """
 
-    key: HandoffKey
+    key: AttemptKey
     grant: KVGrant
 
     @property
@@ -182,7 +180,7 @@ class Verify:
     Reads only. The blocks may be freed while it runs (cancel); its answer is then stale and ignored.
     """
 
-    key: HandoffKey
+    key: AttemptKey
     grant_id: int
     round: int
     block_ids: tuple[int, ...]
@@ -211,7 +209,7 @@ TransferJob = SourceJob | SinkJob
 class ReadySent:
     """All pushes flushed, KVReady handed to the control connection. The manager keeps `ready` to send it again."""
 
-    key: HandoffKey
+    key: AttemptKey
     grant_id: int
     ready: KVReady
 
@@ -220,7 +218,7 @@ class ReadySent:
 class Flushed:
     """Answer to Flush."""
 
-    key: HandoffKey
+    key: AttemptKey
     grant_id: int
 
 
@@ -229,7 +227,7 @@ class PushFailed:
     """A push or Finalize could not be done (connection lost, peer gone). Nothing more of this grant is written unless
     queued anew; writes begun may still be landing until Retired."""
 
-    key: HandoffKey
+    key: AttemptKey
     grant_id: int
     reason: str
 
@@ -238,7 +236,7 @@ class PushFailed:
 class Retired:
     """Answer to Retire."""
 
-    key: HandoffKey
+    key: AttemptKey
     grant_id: int
 
 
@@ -246,7 +244,7 @@ class Retired:
 class Verified:
     """Answer to Verify: indices (into `block_ids`) that differ; empty: all are right."""
 
-    key: HandoffKey
+    key: AttemptKey
     grant_id: int
     round: int
     bad_indices: tuple[int, ...]

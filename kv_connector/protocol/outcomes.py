@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken
 from tandem.engine.scheduling.request import Request
-from tandem.kv_connector.protocol.jobs import HandoffKey
 
 # Reasons, also on the wire in KVRefused and KVRelease.
 CANCELLED = "cancelled"
@@ -54,7 +54,7 @@ def failure_code(reason: str) -> str:
 class HandoffCompleted:
     """The sink goes on with the request, or there is nothing to go on with. No report to the router is due."""
 
-    key: HandoffKey
+    key: AttemptKey
     reason: str  # "" (committed), RECOMPUTING or FINISHED
 
 
@@ -62,7 +62,7 @@ class HandoffCompleted:
 class HandoffFailed:
     """This node reports RequestFailed, and aborts the request if the scheduler still has it."""
 
-    key: HandoffKey
+    key: AttemptKey
     reason: str
     retryable: bool
 
@@ -115,7 +115,7 @@ class Released:
 class Fetched:
     """What was pulled is in `block_ids`, in order of position. The references to them pass to the receiver."""
 
-    key: HandoffKey
+    key: AttemptKey
     block_ids: tuple[int, ...]
 
 
@@ -123,7 +123,7 @@ class Fetched:
 class NotFetched:
     """Nothing came of the pull, and no block is held by it."""
 
-    key: HandoffKey
+    key: AttemptKey
     reason: str
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo
 
 
@@ -18,8 +19,7 @@ class OpenChannel:
 class CloseChannel:
     """Source: a sink is lost."""
 
-    node_id: str
-    epoch: int
+    node: NodeKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,7 @@ class AdmitSource:
 class FenceSource:
     """Sink: a source is lost; answered by Fenced."""
 
-    node_id: str
-    epoch: int
+    node: NodeKey
 
 
 PeerEffect = OpenChannel | CloseChannel | AdmitSource | FenceSource
@@ -44,14 +43,12 @@ PeerEffect = OpenChannel | CloseChannel | AdmitSource | FenceSource
 class Fenced:
     """No write of that source can land any more."""
 
-    node_id: str
-    epoch: int
+    node: NodeKey
 
 
 @dataclass(frozen=True, slots=True)
 class PeerFailed:
     """The data channel to a sink broke or could not be opened."""
 
-    node_id: str
-    epoch: int
+    node: NodeKey
     reason: str

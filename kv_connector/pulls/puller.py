@@ -19,14 +19,14 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.hashing import num_public_blocks
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.tenants import tenant_of_block
 from tandem.engine.contracts.wire.handoff import KVPull
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint, peer_id_of
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint
 from tandem.engine.scheduling.ports import LowerTiers
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import StepMeta
-from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.outcomes import DEADLINE, Fetched, NotFetched
 from tandem.kv_connector.pulls.rates import PullRates
 from tandem.kv_connector.pulls.record import Pull, PullCounters, PullStage
@@ -53,18 +53,18 @@ class Puller:
         self._pool, self._sink, self._below = pool, sink, below
         self._cache, self._timeouts = options.cache, options.timeouts
         self._pulls: dict[Request, Pull] = {}
-        self._by_key: dict[HandoffKey, Pull] = {}
+        self._by_key: dict[AttemptKey, Pull] = {}
         self._moving: set[bytes] = set()
-        self._connected: set[str] = set()
+        self._connected: set[NodeKey] = set()
         self._connects: list[PeerRef] = []
-        self._outbox: list[tuple[str, Message]] = []
+        self._outbox: list[tuple[NodeKey, Message]] = []
         self._numbers = itertools.count()
         self._now = 0.0
 
     # --- requests -------------------------------------------------------------------------------------------
 
     def want(self, request: Request, hint: PrefixHint) -> None:
-        """Before the scheduler gets `request`."""
+        """Called before the scheduler gets `request`."""
         if self._pool.enable_caching and hint.peer.node_id != self.info.node_id:
             self._pulls[request] = Pull(request, hint)
 
@@ -123,17 +123,15 @@ class Puller:
         pull.stage = PullStage.HELD
 
     def peer_connected(self, info: NodeInfo) -> None:
-        peer_id = peer_id_of(info.node_id, info.epoch)
-        self._connected.add(peer_id)
+        self._connected.add(info.key)
         for pull in self._by_key.values():
-            if pull.peer_id == peer_id:
+            if pull.hint.peer.key == info.key:
                 self._send(pull)
 
-    def peer_lost(self, node_id: str, epoch: int) -> None:
+    def peer_lost(self, peer: NodeKey) -> None:
         """It is gone, or refuses this node. The sink may have told of its hand-offs' ends already."""
-        peer_id = peer_id_of(node_id, epoch)
-        self._connected.discard(peer_id)
-        for pull in [each for each in self._by_key.values() if each.peer_id == peer_id]:
+        self._connected.discard(peer)
+        for pull in [each for each in self._by_key.values() if each.hint.peer.key == peer]:
             self.counters.failed += 1
             self._give_up(pull)
 
@@ -141,12 +139,12 @@ class Puller:
         """The end of a pull that lasts too long comes from the sink."""
         self._now = now
         for pull in self._by_key.values():
-            if now >= pull.resend_at and pull.peer_id in self._connected and self._sink.is_unanswered(pull.key):
+            if now >= pull.resend_at and pull.hint.peer.key in self._connected and self._sink.is_unanswered(pull.key):
                 self._send(pull)
 
     # --- out ------------------------------------------------------------------------------------------------
 
-    def drain_outbox(self) -> list[tuple[str, Message]]:
+    def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -203,12 +201,12 @@ class Puller:
             pull.hold = self._pool.reservations.add(Kind.PULL, len(pull.hashes), give_back, pull.request)
             self._moving.update(wanted)
             request_id, attempt = pull.request.key
-            pull.key = (f"{request_id}/{self.info.node_id}/{next(self._numbers)}", attempt)
+            pull.key = AttemptKey(f"{request_id}/{self.info.node_id}/{next(self._numbers)}", attempt)
             self._by_key[pull.key] = pull
             patience = max(self._timeouts.pull_s, 2 * compute * size * len(wanted))
             pull.asked_at, pull.deadline = self._now, self._now + patience
             self._sink.fetch(pull.key, peer, len(wanted), pull.deadline, self._now)
-            if pull.peer_id in self._connected:
+            if pull.hint.peer.key in self._connected:
                 self._send(pull)
             else:
                 self._connects.append(peer)
@@ -216,15 +214,15 @@ class Puller:
     def _send(self, pull: Pull) -> None:
         pull.resend_at = self._now + self._timeouts.resend_s
         message = KVPull(
-            request_id=pull.key[0],
-            attempt=pull.key[1],
+            request_id=pull.key.request_id,
+            attempt=pull.key.attempt,
             source_epoch=pull.hint.peer.epoch,
             sink_epoch=self.info.epoch,
             first_block=pull.first,
             block_hashes=b"".join(pull.hashes),
             deadline_s=max(0.0, pull.deadline - self._now),
         )
-        self._outbox.append((pull.peer_id, message))
+        self._outbox.append((pull.hint.peer.key, message))
 
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
         """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies
@@ -248,7 +246,7 @@ class Puller:
     def _give_up(self, pull: Pull) -> None:
         if self._by_key.pop(pull.key, None) is not None:
             self._moving.difference_update(pull.wanted)
-            self._sink.cancel(*pull.key, self._now)
+            self._sink.cancel(pull.key, self._now)
         self._let_go(pull)
 
     def _let_go(self, pull: Pull) -> None:

@@ -6,9 +6,11 @@ import enum
 from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Hold
-from tandem.engine.contracts.wire.parts import PrefixHint, peer_id_of
+from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.wire.parts import PrefixHint
 from tandem.engine.scheduling.request import Request
-from tandem.kv_connector.protocol.jobs import HandoffKey
+
+NOT_ASKED = AttemptKey("", 0)
 
 
 class PullStage(enum.Enum):
@@ -25,7 +27,7 @@ class Pull:
     request: Request
     hint: PrefixHint
     stage: PullStage = PullStage.WANTED
-    key: HandoffKey = ("", 0)
+    key: AttemptKey = NOT_ASKED
     first: int = 0  # number of hits
     hashes: list[bytes] = field(default_factory=list)  # from the prompt's first block on to the last that is asked for
     held: list[int] = field(default_factory=list)
@@ -33,10 +35,6 @@ class Pull:
     asked_at: float = 0.0
     deadline: float = 0.0
     resend_at: float = 0.0
-
-    @property
-    def peer_id(self) -> str:
-        return peer_id_of(self.hint.peer.node_id, self.hint.peer.epoch)
 
     @property
     def wanted(self) -> list[bytes]:

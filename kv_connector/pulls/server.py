@@ -18,14 +18,14 @@ from tandem.engine.blocks.reservations import Hold, Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import HandshakeError
 from tandem.engine.contracts.hashing import HASH_BYTES
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVPull, KVRelease
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, parts_of_peer_id
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.scheduling.ports import LowerTiers
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import plan
 from tandem.kv_connector.protocol import outcomes
-from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.outcomes import SourceOutcome
 from tandem.kv_connector.source.manager import SourceManager
 
@@ -36,15 +36,15 @@ MAX_ANSWERED = 65536  # a guess
 class PullRequest:
     """Asked, and waiting for this node's own tiers; `stands_for` holds what is loaded for it there."""
 
-    peer_id: str
+    sender: NodeKey
     pull: KVPull
     hashes: list[bytes]
     deadline: float
     stands_for: Request
 
     @property
-    def key(self) -> HandoffKey:
-        return self.pull.request_id, self.pull.attempt
+    def key(self) -> AttemptKey:
+        return self.pull.key
 
 
 class PullServer:
@@ -57,26 +57,25 @@ class PullServer:
         self.num_served_blocks = 0
         self._pool, self._source, self._tiers = pool, source, tiers
         self._block_size = options.cache.block_size
-        self._offers: dict[HandoffKey, Hold] = {}
-        self._waiting: dict[HandoffKey, PullRequest] = {}
-        self._answered: OrderedDict[HandoffKey, None] = OrderedDict()
-        self._outbox: list[tuple[str, Message]] = []
+        self._offers: dict[AttemptKey, Hold] = {}
+        self._waiting: dict[AttemptKey, PullRequest] = {}
+        self._answered: OrderedDict[AttemptKey, None] = OrderedDict()
+        self._outbox: list[tuple[NodeKey, Message]] = []
 
-    def on_pull(self, peer_id: str, pull: KVPull, now: float) -> None:
+    def on_pull(self, sender: NodeKey, pull: KVPull, now: float) -> None:
         """Idempotent. One that was answered by a claim is not heard again: its hand-off may have said that it writes
         no more, and a second one under its name would take the grant of the first."""
-        key = (pull.request_id, pull.attempt)
-        if pull.source_epoch != self.info.epoch or key in self._answered or key in self._waiting:
+        if pull.source_epoch != self.info.epoch or pull.key in self._answered or pull.key in self._waiting:
             return
-        problem = self._problem(peer_id, pull)
+        problem = self._problem(sender, pull)
         if problem:
-            self._refuse(peer_id, pull, problem)
+            self._refuse(sender, pull, problem)
             return
         raw = pull.block_hashes
         hashes = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
         stands_for = Request(pull.request_id, pull.attempt, np.zeros(0, np.int32), SamplingParams())
-        question = PullRequest(peer_id, pull, hashes, now + pull.deadline_s, stands_for)
-        self._waiting[key] = question
+        question = PullRequest(sender, pull, hashes, now + pull.deadline_s, stands_for)
+        self._waiting[pull.key] = question
         self._look(question, now)
 
     def on_tick(self, now: float) -> None:
@@ -89,11 +88,11 @@ class PullServer:
         self._pool.reservations.end(offer)
         return offer is not None
 
-    def peer_lost(self, peer_id: str) -> None:
-        for question in [each for each in self._waiting.values() if each.peer_id == peer_id]:
+    def peer_lost(self, peer: NodeKey) -> None:
+        for question in [each for each in self._waiting.values() if each.sender == peer]:
             self._forget(question)
 
-    def drain_outbox(self) -> list[tuple[str, Message]]:
+    def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
         outbox, self._outbox = self._outbox, []
         return outbox
 
@@ -103,11 +102,11 @@ class PullServer:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _problem(self, peer_id: str, pull: KVPull) -> str:
+    def _problem(self, sender: NodeKey, pull: KVPull) -> str:
         """Why it can't be served, ""  when it can."""
-        if self._source.knows((pull.request_id, pull.attempt)):
+        if self._source.knows(pull.key):
             return outcomes.UNKNOWN  # another hand-off has its name
-        peer = self._source.peers.get(*parts_of_peer_id(peer_id))
+        peer = self._source.peers.get(sender)
         if peer is None or peer.layout is None or self.info.layout is None:
             return outcomes.UNKNOWN
         try:
@@ -139,7 +138,7 @@ class PullServer:
             complete.append(block_id)
         blocks = complete[: max(0, self._pool.reservations.num_spare())]  # the rest is not offered
         if not blocks:
-            self._refuse(question.peer_id, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)
+            self._refuse(question.sender, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)
             return
         self._pool.touch(blocks)
         self._tiers.started(question.stands_for, question.hashes[: first + len(blocks)])
@@ -147,25 +146,24 @@ class PullServer:
         withdraw = partial(self._withdraw, question.key)
         self._offers[question.key] = self._pool.reservations.add(Kind.OFFER, len(blocks), withdraw, question.key)
         self.num_served_blocks += len(blocks)
-        node_id, epoch = parts_of_peer_id(question.peer_id)
         num_tokens = len(blocks) * self._block_size
-        self._source.offer(question.key, PeerRef(node_id, epoch, ""), blocks, num_tokens, question.deadline, now)
+        self._source.offer(question.key, PeerRef(*question.sender, ""), blocks, num_tokens, question.deadline, now)
 
-    def _withdraw(self, key: HandoffKey) -> None:
+    def _withdraw(self, key: AttemptKey) -> None:
         """Once it is granted it ends by itself, and sooner than its writes could be taken back."""
         if self._source.withdraw(key):
             self._pool.reservations.end(self._offers.pop(key))
 
-    def _note_answered(self, key: HandoffKey) -> None:
+    def _note_answered(self, key: AttemptKey) -> None:
         self._answered[key] = None
         if len(self._answered) > MAX_ANSWERED:
             self._answered.popitem(last=False)
 
-    def _refuse(self, peer_id: str, pull: KVPull, reason: str) -> None:
+    def _refuse(self, sender: NodeKey, pull: KVPull, reason: str) -> None:
         release = KVRelease(
             request_id=pull.request_id, attempt=pull.attempt, source_epoch=self.info.epoch, reason=reason
         )
-        self._outbox.append((peer_id, release))
+        self._outbox.append((sender, release))
 
     def _forget(self, question: PullRequest) -> None:
         del self._waiting[question.key]

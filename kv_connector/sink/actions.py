@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVCommitted, KVDrainedAck, KVRefused, KVResend, KVWait
-from tandem.engine.contracts.wire.parts import Message, peer_id_of
+from tandem.engine.contracts.wire.parts import Message
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import Send, SinkEffect
-from tandem.kv_connector.protocol.jobs import CloseGrant, HandoffKey, OpenGrant, Verify, digest_key
+from tandem.kv_connector.protocol.jobs import CloseGrant, OpenGrant, Verify, digest_key
 from tandem.kv_connector.protocol.outcomes import Commit, Failed, Fetched, NotFetched, Recompute, Released
 from tandem.kv_connector.protocol.sink_table import SinkAction as A
 from tandem.kv_connector.protocol.sink_table import SinkState as S
@@ -22,14 +23,14 @@ class SinkActions:
 
     def __init__(self, ledger: SinkLedger, effects: list[SinkEffect], verifies: bool) -> None:
         self._ledger, self._effects, self._verifies = ledger, effects, verifies
-        self._verifying: set[HandoffKey] = set()
+        self._verifying: set[AttemptKey] = set()
 
     def run(self, record: SinkRecord, actions: Sequence[A]) -> None:
         if A.RECOMPUTE in actions:  # whatever led to it: the source must not report a failure
             record.reason = outcomes.RECOMPUTING
         for action in actions:
             if action.value.startswith("send_"):
-                to = peer_id_of(record.source_id, record.machine.source_epoch)
+                to = record.source
                 self._effects.append(Send(to, self._message(record, action)))
             else:
                 self._act(record, action)
@@ -94,7 +95,7 @@ class SinkActions:
             self.run(record, record.machine.on_verified(record.grant.grant_id, record.machine.round, True))
             return
         valid_last = (record.num_tokens - 1) % self._ledger.block_size + 1
-        key = digest_key(*record.key, record.grant.grant_id)
+        key = digest_key(record.key, record.grant.grant_id)
         blocks, digests = tuple(record.granted), record.ready.digests
         job = Verify(record.key, record.grant.grant_id, record.machine.round, blocks, digests, key, valid_last)
         self._effects.append(job)

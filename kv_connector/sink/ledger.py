@@ -9,8 +9,8 @@ from functools import partial
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo
-from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.sink_table import SinkMachine
 from tandem.kv_connector.protocol.sink_table import SinkState as S
 from tandem.kv_connector.sink.record import OVER, UNTIL_SAFE, SinkRecord
@@ -43,8 +43,8 @@ class SinkLedger:
         self.block_size = options.cache.block_size
         self.counters = SinkCounters()
         self.now = 0.0
-        self.records: dict[HandoffKey, SinkRecord] = {}
-        self.live: dict[HandoffKey, SinkRecord] = {}  # not the thousands that have ended; these hold no blocks
+        self.records: dict[AttemptKey, SinkRecord] = {}
+        self.live: dict[AttemptKey, SinkRecord] = {}  # not the thousands that have ended; these hold no blocks
         self._connect_s = options.timeouts.connect_s
         self._tombstones: deque[SinkRecord] = deque()  # in the order of their ends
 
@@ -54,7 +54,7 @@ class SinkLedger:
 
     # --- records --------------------------------------------------------------------------------------------
 
-    def open(self, key: HandoffKey) -> SinkRecord:
+    def open(self, key: AttemptKey) -> SinkRecord:
         """The record of this hand-off, a new one if there is none."""
         record = self.records.get(key)
         if record is None:
@@ -62,9 +62,8 @@ class SinkLedger:
             self.records[key] = self.live[key] = record
         return record
 
-    def of_source(self, node_id: str, epoch: int) -> list[SinkRecord]:
-        source = (node_id, epoch)
-        return [each for each in self.records.values() if (each.source_id, each.machine.source_epoch) == source]
+    def of_source(self, source: NodeKey) -> list[SinkRecord]:
+        return [each for each in self.records.values() if each.source == source]
 
     def bury(self, record: SinkRecord) -> None:
         """Keeps a record that has ended as a tombstone."""
@@ -88,8 +87,8 @@ class SinkLedger:
         return self.num_blocks_of(num_tokens) <= self.pool.num_blocks
 
     def pin(self, record: SinkRecord) -> None:
-        """This node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant a
-        request pins again: others with the same prefix may have brought more of it meanwhile."""
+        """Pins this node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant
+        a request pins again: others with the same prefix may have brought more of it meanwhile."""
         request = record.request
         if request is None or not request.use_prefix_cache:
             return

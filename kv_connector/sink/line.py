@@ -40,7 +40,7 @@ class SinkLine:
         self._short_since = math.inf  # when it was first seen that the first claim lacks blocks
 
     def on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
-        """Of a pull it says how much the source has; a repetition must say the same."""
+        """Takes a claim in. A pull's says how much the source has; a repetition must say the same."""
         if record.most_blocks:
             num_blocks, rest = divmod(claim.num_prompt_tokens, self._ledger.block_size)
             fits = not rest and 0 < num_blocks <= record.most_blocks
@@ -54,13 +54,13 @@ class SinkLine:
         self._actions.run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
 
     def take_claimed(self, record: SinkRecord) -> None:
-        """Of a sequence that runs its source alone knows how long it may become; it is no shorter than its prompt."""
+        """Sizes a running sequence: its source alone knows how long it may become; it is no shorter than its prompt."""
         if record.follows and record.num_claimed and record.request is not None:
             record.num_tokens = max(record.num_claimed, record.request.num_prompt_tokens)
             record.num_blocks = self._ledger.num_blocks_of(record.num_tokens)
 
     def settle(self, record: SinkRecord) -> None:
-        """After any event: queue a new claim, note an end, grant what can be granted now."""
+        """Called after any event: queues a new claim, notes an end, grants what can be granted now."""
         line = self._pulls if record.most_blocks or record.follows else self._queue
         if record.machine.state is S.QUEUED and record not in line:
             line.append(record)
@@ -128,8 +128,8 @@ class SinkLine:
         record.lease_until = self._ledger.now + self._lease_s
         record.grant = self._keys.sign_grant(
             KVGrant(
-                request_id=record.key[0],
-                attempt=record.key[1],
+                request_id=record.key.request_id,
+                attempt=record.key.attempt,
                 grant_id=secrets.randbits(63) + 1,
                 source_id=record.source_id,
                 source_epoch=record.machine.source_epoch,

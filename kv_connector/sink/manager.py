@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVReady, KVRelease
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, parts_of_peer_id
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import SinkEffect
-from tandem.kv_connector.protocol.jobs import HandoffKey, Verified
+from tandem.kv_connector.protocol.jobs import Verified
 from tandem.kv_connector.protocol.peer_effects import Fenced
 from tandem.kv_connector.protocol.sink_table import SinkEvent as E
 from tandem.kv_connector.protocol.sink_table import SinkState as S
@@ -84,7 +85,7 @@ class SinkManager:
         self.line.settle(record)
         return num_cached
 
-    def fetch(self, key: HandoffKey, source: PeerRef, most_blocks: int, deadline: float, now: float) -> None:
+    def fetch(self, key: AttemptKey, source: PeerRef, most_blocks: int, deadline: float, now: float) -> None:
         """Expects `source` to claim up to `most_blocks` whole blocks, which this node is about to ask it for. Ends in
         Fetched or NotFetched; no later than at `deadline`, unless cancelled."""
         self.ledger.at(now)
@@ -93,14 +94,14 @@ class SinkManager:
         record.most_blocks = most_blocks
         self.actions.run(record, record.machine.on_submit(source.epoch))
 
-    def is_unanswered(self, key: HandoffKey) -> bool:
+    def is_unanswered(self, key: AttemptKey) -> bool:
         """Whether the source has not been heard of in this hand-off."""
         record = self.ledger.records.get(key)
         return record is not None and record.machine.state is S.EXPECTING
 
-    def cancel(self, request_id: str, attempt: int, now: float) -> None:
+    def cancel(self, key: AttemptKey, now: float) -> None:
         self.ledger.at(now)
-        record = self.ledger.records.get((request_id, attempt))
+        record = self.ledger.records.get(key)
         if record is not None:
             record.because(outcomes.CANCELLED)
             self.actions.run(record, record.machine.on(E.CANCEL))
@@ -112,22 +113,21 @@ class SinkManager:
         """Counts a message of somebody whose loss would fence nothing that it was granted."""
         self.counters.foreign_messages += 1
 
-    def on_message(self, peer_id: str, message: Message, now: float) -> None:
-        """From a source; one that speaks for another node or epoch than its connection is not heard."""
+    def on_message(self, sender: NodeKey, message: Message, now: float) -> None:
+        """Takes a source's message; one that speaks for another node or epoch than its connection is not heard."""
         self.ledger.at(now)
         if not isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.counters.foreign_messages += 1
             return
-        source_id, epoch = parts_of_peer_id(peer_id)
-        known = self.ledger.records.get((message.request_id, message.attempt))
-        expected = known.source_id if known is not None and known.source_id else source_id
-        if source_id != expected or epoch != message.source_epoch:
+        known = self.ledger.records.get(message.key)
+        expected = known.source_id if known is not None and known.source_id else sender.node_id
+        if sender != (expected, message.source_epoch):
             self.counters.foreign_messages += 1
             return
-        record = self.ledger.open((message.request_id, message.attempt))
-        record.source_id = source_id
+        record = self.ledger.open(message.key)
+        record.source_id = sender.node_id
         machine = record.machine
-        if isinstance(message, KVClaim) and self.peers.is_lost(source_id, message.source_epoch):
+        if isinstance(message, KVClaim) and self.peers.is_lost(sender):
             self.counters.foreign_messages += 1  # no grant before it is greeted again: no fence to come would cover it
         elif isinstance(message, KVClaim):
             self.line.on_claim(record, message)
@@ -143,7 +143,7 @@ class SinkManager:
     def on_transfer_event(self, event: object, now: float) -> None:
         self.ledger.at(now)
         if isinstance(event, Fenced):
-            self.peers.fenced(event.node_id, event.epoch)
+            self.peers.fenced(event.node)
         elif isinstance(event, Verified):
             record = self.ledger.records.get(event.key)
             if record is not None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 
 from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import SinkEffect
@@ -26,43 +27,43 @@ class SinkPeers:
     ) -> None:
         self._ledger, self._actions, self._line, self._effects = ledger, actions, line, effects
         self._connect_s = options.timeouts.connect_s
-        self._lost: OrderedDict[tuple[str, int], None] = OrderedDict()  # and not greeted since
-        self._fences: Counter[tuple[str, int]] = Counter()  # asked for and not ended
+        self._lost: OrderedDict[NodeKey, None] = OrderedDict()  # and not greeted since
+        self._fences: Counter[NodeKey] = Counter()  # asked for and not ended
 
     def connected(self, info: NodeInfo) -> None:
         """A source was greeted (again). One that was lost gets new grants at once, whether its fence has ended or not:
         what it held before stays in quarantine, and that fence says nothing of what it is granted from now on."""
-        self._lost.pop((info.node_id, info.epoch), None)
+        self._lost.pop(info.key, None)
         self._effects.append(AdmitSource(info))
 
-    def lost(self, node_id: str, epoch: int) -> None:
+    def lost(self, source: NodeKey) -> None:
         """The source is silent or gone: what it may still write stays in quarantine until it is fenced."""
-        self._lost[node_id, epoch] = None
+        self._lost[source] = None
         if len(self._lost) > MAX_LOST:
             self._lost.popitem(last=False)
-        self._fences[node_id, epoch] += 1
-        self._effects.append(FenceSource(node_id, epoch))
-        for record in self._ledger.of_source(node_id, epoch):
+        self._fences[source] += 1
+        self._effects.append(FenceSource(source))
+        for record in self._ledger.of_source(source):
             record.because(outcomes.SOURCE_LOST)
-            self._actions.run(record, record.machine.on_source_lost(epoch))
+            self._actions.run(record, record.machine.on_source_lost(source.epoch))
             self._line.settle(record)
 
-    def fenced(self, node_id: str, epoch: int) -> None:
+    def fenced(self, source: NodeKey) -> None:
         """A fence closes grants that were open when it was asked for, so only hand-offs that have seen the loss count,
         and, of a source lost more than once, only when its last fence has ended."""
-        self._fences[node_id, epoch] -= 1
-        if self._fences[node_id, epoch] > 0:
+        self._fences[source] -= 1
+        if self._fences[source] > 0:
             return
-        del self._fences[node_id, epoch]
-        for record in self._ledger.of_source(node_id, epoch):
+        del self._fences[source]
+        for record in self._ledger.of_source(source):
             if record.machine.source_lost:
-                self._actions.run(record, record.machine.on_fenced(epoch))
+                self._actions.run(record, record.machine.on_fenced(source.epoch))
                 self._line.settle(record)
 
-    def is_lost(self, node_id: str, epoch: int) -> bool:
-        return (node_id, epoch) in self._lost
+    def is_lost(self, source: NodeKey) -> bool:
+        return source in self._lost
 
     def has_stayed_away(self, record: SinkRecord) -> bool:
         """A source that was lost greets again when it gets its half of a request: its ticket waits for that."""
         waited = self._ledger.now - record.expected_at
-        return waited >= self._connect_s and self.is_lost(record.source_id, record.machine.source_epoch)
+        return waited >= self._connect_s and self.is_lost(record.source)

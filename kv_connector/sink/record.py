@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Hold
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation
 from tandem.engine.scheduling.request import Request
-from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.sink_table import SinkMachine
 from tandem.kv_connector.protocol.sink_table import SinkState as S
 
@@ -20,7 +20,7 @@ UNTIL_SAFE = (S.QUARANTINED,)
 
 @dataclass(eq=False, slots=True)
 class SinkRecord:
-    key: HandoffKey
+    key: AttemptKey
     machine: SinkMachine
     deadline: float
     source_id: str = ""
@@ -44,6 +44,10 @@ class SinkRecord:
     resend_at: float = 0.0
     resend_every_s: float = 0.0
     closed_at: float = 0.0
+
+    @property
+    def source(self) -> NodeKey:
+        return NodeKey(self.source_id, self.machine.source_epoch)
 
     def because(self, reason: str) -> None:
         """Notes why the hand-off ends, if it has not ended yet."""

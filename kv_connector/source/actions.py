@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVRelease
-from tandem.engine.contracts.wire.parts import Message, peer_id_of
+from tandem.engine.contracts.wire.parts import Message
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import Send, SourceEffect
 from tandem.kv_connector.protocol.jobs import Retire
@@ -31,7 +31,7 @@ class SourceActions:
         record.resend_at = self._ledger.now + record.resend_every_s
 
     def await_answer(self, record: SourceRecord) -> None:
-        """To what was just sent for the first time, though not by `_send`."""
+        """Begins the wait for an answer to what was just sent for the first time, though not by `_send`."""
         record.resend_every_s = self._resend_s
         record.resend_at = self._ledger.now + record.resend_every_s
 
@@ -39,7 +39,7 @@ class SourceActions:
         if record.resend_at <= self._ledger.now:
             record.resend_every_s = max(record.resend_every_s, self._resend_s)
             record.resend_at = self._ledger.now + record.resend_every_s
-        self._effects.append(Send(peer_id_of(record.peer.node_id, record.peer.epoch), message))
+        self._effects.append(Send(record.peer.key, message))
 
     def run(self, record: SourceRecord, actions: Sequence[A]) -> None:
         for action in actions:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.kv_connector.layouts.plan import BlockSizes
-from tandem.kv_connector.protocol.jobs import HandoffKey
 from tandem.kv_connector.protocol.source_table import SourceMachine
 from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.record import NO_STEP, OVER, SourceRecord
@@ -43,13 +43,13 @@ class SourceLedger:
         self.block_size = options.cache.block_size
         self.counters = SourceCounters()
         self.now = 0.0
-        self.records: dict[HandoffKey, SourceRecord] = {}
+        self.records: dict[AttemptKey, SourceRecord] = {}
 
     def at(self, now: float) -> None:
         """It is `now`, in monotonic seconds: whoever brings an event says so first."""
         self.now = now
 
-    def add(self, key: HandoffKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
+    def add(self, key: AttemptKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
         assert key not in self.records, "each hand-off is begun once"
         record = self.records[key] = SourceRecord(
             key=key,
@@ -62,8 +62,8 @@ class SourceLedger:
         )
         return record
 
-    def of_sink(self, node_id: str, epoch: int) -> list[SourceRecord]:
-        return [each for each in self.records.values() if (each.peer.node_id, each.peer.epoch) == (node_id, epoch)]
+    def of_sink(self, sink: NodeKey) -> list[SourceRecord]:
+        return [each for each in self.records.values() if each.peer.key == sink]
 
     def book(self, record: SourceRecord) -> None:
         """Its kind, after any change: what is parked and what has claimed must fit beside each other. One that was

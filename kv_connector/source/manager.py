@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import GrantError
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import (
     KVCommitted,
     KVDrained,
@@ -22,10 +23,17 @@ from tandem.engine.contracts.wire.handoff import (
     KVResend,
     KVWait,
 )
-from tandem.engine.contracts.wire.parts import Continuation, FirstToken, Message, NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import (
+    AttemptMessage,
+    Continuation,
+    FirstToken,
+    Message,
+    NodeInfo,
+    PeerRef,
+)
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import Send, SourceEffect
-from tandem.kv_connector.protocol.jobs import Flush, Flushed, HandoffKey, PushFailed, ReadySent, Retired
+from tandem.kv_connector.protocol.jobs import Flush, Flushed, PushFailed, ReadySent, Retired
 from tandem.kv_connector.protocol.peer_effects import PeerFailed
 from tandem.kv_connector.protocol.source_table import SourceEvent as E
 from tandem.kv_connector.protocol.source_table import SourceState as S
@@ -69,13 +77,13 @@ class SourceManager:
 
     # --- requests -------------------------------------------------------------------------------------------
 
-    def expect(self, request_id: str, attempt: int, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
+    def expect(self, key: AttemptKey, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
         """A prompt that will be handed to `peer`; before the scheduler gets it."""
-        self._add((request_id, attempt), peer, num_prompt_tokens, deadline)
+        self._add(key, peer, num_prompt_tokens, deadline)
 
-    def cancel(self, request_id: str, attempt: int, now: float) -> None:
+    def cancel(self, key: AttemptKey, now: float) -> None:
         self.ledger.at(now)
-        record = self.ledger.records.get((request_id, attempt))
+        record = self.ledger.records.get(key)
         if record is not None:
             record.reason = outcomes.CANCELLED
             self.actions.run(record, record.machine.on(E.CANCEL))
@@ -84,7 +92,7 @@ class SourceManager:
 
     def offer(
         self,
-        key: HandoffKey,
+        key: AttemptKey,
         peer: PeerRef,
         block_ids: Sequence[int],
         num_tokens: int,
@@ -105,16 +113,16 @@ class SourceManager:
         if self.peers.knows(peer):
             self.peers.claim_offer(record)
 
-    def withdraw(self, key: HandoffKey) -> bool:
+    def withdraw(self, key: AttemptKey) -> bool:
         """Ends an offer that nobody has granted room for, without an outcome; False: it was granted, or is over."""
         withdrawn = self.ledger.records[key].machine.state in (S.IDLE, *CLAIMED)
         if withdrawn:
-            self.cancel(*key, self.ledger.now)
+            self.cancel(key, self.ledger.now)
         return withdrawn
 
     # --- running sequences ----------------------------------------------------------------------------------
 
-    def follow(self, key: HandoffKey, peer: PeerRef, most_tokens: int, deadline: float, now: float) -> None:
+    def follow(self, key: AttemptKey, peer: PeerRef, most_tokens: int, deadline: float, now: float) -> None:
         """Claims room at `peer`, which expects it, for a sequence that runs on meanwhile and has at most `most_tokens`
         tokens of KV when it is handed over. While `is_pushing`, `push_settled` and at last `hand_over` say what there
         is. It ends like any other hand-off."""
@@ -124,7 +132,7 @@ class SourceManager:
         if self.peers.knows(peer):
             self.peers.claim_offer(record)
 
-    def push_settled(self, key: HandoffKey, block_ids: Sequence[int], num_tokens: int, now: float) -> int:
+    def push_settled(self, key: AttemptKey, block_ids: Sequence[int], num_tokens: int, now: float) -> int:
         """Full blocks of the first `num_tokens` tokens, which are written and stay as they are, are pushed unless they
         were; `block_ids` are the sequence's, from its first token on. How many were left of the sink's size."""
         self.ledger.at(now)
@@ -140,7 +148,7 @@ class SourceManager:
         record.is_flushed = False
         return len(push.num_valid)
 
-    def hand_over(self, key: HandoffKey, block_ids: Sequence[int], continuation: Continuation, now: float) -> None:
+    def hand_over(self, key: AttemptKey, block_ids: Sequence[int], continuation: Continuation, now: float) -> None:
         """The sequence stands still: what is left of it, and how it goes on."""
         self.ledger.at(now)
         record = self.ledger.records[key]
@@ -150,27 +158,26 @@ class SourceManager:
         record.continuation = continuation
         self.actions.run(record, record.machine.on(E.COMPUTED))
 
-    def is_pushing(self, key: HandoffKey) -> bool:
+    def is_pushing(self, key: AttemptKey) -> bool:
         """Granted, and not handed over or ended."""
         return key in self.ledger.records and self.ledger.records[key].machine.state is S.PUSHING
 
-    def is_flushed(self, key: HandoffKey) -> bool:
+    def is_flushed(self, key: AttemptKey) -> bool:
         """Whether what was pushed so far has arrived."""
         return key in self.ledger.records and self.ledger.records[key].is_flushed
 
-    def holds_blocks(self, key: HandoffKey) -> bool:
+    def holds_blocks(self, key: AttemptKey) -> bool:
         """Whether a transfer may read blocks of the hand-off."""
         return key in self.ledger.records and self.ledger.records[key].owns_blocks
 
     # --- what happens elsewhere -----------------------------------------------------------------------------
 
-    def on_message(self, peer_id: str, message: Message, now: float) -> None:
-        """From a sink. Messages that fit no live hand-off are dropped and counted, but a refusal is answered."""
+    def on_message(self, sender: NodeKey, message: Message, now: float) -> None:
+        """Takes a sink's message. One that fits no live hand-off is dropped and counted, but a refusal is answered."""
         self.ledger.at(now)
-        key = (getattr(message, "request_id", ""), getattr(message, "attempt", 0))
-        record = self.ledger.records.get(key)
-        if record is None or peer_id_of(record.peer.node_id, record.peer.epoch) != peer_id:
-            self._answer_stranger(peer_id, message)
+        record = self.ledger.records.get(message.key) if isinstance(message, AttemptMessage) else None
+        if record is None or record.peer.key != sender:
+            self._answer_stranger(sender, message)
             return
         machine = record.machine
         if isinstance(message, KVGrant):
@@ -192,7 +199,7 @@ class SourceManager:
     def on_transfer_event(self, event: object, now: float) -> None:
         self.ledger.at(now)
         if isinstance(event, PeerFailed):
-            self.peers.channel_failed(event.node_id, event.epoch)
+            self.peers.channel_failed(event.node)
             return
         assert isinstance(event, ReadySent | Flushed | PushFailed | Retired), f"no event of a source: {event}"
         record = self.ledger.records.get(event.key)
@@ -236,7 +243,7 @@ class SourceManager:
         self.effects.clear()
         return effects
 
-    def knows(self, key: HandoffKey) -> bool:
+    def knows(self, key: AttemptKey) -> bool:
         """Whether there is, or a short while ago was, such a hand-off."""
         return key in self.ledger.records
 
@@ -245,7 +252,7 @@ class SourceManager:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _add(self, key: HandoffKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
+    def _add(self, key: AttemptKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
         record = self.ledger.add(key, peer, num_tokens, deadline)
         self.peers.open_channel(peer)
         return record
@@ -273,14 +280,14 @@ class SourceManager:
         record.resend_indices = resend.indices
         self.actions.run(record, record.machine.on_resend(resend.grant_id, resend.round))
 
-    def _answer_stranger(self, peer_id: str, message: Message) -> None:
+    def _answer_stranger(self, sender: NodeKey, message: Message) -> None:
         """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""
         self.counters.messages_dropped += 1
         if isinstance(message, KVRefused):
             drained = KVDrained(
                 request_id=message.request_id, attempt=message.attempt, source_epoch=self.info.epoch, grant_id=0
             )
-            self.effects.append(Send(peer_id, drained))
+            self.effects.append(Send(sender, drained))
 
     def _warn_of_slow_retire(self, record: SourceRecord) -> None:
         """The transfer thread answers every Retire: no wait of its own is without a deadline. If it hangs all the same,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.protocol import outcomes
@@ -21,37 +22,36 @@ class SourcePeers:
 
     def __init__(self, ledger: SourceLedger, actions: SourceActions, effects: list[SourceEffect]) -> None:
         self._ledger, self._actions, self._effects = ledger, actions, effects
-        self._peers: dict[tuple[str, int], NodeInfo] = {}
-        self._open: set[tuple[str, int]] = set()  # a channel was asked for and is not known to be broken
+        self._peers: dict[NodeKey, NodeInfo] = {}
+        self._open: set[NodeKey] = set()  # a channel was asked for and is not known to be broken
 
-    def get(self, node_id: str, epoch: int) -> NodeInfo | None:
-        """As it was greeted."""
-        return self._peers.get((node_id, epoch))
+    def get(self, node: NodeKey) -> NodeInfo | None:
+        """What the node said of itself when it was greeted; None: it was not, or is lost."""
+        return self._peers.get(node)
 
     def knows(self, ref: PeerRef) -> bool:
-        return (ref.node_id, ref.epoch) in self._peers
+        return ref.key in self._peers
 
-    def channel_failed(self, node_id: str, epoch: int) -> None:
-        """It is opened again when a sink behind it grants."""
-        self._open.discard((node_id, epoch))
+    def channel_failed(self, sink: NodeKey) -> None:
+        """Forgets a broken channel, which is opened again when a sink behind it grants."""
+        self._open.discard(sink)
 
     def claim_offer(self, record: SourceRecord) -> None:
-        """As of a prompt that was computed, or is being computed, without waiting for its grant."""
+        """Claims as if for a prompt that was computed, or is being computed, without waiting for its grant."""
         self.note_block_sizes(record)
         for event in (E.CLAIM, E.START) if record.follows else (E.CLAIM, E.START, E.COMPUTED):
             self._actions.run(record, record.machine.on(event))
 
     def note_block_sizes(self, record: SourceRecord) -> None:
-        own, layout = self._ledger.block_size, self._peers[record.peer.node_id, record.peer.epoch].layout
+        own, layout = self._ledger.block_size, self._peers[record.peer.key].layout
         record.block_sizes = BlockSizes(own, layout.block_size if layout else own)
 
     def connected(self, info: NodeInfo) -> None:
         """A node was greeted (again): a channel to it is opened as soon as there is something to hand over."""
-        where = (info.node_id, info.epoch)
-        if where in self._peers:
+        if info.key in self._peers:
             return
-        self._peers[where] = info
-        for record in self._ledger.of_sink(*where):
+        self._peers[info.key] = info
+        for record in self._ledger.of_sink(info.key):
             if record.machine.state not in OVER:
                 self.open_channel(record.peer)
             if record.machine.state is S.IDLE and (record.owns_blocks or record.follows):
@@ -59,36 +59,35 @@ class SourcePeers:
             elif record.machine.state in CLAIMED:  # one that has greeted again after it forgot this node
                 self._actions.run(record, record.machine.on(E.TIMER))
 
-    def lost(self, node_id: str, epoch: int, reason: str = outcomes.SINK_LOST) -> None:
+    def lost(self, sink: NodeKey, reason: str = outcomes.SINK_LOST) -> None:
         """A sink is gone, or the two nodes refuse each other; `reason` is told to the router."""
-        for record in self._forget(node_id, epoch):
+        for record in self._forget(sink):
             record.reason = reason
-            self._actions.run(record, record.machine.on_sink_lost(epoch))
+            self._actions.run(record, record.machine.on_sink_lost(sink.epoch))
 
-    def forgot(self, node_id: str, epoch: int, now: float) -> list[PeerRef]:
+    def forgot(self, sink: NodeKey, now: float) -> list[PeerRef]:
         """A living sink took this node for lost. What it has granted is void there. What it has not granted goes on
         when it is greeted again: it may never have heard of it, and refuses what it had. Whom to greet, if anybody."""
         self._ledger.at(now)
         again = []
-        for record in self._forget(node_id, epoch):
+        for record in self._forget(sink):
             if record.machine.state is S.IDLE or record.machine.state in CLAIMED:
                 again.append(record.peer)
             else:
                 record.reason = outcomes.SINK_LOST
-                self._actions.run(record, record.machine.on_sink_lost(epoch))
+                self._actions.run(record, record.machine.on_sink_lost(sink.epoch))
         return again[:1]
 
-    def _forget(self, node_id: str, epoch: int) -> list[SourceRecord]:
+    def _forget(self, sink: NodeKey) -> list[SourceRecord]:
         """The records of this sink, whose channel is closed."""
-        self._peers.pop((node_id, epoch), None)
-        if (node_id, epoch) in self._open:
-            self._open.remove((node_id, epoch))
-            self._effects.append(CloseChannel(node_id, epoch))
-        return self._ledger.of_sink(node_id, epoch)
+        self._peers.pop(sink, None)
+        if sink in self._open:
+            self._open.remove(sink)
+            self._effects.append(CloseChannel(sink))
+        return self._ledger.of_sink(sink)
 
     def open_channel(self, peer: PeerRef) -> None:
-        """Unless there is one, or nobody to open it to yet."""
-        where = (peer.node_id, peer.epoch)
-        if where in self._peers and where not in self._open:
-            self._open.add(where)
-            self._effects.append(OpenChannel(self._peers[where]))
+        """Asks for a channel unless there is one, or nobody to open it to yet."""
+        if peer.key in self._peers and peer.key not in self._open:
+            self._open.add(peer.key)
+            self._effects.append(OpenChannel(self._peers[peer.key]))

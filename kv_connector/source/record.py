@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Hold
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, PeerRef
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import BlockSizes
-from tandem.kv_connector.protocol.jobs import Finalize, HandoffKey, LayerPush, WholePush, digest_key
+from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, WholePush, digest_key
 from tandem.kv_connector.protocol.source_table import SourceMachine
 from tandem.kv_connector.protocol.source_table import SourceState as S
 
@@ -20,7 +21,7 @@ OVER = (S.DRAINED, S.CLOSED)
 
 @dataclass(eq=False, slots=True)
 class SourceRecord:
-    key: HandoffKey
+    key: AttemptKey
     peer: PeerRef
     num_prompt_tokens: int
     num_blocks: int  # of the prompt, of this node's size
@@ -53,7 +54,7 @@ class SourceRecord:
 
     @property
     def num_sink_blocks(self) -> int:
-        """Of the prompt; what is granted, pushed and asked for again counts in these."""
+        """The prompt's length in blocks of the sink's size, in which grants, pushes and resends count."""
         return self.block_sizes.num_sink_blocks(self.num_prompt_tokens)
 
     # --- progress -------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class SourceRecord:
             source_block_ids=source_block_ids,
             first_slots=first_slots,
             num_valid_last=self._num_valid(self.num_sink_blocks - 1),
-            digest_key=digest_key(*self.key, self.grant.grant_id),
+            digest_key=digest_key(self.key, self.grant.grant_id),
             first_tokens=self.first_tokens,
             with_digests=with_digests,
             continuation=self.continuation,

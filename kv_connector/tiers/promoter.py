@@ -83,7 +83,7 @@ class Promoter:
             self._load_outside(promotion)
 
     def _load_outside(self, promotion: Promotion) -> None:
-        """Not yet, when blocks have to cool down first."""
+        """Starts the loads, unless blocks have to cool down first."""
         blocks = self._pool.allocate_grantable(len(promotion.hashes))
         if blocks is not None:
             promotion.block_ids = blocks

@@ -110,7 +110,7 @@ class WriteBack:
         self._tell(BlockEvent(block_hash, False, "disk"))
 
     def _note_unsaved(self, block_hash: bytes) -> None:
-        """If the device pool has the only copy."""
+        """Notes a block of which the device pool has the only copy."""
         is_below = self._host.is_ready(block_hash) or self._is_on_disk(block_hash)
         if not is_below and self._pool.is_published(block_hash):
             self._unsaved[block_hash] = None

@@ -1,4 +1,4 @@
-"""The transfer thread's channels to sinks, one an epoch."""
+"""The transfer thread's channels to sinks, one for each of their lives."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tandem.engine.contracts.errors import PeerLostError, TandemError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -21,7 +22,7 @@ Connect = Callable[[NodeInfo, OnLost], Channel]
 
 @dataclass(frozen=True, slots=True)
 class PeerChannel:
-    """What leads to one epoch of a sink: the channel, and the layout of the pool that it leads to."""
+    """What leads to one life of a sink: the channel, and the layout of the pool that it leads to."""
 
     channel: Channel
     layout: KVLayout
@@ -36,37 +37,37 @@ class PeerChannels:
         self._on_lost = on_lost
         self._faults = parse_faults(fault_injection) if fault_injection else None
         self._lock = threading.Lock()
-        self._ways: dict[tuple[str, int], PeerChannel] = {}
+        self._ways: dict[NodeKey, PeerChannel] = {}
 
     def open(self, peer: NodeInfo) -> None:
         assert peer.layout is not None, "only nodes are connected to"
         try:
             channel = self._connect(peer, self._lost)
         except TandemError as error:
-            self._on_lost(peer.node_id, peer.epoch, error.message)
+            self._on_lost(peer.key, error.message)
             return
         except Exception as error:  # out of descriptors, say, or an export that makes no sense: it costs this peer
             logger.exception("can't open a channel to %s", peer.node_id)
-            self._on_lost(peer.node_id, peer.epoch, repr(error))
+            self._on_lost(peer.key, repr(error))
             return
         if self._faults is not None:
             assert isinstance(channel, PoolChannel), "faults are injected into channels that read a pool"
             channel = FaultInjector(channel, self._faults)
         with self._lock:
-            self._ways[peer.node_id, peer.epoch] = PeerChannel(channel, peer.layout)
+            self._ways[peer.key] = PeerChannel(channel, peer.layout)
 
     def of(self, grant: KVGrant) -> PeerChannel:
         """Raises PeerLostError when none leads to the sink that gave `grant`."""
         with self._lock:
-            way = self._ways.get((grant.sink_id, grant.sink_epoch))
+            way = self._ways.get(grant.sink)
         if way is None:
             raise PeerLostError(f"no channel to {grant.sink_id} epoch {grant.sink_epoch:#x}")
         return way
 
-    def drop(self, node_id: str, epoch: int) -> None:
+    def drop(self, sink: NodeKey) -> None:
         """A write under way in it fails soon."""
         with self._lock:
-            way = self._ways.pop((node_id, epoch), None)
+            way = self._ways.pop(sink, None)
         if way is not None:
             way.channel.close()
 
@@ -76,6 +77,6 @@ class PeerChannels:
         for way in ways:
             way.channel.close()
 
-    def _lost(self, node_id: str, epoch: int, reason: str) -> None:
-        self.drop(node_id, epoch)
-        self._on_lost(node_id, epoch, reason)
+    def _lost(self, sink: NodeKey, reason: str) -> None:
+        self.drop(sink)
+        self._on_lost(sink, reason)

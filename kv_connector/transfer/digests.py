@@ -19,8 +19,8 @@ from tandem.kv_connector.transports.base import Channel, Write
 
 
 class SentDigests:
-    """Belongs to the transfer thread. Where blocks are reshaped on their way there are no passes beside pushes: what is
-    sent exists only while it is staged, so it is staged once more at the end."""
+    """Digests of what is sent, made on the transfer thread. Where blocks are reshaped on their way there are no passes
+    beside pushes: what is sent exists only while it is staged, so it is staged once more at the end."""
 
     def __init__(
         self, pool_NHLPBD: torch.Tensor, layout: KVLayout, counters: dict[str, float], are_wanted: bool = True

@@ -21,7 +21,7 @@ class GrantSums:
     started over, pushed before sums began), the digests are made anew."""
 
     def __init__(self, grant: KVGrant, num_layers: int) -> None:
-        self.key = digest_key(grant.request_id, grant.attempt, grant.grant_id)
+        self.key = digest_key(grant.key, grant.grant_id)
         self._index_of = {block_id: index for index, block_id in enumerate(grant.block_ids)}
         self._seen_NL = np.zeros((len(grant.block_ids), num_layers), dtype=bool)
         self._num_valid_N = np.zeros(len(grant.block_ids), dtype=np.int64)

@@ -21,7 +21,7 @@ from tandem.kv_connector.transports.base import Write
 
 
 class Pusher:
-    """Belongs to the transfer thread; on CUDA to its stream of pushes. `counters` are the thread's."""
+    """Cuts pushes into writes, on the transfer thread; on CUDA in its stream of pushes. `counters` are the thread's."""
 
     def __init__(
         self,

@@ -34,8 +34,8 @@ class _Arrived:
 
 
 class SinkChecks:
-    """Belongs to the transfer thread, but for `expect` and `end`; on CUDA to its current stream. `counters` are the
-    thread's."""
+    """Compares digests on the transfer thread, `expect` and `end` aside; on CUDA in its current stream. `counters` are
+    the thread's."""
 
     def __init__(
         self, pool_NHLPBD: torch.Tensor, layout: KVLayout, ranks: RankPools | None, counters: dict[str, float]
@@ -71,7 +71,7 @@ class SinkChecks:
         if ready.continuation is not None or num_last < 1 or not grant.block_ids:
             return
         self._drop([grant.grant_id])
-        key, num_last = digest_key(grant.request_id, grant.attempt, grant.grant_id), min(num_last, size)
+        key, num_last = digest_key(grant.key, grant.grant_id), min(num_last, size)
         try:
             begun = self._passes.begin(grant.block_ids, key, valid_slots(len(grant.block_ids), num_last, size))
         except Exception:  # its Verify will fail in the same way, and say so

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from tandem.engine.contracts.errors import TandemError
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.kv_connector.protocol.jobs import (
     Finalize,
     Flush,
     Flushed,
-    HandoffKey,
     LayerPush,
     PushFailed,
     ReadySent,
@@ -45,23 +45,23 @@ SourceWork = WholePush | LayersJob | Flush | Finalize
 
 
 class SourceJobs:
-    """Belongs to the transfer thread; on CUDA to its stream of pushes. `counters`, `post_event` and `send_ready` are
-    TransferWorker's; `source`: (node_id, epoch)."""
+    """Runs a source's jobs on the transfer thread; on CUDA in its stream of pushes. `counters`, `post_event` and
+    `send_ready` are TransferWorker's; `source` is this node."""
 
     def __init__(
         self,
-        source: tuple[str, int],
+        source: NodeKey,
         channels: PeerChannels,
         book: GrantBook,
         pusher: Pusher,
         digests: SentDigests,
         post_event: Callable[[TransferEvent], None],
-        send_ready: Callable[[str, KVReady], None],
+        send_ready: Callable[[NodeKey, KVReady], None],
         counters: dict[str, float],
         trace: HandoffTrace | None,
         stream: torch.cuda.Stream | None,
     ) -> None:
-        self._source_id, self._source_epoch = source
+        self._source = source
         self._channels, self._book, self._pusher, self._digests = channels, book, pusher, digests
         self._post_event, self._send_ready = post_event, send_ready
         self._counters, self._trace, self._stream = counters, trace, stream
@@ -101,7 +101,7 @@ class SourceJobs:
         self._book.forget(grant.grant_id)
         self._post_event(Retired(job.key, grant.grant_id))
 
-    def _fail(self, key: HandoffKey, grant_id: int, reason: str) -> None:
+    def _fail(self, key: AttemptKey, grant_id: int, reason: str) -> None:
         self._book.failed.add(grant_id)
         self._counters["kv_push_failures"] += 1
         self._post_event(PushFailed(key, grant_id, reason))
@@ -144,8 +144,8 @@ class SourceJobs:
             attempt=grant.attempt,
             grant_id=grant.grant_id,
             grant_signature=grant.signature,
-            source_id=self._source_id,
-            source_epoch=self._source_epoch,
+            source_id=self._source.node_id,
+            source_epoch=self._source.epoch,
             sink_epoch=grant.sink_epoch,
             first_tokens=job.first_tokens,
             digests=digests,
@@ -154,7 +154,7 @@ class SourceJobs:
         )
         if self._book.is_over(grant.grant_id):
             return
-        self._send_ready(grant.sink_id, ready)
+        self._send_ready(grant.sink, ready)
         self._post_event(ReadySent(job.key, grant.grant_id, ready))
         if self._trace is not None:
             self._trace.end_of_pushes(job.key, self._stream is not None)

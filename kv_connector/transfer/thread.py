@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
@@ -44,18 +45,18 @@ _Item = tuple[_Job, torch.cuda.Event | None]
 class TransferWorker:
     """`connect(peer, on_lost)` opens a channel (NodeTransports.connect, bound to our NodeInfo).
 
-    `post_event` and `on_peer_lost(node_id, epoch, reason)` are called from this thread or a transport's; `send_ready`
-    (sink's node_id, message) from this thread. None of the three may block.
+    `post_event` and `on_peer_lost(sink, reason)` are called from this thread or a transport's; `send_ready`
+    (sink, message) from this thread. None of the three may block.
     """
 
     def __init__(
         self,
         pool: torch.Tensor,
         layout: KVLayout,
-        source: tuple[str, int],
+        source: NodeKey,
         connect: Connect,
         post_event: Callable[[TransferEvent], None],
-        send_ready: Callable[[str, KVReady], None],
+        send_ready: Callable[[NodeKey, KVReady], None],
         on_peer_lost: OnLost,
         fault_injection: str = "",
         with_digests: bool = True,
@@ -132,9 +133,9 @@ class TransferWorker:
         """Opens a channel to a sink; pushes to it that are submitted later find it. Failure: `on_peer_lost`."""
         self._jobs.put((peer, None))
 
-    def drop_peer(self, node_id: str, epoch: int) -> None:
+    def drop_peer(self, sink: NodeKey) -> None:
         """The control plane has lost this peer: a write to it that is under way fails soon."""
-        self._channels.drop(node_id, epoch)
+        self._channels.drop(sink)
 
     def submit(self, job: TransferJob, written: torch.cuda.Event | None = None, waits: bool = True) -> None:
         """`written`: device event after which its source blocks are complete; None: every step launched so far, or,

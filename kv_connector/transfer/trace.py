@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 
+from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.wire.codec import HandoffMessage
 from tandem.engine.contracts.wire.parts import Message
 from tandem.engine.contracts.wire.requests import Submit, Tokens
-from tandem.kv_connector.protocol.jobs import HandoffKey
 
 _KEPT_KEYS = 1 << 16  # a guess
 
@@ -62,6 +63,9 @@ class _Push:
     nbytes: float
 
 
+NO_REQUEST = AttemptKey("", 0)  # of what belongs to a step
+
+
 class HandoffTrace:
     """Any thread may call; pushes belong to the transfer thread."""
 
@@ -71,11 +75,16 @@ class HandoffTrace:
         self._node_id = node_id
         self._lock = threading.Lock()
         self._flushed_at = 0.0
-        self._pushes: dict[HandoffKey, list[_Push]] = defaultdict(list)
-        self._answered: dict[HandoffKey, None] = {}
+        self._pushes: dict[AttemptKey, list[_Push]] = defaultdict(list)
+        self._answered: dict[AttemptKey, None] = {}
 
-    def note(self, key: HandoffKey, stage: str, t: float | None = None, **values: Any) -> None:
-        line = {"t": time.monotonic() if t is None else t, "node": self._node_id, "request": key[0], "attempt": key[1]}
+    def note(self, key: AttemptKey, stage: str, t: float | None = None, **values: Any) -> None:
+        line = {
+            "t": time.monotonic() if t is None else t,
+            "node": self._node_id,
+            "request": key.request_id,
+            "attempt": key.attempt,
+        }
         with self._lock:
             self._file.write(json.dumps({**line, "stage": stage, **values}) + "\n")
             if (now := time.monotonic()) - self._flushed_at > _FLUSH_S:
@@ -89,21 +98,20 @@ class HandoffTrace:
     def message(self, way: str, message: Message) -> None:
         """`way`: "sent" or "received". Of the tokens of a request only the first ones are noted."""
         if isinstance(message, Tokens):
-            self.note(("", 0), "step", num_deltas=len(message.deltas))
+            self.note(NO_REQUEST, "step", num_deltas=len(message.deltas))
             for delta in message.deltas:
-                key = (delta.request_id, delta.attempt)
+                key = delta.key
                 if key not in self._answered:
                     self._answered[key] = None
                     self.note(key, f"{way} Tokens")
             while len(self._answered) > _KEPT_KEYS:
                 del self._answered[next(iter(self._answered))]
-        elif isinstance(message, Submit) or type(message).__name__.startswith("KV"):
-            key = (getattr(message, "request_id", ""), getattr(message, "attempt", 0))
-            self.note(key, f"{way} {type(message).__name__}")
+        elif isinstance(message, Submit | HandoffMessage):
+            self.note(message.key, f"{way} {type(message).__name__}")
 
     def pushed(
         self,
-        key: HandoffKey,
+        key: AttemptKey,
         layers: range,
         first_block: int,
         written: Sequence[Moment],
@@ -113,7 +121,7 @@ class HandoffTrace:
     ) -> None:
         self._pushes[key].append(_Push(layers, first_block, written, begun, done, nbytes))
 
-    def end_of_pushes(self, key: HandoffKey, on_cuda: bool) -> None:
+    def end_of_pushes(self, key: AttemptKey, on_cuda: bool) -> None:
         """Notes when all of them have run on the device. Costs one wait for a new stream's first event."""
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
             anchor = Moment.now(on_cuda)

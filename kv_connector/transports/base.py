@@ -17,14 +17,15 @@ from typing import NamedTuple, Protocol
 import torch
 
 from tandem.engine.contracts.errors import GrantError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kernels.blocks.digest import BlockSums
 from tandem.kv_connector.layouts.rank_pools import RankPools
 
-# Called at most once a channel, from any thread: (node_id, epoch, reason). The channel takes no more writes.
-OnLost = Callable[[str, int, str], None]
+# Called at most once a channel, from any thread: (peer, reason). The channel takes no more writes.
+OnLost = Callable[[NodeKey, str], None]
 BlockPairs = Sequence[tuple[int, int]]  # (source block id, destination block id)
 MAX_WRITE_BYTES = 4 << 20  # a guess; what it reaches: docs/measurements.md#transports-within-a-host
 
@@ -60,14 +61,13 @@ class Write(NamedTuple):
             sums = PairSums(sums.sums, [sums.indices[i] for i in indices])
         return Write(self.grant, pairs, self.layers, num_valid, sums)
 
-    def check(self, peer_epoch: int) -> None:
+    def check(self, sink: NodeKey) -> None:
         """The source's own check before bytes leave: raises GrantError if the grant does not cover this write."""
         assert len(self.pairs) == len(self.num_valid), "one number of valid slots a pair"
         grant = self.grant
-        if grant.sink_epoch != peer_epoch:
+        if grant.sink != sink:
             raise GrantError(
-                f"grant {grant.grant_id:#x} is for epoch {grant.sink_epoch:#x} of {grant.sink_id}, "
-                f"the channel leads to epoch {peer_epoch:#x}",
+                f"grant {grant.grant_id:#x} is for {grant.sink}, the channel leads to {sink}",
                 request_id=grant.request_id,
             )
         granted = set(grant.block_ids)
@@ -84,16 +84,14 @@ class RegisteredPool:
 
     pool_NHLPBD: torch.Tensor
     layout: KVLayout
-    node_id: str
-    epoch: int
+    node: NodeKey
     ranks: RankPools | None = None
 
 
 class Channel(Protocol):
     """One source's way into one sink's pool. `write` and `flush` belong to one thread, `close` to any."""
 
-    peer_id: str
-    peer_epoch: int
+    peer: NodeKey
     max_write_bytes: int  # a longer push is split: between two writes it is noticed that its grant was retired
     sums_blocks: bool  # whether writes take up `sums` while they read the blocks
     sums_layers: bool  # also those of some layers, beside a computation that it does not slow down
@@ -149,10 +147,10 @@ class Transport(Protocol):
 
         A Drained must not be believed then; its repetition may be: what stands against it is being ended."""
 
-    def fence(self, node_id: str, epoch: int) -> Future[None]:
-        """Sink: done when no write under any grant of that source epoch opened so far can land any more.
+    def fence(self, source: NodeKey) -> Future[None]:
+        """Sink: done when no write under any grant of that source opened so far can land any more.
 
-        The epoch gets no new grants until it is admitted again. Callbacks of the future run on any thread."""
+        It gets no new grants until it is admitted again. Callbacks of the future run on any thread."""
 
     def close(self) -> None:
         """Lets go of every channel, peer and thread."""

@@ -63,7 +63,7 @@ class FaultInjector:
         self._channel = channel
         self._plan = plan
         self._num_writes = 0
-        self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
+        self.peer = channel.peer
         self.max_write_bytes = channel.max_write_bytes
         self.sums_blocks, self.sums_layers = channel.sums_blocks, channel.sums_layers
 

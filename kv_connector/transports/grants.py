@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tandem.engine.contracts.errors import GrantError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant
 
 
@@ -30,13 +31,13 @@ class GrantTable:
         self._changed = threading.Condition()
         self._open: dict[int, GrantInUse] = {}
         self._closing: list[GrantInUse] = []
-        self._fenced: set[tuple[str, int]] = set()
+        self._fenced: set[NodeKey] = set()
         self.num_refused = 0
 
     def open(self, grant: KVGrant) -> None:
         """Idempotent. Raises GrantError when the grant's source epoch has been fenced."""
         with self._changed:
-            if (grant.source_id, grant.source_epoch) in self._fenced:
+            if grant.source in self._fenced:
                 raise GrantError(
                     f"{grant.source_id} epoch {grant.source_epoch:#x} is fenced and may not write",
                     request_id=grant.request_id,
@@ -52,41 +53,37 @@ class GrantTable:
             if entry is not None:
                 self._close_entries([entry])
 
-    def fence(self, source_id: str, source_epoch: int) -> None:
+    def fence(self, source: NodeKey) -> None:
         """Closes all grants of that source epoch and bars it until `admit`. Returns when its writers have left."""
         with self._changed:
-            self._fenced.add((source_id, source_epoch))
-            entries = [
-                entry
-                for entry in [*self._open.values(), *self._closing]
-                if (entry.grant.source_id, entry.grant.source_epoch) == (source_id, source_epoch)
-            ]
+            self._fenced.add(source)
+            entries = [entry for entry in [*self._open.values(), *self._closing] if entry.grant.source == source]
             for entry in entries:
                 self._open.pop(entry.grant.grant_id, None)
             self._close_entries(entries)
 
-    def admit(self, source_id: str, source_epoch: int) -> None:
+    def admit(self, source: NodeKey) -> None:
         """Lifts the bar of a fence. Grants from before it stay closed, so late writes stay refused."""
         with self._changed:
-            self._fenced.discard((source_id, source_epoch))
+            self._fenced.discard(source)
 
     def count_refusal(self) -> None:
         with self._changed:
             self.num_refused += 1
 
-    def is_fenced(self, source_id: str, source_epoch: int) -> bool:
+    def is_fenced(self, source: NodeKey) -> bool:
         with self._changed:
-            return (source_id, source_epoch) in self._fenced
+            return source in self._fenced
 
     @contextmanager
     def writing(
         self,
         grant_id: int,
-        source: tuple[str, int],
+        source: NodeKey,
         block_ids: Iterable[int],
         wake: Callable[[], None] = lambda: None,
     ) -> Iterator[GrantInUse]:
-        """Section in which `source` (node_id, epoch) may write `block_ids`.
+        """Section in which `source` may write `block_ids`.
 
         `wake` is called from the closing thread when the grant closes meanwhile; the writer must then leave soon.
         Raises GrantError when the grant is not open, belongs to another source or does not cover a block.
@@ -106,16 +103,15 @@ class GrantTable:
             for grant_id, entry in self._open.items():
                 assert entry.grant.grant_id == grant_id, "grants are filed under their own id"
                 assert not entry.closed, "an open grant is not closed"
-                source = (entry.grant.source_id, entry.grant.source_epoch)
-                assert source not in self._fenced, "a fenced source holds no open grant"
+                assert entry.grant.source not in self._fenced, "a fenced source holds no open grant"
 
-    def _admit(self, grant_id: int, source: tuple[str, int], block_ids: Iterable[int]) -> GrantInUse:
+    def _admit(self, grant_id: int, source: NodeKey, block_ids: Iterable[int]) -> GrantInUse:
         entry = self._open.get(grant_id)
         reason = ""
         if entry is None:
             reason = "is not open here (never given, closed, or used before)"
-        elif (entry.grant.source_id, entry.grant.source_epoch) != source:
-            reason = f"was given to {entry.grant.source_id}, not to {source[0]} epoch {source[1]:#x}"
+        elif entry.grant.source != source:
+            reason = f"was given to {entry.grant.source_id}, not to {source.node_id} epoch {source.epoch:#x}"
         elif not entry.blocks.issuperset(block_ids):
             reason = f"does not cover blocks {sorted(set(block_ids) - entry.blocks)[:8]}"
         if reason or entry is None:

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 import torch
 
 from tandem.engine.contracts.errors import ConfigError, GrantError, HandshakeError, PeerLostError, TransportError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVGrant
@@ -73,7 +74,7 @@ class NodeTransports:
         self._requested = requested
         self._device = torch.device("cpu")
         self._lock = threading.Lock()
-        self._sources: dict[tuple[str, int], list[Transport]] = {}
+        self._sources: dict[NodeKey, list[Transport]] = {}
         self.counters = {f"kv_channels_{name}": 0.0 for name in self._transports}  # opened by this node as a source
 
     def pool_storage(self, nbytes: int) -> memoryview | None:
@@ -89,12 +90,10 @@ class NodeTransports:
         shm = self._transports.get("shm")
         return shm.pool_file if isinstance(shm, ShmTransport) else None
 
-    def register(
-        self, pool: torch.Tensor, layout: KVLayout, node_id: str, epoch: int, ranks: RankPools | None = None
-    ) -> None:
+    def register(self, pool: torch.Tensor, layout: KVLayout, node: NodeKey, ranks: RankPools | None = None) -> None:
         self._device = pool.device
         for transport in self._transports.values():
-            transport.register(RegisteredPool(as_moved(pool), layout, node_id, epoch, ranks))
+            transport.register(RegisteredPool(as_moved(pool), layout, node, ranks))
 
     def exports(self) -> dict[str, bytes]:
         """Value of NodeInfo.transports."""
@@ -131,12 +130,12 @@ class NodeTransports:
         for transport in ways:
             transport.admit(peer)
         with self._lock:
-            self._sources[peer.node_id, peer.epoch] = ways
+            self._sources[peer.key] = ways
 
     def open_grant(self, grant: KVGrant) -> None:
         """Sink: before the grant is sent. Raises GrantError when its source was never admitted or is fenced or gone."""
         with self._lock:
-            ways = self._sources.get((grant.source_id, grant.source_epoch), [])
+            ways = self._sources.get(grant.source, [])
         if not ways:
             raise GrantError(
                 f"{grant.source_id} epoch {grant.source_epoch:#x} was not admitted", request_id=grant.request_id
@@ -154,11 +153,11 @@ class NodeTransports:
         settled = [transport.is_settled(grant_id) for transport in self._transports.values()]  # each is asked
         return all(settled)
 
-    def fence(self, node_id: str, epoch: int) -> Future[None]:
+    def fence(self, source: NodeKey) -> Future[None]:
         """Sink: as Transport.fence, for every way that the source may have taken."""
         with self._lock:
-            self._sources.pop((node_id, epoch), None)
-        return _all_done([transport.fence(node_id, epoch) for transport in self._transports.values()])
+            self._sources.pop(source, None)
+        return _all_done([transport.fence(source) for transport in self._transports.values()])
 
     def close(self) -> None:
         for transport in self._transports.values():

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from tandem.engine.contracts.errors import PeerLostError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, OnLost, RegisteredPool, Write
 
@@ -17,9 +18,9 @@ class PoolChannel(ABC):
 
     sums_blocks = sums_layers = False
 
-    def __init__(self, source: RegisteredPool, peer_id: str, peer_epoch: int, on_lost: OnLost) -> None:
+    def __init__(self, source: RegisteredPool, peer: NodeKey, on_lost: OnLost) -> None:
         self.source = source
-        self.peer_id, self.peer_epoch = peer_id, peer_epoch
+        self.peer = peer
         self.max_write_bytes = MAX_WRITE_BYTES
         self._on_lost = on_lost
         self._end_lock = threading.Lock()
@@ -28,7 +29,7 @@ class PoolChannel(ABC):
     def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:
         assert pool_NHLPBD is not None or self.source.ranks is None, "blocks that are not whole are gathered first"
         assert write.sums is None or self.sums_blocks, "only a channel with sums_blocks is asked for sums"
-        write.check(self.peer_epoch)
+        write.check(self.peer)
         self._raise_if_ended()
         if write.pairs:
             self._copy(self.source.pool_NHLPBD if pool_NHLPBD is None else pool_NHLPBD, write)
@@ -49,7 +50,7 @@ class PoolChannel(ABC):
     def lose(self, reason: str) -> None:
         """The peer can't be written to any more: ends the channel and tells its owner."""
         if self._end(reason):
-            self._on_lost(self.peer_id, self.peer_epoch, reason)
+            self._on_lost(self.peer, reason)
 
     @property
     def ended(self) -> bool:
@@ -65,4 +66,6 @@ class PoolChannel(ABC):
 
     def _raise_if_ended(self) -> None:
         if self._end_reason:
-            raise PeerLostError(f"{self.peer_id} epoch {self.peer_epoch:#x} can't be written to: {self._end_reason}")
+            raise PeerLostError(
+                f"{self.peer.node_id} epoch {self.peer.epoch:#x} can't be written to: {self._end_reason}"
+            )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    peer_id: str
+    sender: NodeKey
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
-    peer_id: str
     info: NodeInfo
 
 
@@ -23,7 +23,6 @@ class PeerUp:
 class PeerLost:
     """`is_alive`: it is there, and has dropped the connection because this node was silent."""
 
-    peer_id: str
     info: NodeInfo
     reason: str
     is_alive: bool = False

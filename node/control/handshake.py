@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tandem.engine.contracts.errors import HandshakeError
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Refused
-from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.engine.process.process_log import RateLimited
 
 MAX_SHOWN = 200  # characters of what a peer sent, in a reason; a guess
@@ -30,9 +30,8 @@ class Handshake:
 
     def problem(self, expected: PeerRef, info: NodeInfo) -> str:
         """Why who answered Welcome is not the peer that was meant, or can't be one; "" when it can."""
-        if (info.node_id, info.epoch) != (expected.node_id, expected.epoch):
-            meant, found = peer_id_of(expected.node_id, expected.epoch), peer_id_of(info.node_id, info.epoch)
-            return f"epoch differs (expected {meant}, found {found})"
+        if info.key != expected.key:
+            return f"epoch differs (expected {expected.key}, found {info.key})"
         error = self._check(info)
         return "" if error is None else error.message
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import zmq
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.node.control.sockets import ControlSockets, Socket
 
@@ -16,7 +17,7 @@ class Peer:
     """One peer. `socket`: a DEALER of its own, if this node connected to it; `identity`: its name behind the ROUTER, if
     it connected to this node. Both, when each connected to the other."""
 
-    peer_id: str
+    key: NodeKey
     last_seen: float
     info: NodeInfo | None = None
     identity: bytes = b""
@@ -29,21 +30,21 @@ class Peer:
 class ControlLinks:
     def __init__(self, sockets: ControlSockets) -> None:
         self._sockets = sockets
-        self._by_id: dict[str, Peer] = {}
+        self._by_key: dict[NodeKey, Peer] = {}
         self._inbound: dict[bytes, Peer] = {}
 
     def all(self) -> list[Peer]:
-        return list(self._by_id.values())
+        return list(self._by_key.values())
 
-    def get(self, peer_id: str) -> Peer | None:
-        return self._by_id.get(peer_id)
+    def get(self, key: NodeKey) -> Peer | None:
+        return self._by_key.get(key)
 
     def inbound(self, identity: bytes) -> Peer | None:
         """The peer that said Hello over this connection of the ROUTER socket."""
         return self._inbound.get(identity)
 
     def add(self, link: Peer) -> None:
-        self._by_id[link.peer_id] = link
+        self._by_key[link.key] = link
         if link.identity:
             self._inbound[link.identity] = link
 
@@ -53,9 +54,9 @@ class ControlLinks:
         link.identity = identity
         self._inbound[identity] = link
 
-    def remove(self, peer_id: str) -> Peer | None:
+    def remove(self, key: NodeKey) -> Peer | None:
         """Closes what belongs to it; None when there is no such peer."""
-        link = self._by_id.pop(peer_id, None)
+        link = self._by_key.pop(key, None)
         if link is None:
             return None
         if link.socket is not None:
@@ -70,13 +71,13 @@ class ControlLinks:
 
     def connects_to(self, ref: PeerRef) -> bool:
         """Whether a connection of this node's own leads to that node, in whichever life, or to its address."""
-        refs = [link.ref for link in self._by_id.values() if link.ref is not None]
+        refs = [link.ref for link in self._by_key.values() if link.ref is not None]
         return any(other.node_id == ref.node_id or other.control_address == ref.control_address for other in refs)
 
     def forgive(self, silence_s: float) -> None:
         """Takes so much off everybody's silence, if any."""
         if silence_s > 0:
-            for link in self._by_id.values():
+            for link in self._by_key.values():
                 link.last_seen += silence_s
 
     def watch_process(self, link: Peer, own_host_id: str) -> None:
@@ -89,9 +90,9 @@ class ControlLinks:
                 return
             self._sockets.watch(link.pidfd)
 
-    def send(self, peer_id: str, payload: bytes) -> bool:
+    def send(self, to: NodeKey, payload: bytes) -> bool:
         """False: not connected."""
-        link = self._by_id.get(peer_id)
+        link = self._by_key.get(to)
         if link is None or link.info is None:
             return False
         return self._sockets.reply(link.identity, payload) if link.socket is None else self.tell(link, payload)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.parts import Message, PeerRef
 from tandem.engine.process.host_names import Found
@@ -18,7 +19,7 @@ class FoundPeer(NamedTuple):
     found: Found
 
 
-Order = tuple[str, bytes] | PeerRef | FoundPeer
+Order = tuple[NodeKey, bytes] | PeerRef | FoundPeer
 """A peer and an encoded message to it, or a node to connect to."""
 
 
@@ -30,11 +31,11 @@ class Outgoing:
         self._wake, self._note = wake, note
         self._orders: deque[Order] = deque()
 
-    def send(self, peer_id: str, message: Message) -> None:
+    def send(self, to: NodeKey, message: Message) -> None:
         """Queues a message; to a peer that is not connected it is counted and dropped (the verb will be resent)."""
         if self._note is not None:
             self._note(message)
-        self._put((peer_id, codec.encode(message)))
+        self._put((to, codec.encode(message)))
 
     def connect(self, ref: PeerRef) -> None:
         """Connects to a node, idempotent. Answered by PeerUp, PeerRefused or, `connect_s` after its host's name was

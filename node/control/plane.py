@@ -21,9 +21,10 @@ import zmq
 
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import DecodeError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.process.host_names import Found, look_up, needs_look_up
 from tandem.engine.process.process_log import RateLimited
 from tandem.node.control.board import LoopBoard
@@ -62,7 +63,7 @@ class ControlPlane:
         self._outgoing, self._board = outgoing, board
         self._deliver, self._on_beat = deliver, on_beat
         self._links = ControlLinks(sockets)
-        self._looked_up: set[str] = set()  # peers whose host's name is being looked up
+        self._looked_up: set[NodeKey] = set()  # peers whose host's name is being looked up
         self._handshake = Handshake(check_peer)
         self._stopping = False
         self._next_heartbeat = 0.0
@@ -118,7 +119,7 @@ class ControlPlane:
             yield
         except Exception as error:
             self.counters.failures += 1
-            peer = "a stranger" if link is None else link.peer_id
+            peer = "a stranger" if link is None else link.key
             limited.exception("control messages of %s failed; its connection is dropped", peer)
             if link is not None:
                 self._give_up(link, f"its messages failed here: {error!r}")
@@ -127,7 +128,7 @@ class ControlPlane:
         if link.socket is not None and link.socket in ready:
             self._read_dealer(link, now)
         elif link.pidfd >= 0 and link.pidfd in ready:
-            self._drop(link.peer_id, "its process exited")
+            self._drop(link.key, "its process exited")
 
     def _read_router(self, now: float) -> None:
         for _ in range(READ_BURST):
@@ -164,7 +165,7 @@ class ControlPlane:
                 assert status is not None, "it was there when this thread started"
                 self._reply(identity, msgspec.structs.replace(status, sequence=message.sequence))
             else:
-                self._deliver(Received(link.peer_id, message))
+                self._deliver(Received(link.key, message))
 
     def _on_hello(self, identity: bytes, hello: Hello, now: float) -> None:
         refusal = self._handshake.refusal(hello)
@@ -172,20 +173,20 @@ class ControlPlane:
             self.counters.refused += 1
             self._reply(identity, refusal)
             return
-        peer_id = peer_id_of(hello.info.node_id, hello.info.epoch)
-        link = self._links.get(peer_id)
+        key = hello.info.key
+        link = self._links.get(key)
         if link is None:
             for other in self._links.all():
                 if other.socket is None and other.info and other.info.node_id == hello.info.node_id:
-                    self._drop(other.peer_id, "it came back with another epoch")
-            link = Peer(peer_id, now, hello.info, identity)
+                    self._drop(other.key, "it came back with another epoch")
+            link = Peer(key, now, hello.info, identity)
             self._links.add(link)
             self._links.watch_process(link, self._info.host_id)
-            self._deliver(PeerUp(peer_id, hello.info))
+            self._deliver(PeerUp(hello.info))
         else:
             # A connection that another of the same peer has replaced loses its name: the last Hello over it comes under
             # one that ZMQ made up, before or after that of the new connection.
-            if link.identity != peer_id.encode():
+            if link.identity != str(key).encode():
                 self._links.note_inbound(link, identity)
             self._note_up(link, hello.info)
         link.last_seen = now
@@ -196,7 +197,7 @@ class ControlPlane:
         if link.info is None:
             link.info = info
             self._links.watch_process(link, self._info.host_id)
-            self._deliver(PeerUp(link.peer_id, info))
+            self._deliver(PeerUp(info))
 
     def _read_dealer(self, link: Peer, now: float) -> None:
         assert link.socket is not None
@@ -217,7 +218,7 @@ class ControlPlane:
             elif isinstance(message, Refused):
                 self._on_refused(link, message)
             elif link.info is not None and not isinstance(message, Status):
-                self._deliver(Received(link.peer_id, message))
+                self._deliver(Received(link.key, message))
 
     def _on_welcome(self, link: Peer, info: NodeInfo) -> None:
         assert link.ref is not None
@@ -233,38 +234,36 @@ class ControlPlane:
     def _on_refused(self, link: Peer, message: Refused) -> None:
         if message.field == "handshake" and link.info is not None:
             # The sink dropped us for silence and forgot the handshake; hand-offs under way are void there.
-            self._drop(link.peer_id, "it no longer knows this connection", is_alive=True)
+            self._drop(link.key, "it no longer knows this connection", is_alive=True)
             return
         self.counters.refused += 1
         self._refuse(link, f"{message.field} differs (theirs {message.ours}, ours {message.theirs})")
 
     def _refuse(self, link: Peer, reason: str) -> None:
         assert link.ref is not None
-        self._drop(link.peer_id, reason)  # it may have been up over its own connection to us
+        self._drop(link.key, reason)  # it may have been up over its own connection to us
         self._deliver(PeerRefused(link.ref, reason))
 
     def _connect_now(self, ref: PeerRef) -> None:
-        peer_id = peer_id_of(ref.node_id, ref.epoch)
-        link = self._links.get(peer_id)
+        link = self._links.get(ref.key)
         if link is not None:
             if link.info is not None:
-                self._deliver(PeerUp(peer_id, link.info))
+                self._deliver(PeerUp(link.info))
             return
         if not needs_look_up(ref.control_address):
             self._open(ref, ref.control_address)
-        elif peer_id not in self._looked_up:
-            self._looked_up.add(peer_id)
+        elif ref.key not in self._looked_up:
+            self._looked_up.add(ref.key)
             look_up(ref.control_address, partial(self._outgoing.connect_to, ref))
 
     def _open(self, ref: PeerRef, found: Found) -> None:
         """`found`: the peer's address by number, or why there is none."""
-        peer_id = peer_id_of(ref.node_id, ref.epoch)
-        self._looked_up.discard(peer_id)
-        if self._links.get(peer_id) is not None:  # it has connected while its name was looked up
+        self._looked_up.discard(ref.key)
+        if self._links.get(ref.key) is not None:  # it has connected while its name was looked up
             return
         # A second connection under this node's name would take it from the first, which may be all right: `ref` may
         # name a life of that node that is over, or another node at its address.
-        name = peer_id_of(self._info.node_id, self._info.epoch).encode()
+        name = str(self._info.key).encode()
         identity = b"" if self._links.connects_to(ref) else name
         try:
             if not isinstance(found, str):
@@ -274,7 +273,7 @@ class ControlPlane:
             self.counters.refused += 1
             self._deliver(PeerRefused(ref, f"can't connect: {str(error)[:MAX_SHOWN]}"))
             return
-        self._links.add(Peer(peer_id, time.monotonic(), socket=socket, ref=ref))
+        self._links.add(Peer(ref.key, time.monotonic(), socket=socket, ref=ref))
         self._next_heartbeat = 0.0
 
     def _heartbeat(self, now: float) -> None:
@@ -293,7 +292,7 @@ class ControlPlane:
 
     def _judge(self, link: Peer, now: float) -> None:
         if link.info is not None and now - link.last_seen > self._timeouts.peer_lost_s:
-            self._drop(link.peer_id, f"silent for {self._timeouts.peer_lost_s:g} s")
+            self._drop(link.key, f"silent for {self._timeouts.peer_lost_s:g} s")
         elif link.info is None and now - link.last_seen > self._timeouts.connect_s:
             self._refuse(link, f"no answer within {self._timeouts.connect_s:g} s")
 
@@ -301,13 +300,13 @@ class ControlPlane:
         if link.info is None and link.ref is not None:
             self._refuse(link, reason)
         else:
-            self._drop(link.peer_id, reason)
+            self._drop(link.key, reason)
 
-    def _drop(self, peer_id: str, reason: str, is_alive: bool = False) -> None:
-        link = self._links.remove(peer_id)
+    def _drop(self, key: NodeKey, reason: str, is_alive: bool = False) -> None:
+        link = self._links.remove(key)
         if link is not None and link.info is not None:
             self.counters.lost_peers += 1
-            self._deliver(PeerLost(peer_id, link.info, reason, is_alive))
+            self._deliver(PeerLost(link.info, reason, is_alive))
 
     def _reply(self, identity: bytes, message: Message) -> None:
         self._count(self._sockets.reply(identity, codec.encode(message)))
@@ -321,5 +320,5 @@ class ControlPlane:
         for link in self._links.all():
             if status is not None and status.draining and link.info is not None and link.identity:
                 self._reply(link.identity, status)  # so that this end is no failure to a router
-            self._links.remove(link.peer_id)
+            self._links.remove(link.key)
         self._sockets.close()

@@ -92,7 +92,7 @@ class Ranks:
         send(self._sockets, Command(verb, None if step is None else as_announced(step)))
 
     def share_pool(self, file: PoolFile) -> None:
-        """Before the first command, where `ranks_share_pool`."""
+        """Hands the shared pool to the ranks, before the first command, where `ranks_share_pool`."""
         send(self._sockets, file)
 
     @property
@@ -122,7 +122,7 @@ class Ranks:
         send([ours], setup)
 
     def _watch(self) -> None:
-        """Until the first rank ends."""
+        """Waits until the first rank ends."""
         poll = select.poll()
         ranks = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._processes, start=1)}
         try:

@@ -30,7 +30,7 @@ def ranks_show_pools(rank: KVLayout, device: torch.device) -> bool:
 
 
 def whole_layout(rank: KVLayout) -> KVLayout:
-    """Of the pool that ranks with a layout like `rank`'s make together: that of a node of one rank."""
+    """The layout of the pool that ranks with layouts like `rank`'s make together: that of a node of one rank."""
     assert rank.holds_no_copies, "no blocks with each head once"
     group = msgspec.structs.replace(rank.group, num_kv_heads=rank.group.num_all_kv_heads)
     return msgspec.structs.replace(rank, groups=(group,), tp_size=1, tp_rank=0)

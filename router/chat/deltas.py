@@ -83,7 +83,7 @@ class Call:
 
 
 @dataclass(slots=True)
-class Message:
+class ChatMessage:
     """What an answer's deltas add up to."""
 
     content: str = ""

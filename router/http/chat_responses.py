@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.chat_body import ChatBody
-from tandem.router.chat.deltas import CallArguments, CallStart, Content, Delta, Message, Reasoning, merged
+from tandem.router.chat.deltas import CallArguments, CallStart, ChatMessage, Content, Delta, Reasoning, merged
 from tandem.router.http.responses import encode, frame, head, usage_end
 from tandem.router.requests.sample_output import ChatLogprobs, Piece
 from tandem.router.text.completion import ModelFacts
@@ -83,7 +83,7 @@ class ChatChoice:
 
     def __init__(self, form: ChatFormat, with_token_ids: bool) -> None:
         self._form, self._with_token_ids = form, with_token_ids
-        self._output, self._message = form.output(), Message()
+        self._output, self._message = form.output(), ChatMessage()
         self._token_ids: list[int] = []
         self._logprobs: ChatLogprobs | None = None
         self._finish_reason: str | None = None

@@ -48,7 +48,7 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _check_media_type(headers: Headers) -> None:
-    """Without a type the body counts as JSON. Types that web pages may send anywhere unasked are refused."""
+    """Refuses types that web pages may send anywhere unasked; a body without a type counts as JSON."""
     for name, value in headers:
         if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
             raise UnsupportedMediaTypeError("send JSON, and say so: `Content-Type: application/json`")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.directory import DirectoryReader
 from tandem.engine.contracts.hashing import PromptHashes, Secrecy, every_kth, root_hash
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -26,7 +27,7 @@ from tandem.router.placing.placement import Placement, PlacementRequest, find_pl
 from tandem.router.placing.policies import Choice, make_policy
 from tandem.router.placing.readiness import describe, difference, missing_roles
 from tandem.router.placing.siblings import Siblings, Told
-from tandem.router.placing.view import NodeKey, NodeView
+from tandem.router.placing.view import NodeView
 from tandem.router.text.completion import ModelFacts
 
 logger = logging.getLogger(__name__)
@@ -302,7 +303,8 @@ class Cluster:
         self._identity_key = info.identity.key() if info.identity is not None else b""
 
     def _update_facts(self, nodes: Iterable[NodeView]) -> None:
-        """With no node left the last facts stay, so that requests can be checked while they wait for one."""
+        """Takes the facts of the nodes there are. With none left the last facts stay, so that requests can be checked
+        while they wait for one."""
         infos = [view.info for view in nodes]
         if infos:
             name = self._options.model.served_name or infos[0].model_name

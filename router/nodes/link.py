@@ -19,6 +19,7 @@ import zmq
 
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import DecodeError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
@@ -38,7 +39,7 @@ from tandem.engine.process.host_names import Found, look_up, needs_look_up
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.nodes.node_socket import FAILED, NodeSocket
 from tandem.router.nodes.outbox import Outbox
-from tandem.router.placing.view import NodeKey, NodeView
+from tandem.router.placing.view import NodeView
 
 logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
@@ -83,7 +84,7 @@ class NodeLink:
         self.num_undecodable = 0
         self.num_failed_handshakes = 0  # of ZMQ: the keys differ, or whatever listens there speaks otherwise
         self._hello = codec.encode(Hello(wire_version=WIRE_VERSION, info=hello))
-        self._identity = f"{hello.node_id}@{hello.epoch:016x}".encode()
+        self._identity = str(hello.key).encode()
         self._context, self._keys, self._timeouts, self._listener = context, keys, timeouts, listener
         self._welcomed: NodeInfo | None = None
         self._last_seen = self._next_beat = 0.0
@@ -244,7 +245,7 @@ class NodeLink:
 
     def _on_welcome(self, info: NodeInfo) -> None:
         known = self._welcomed
-        if known is not None and (known.node_id, known.epoch) == (info.node_id, info.epoch):
+        if known is not None and known.key == info.key:
             return
         if self.view is not None:
             self._forget("it came back with another epoch")
@@ -254,7 +255,7 @@ class NodeLink:
 
     def _on_status(self, status: Status) -> None:
         info = self._welcomed
-        if info is None or (status.node_id, status.epoch) != (info.node_id, info.epoch):
+        if info is None or (status.node_id, status.epoch) != info.key:
             return  # a late answer of an older epoch; its successor refuses our pings, which ends the old one
         if self.view is not None:
             self.view.note_status(status, self._last_seen)

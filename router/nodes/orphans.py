@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from tandem.router.placing.view import NodeKey
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 
 MAX_LOST_NODES = 64  # a guess
-
-Work = set[tuple[str, int]]  # (request_id, attempt)
 
 
 class Orphans:
     def __init__(self) -> None:
-        self._by_node: dict[NodeKey, Work] = {}
+        self._by_node: dict[NodeKey, set[AttemptKey]] = {}
 
-    def lost(self, node: NodeKey, work: Work) -> None:
+    def lost(self, node: NodeKey, work: set[AttemptKey]) -> None:
         """The requests go on elsewhere; `work` is what this epoch of the node had of them."""
         if work:
             self._by_node[node] = work
         if len(self._by_node) > MAX_LOST_NODES:
             del self._by_node[next(iter(self._by_node))]
 
-    def returned(self, node: NodeKey) -> Work:
+    def returned(self, node: NodeKey) -> set[AttemptKey]:
         """What is to be cancelled there: empty for a new epoch, which knows nothing of the old one's work."""
-        known = [key for key in self._by_node if key[0] == node[0]]
+        known = [key for key in self._by_node if key.node_id == node.node_id]
         work = {key: self._by_node.pop(key) for key in known}
         return work.get(node, set())

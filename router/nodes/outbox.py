@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
@@ -14,7 +15,7 @@ from tandem.engine.contracts.wire.requests import (
     TokenDelta,
 )
 
-VerbKey = tuple[str, str, int, tuple[int, ...]]  # (verb, request_id, attempt, sample_indices)
+VerbKey = tuple[str, AttemptKey, tuple[int, ...]]  # (verb, attempt, sample_indices)
 
 
 @dataclass(slots=True)
@@ -40,20 +41,20 @@ class Outbox:
         if isinstance(message, Migrate):
             return
         if isinstance(message, Cancel):
-            key: VerbKey = ("cancel", message.request_id, message.attempt, message.sample_indices)
+            key: VerbKey = ("cancel", message.key, message.sample_indices)
             if not message.sample_indices:
-                self._pending.pop(("submit", message.request_id, message.attempt, ()), None)
+                self._pending.pop(("submit", message.key, ()), None)
         else:
-            key = ("submit", message.request_id, message.attempt, ())
+            key = ("submit", message.key, ())
         self._pending[key] = _Pending(payload, now + self.resend_s, now + self.give_up_s)
 
     def answered(self, message: Accepted | Cancelled | RequestFailed | TokenDelta) -> None:
         if not self._pending:
             return
         if isinstance(message, Cancelled):
-            self._pending.pop(("cancel", message.request_id, message.attempt, message.sample_indices), None)
+            self._pending.pop(("cancel", message.key, message.sample_indices), None)
         else:
-            self._pending.pop(("submit", message.request_id, message.attempt, ()), None)
+            self._pending.pop(("submit", message.key, ()), None)
 
     def due(self, now: float) -> list[bytes]:
         """What to send again now."""

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
 from tandem.router.placing.policies import Choice, PlacementPolicy, Work, mean_new_tokens, price
 from tandem.router.placing.prefix_source import with_holder
-from tandem.router.placing.view import NodeKey, NodeView, affinity, node_key
+from tandem.router.placing.view import NodeView, affinity
 
-__all__ = ["Choice", "NodeKey", "NodeView", "Placement", "PlacementRequest", "find_placement", "node_key", "offers"]
+__all__ = ["Choice", "NodeView", "Placement", "PlacementRequest", "find_placement", "offers"]
 
 # A session stays at its home until others are ahead by this much prompt work, or its home has no room.
 SESSION_PATIENCE_S = 1.0  # a guess

@@ -18,7 +18,8 @@ from typing import Protocol
 import msgspec
 
 from tandem.engine.contracts.config import PlacementName
-from tandem.router.placing.view import NodeKey, NodeView
+from tandem.engine.contracts.keys import NodeKey
+from tandem.router.placing.view import NodeView
 
 # What one running or waiting sequence costs others on a node, as prompt tokens.
 SEQUENCE_COST_TOKENS = 64  # a guess

@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import PrefixHint
 from tandem.router.placing.policies import Choice
-from tandem.router.placing.view import NodeKey, NodeView
+from tandem.router.placing.view import NodeView
 
 # What a pull takes besides its bytes: question, claim, grant, each at the next turn of a step loop.
 PULL_OVERHEAD_S = 0.005  # a guess

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.router.placing.view import NodeKey, NodeView
+from tandem.engine.contracts.keys import NodeKey
+from tandem.router.placing.view import NodeView
 
 # Sequences of one node on their way at a time: they share its bandwidth, and each new one only delays the others.
 MOST_FROM_DRAINING = 4  # a guess

@@ -7,8 +7,6 @@ import math
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 
-NodeKey = tuple[str, int]  # (node_id, epoch)
-
 # Until a node has measured its own.
 PREFILL_S_PER_TOKEN = 1 / 20_000  # a guess
 # Moving a token's KV is cheaper than computing it, but not free: this share of computing it.
@@ -16,10 +14,6 @@ TRANSFER_SHARE = 0.25  # a guess
 # Half-life of `num_new_tokens`.
 NEW_TOKENS_MEMORY_S = 300.0  # a guess
 _ODD, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
-
-
-def node_key(ref: PeerRef) -> NodeKey:
-    return ref.node_id, ref.epoch
 
 
 class NodeView:
@@ -54,7 +48,7 @@ class NodeView:
 
     def __init__(self, info: NodeInfo, status: Status, now: float = 0.0) -> None:
         self.info = info
-        self.key: NodeKey = (info.node_id, info.epoch)
+        self.key = info.key
         self.role = info.role
         self.model = info.identity.key() if info.identity is not None else b""
         self.lost = False

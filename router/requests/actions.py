@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit
-from tandem.router.placing.view import NodeKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendToNode:
     node: NodeKey
     message: Submit | Cancel | Migrate
 
@@ -86,4 +86,4 @@ class Fail:
     error: TandemError
 
 
-Action = Place | Send | EmitPromptLogprobs | EmitTokens | Moved | Finish | Fail
+Action = Place | SendToNode | EmitPromptLogprobs | EmitTokens | Moved | Finish | Fail

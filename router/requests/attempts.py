@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from tandem.engine.contracts.errors import TandemError
-from tandem.engine.contracts.wire.requests import Cancel
-from tandem.router.placing.view import NodeKey
-from tandem.router.requests.actions import Action, Send
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
+from tandem.engine.contracts.wire.parts import AttemptMessage
+from tandem.engine.contracts.wire.requests import Cancel, TokenDelta
+from tandem.router.requests.actions import Action, SendToNode
 from tandem.router.requests.parts import Attempt, AttemptState, Sample
 
 OVERLOAD_BACKOFF_S = 0.2  # before the next attempt when a node's queue was full; a guess
@@ -20,16 +21,16 @@ class LiveAttempts:
         self._request_id, self._samples = request_id, samples
         first = Attempt(request_id, 1, tuple(range(len(samples))), now)
         self.live: dict[str, Attempt] = {first.request_id: first}  # sub-request id -> its current attempt
-        self.pending_cancels: set[tuple[NodeKey, str, int]] = set()
+        self.pending_cancels: set[tuple[NodeKey, AttemptKey]] = set()
         self.highest_number = 1
         self._numbers: dict[str, int] = {}  # highest attempt number of each sub-request
 
     # --- reading ----------------------------------------------------------------------------------------------
 
-    def current(self, node: NodeKey, request_id: str, number: int) -> Attempt | None:
+    def current(self, node: NodeKey, message: AttemptMessage | TokenDelta) -> Attempt | None:
         """The attempt that a message of `node` is about, unless it is an older one's or a stranger's."""
-        attempt = self.live.get(request_id)
-        if attempt is None or attempt.number != number or node not in (attempt.primary, attempt.prefill):
+        attempt = self.live.get(message.request_id)
+        if attempt is None or attempt.number != message.attempt or node not in (attempt.primary, attempt.prefill):
             return None
         return attempt
 
@@ -64,10 +65,10 @@ class LiveAttempts:
             len(self._samples[i].token_ids) > attempt.num_prior for i in self.unfinished(attempt)
         )
 
-    def work_on(self, node: NodeKey) -> set[tuple[str, int]]:
-        """(sub-request, attempt) that this node may be working on."""
-        running = {(attempt.request_id, attempt.number) for attempt in self.on_node(node)}
-        return running | {(name, number) for where, name, number in self.pending_cancels if where == node}
+    def work_on(self, node: NodeKey) -> set[AttemptKey]:
+        """What this node may be working on."""
+        running = {attempt.key for attempt in self.on_node(node)}
+        return running | {key for where, key in self.pending_cancels if where == node}
 
     # --- changes ----------------------------------------------------------------------------------------------
 
@@ -107,8 +108,8 @@ class LiveAttempts:
         actions: list[Action] = []
         for node in nodes:
             if not sample_indices:
-                self.pending_cancels.add((node, attempt.request_id, attempt.number))
-            actions.append(Send(node, message))
+                self.pending_cancels.add((node, attempt.key))
+            actions.append(SendToNode(node, message))
         return actions
 
     def cancel_all(self) -> list[Action]:

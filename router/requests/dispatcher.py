@@ -11,13 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem.engine.contracts.errors import NodeFailedError, NoNodeError, TandemError
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.requests import Cancel, Tokens
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.link import RequestMessage
-from tandem.router.nodes.orphans import Orphans, Work
-from tandem.router.placing.view import NodeKey
-from tandem.router.requests.actions import Action, EmitPromptLogprobs, EmitTokens, Fail, Finish, Moved, Place, Send
+from tandem.router.nodes.orphans import Orphans
+from tandem.router.requests.actions import (
+    Action,
+    EmitPromptLogprobs,
+    EmitTokens,
+    Fail,
+    Finish,
+    Moved,
+    Place,
+    SendToNode,
+)
 from tandem.router.requests.generation import Generation
 from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.placing import find_nodes
@@ -104,13 +113,13 @@ class Dispatcher:
 
     def on_up(self, node: NodeKey) -> None:
         """A node whose connection broke, and that lives, must not go on with attempts that were given up."""
-        for request_id, attempt in self._orphans.returned(node):
-            self._cluster.send(node, Cancel(request_id=request_id, attempt=attempt), self._clock())
+        for key in self._orphans.returned(node):
+            self._cluster.send(node, Cancel(request_id=key.request_id, attempt=key.attempt), self._clock())
 
     def on_lost(self, node: NodeKey, reason: str) -> None:
         self._metrics.nodes_lost.inc()
         now = self._clock()
-        orphans: Work = set()
+        orphans: set[AttemptKey] = set()
         for generation in list(self.active):
             try:
                 orphans |= generation.machine.work_on(node)
@@ -152,7 +161,7 @@ class Dispatcher:
         for action in work:  # which grows meanwhile
             if isinstance(action, EmitTokens):
                 work += self._emit(generation, action)
-            elif isinstance(action, Send):
+            elif isinstance(action, SendToNode):
                 work += self._send(generation, action)
             elif isinstance(action, Moved):
                 generation.moved_samples.add(action.sample_index)
@@ -184,7 +193,7 @@ class Dispatcher:
         generation.listener.piece(generation.prompt_index, action.sample_index, piece)
         return generation.machine.stop_sample(action.sample_index) if sample.stopped else ()
 
-    def _send(self, generation: Generation, action: Send) -> Sequence[Action]:
+    def _send(self, generation: Generation, action: SendToNode) -> Sequence[Action]:
         generation.submitted_ids.add(action.message.request_id)
         self._by_id[action.message.request_id] = generation
         now = self._clock()

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.contracts.errors import DeadlineError, NodeFailedError, NoNodeError, TandemError
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import (
     Accepted,
@@ -31,7 +32,6 @@ from tandem.engine.contracts.wire.requests import (
     TokenDelta,
 )
 from tandem.router.placing.placement import Placement
-from tandem.router.placing.view import NodeKey, node_key
 from tandem.router.requests import submits
 from tandem.router.requests.actions import (
     Action,
@@ -82,8 +82,8 @@ class RequestMachine:
     def num_tokens_of(self, sample_index: int) -> int:
         return len(self.spec.prompt_token_ids) + len(self.samples[sample_index].token_ids)
 
-    def work_on(self, node: NodeKey) -> set[tuple[str, int]]:
-        """(sub-request, attempt) that this node may be working on."""
+    def work_on(self, node: NodeKey) -> set[AttemptKey]:
+        """What this node may be working on."""
         return self.attempts.work_on(node) | self.moves.work_on(node)
 
     def wants_prompt_logprobs(self) -> bool:
@@ -100,14 +100,14 @@ class RequestMachine:
         if attempt is None or attempt.state is not AttemptState.QUEUED:
             return []
         attempt.enter(AttemptState.PLACED, now)
-        attempt.primary = node_key(placement.primary)
-        attempt.prefill = node_key(placement.prefill) if placement.prefill else None
+        attempt.primary = placement.primary.key
+        attempt.prefill = placement.prefill.key if placement.prefill else None
         attempt.awaiting, attempt.num_prior = set(attempt.nodes), len(self.attempts.seen(attempt))
         return submits.to_placed(self._submit(attempt, now), attempt, placement)
 
     def move(self, sample_index: int, source: PeerRef, target: PeerRef, now: float, within_s: float) -> list[Action]:
         """A sample out of `moves.movable(source)` goes to `target`, if that succeeds."""
-        move = self.moves.begin(sample_index, node_key(source), node_key(target), now, within_s)
+        move = self.moves.begin(sample_index, source.key, target.key, now, within_s)
         base = self._submit(move.successor, now)
         return submits.to_moving(base, move, self.num_tokens_of(sample_index), source, target, within_s)
 
@@ -151,7 +151,7 @@ class RequestMachine:
                 return self._fail(attempt.error)
             return [Place(attempt.request_id)] if now >= attempt.not_before else []
         if attempt.state is AttemptState.PLACED and in_state_s >= self.spec.accept_s:
-            names = ", ".join(sorted(node[0] for node in attempt.awaiting))
+            names = ", ".join(sorted(node.node_id for node in attempt.awaiting))
             error = self._node_failed(f"no answer from {names} within {self.spec.accept_s:g} s")
             return self._attempt_failed(attempt, attempt.awaiting, set(), error, True, now)
         return []
@@ -173,7 +173,7 @@ class RequestMachine:
         return self.cancelled(node, message)
 
     def accepted(self, node: NodeKey, message: Accepted, now: float) -> list[Action]:
-        attempt = self.attempts.current(node, message.request_id, message.attempt)
+        attempt = self.attempts.current(node, message)
         if attempt is None:
             return []
         attempt.awaiting.discard(node)
@@ -183,14 +183,14 @@ class RequestMachine:
         return []
 
     def prompt_logprobs(self, node: NodeKey, message: PromptLogprobs) -> list[Action]:
-        attempt = self.attempts.current(node, message.request_id, message.attempt)
+        attempt = self.attempts.current(node, message)
         if attempt is None or not self.wants_prompt_logprobs():
             return []
         self._has_prompt_logprobs = True
         return [EmitPromptLogprobs(message.entries)]
 
     def tokens(self, node: NodeKey, delta: TokenDelta, now: float) -> list[Action]:
-        attempt = self.attempts.current(node, delta.request_id, delta.attempt)
+        attempt = self.attempts.current(node, delta)
         actions: list[Action] = []
         if attempt is None and self.moves.under_way:
             attempt, actions = self.moves.arrived(node, delta, now)
@@ -218,7 +218,7 @@ class RequestMachine:
     def migrated(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:
         """The old node's word on how a move ended there."""
         move = self.moves.under_way.get(message.sample_index)
-        if move is None or (move.successor.request_id, move.successor.number) != message.successor:
+        if move is None or move.successor.key != message.successor:
             return [] if message.reason else self._left_for_nowhere(node, message, now)
         if node != move.source.primary:
             return []
@@ -227,17 +227,17 @@ class RequestMachine:
         return self.moves.take_over(message.sample_index, now)
 
     def _left_for_nowhere(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:
-        """It left its node after its successor had been given up: nobody makes its tokens."""
-        attempt = self.attempts.current(node, message.request_id, message.attempt)
+        """Starts anew a sample that left its node after its successor had been given up: nobody makes its tokens."""
+        attempt = self.attempts.current(node, message)
         if attempt is None or message.sample_index not in self.attempts.unfinished(attempt):
             return []
         error = self._node_failed("a running request was lost between two nodes")
         return self._attempt_failed(attempt, (), set(), error, True, now)
 
     def request_failed(self, node: NodeKey, message: RequestFailed, now: float) -> list[Action]:
-        attempt = self.attempts.current(node, message.request_id, message.attempt)
+        attempt = self.attempts.current(node, message)
         if attempt is None:
-            self.moves.successor_failed(node, message.request_id, message.attempt, now)
+            self.moves.successor_failed(node, message, now)
             return []
         error = failure_of(message.code, message.message, self.spec.request_id)
         # Once it makes tokens, what turns it away is an answer to a Submit that was sent twice: an end like any other.
@@ -252,13 +252,13 @@ class RequestMachine:
         actions: list[Action] = []
         for attempt in self.attempts.on_node(node):
             if attempt.request_id in self.attempts.live:
-                error = self._node_failed(f"node {node[0]} was lost: {reason}")
+                error = self._node_failed(f"node {node.node_id} was lost: {reason}")
                 actions += self._node_gave_up(attempt, node, {node}, error, True, now)
         return actions
 
     def cancelled(self, node: NodeKey, message: Cancelled) -> list[Action]:
         if not message.sample_indices:
-            self.attempts.pending_cancels.discard((node, message.request_id, message.attempt))
+            self.attempts.pending_cancels.discard((node, message.key))
         return []
 
     # --- transitions ------------------------------------------------------------------------------------------

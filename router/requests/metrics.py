@@ -82,7 +82,7 @@ class RouterMetrics:
         self.output_tokens.inc(num_tokens)
 
     def note_figures(self) -> None:
-        """To be called at every heartbeat: of several workers each notes its own, and one of them is asked for all."""
+        """Called at every heartbeat: of several workers each notes its own, and one of them is asked for all."""
         for name, value in self._read_figures().items():
             if name not in self._figures:
                 text, mode = "A figure of this router, over all its workers", SEEN_BY_ALL.get(name, "sum")

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from tandem.engine.contracts.wire.requests import TokenDelta
-from tandem.router.placing.view import NodeKey
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
+from tandem.engine.contracts.wire.requests import RequestFailed, TokenDelta
 from tandem.router.requests.actions import Action, Moved
 from tandem.router.requests.attempts import LiveAttempts
 from tandem.router.requests.parts import Attempt, AttemptState, Sample
@@ -54,10 +54,9 @@ class Moves:
     def num_away_from(self, node: NodeKey) -> int:
         return sum(move.source.primary == node for move in self.under_way.values())
 
-    def work_on(self, node: NodeKey) -> set[tuple[str, int]]:
-        """(sub-request, attempt) of the successors that this node was given."""
-        successors = [move.successor for move in self.under_way.values()]
-        return {(new.request_id, new.number) for new in successors if new.primary == node}
+    def work_on(self, node: NodeKey) -> set[AttemptKey]:
+        """The successors that this node was given."""
+        return {move.successor.key for move in self.under_way.values() if move.successor.primary == node}
 
     # --- changes ----------------------------------------------------------------------------------------------
 
@@ -77,7 +76,7 @@ class Moves:
     def arrived(self, node: NodeKey, delta: TokenDelta, now: float) -> tuple[Attempt | None, list[Action]]:
         """The attempt that a delta is of, if it is a successor's: it takes over, unless tokens before are missing."""
         move = self.under_way.get(delta.sample_index)
-        if move is None or not _is_of(move.successor, node, delta.request_id, delta.attempt):
+        if move is None or not _is_of(move.successor, node, delta):
             return None, []
         if delta.output_index > len(self._samples[delta.sample_index].token_ids):
             return move.successor, []
@@ -98,10 +97,10 @@ class Moves:
         self._attempts.live[new.request_id] = new
         return [*actions, Moved(sample_index)]
 
-    def successor_failed(self, node: NodeKey, request_id: str, number: int, now: float) -> None:
-        """If it is one: then its sample stays where it is."""
+    def successor_failed(self, node: NodeKey, message: RequestFailed, now: float) -> None:
+        """Forgets the move, if the failed attempt is a successor: its sample stays where it is."""
         for i, move in self.under_way.items():
-            if _is_of(move.successor, node, request_id, number):
+            if _is_of(move.successor, node, message):
                 self._forget(i, now)
                 return
 
@@ -110,7 +109,7 @@ class Moves:
             self._forget(i, now)
 
     def give_up(self, samples: Iterable[int], now: float) -> list[Action]:
-        """Their moves come to nothing: the successors are cancelled."""
+        """Ends the moves of these samples: the successors are cancelled."""
         return [action for i in samples if i in self.under_way for action in self._cancel(self._forget(i, now))]
 
     def give_up_overdue(self, now: float) -> list[Action]:
@@ -144,5 +143,5 @@ class Moves:
             assert move.successor not in live.values()
 
 
-def _is_of(attempt: Attempt, node: NodeKey, request_id: str, number: int) -> bool:
-    return (attempt.primary, attempt.request_id, attempt.number) == (node, request_id, number)
+def _is_of(attempt: Attempt, node: NodeKey, message: RequestFailed | TokenDelta) -> bool:
+    return attempt.primary == node and attempt.key == message.key

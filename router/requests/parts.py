@@ -16,9 +16,9 @@ from tandem.engine.contracts.errors import (
     TandemError,
     UnavailableError,
 )
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.parts import FinishReason
 from tandem.engine.contracts.wire.requests import TokenDelta
-from tandem.router.placing.view import NodeKey
 
 
 class AttemptState(enum.Enum):
@@ -52,6 +52,10 @@ class Attempt:
     was_turned_away: bool = False  # a node took nothing: no failure of it, and no reason to avoid the node
     avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
     error: TandemError | None = None  # why the attempt before failed
+
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(self.request_id, self.number)
 
     @property
     def nodes(self) -> list[NodeKey]:

@@ -69,8 +69,8 @@ class CompletionService:
         return self.cluster.facts
 
     async def awaited_facts(self) -> ModelFacts:
-        """Those of the first node, for which a client waits as long as for one that takes its request: a process that
-        has just come to a shared port would otherwise turn away what the others could have served. Raises
+        """The facts of the first node, for which a client waits as long as for one that takes its request: a process
+        that has just come to a shared port would otherwise turn away what the others could have served. Raises
         UnavailableError when none comes, OverloadedError when too many wait already."""
         if self.cluster.facts is None:
             if self.num_awaiting_facts >= self.options.max_queue:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Migrate, Submit
 from tandem.router.placing.placement import Placement
-from tandem.router.requests.actions import Action, RequestSpec, Send
+from tandem.router.requests.actions import Action, RequestSpec, SendToNode
 from tandem.router.requests.moves import Move
 from tandem.router.requests.parts import Attempt
 
@@ -53,11 +53,11 @@ def to_placed(base: Submit, attempt: Attempt, placement: Placement) -> list[Acti
     assert attempt.primary is not None
     computes = msgspec.structs.replace(base, prefix=placement.prefix) if placement.prefix is not None else base
     if placement.prefill is None:
-        return [Send(attempt.primary, computes)]
+        return [SendToNode(attempt.primary, computes)]
     assert attempt.prefill is not None
     decode = msgspec.structs.replace(base, mode="decode", peer=placement.prefill)
     prefill = msgspec.structs.replace(computes, mode="prefill", peer=placement.primary)
-    return [Send(attempt.primary, decode), Send(attempt.prefill, prefill)]
+    return [SendToNode(attempt.primary, decode), SendToNode(attempt.prefill, prefill)]
 
 
 def to_moving(
@@ -73,11 +73,11 @@ def to_moving(
         attempt=old.number,
         sample_index=new.sample_indices[0],
         peer=target,
-        successor=(new.request_id, new.number),
+        successor=new.key,
         num_tokens=num_tokens,
         deadline_s=within_s / 2,  # the old node ends it by itself before this router does
     )
     return [
-        Send(new.primary, msgspec.structs.replace(base, mode="decode", peer=source, is_running=True)),
-        Send(old.primary, order),
+        SendToNode(new.primary, msgspec.structs.replace(base, mode="decode", peer=source, is_running=True)),
+        SendToNode(old.primary, order),
     ]

@@ -15,6 +15,7 @@ from split_pair import GREEDY, Alone, Pair, make_pair
 from wire_fuzz import WireFuzz
 
 from in_process_cluster import BLOCK, FAST, Node, Result
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping
@@ -170,7 +171,7 @@ class Impostor:
             submit, submit, submit, submit,
             Cancel(**about, sample_indices=rng.choice(((), (1,)))),
             Migrate(
-                **about, sample_index=0, peer=peer, successor=(name, attempt + 1), num_tokens=len(PROMPT),
+                **about, sample_index=0, peer=peer, successor=AttemptKey(name, attempt + 1), num_tokens=len(PROMPT),
                 deadline_s=1.0,
             ),
             KVClaim(

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
-from tandem.engine.contracts.wire.parts import PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.effects import Send
@@ -27,7 +28,7 @@ from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource, OpenC
 from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
 
 DEADLINE_S = 30.0  # shorter than a grant's lease
-SOURCE, SINK = peer_id_of("p", 1), peer_id_of("d", 2)
+SOURCE, SINK = NodeKey("p", 1), NodeKey("d", 2)
 
 
 class Duo:
@@ -53,15 +54,15 @@ class Duo:
     def lose_each_other(self) -> None:
         """As both control planes do after `peer_lost_s` of silence."""
         self.is_cut = True
-        self.sink.manager.peers.lost("p", 1)
-        self.source.manager.peers.lost("d", 2)
+        self.sink.manager.peers.lost(NodeKey("p", 1))
+        self.source.manager.peers.lost(NodeKey("d", 2))
         self.exchange()
 
     def fence_ends(self) -> None:
         """The fence that was asked for first."""
         fence = next(effect for effect in self.effects if isinstance(effect, FenceSource))
         self.effects.remove(fence)
-        self.sink.manager.on_transfer_event(Fenced(fence.node_id, fence.epoch), self.now)
+        self.sink.manager.on_transfer_event(Fenced(fence.node), self.now)
         self.exchange()
 
     @property
@@ -76,7 +77,7 @@ class Duo:
 
     def submit_to_source(self, name: str, num_blocks: int = 2) -> None:
         prompt = np.zeros(num_blocks * BLOCK, np.int32)
-        self.source.manager.expect(name, 0, PeerRef("d", 2, ""), len(prompt), self.now + DEADLINE_S)
+        self.source.manager.expect(AttemptKey(name, 0), PeerRef("d", 2, ""), len(prompt), self.now + DEADLINE_S)
         self.source.waiting.append(Request(name, 0, prompt, SamplingParams(), mode="prefill"))
 
     def submit_to_sink(self, name: str, num_blocks: int = 2) -> None:
@@ -92,9 +93,9 @@ class Duo:
         """The router's, on both sides; it is the request's end there."""
         for side in ("source", "sink"):
             self.ends[side, name] += 1
-        self.source.manager.cancel(name, 0, self.now)
+        self.source.manager.cancel(AttemptKey(name, 0), self.now)
         self.source.drop((name, 0))
-        self.sink.manager.cancel(name, 0, self.now)
+        self.sink.manager.cancel(AttemptKey(name, 0), self.now)
         self.exchange()
 
     # --- time and messages ----------------------------------------------------------------------------------

@@ -19,5 +19,5 @@ def take(manager: SinkManager | SourceManager, kind: Any) -> list[Any]:
 
 
 def take_messages(manager: SinkManager | SourceManager) -> list[tuple[str, Message]]:
-    """(peer_id, message)"""
-    return [(effect.peer_id, effect.message) for effect in take(manager, Send)]
+    """(to, message)"""
+    return [(effect.to, effect.message) for effect in take(manager, Send)]

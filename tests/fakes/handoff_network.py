@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVReady
-from tandem.engine.contracts.wire.parts import PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.effects import Send
@@ -85,7 +86,7 @@ class World:
             self.due[side].add(name)
             if side == "source":
                 sink = PeerRef("d", self.sink.epoch, "")
-                self.source.manager.expect(name, 0, sink, len(prompt), self.now + DEADLINE_S)
+                self.source.manager.expect(AttemptKey(name, 0), sink, len(prompt), self.now + DEADLINE_S)
                 self.source.waiting.append(request)
             else:
                 self.sink.manager.expect(submit, Request(name, 0, prompt, SamplingParams()), self.now)
@@ -123,9 +124,9 @@ class World:
         elif dice < 0.06 and self.due["sink"] | self.due["source"]:
             name = self.random.choice(sorted(self.due["sink"] | self.due["source"]))
             self.cancelled.add(name)
-            self.source.manager.cancel(name, 0, self.now)
+            self.source.manager.cancel(AttemptKey(name, 0), self.now)
             self.source.drop((name, 0))
-            self.sink.manager.cancel(name, 0, self.now)
+            self.sink.manager.cancel(AttemptKey(name, 0), self.now)
 
     def _cut_link(self) -> None:
         """Until the sink has lost the source, neither hears a word; the source has lost the sink by then, or hears that
@@ -138,16 +139,16 @@ class World:
         is_forgotten = self.random.random() < 0.5
         if not is_forgotten:
             when = self.now + self.random.uniform(4.0, 7.0)
-            self.lost_at.append((when, lambda: source.manager.peers.lost("d", sink.epoch)))
+            self.lost_at.append((when, lambda: source.manager.peers.lost(NodeKey("d", sink.epoch))))
 
         def greet_again() -> None:
             if (source, sink) == (self.source, self.sink):
                 if is_forgotten:
-                    source.manager.peers.forgot("d", sink.epoch, self.now)
+                    source.manager.peers.forgot(NodeKey("d", sink.epoch), self.now)
                 self._meet()
 
         for delay, happening in (
-            (5.0, lambda: sink.manager.peers.lost("p", source.epoch)),
+            (5.0, lambda: sink.manager.peers.lost(NodeKey("p", source.epoch))),
             (self.random.uniform(7.0, 12.0), greet_again),
         ):
             self.lost_at.append((self.now + delay, happening))
@@ -162,7 +163,7 @@ class World:
         self.lives += 1
         self.source = Prefill(2 * self.lives + 1, old.pool.num_blocks)
         sink = self.sink
-        self.lost_at.append((self.now + 5.0, lambda: sink.manager.peers.lost("p", old.epoch)))
+        self.lost_at.append((self.now + 5.0, lambda: sink.manager.peers.lost(NodeKey("p", old.epoch))))
         self._meet()
 
     def _crash_sink(self) -> None:
@@ -170,29 +171,29 @@ class World:
         self.due["sink"].clear()
         self.lives += 1
         self.sink = Decode(2 * self.lives, old.pool.num_blocks, self.sink_block)
-        self.lost_at.append((self.now + 5.0, lambda: source.manager.peers.lost("d", old.epoch)))
+        self.lost_at.append((self.now + 5.0, lambda: source.manager.peers.lost(NodeKey("d", old.epoch))))
         self._meet()
 
     def _deliver(self, entry: tuple[float, str, str, Any]) -> None:
         _, sender, to, message = entry
-        both = {peer_id_of(node.info.node_id, node.epoch) for node in (self.source, self.sink)}
+        both = {NodeKey(node.info.node_id, node.epoch) for node in (self.source, self.sink)}
         if self.is_cut and {sender, to} == both:
             return
         for node in (self.source, self.sink):
-            if to == peer_id_of(node.info.node_id, node.epoch):
+            if to == NodeKey(node.info.node_id, node.epoch):
                 node.manager.on_message(sender, message, self.now)
                 self._drain()
 
     def _drain(self) -> None:
         ends: list[Any] = []
         for node in (self.source, self.sink):
-            me = peer_id_of(node.info.node_id, node.epoch)
+            me = NodeKey(node.info.node_id, node.epoch)
             for effect in node.manager.drain_effects():
                 if isinstance(effect, Send):
-                    self._post(me, effect.peer_id, effect.message)
+                    self._post(me, effect.to, effect.message)
                 elif isinstance(effect, TransferJob):
                     node.jobs.append(effect)
-                elif isinstance(effect, FenceSource) and effect.epoch == self.source.epoch:
+                elif isinstance(effect, FenceSource) and effect.node.epoch == self.source.epoch:
                     self.unfenced.append((self.sink, effect))
                 elif isinstance(effect, FenceSource):
                     self._fence(self.sink, effect)
@@ -213,8 +214,8 @@ class World:
 
     def _fence(self, sink: Decode, effect: FenceSource) -> None:
         def fenced() -> None:
-            self.ghosts = [ghost for ghost in self.ghosts if ghost.epoch != effect.epoch]
-            sink.manager.on_transfer_event(Fenced(effect.node_id, effect.epoch), self.now)
+            self.ghosts = [ghost for ghost in self.ghosts if ghost.epoch != effect.node.epoch]
+            sink.manager.on_transfer_event(Fenced(effect.node), self.now)
 
         self.lost_at.append((self.now + 1.0, fenced))
 
@@ -271,7 +272,7 @@ class World:
             source_id="p", source_epoch=node.epoch, sink_epoch=grant.sink_epoch, first_tokens=job.first_tokens,
             digests=b"d" * 8 * len(grant.block_ids), round=job.round,
         )  # fmt: skip
-        self._post(peer_id_of("p", node.epoch), peer_id_of("d", grant.sink_epoch), ready)
+        self._post(NodeKey("p", node.epoch), NodeKey("d", grant.sink_epoch), ready)
         return ReadySent(job.key, grant.grant_id, ready)
 
     # --- the end --------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from waiting import PATIENCE_S
 
 from tandem.engine.contracts.errors import TransportError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVGrant
@@ -74,7 +75,7 @@ class PoolNode:
         self.pool.copy_(torch.randn(self.pool.shape, generator=generator).to(self.pool.dtype))
         self.layout = layout
         self.epoch = secrets.randbits(64)
-        self.transports.register(self.pool, layout, node_id, self.epoch)
+        self.transports.register(self.pool, layout, NodeKey(node_id, self.epoch))
         self.info = NodeInfo(
             node_id=node_id,
             epoch=self.epoch,

@@ -13,6 +13,7 @@ from typing import Any
 from handoff_setting import ViolationError
 from migration_machines import SmallSinkMachine, SmallSourceMachine
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.parts import Continuation
 from tandem.engine.contracts.wire.requests import Migrate, RequestFailed, Submit, TokenDelta
 from tandem.engine.scheduling.request import RequestState
@@ -22,7 +23,6 @@ from tandem.kv_connector.protocol.sink_table import SinkAction, SinkEvent, SinkS
 from tandem.kv_connector.protocol.source_table import SourceAction, SourceEvent, SourceState
 from tandem.node.departures import Departures
 
-Key = tuple[str, int]
 SOURCE_OVER = (SourceState.DRAINED, SourceState.CLOSED)
 SINK_OVER = (SinkState.COMMITTED, SinkState.CLOSED, SinkState.REJECTED, SinkState.UNKNOWN)
 
@@ -31,7 +31,7 @@ SINK_OVER = (SinkState.COMMITTED, SinkState.CLOSED, SinkState.REJECTED, SinkStat
 class Seq:
     """One sample's sequence, in the attributes that Migrations reads. Its prompt is one token; token i is number i."""
 
-    key: Key
+    key: AttemptKey
     sample: int
     num_outputs: int
     max_outputs: int
@@ -119,10 +119,10 @@ class Node:
     def __init__(self, name: str, epoch: int, max_outputs: int, pushes_early: bool) -> None:
         self.name, self.epoch, self.max_outputs, self.pushes_early = name, epoch, max_outputs, pushes_early
         self.seqs: list[Seq] = []
-        self.entries: dict[Key, Any] = {}
-        self.heard: set[Key] = set()
-        self.sources: dict[Key, SourceRec] = {}
-        self.sinks: dict[Key, SinkRec] = {}
+        self.entries: dict[AttemptKey, Any] = {}
+        self.heard: set[AttemptKey] = set()
+        self.sources: dict[AttemptKey, SourceRec] = {}
+        self.sinks: dict[AttemptKey, SinkRec] = {}
         self.ends: list[Any] = []  # of hand-offs, to be told to Migrations
         self.migrations = Departures(self, self, self)  # type: ignore[arg-type]
         self.send: Callable[[str, tuple], None]
@@ -146,7 +146,7 @@ class Node:
     # --- the router's messages ------------------------------------------------------------------------------
 
     def on_submit(self, submit: Submit) -> None:
-        key = (submit.request_id, submit.attempt)
+        key = submit.key
         assert key not in self.heard, "the router uses a number twice"
         self.heard.add(key)
         self.entries[key] = Entry("router", set(submit.sample_indices))
@@ -159,7 +159,7 @@ class Node:
         record.submit, record.source = submit, submit.peer.node_id
         self.run_sink(key, record.machine.on_submit(submit.peer.epoch))
 
-    def on_cancel(self, key: Key, samples: tuple[int, ...]) -> None:
+    def on_cancel(self, key: AttemptKey, samples: tuple[int, ...]) -> None:
         entry = self.entries.get(key)
         for seq in [s for s in self.seqs if s.key == key and (not samples or s.sample in samples)]:
             self._finish(seq)
@@ -186,14 +186,14 @@ class Node:
 
     # --- Scheduler and RequestBook, as Migrations sees them -------------------------------------------------
 
-    def sequence_of(self, key: Key, sample: int) -> Seq | None:
+    def sequence_of(self, key: AttemptKey, sample: int) -> Seq | None:
         return next((seq for seq in self.seqs if (seq.key, seq.sample) == (key, sample)), None)
 
-    def abort(self, request_id: str, attempt: int, samples: tuple[int, ...]) -> None:
-        for seq in [s for s in self.seqs if s.key == (request_id, attempt) and s.sample in samples]:
+    def abort(self, key: AttemptKey, samples: tuple[int, ...]) -> None:
+        for seq in [s for s in self.seqs if s.key == key and s.sample in samples]:
             self._finish(seq)
 
-    def sample_left(self, key: Key, sample: int) -> None:
+    def sample_left(self, key: AttemptKey, sample: int) -> None:
         self._close(key, sample)
 
     def run(self, seq: Seq) -> None:
@@ -203,7 +203,7 @@ class Node:
         seq.state = RequestState.FINISHED
         self.seqs.remove(seq)
 
-    def _close(self, key: Key, sample: int) -> None:
+    def _close(self, key: AttemptKey, sample: int) -> None:
         entry = self.entries.get(key)
         if entry is not None:
             entry.open_samples.discard(sample)
@@ -221,25 +221,25 @@ class Node:
 
     # --- SourceManager, as Migrations sees it ---------------------------------------------------------------
 
-    def knows(self, key: Key) -> bool:
+    def knows(self, key: AttemptKey) -> bool:
         return key in self.sources
 
-    def follow(self, key: Key, peer: Any, most_tokens: int, deadline: float, now: float) -> None:
+    def follow(self, key: AttemptKey, peer: Any, most_tokens: int, deadline: float, now: float) -> None:
         record = SourceRec(SmallSourceMachine(self.epoch, peer.epoch), peer.node_id)
         self.sources[key] = record
         for event in (SourceEvent.CLAIM, SourceEvent.START):
             self.run_source(key, record.machine.on(event))
 
-    def is_pushing(self, key: Key) -> bool:
+    def is_pushing(self, key: AttemptKey) -> bool:
         return self.sources[key].machine.state is SourceState.PUSHING
 
-    def is_flushed(self, key: Key) -> bool:
+    def is_flushed(self, key: AttemptKey) -> bool:
         return self.sources[key].flushed
 
-    def holds_blocks(self, key: Key) -> bool:
+    def holds_blocks(self, key: AttemptKey) -> bool:
         return self.sources[key].held
 
-    def push_settled(self, key: Key, block_ids: object, num_tokens: int, now: float) -> int:
+    def push_settled(self, key: AttemptKey, block_ids: object, num_tokens: int, now: float) -> int:
         record = self.sources[key]
         record.held = True
         if record.pushed or not self.pushes_early:
@@ -248,17 +248,16 @@ class Node:
         record.jobs += (("push", ("pre",)), ("flush",))
         return 2
 
-    def hand_over(self, key: Key, block_ids: object, continuation: Continuation, now: float) -> None:
+    def hand_over(self, key: AttemptKey, block_ids: object, continuation: Continuation, now: float) -> None:
         self.sources[key].final = continuation
         self.run_source(key, self.sources[key].machine.on(SourceEvent.COMPUTED))
 
-    def cancel(self, request_id: str, attempt: int, now: float) -> None:
-        key = (request_id, attempt)
+    def cancel(self, key: AttemptKey, now: float) -> None:
         self.run_source(key, self.sources[key].machine.on(SourceEvent.CANCEL))
 
     # --- actions --------------------------------------------------------------------------------------------
 
-    def run_source(self, key: Key, actions: tuple[SourceAction, ...]) -> None:
+    def run_source(self, key: AttemptKey, actions: tuple[SourceAction, ...]) -> None:
         record = self.sources[key]
         machine = record.machine
         for action in actions:
@@ -286,11 +285,11 @@ class Node:
             elif action in (SourceAction.END_REFUSED, SourceAction.END_FAILED):
                 self.ends.append(HandoffFailed(key, "it failed", True))
 
-    def _to_sink(self, key: Key, kind: str, *data: object) -> None:
+    def _to_sink(self, key: AttemptKey, kind: str, *data: object) -> None:
         record = self.sources[key]
         self.send(record.peer, (kind, key, self.name, self.epoch, record.machine.sink_epoch, *data))
 
-    def on_refused(self, key: Key, reason: str) -> None:
+    def on_refused(self, key: AttemptKey, reason: str) -> None:
         """The sink says why: one that computes the sequence itself has it."""
         record = self.sources[key]
         actions = record.machine.on(SourceEvent.REFUSED)
@@ -299,12 +298,12 @@ class Node:
             self.ends.append(HandoffCompleted(key, reason))
         self.run_source(key, actions)
 
-    def _sink(self, key: Key) -> SinkRec:
+    def _sink(self, key: AttemptKey) -> SinkRec:
         if key not in self.sinks:
             self.sinks[key] = SinkRec(SmallSinkMachine(self.epoch, 1))
         return self.sinks[key]
 
-    def run_sink(self, key: Key, actions: tuple[SinkAction, ...]) -> None:
+    def run_sink(self, key: AttemptKey, actions: tuple[SinkAction, ...]) -> None:
         record = self.sinks[key]
         machine = record.machine
         record.recomputes |= SinkAction.RECOMPUTE in actions
@@ -335,7 +334,7 @@ class Node:
             elif action is SinkAction.END_RELEASED:
                 self.entries.pop(key, None)
 
-    def _take_over(self, key: Key, record: SinkRec) -> None:
+    def _take_over(self, key: AttemptKey, record: SinkRec) -> None:
         assert record.submit is not None
         assert record.final is not None
         if key not in self.entries:
@@ -349,5 +348,5 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    router_id: str
+    router: Any
     open_samples: set[int]

@@ -17,6 +17,7 @@ from migration_nodes import Node
 from migration_setting import MigrationSetting
 
 from tandem.engine.contracts.errors import ClientGoneError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import (
     Cancel,
@@ -30,7 +31,7 @@ from tandem.engine.contracts.wire.requests import (
 from tandem.kv_connector.protocol.sink_table import SinkEvent
 from tandem.kv_connector.protocol.source_table import SourceEvent
 from tandem.router.placing.placement import Placement
-from tandem.router.requests.actions import EmitTokens, Fail, Finish, Place, Send
+from tandem.router.requests.actions import EmitTokens, Fail, Finish, Place, SendToNode
 
 
 @dataclass
@@ -84,7 +85,7 @@ class World:
         for action in actions:
             if isinstance(action, Place):
                 self._place(r, action.request_id)
-            elif isinstance(action, Send):
+            elif isinstance(action, SendToNode):
                 name, epoch = action.node
                 if self.nodes[name].epoch == epoch:
                     self.to_node[name].append(action.message)
@@ -102,7 +103,7 @@ class World:
 
     def can_move(self, number: int) -> bool:
         r, sample, source, _ = self.setting.moves[number]
-        node = (source, self.nodes[source].epoch)
+        node = NodeKey(source, self.nodes[source].epoch)
         return number not in self.asked and sample in self.machines[r].moves.movable(node, 100.0)
 
     def move(self, number: int) -> None:
@@ -111,7 +112,7 @@ class World:
         self.do(r, self.machines[r].move(sample, self.ref(source), self.ref(target), 0.0, 10.0))
 
     def router_hears(self, name: str) -> None:
-        message, node = self.to_router[name].pop(0), (name, self.nodes[name].epoch)
+        message, node = self.to_router[name].pop(0), NodeKey(name, self.nodes[name].epoch)
         request_id = message.request_id
         r = int(request_id[1:].split("-")[0])
         machine = self.machines[r]
@@ -131,7 +132,7 @@ class World:
             node.on_migrate(message)
         else:
             assert isinstance(message, Cancel)
-            node.on_cancel((message.request_id, message.attempt), message.sample_indices)
+            node.on_cancel(message.key, message.sample_indices)
             self._answer_cancel(name, message)
 
     def _answer_cancel(self, name: str, message: Cancel) -> None:
@@ -140,7 +141,7 @@ class World:
             request_id=message.request_id, attempt=message.attempt, sample_indices=message.sample_indices
         )
         for machine in self.machines:
-            machine.cancelled((name, self.nodes[name].epoch), answer)
+            machine.cancelled(NodeKey(name, self.nodes[name].epoch), answer)
 
     # --- nodes ----------------------------------------------------------------------------------------------
 
@@ -285,7 +286,7 @@ class World:
         self.to_node[name], self.to_router[name] = [], []
         self.bind()
         for r, machine in enumerate(self.machines):
-            self.do(r, machine.node_lost((name, old.epoch), "it died", 0.0))
+            self.do(r, machine.node_lost(NodeKey(name, old.epoch), "it died", 0.0))
 
     def source_loses(self, name: str, key: tuple) -> None:
         record = self.nodes[name].sources[key]

@@ -16,12 +16,13 @@ import numpy as np
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, Timeouts
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease  # fmt: skip
-from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, PrefixHint, peer_id_of  # fmt: skip
+from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, PrefixHint  # fmt: skip
 from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.effects import Send
@@ -61,7 +62,6 @@ class PullNode:
         options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), timeouts=TIMES)
         keys = ClusterKeys(b"k" * 16, False)
         self.info = NodeInfo(node_id=name, epoch=ord(name), role="unified", layout=LAYOUT)
-        self.peer_id = peer_id_of(name, self.info.epoch)
         self.pool = BlockPool(num_blocks, enable_caching=True)
         self.source = SourceManager(self.info, keys, self.pool, options)
         self.sink = SinkManager(self.info, keys, self.pool, options)
@@ -144,11 +144,11 @@ class PullWorld:
             self.post.remove(letter)
         sender, to, message = letter
         if isinstance(message, KVPull):
-            to.holder.on_pull(sender.peer_id, message, self.now)
+            to.holder.on_pull(sender.info.key, message, self.now)
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
-            to.sink.on_message(sender.peer_id, message, self.now)
+            to.sink.on_message(sender.info.key, message, self.now)
         else:
-            to.source.on_message(sender.peer_id, message, self.now)
+            to.source.on_message(sender.info.key, message, self.now)
         self._settle()
 
     def transfer(self, node: PullNode, corrupt: bool = False) -> None:
@@ -171,13 +171,13 @@ class PullWorld:
         self.post = [letter for letter in self.post if {letter[0], letter[1]} != {one, other}]
         for me, peer in ((one, other), (other, one)):
             if forgets and me is one:
-                me.source.peers.forgot(peer.info.node_id, peer.info.epoch, self.now)
+                me.source.peers.forgot(peer.info.key, self.now)
             else:
-                me.source.peers.lost(peer.info.node_id, peer.info.epoch)
-            me.sink.peers.lost(peer.info.node_id, peer.info.epoch)
-            me.holder.peer_lost(peer.peer_id)
+                me.source.peers.lost(peer.info.key)
+            me.sink.peers.lost(peer.info.key)
+            me.holder.peer_lost(peer.info.key)
             self._settle()
-            me.asker.peer_lost(peer.info.node_id, peer.info.epoch)
+            me.asker.peer_lost(peer.info.key)
             self._settle()
         for me, peer in ((one, other), (other, one)):
             self._greet(me, peer)
@@ -244,23 +244,23 @@ class PullWorld:
                 for effect in effects:
                     self._carry_out(node, effect)
             node.asker.drain_connects()
-            for peer_id, message in node.asker.drain_outbox() + node.holder.drain_outbox():
-                self._send(node, peer_id, message)
+            for to, message in node.asker.drain_outbox() + node.holder.drain_outbox():
+                self._send(node, to, message)
             node.check()
 
     def _carry_out(self, node: PullNode, effect: Any) -> None:
         if isinstance(effect, Send):
             if isinstance(effect.message, KVGrant):
                 assert effect.message.grant_id in node.open, "a source hears of a grant that is not open"
-            self._send(node, effect.peer_id, effect.message)
+            self._send(node, effect.to, effect.message)
         elif isinstance(effect, Fetched | NotFetched):
             node.asker.on_outcome(effect)
         elif isinstance(effect, SourceOutcome):
             assert node.holder.on_outcome(effect), "a hand-off that was no pull"
         elif isinstance(effect, FenceSource) and not self.one_sided:
-            source = next(each for each in self.nodes if each.info.node_id == effect.node_id)
+            source = next(each for each in self.nodes if each.info.node_id == effect.node.node_id)
             source.jobs = deque(job for job in source.jobs if _lands_elsewhere(job, node))
-            node.sink.on_transfer_event(Fenced(effect.node_id, effect.epoch), self.now)
+            node.sink.on_transfer_event(Fenced(effect.node), self.now)
         elif isinstance(effect, OpenGrant):
             node.open.add(effect.grant.grant_id)
         elif isinstance(effect, CloseGrant):
@@ -270,8 +270,8 @@ class PullWorld:
             if isinstance(effect, Retire):
                 node.retired.add(effect.grant_id)
 
-    def _send(self, node: PullNode, peer_id: str, message: Any) -> None:
-        to = next(each for each in self.nodes if each.peer_id == peer_id)
+    def _send(self, node: PullNode, key: NodeKey, message: Any) -> None:
+        to = next(each for each in self.nodes if each.info.key == key)
         self.post.append((node, to, message))
 
 

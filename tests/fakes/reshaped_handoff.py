@@ -7,6 +7,7 @@ import math
 import msgspec
 import torch
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.kernels.blocks.quantization import as_bytes
@@ -15,7 +16,7 @@ from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, ReadySent, Ve
 from tests.fakes.kv_pools import PoolNode, make_layout
 from tests.fakes.transfer_side import Side
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 NUM_TOKENS = 43
 SOURCE_BLOCKS, SINK_BLOCKS = (5, 2, 9, 14, 11, 3, 8, 1, 13, 6, 15), (4, 9, 2, 12, 7, 0, 10, 3, 1, 8, 11)
 
@@ -38,7 +39,7 @@ class Handoff:
         self.source.transfer.connect_peer(self.sink.node.info)
         self.num_blocks = self.sizes.num_sink_blocks(NUM_TOKENS)
         self.grant = self.sink.node.grant(self.source.node.info, SINK_BLOCKS[: self.num_blocks])
-        self.key = digest_key(*KEY, self.grant.grant_id)
+        self.key = digest_key(KEY, self.grant.grant_id)
         self.untouched = self.sink.node.pool.cpu().clone()
 
     def job(self, blocks: range) -> dict:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from waiting import PATIENCE_S, wait_until
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tests.fakes.kv_pools import PoolNode
@@ -18,15 +19,15 @@ class Side:
     def __init__(self, node: PoolNode, fault_injection: str = "", connect=None) -> None:
         self.node = node
         self.events: list[object] = []
-        self.sent: list[tuple[str, KVReady]] = []
-        self.lost: list[tuple[str, int, str]] = []
+        self.sent: list[tuple[NodeKey, KVReady]] = []
+        self.lost: list[tuple[NodeKey, str]] = []
         self.transfer = TransferWorker(
             node.pool,
             node.layout,
-            (node.info.node_id, node.epoch),
+            node.info.key,
             connect or (lambda peer, on_lost: node.transports.connect(node.info, peer, on_lost)),
             self.events.append,
-            lambda peer_id, message: self.sent.append((peer_id, message)),
+            lambda to, message: self.sent.append((to, message)),
             lambda *what: self.lost.append(what),
             fault_injection,
         )

@@ -120,7 +120,7 @@ def test_a_source_is_served_stopped_killed_and_fenced(peer, sink) -> None:
     grant = sink.grant(peer.info, range(8, 16))
     peer.tell("write_for_ever", grant)
     wait_until(lambda: not torch.equal(sink.pool[15], before[15]))
-    fence = sink.transports.fence(peer.info.node_id, peer.info.epoch)
+    fence = sink.transports.fence(peer.info.key)
     assert is_changing(sink.pool)  # nothing stops a one-sided writer but its end
     assert not fence.done()
     peer.signal(signal.SIGKILL)

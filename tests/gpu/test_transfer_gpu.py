@@ -8,6 +8,7 @@ import pytest
 import torch
 from waiting import wait_until
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.protocol.jobs import (
     Finalize,
     LayerPush,
@@ -23,7 +24,7 @@ from tandem.kv_connector.transports.base import Write
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, SMALL, PoolNode, expected_after, make_layout, random_write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 
 
 @pytest.fixture
@@ -66,10 +67,10 @@ def make_worker(node: PoolNode, sink: PoolNode, events: list) -> TransferWorker:
     transfer = TransferWorker(
         node.pool,
         node.layout,
-        (node.info.node_id, node.epoch),
+        node.info.key,
         lambda peer, on_lost: node.transports.connect(node.info, peer, on_lost),
         events.append,
-        lambda peer_id, message: None,
+        lambda to, message: None,
         lambda *what: None,
     )
     transfer.start()

@@ -20,6 +20,8 @@ MOST_FILES_ON_THE_WAY = 40
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 NAMED = re.compile(r"`(\w+/[\w./]+\.py)(?::([\w.]+))?`")
 SAID = re.compile(rf"(?<![\w/.])((?:{'|'.join(WINGS)}|benchmarks)/[\w/.]+\.py)")
+# What begins so hangs on a name that stands elsewhere: a docstring stands alone.
+DANGLING = {"Of", "By", "To", "As", "If", "Unless", "Until", "Belongs", "Whose"}
 CITED = re.compile(r"docs/([\w/]+\.md)(?:#([\w-]+))?")
 
 
@@ -130,3 +132,22 @@ def test_what_the_code_cites_exists() -> None:
                 if not target.is_file() or (anchor and anchor not in anchors(target)):
                     broken.append(f"{name_of(source)}: docs/{page}" + (f"#{anchor}" if anchor else ""))
     assert broken == []
+
+
+def docstrings(text: str) -> list[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    return [docstring for docstring in found if docstring]
+
+
+def test_docstrings_begin_as_sentences_do() -> None:
+    assert docstrings('def f():\n    """Of a thread."""') == ["Of a thread."]
+    hanging = [
+        f"{name_of(source)}: {docstring.splitlines()[0]}"
+        for wing in WINGS
+        if wing != "tests"
+        for source in (ROOT / wing).rglob("*.py")
+        for docstring in docstrings(source.read_text())
+        if docstring.split()[0] in DANGLING
+    ]
+    assert hanging == []

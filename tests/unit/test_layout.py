@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ else:
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 WINGS = sorted(path.name for path in (ROOT / "tandem").iterdir() if path.is_symlink())
+
+SHARED_NAMES = {"SamplingParams"}  # what users of the Python interface, and of others like it, call it; and the wire's
 
 
 def packages() -> list[str]:
@@ -87,3 +91,13 @@ def test_transformers_works_from_the_repository_root_beside_a_package_called_ker
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "llama"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A name stands for one thing, wherever it is read."""
+    places = defaultdict(list)
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1 and name not in SHARED_NAMES} == {}

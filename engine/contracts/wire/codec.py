@@ -47,6 +47,8 @@ OfSource = KVClaim | KVReady | KVRelease | KVDrained
 
 OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrainedAck
 
+HandoffMessage = OfSource | OfSink
+
 ToNode = Hello | Ping | Submit | Cancel | Migrate | FlushBlocks | OfSource | OfSink
 
 FromNode = (

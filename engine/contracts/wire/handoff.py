@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from tandem.engine.contracts.wire.parts import Continuation, Count, FirstToken, Message, Seconds
+from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.wire.parts import AttemptMessage, Continuation, Count, FirstToken, Seconds
 
 
-class KVPull(Message, frozen=True, kw_only=True):
+class KVPull(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: push me blocks of this chain that you have cached now. Answered by a KVClaim for as many leading
     ones as there are, which begins a hand-off like any other, or by KVRelease.
 
+    Its name is this hand-off's own: no request's of a router.
     `block_hashes`: 16 bytes a block of the sink's size, from the first block of the prompt on; blocks from
     `first_block` on are wanted. `deadline_s`: how long the sink will wait.
     """
 
-    request_id: str  # of this hand-off: no request's of a router
-    attempt: int
     source_epoch: int
     sink_epoch: int
     first_block: Count
@@ -22,34 +22,27 @@ class KVPull(Message, frozen=True, kw_only=True):
     deadline_s: Seconds
 
 
-class KVClaim(Message, frozen=True, kw_only=True):
+class KVClaim(AttemptMessage, frozen=True, kw_only=True):
     """Source -> sink: I am about to compute this prompt, or I have what a KVPull asks for, this many tokens of it.
     Of a running sequence: so many it may have when it is handed over. Answered by KVGrant, KVWait or KVRefused."""
 
-    request_id: str
-    attempt: int
     source_id: str
     source_epoch: int
     sink_epoch: int
     num_prompt_tokens: Count
 
 
-class KVWait(Message, frozen=True, kw_only=True):
+class KVWait(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: queued; a KVGrant or KVRefused follows, strictly in the order of claims."""
 
-    request_id: str
-    attempt: int
 
-
-class KVGrant(Message, frozen=True, kw_only=True):
+class KVGrant(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: leave to write, once, into these blocks.
 
     `block_ids[i]` receives the prompt's block number `first_block + i`; earlier blocks the sink already holds.
     Signed by the sink over all other fields; the source checks before it writes, the sink checks the echo.
     """
 
-    request_id: str
-    attempt: int
     grant_id: int  # random u64, single use
     source_id: str
     source_epoch: int
@@ -61,8 +54,16 @@ class KVGrant(Message, frozen=True, kw_only=True):
     lease_s: Seconds
     signature: bytes = b""
 
+    @property
+    def source(self) -> NodeKey:
+        return NodeKey(self.source_id, self.source_epoch)
 
-class KVReady(Message, frozen=True, kw_only=True):
+    @property
+    def sink(self) -> NodeKey:
+        return NodeKey(self.sink_id, self.sink_epoch)
+
+
+class KVReady(AttemptMessage, frozen=True, kw_only=True):
     """Source -> sink: every byte of the grant is written. Answered by KVCommitted, KVResend or KVRefused.
 
     `digests`: 8 bytes little-endian per granted block, in the order of `block_ids`; the last block's covers its
@@ -70,8 +71,6 @@ class KVReady(Message, frozen=True, kw_only=True):
     one were not written and have no digest.
     """
 
-    request_id: str
-    attempt: int
     grant_id: int
     grant_signature: bytes
     source_id: str
@@ -83,51 +82,39 @@ class KVReady(Message, frozen=True, kw_only=True):
     continuation: Continuation | None = None
 
 
-class KVCommitted(Message, frozen=True, kw_only=True):
+class KVCommitted(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: taken over. The source's copy is its own prefix cache from here on."""
 
-    request_id: str
-    attempt: int
     grant_id: int
 
 
-class KVResend(Message, frozen=True, kw_only=True):
+class KVResend(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: these blocks (indices into the grant's `block_ids`) did not match: again, then KVReady."""
 
-    request_id: str
-    attempt: int
     grant_id: int
     indices: tuple[Count, ...]
     round: int = 1  # counts from 1; a KVReady of an older round is a late duplicate
 
 
-class KVRefused(Message, frozen=True, kw_only=True):
+class KVRefused(AttemptMessage, frozen=True, kw_only=True):
     """Sink -> source: no (more) hand-off for this attempt. The source stops writing and answers KVDrained."""
 
-    request_id: str
-    attempt: int
     reason: str
 
 
-class KVRelease(Message, frozen=True, kw_only=True):
+class KVRelease(AttemptMessage, frozen=True, kw_only=True):
     """Source -> sink: I will not complete this (cancelled, failed, all samples ended). KVDrained follows."""
 
-    request_id: str
-    attempt: int
     source_epoch: int
     reason: str
 
 
-class KVDrained(Message, frozen=True, kw_only=True):
+class KVDrained(AttemptMessage, frozen=True, kw_only=True):
     """Source -> sink: no write of this attempt's grant can land any more. Resent until KVDrainedAck."""
 
-    request_id: str
-    attempt: int
     source_epoch: int
     grant_id: int  # 0: never held one
 
 
-class KVDrainedAck(Message, frozen=True, kw_only=True):
-    request_id: str
-    attempt: int
+class KVDrainedAck(AttemptMessage, frozen=True, kw_only=True):
     grant_id: int

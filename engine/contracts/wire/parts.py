@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout, ModelIdentity
 
 # What is decoded within these bounds can be counted and calculated with; anything else is no message.
@@ -18,6 +19,17 @@ FinishReason = Literal["stop", "length"]
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base: the tag is the class name."""
+
+
+class AttemptMessage(Message, frozen=True, kw_only=True):
+    """Base of what is said about one attempt."""
+
+    request_id: str
+    attempt: int
+
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(self.request_id, self.attempt)
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,22 +49,19 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
     transports: dict[str, bytes] = {}
 
-
-def peer_id_of(node_id: str, epoch: int) -> str:
-    """The name under which one life of a process is addressed."""
-    return f"{node_id}@{epoch:016x}"
-
-
-def parts_of_peer_id(peer_id: str) -> tuple[str, int]:
-    """(node_id, epoch)"""
-    node_id, _, epoch = peer_id.rpartition("@")
-    return node_id, int(epoch, 16)
+    @property
+    def key(self) -> NodeKey:
+        return NodeKey(self.node_id, self.epoch)
 
 
 class PeerRef(msgspec.Struct, frozen=True):
     node_id: str
     epoch: int
     control_address: str
+
+    @property
+    def key(self) -> NodeKey:
+        return NodeKey(self.node_id, self.epoch)
 
 
 class PrefixHint(msgspec.Struct, frozen=True):

@@ -6,8 +6,10 @@ from typing import Literal
 
 import msgspec
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import (
+    AttemptMessage,
     Count,
     FinishReason,
     Message,
@@ -18,7 +20,7 @@ from tandem.engine.contracts.wire.parts import (
 )
 
 
-class Submit(Message, frozen=True, kw_only=True):
+class Submit(AttemptMessage, frozen=True, kw_only=True):
     """One attempt of one request, to the node(s) that serve it.
 
     mode "full": compute the prompt and all tokens here. "prefill": compute the prompt, sample the first token of
@@ -28,8 +30,6 @@ class Submit(Message, frozen=True, kw_only=True):
     penalties and min_tokens count them, the random sequence continues after them.
     """
 
-    request_id: str
-    attempt: int
     mode: Literal["full", "prefill", "decode"]
     prompt_token_ids: bytes  # int32 little-endian
     num_prior_output_tokens: int = 0
@@ -49,25 +49,19 @@ class Submit(Message, frozen=True, kw_only=True):
     prefix: PrefixHint | None = None
 
 
-class Cancel(Message, frozen=True, kw_only=True):
+class Cancel(AttemptMessage, frozen=True, kw_only=True):
     """Valid in every state, answered by Cancelled, idempotent. Empty `sample_indices`: the whole request."""
 
-    request_id: str
-    attempt: int
     sample_indices: tuple[int, ...] = ()
 
 
-class Cancelled(Message, frozen=True, kw_only=True):
-    request_id: str
-    attempt: int
+class Cancelled(AttemptMessage, frozen=True, kw_only=True):
     sample_indices: tuple[int, ...] = ()
 
 
-class Accepted(Message, frozen=True, kw_only=True):
+class Accepted(AttemptMessage, frozen=True, kw_only=True):
     """Answer to Submit. From a decode node it is the ticket: hits pinned, demand counted, no new block taken."""
 
-    request_id: str
-    attempt: int
     num_cached_tokens: int = 0
 
 
@@ -84,6 +78,10 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
 
+    @property
+    def key(self) -> AttemptKey:
+        return AttemptKey(self.request_id, self.attempt)
+
 
 class Tokens(Message, frozen=True, kw_only=True):
     """All a step made for one router process."""
@@ -91,47 +89,39 @@ class Tokens(Message, frozen=True, kw_only=True):
     deltas: tuple[TokenDelta, ...]
 
 
-class PromptLogprobs(Message, frozen=True, kw_only=True):
+class PromptLogprobs(AttemptMessage, frozen=True, kw_only=True):
     """One entry per prompt position from 1 on (position 0 has no prediction). Sent before the first TokenDelta."""
 
-    request_id: str
-    attempt: int
     entries: tuple[TokenLogprobs, ...]
 
 
-class RequestFailed(Message, frozen=True, kw_only=True):
+class RequestFailed(AttemptMessage, frozen=True, kw_only=True):
     """The node gives this attempt up. `retryable`: another attempt may succeed (elsewhere or later)."""
 
-    request_id: str
-    attempt: int
     code: str
     message: str
     retryable: bool
 
 
-class Migrate(Message, frozen=True, kw_only=True):
-    """Router -> node that decodes: hand this sample to `peer`, which has the Submit of `successor` (its request_id and
-    attempt), whose prompt is the first `num_tokens` tokens of prompt and output. Answered by Migrated when that has
-    ended, one way or the other; until then the sample's tokens come from here.
+class Migrate(AttemptMessage, frozen=True, kw_only=True):
+    """Router -> node that decodes: hand this sample to `peer`, which has the Submit of `successor`, whose prompt is
+    the first `num_tokens` tokens of prompt and output. Answered by Migrated when that has ended, one way or the other;
+    until then the sample's tokens come from here.
     """
 
-    request_id: str
-    attempt: int
     sample_index: int
     peer: PeerRef
-    successor: tuple[str, int]
+    successor: AttemptKey
     num_tokens: Count
     deadline_s: Seconds
 
 
-class Migrated(Message, frozen=True, kw_only=True):
+class Migrated(AttemptMessage, frozen=True, kw_only=True):
     """Answer to Migrate. `reason` "": the sample is the peer's, nothing more of it comes from here; else it goes on
     here, or has ended here."""
 
-    request_id: str
-    attempt: int
     sample_index: int
-    successor: tuple[str, int]
+    successor: AttemptKey
     reason: str = ""
 
 

@@ -60,7 +60,7 @@ def gather_decode_inputs_triton(
     block_size: int,
     inputs: DecodeInputs,
 ) -> None:
-    """As `gather_decode_inputs`."""
+    """The Triton twin of `gather_decode_inputs`."""
     assert token_ids_SC.is_contiguous()
     assert block_table_SB.is_contiguous()
     gather_decode_inputs_kernel[(len(slot_R),)](
@@ -96,7 +96,7 @@ def store_tokens_kernel(
 def store_tokens_triton(
     slot_R: torch.Tensor, position_R: torch.Tensor, token_R: torch.Tensor, token_ids_SC: torch.Tensor
 ) -> None:
-    """As `store_tokens`."""
+    """The Triton twin of `store_tokens`."""
     assert token_ids_SC.is_contiguous()
     num_rows = len(slot_R)
     store_tokens_kernel[(triton.cdiv(num_rows, 128),)](

@@ -56,7 +56,7 @@ class LandingChannel(PoolChannel):
     def __init__(
         self, source: RegisteredPool, sock: socket.socket, peer: NodeInfo, on_lost: OnLost, timeout_s: float
     ) -> None:
-        super().__init__(source, peer.node_id, peer.epoch, on_lost)
+        super().__init__(source, peer.key, on_lost)
         self._sock = sock
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
@@ -100,7 +100,7 @@ class LandingChannel(PoolChannel):
             self._wait(lambda: sequence not in self._asked)
             reason = self._refused.pop(grant.grant_id, "")
         if reason:
-            raise TransportError(f"{self.peer_id} refused: {reason}", request_id=grant.request_id)
+            raise TransportError(f"{self.peer.node_id} refused: {reason}", request_id=grant.request_id)
 
     def _release(self) -> None:
         try:
@@ -118,7 +118,7 @@ class LandingChannel(PoolChannel):
         offer = decode_offer(receive_header(self._sock))
         self._sock.settimeout(self._timeout_s)
         if isinstance(offer, Refusal):
-            raise TransportError(f"{self.peer_id}: {offer.error}")
+            raise TransportError(f"{self.peer.node_id}: {offer.error}")
         return offer
 
     # --- inside, under the lock -----------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class LandingChannel(PoolChannel):
                 self.lose(reason)
                 if isinstance(error, TransportError):
                     raise
-                raise PeerLostError(f"{self.peer_id} can't be written to: {reason}") from error
+                raise PeerLostError(f"{self.peer.node_id} can't be written to: {reason}") from error
 
     def _wake(self) -> None:
         if not self._awake:

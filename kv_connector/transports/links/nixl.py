@@ -161,7 +161,7 @@ class NixlChannel(LandingChannel):
         self._wait(lambda: sequence not in self._asked)
         if grant.grant_id in self._refused:
             reason = self._refused[grant.grant_id]
-            raise TransportError(f"{self.peer_id} refused: {reason}", request_id=grant.request_id)
+            raise TransportError(f"{self.peer.node_id} refused: {reason}", request_id=grant.request_id)
         self._opened.add(grant.grant_id)
 
     def _send_slot(self, frame: LandFrame) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.engine.contracts.errors import PeerLostError, TandemError, TransportError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.layouts.geometry import BlockGeometry, pool_stride_bytes
 from tandem.kv_connector.transports.base import RegisteredPool
 from tandem.kv_connector.transports.grants import GrantTable
@@ -27,7 +28,7 @@ class AuthenticatedSocket:
     inside a frame, `on_end` is called once, when nothing of that source can change the pool any more."""
 
     sock: socket.socket
-    source: tuple[str, int]
+    source: NodeKey
     pool: RegisteredPool
     grants: GrantTable
     timeout_s: float
@@ -67,9 +68,9 @@ class LinkReceiver(ABC):
         except PeerLostError:
             pass
         except TandemError as error:
-            logger.warning("dropped the KV link of %s: %s", self.source[0], error)
+            logger.warning("dropped the KV link of %s: %s", self.source.node_id, error)
         except Exception:
-            logger.exception("KV link of %s failed", self.source[0])
+            logger.exception("KV link of %s failed", self.source.node_id)
         finally:
             self._end()
 

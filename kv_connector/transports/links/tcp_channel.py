@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from tandem.engine.contracts.errors import DecodeError, PeerLostError, TransportError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.layouts.geometry import BlockGeometry, byte_view, pool_stride_bytes
@@ -37,14 +38,12 @@ from tandem.kv_connector.transports.pool_channel import PoolChannel
 _SEND_BUFFER_BYTES = 4 << 20  # a guess; what it reaches: docs/measurements.md#transports-within-a-host
 
 
-def dial(
-    address: tuple[str, int], me: tuple[str, int], sink: tuple[str, int], key: bytes, timeout_s: float
-) -> socket.socket:
+def dial(address: tuple[str, int], me: NodeKey, sink: NodeKey, key: bytes, timeout_s: float) -> socket.socket:
     """A connection on which both sides have proven the cluster's key. Raises TransportError, PeerLostError."""
     try:
         sock = socket.create_connection(address, timeout=timeout_s)
     except (OSError, OverflowError, ValueError) as error:  # the latter two: no address at all
-        raise PeerLostError(f"can't connect to {sink[0]} at {address[0]}:{address[1]}: {error}") from error
+        raise PeerLostError(f"can't connect to {sink.node_id} at {address[0]}:{address[1]}: {error}") from error
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -57,13 +56,13 @@ def dial(
         if not hmac.compare_digest(reply.mac, reply_mac(key, reply.error, preface.nonce)):
             raise TransportError(f"what answers at {address[0]}:{address[1]} doesn't hold this cluster's secret")
         if reply.error:
-            raise PeerLostError(f"{sink[0]} refused the KV connection: {reply.error}")
+            raise PeerLostError(f"{sink.node_id} refused the KV connection: {reply.error}")
     except DecodeError as error:
         sock.close()
         raise TransportError(f"what answers at {address[0]}:{address[1]} is no Tandem node: {error}") from error
     except OSError as error:
         sock.close()
-        raise PeerLostError(f"can't speak to {sink[0]} at {address[0]}:{address[1]}: {error}") from error
+        raise PeerLostError(f"can't speak to {sink.node_id} at {address[0]}:{address[1]}: {error}") from error
     except BaseException:
         sock.close()
         raise
@@ -75,7 +74,7 @@ class TcpChannel(PoolChannel):
     """Any failure ends the channel: after half a frame the stream can't be used again."""
 
     def __init__(self, source: RegisteredPool, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> None:
-        super().__init__(source, peer.node_id, peer.epoch, on_lost)
+        super().__init__(source, peer.key, on_lost)
         self._sock = sock
         self._sequence = 0
         assert peer.layout is not None, "only nodes are connected to"
@@ -103,10 +102,10 @@ class TcpChannel(PoolChannel):
             reply = decode_flush_reply(receive_header(self._sock))
         except (TransportError, DecodeError) as error:
             self.lose(str(error))
-            raise TransportError(f"no answer to a flush from {self.peer_id}: {error}") from error
+            raise TransportError(f"no answer to a flush from {self.peer.node_id}: {error}") from error
         assert reply.sequence == self._sequence, "flushes are answered one by one"
         if reply.error:
-            raise TransportError(f"{self.peer_id} refused: {reply.error}", request_id=grant.request_id)
+            raise TransportError(f"{self.peer.node_id} refused: {reply.error}", request_id=grant.request_id)
 
     def _send(self, header: msgspec.Struct, payload: Sequence[memoryview] = ()) -> None:
         try:

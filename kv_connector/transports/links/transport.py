@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from tandem.engine.contracts.errors import DecodeError, PeerLostError, TandemError, TransportError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.handoff import KVGrant
@@ -104,8 +105,7 @@ class LinkTransport(ABC):
             raise TransportError(f"{peer.node_id} exports no pool for {self.name}") from error
         # Where a peer is reached may not be what it listens on; its control address says it.
         host = _control_host(peer) if peer.control_address or export.host in _WILDCARDS else export.host
-        me = (self.pool.node_id, self.pool.epoch)
-        sock = dial((host, export.port), me, (peer.node_id, peer.epoch), self._key, self._timeout_s)
+        sock = dial((host, export.port), self.pool.node, peer.key, self._key, self._timeout_s)
         try:
             channel = self._make_channel(sock, peer, on_lost)
         except BaseException:
@@ -121,7 +121,7 @@ class LinkTransport(ABC):
     # --- sink -----------------------------------------------------------------------------------------------
 
     def admit(self, peer: NodeInfo) -> None:
-        self.grants.admit(peer.node_id, peer.epoch)
+        self.grants.admit(peer.key)
 
     def open_grant(self, grant: KVGrant) -> None:
         self.grants.open(grant)
@@ -136,12 +136,12 @@ class LinkTransport(ABC):
             receiver.drop()
         return not unsettled
 
-    def fence(self, node_id: str, epoch: int) -> Future[None]:
-        """Bars the epoch until it is admitted again, breaks its connections; done when their threads have ended."""
-        self.grants.fence(node_id, epoch)
+    def fence(self, source: NodeKey) -> Future[None]:
+        """Bars it until it is admitted again, breaks its connections; done when their threads have ended."""
+        self.grants.fence(source)
         fenced: Future[None] = Future()
         with self._lock:
-            receivers = {each for each in self._receivers if each.source == (node_id, epoch)}
+            receivers = {each for each in self._receivers if each.source == source}
             self._fences.append((receivers, fenced))
         for receiver in receivers:
             receiver.drop()
@@ -201,17 +201,17 @@ class LinkTransport(ABC):
             raise TransportError("it doesn't hold this cluster's secret")
         self._door.admit(sock)
         sock.settimeout(self._timeout_s)
-        source = (preface.node_id, preface.epoch)
+        source = NodeKey(preface.node_id, preface.epoch)
         error = ""
-        if (preface.sink_id, preface.sink_epoch) != (self.pool.node_id, self.pool.epoch):
-            error = f"this is {self.pool.node_id} epoch {self.pool.epoch:#x}"
+        if (preface.sink_id, preface.sink_epoch) != self.pool.node:
+            error = f"this is {self.pool.node.node_id} epoch {self.pool.node.epoch:#x}"
         link = AuthenticatedSocket(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
         receiver = self.receiver(link)
         with self._lock:
             # Listed before it is asked whether the source is fenced: a fence sees one or the other.
             self._receivers[receiver] = threading.current_thread()
             closed = self._closed
-        if closed or self.grants.is_fenced(*source):
+        if closed or self.grants.is_fenced(source):
             error = f"{preface.node_id} epoch {preface.epoch:#x} is fenced"
         try:
             send_frame(sock, PrefaceReply(error, reply_mac(self._key, error, preface.nonce)))

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from tandem.engine.contracts.errors import DecodeError, GrantError, PeerLostError, TransportError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.handoff import KVGrant
@@ -88,7 +89,7 @@ class MappedTransport(ABC):
         self._host_id = host_id()
         self._lock = threading.Lock()
         self._channels: dict[str, MappedChannel] = {}  # by sink's node_id: the newest epoch
-        self._sources: dict[tuple[str, int], Watch] = {}  # processes that may write into our pool
+        self._sources: dict[NodeKey, Watch] = {}  # processes that may write into our pool
 
     @abstractmethod
     def is_usable(self, device: torch.device) -> tuple[bool, str]: ...
@@ -133,7 +134,7 @@ class MappedTransport(ABC):
         return channel
 
     def admit(self, peer: NodeInfo) -> None:
-        source = (peer.node_id, peer.epoch)
+        source = peer.key
         with self._lock:
             if source in self._sources:
                 return
@@ -145,7 +146,7 @@ class MappedTransport(ABC):
 
     def open_grant(self, grant: KVGrant) -> None:
         with self._lock:
-            if (grant.source_id, grant.source_epoch) not in self._sources:
+            if grant.source not in self._sources:
                 raise GrantError(
                     f"{grant.source_id} epoch {grant.source_epoch:#x} has exited or was never admitted to {self.name}",
                     request_id=grant.request_id,
@@ -157,9 +158,9 @@ class MappedTransport(ABC):
     def is_settled(self, grant_id: int) -> bool:
         return True
 
-    def fence(self, node_id: str, epoch: int) -> Future[None]:
+    def fence(self, source: NodeKey) -> Future[None]:
         with self._lock:
-            watch = self._sources.get((node_id, epoch))
+            watch = self._sources.get(source)
         if watch is not None:
             return watch.exited
         gone: Future[None] = Future()
@@ -175,7 +176,7 @@ class MappedTransport(ABC):
         for watch in watches:
             process_watcher().unwatch(watch)
 
-    def _forget_source(self, source: tuple[str, int]) -> None:
+    def _forget_source(self, source: NodeKey) -> None:
         with self._lock:
             self._sources.pop(source, None)
 
@@ -201,7 +202,7 @@ class MappedChannel(PoolChannel):
     """Stores into a mapped pool. Ends with the peer's process."""
 
     def __init__(self, source: RegisteredPool, peer: NodeInfo, mapping: Mapping, on_lost: OnLost) -> None:
-        super().__init__(source, peer.node_id, peer.epoch, on_lost)
+        super().__init__(source, peer.key, on_lost)
         self._mapping = mapping
         self.max_write_bytes = mapping.max_write_bytes
         self.sums_blocks, self.sums_layers = mapping.sums_blocks, mapping.sums_layers

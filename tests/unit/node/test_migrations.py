@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from engine_harness import BLOCK, Harness, expected
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.parts import Continuation, PeerRef
 from tandem.engine.contracts.wire.requests import Migrate
 from tandem.kv_connector.protocol import outcomes
@@ -16,7 +17,7 @@ from tandem.node import departures
 from tandem.node.departures import Departures
 from tandem.node.requests import AcceptedRequest
 
-KEY = ("r", 2)
+KEY = AttemptKey("r", 2)
 PROMPT = list(range(2, 12))
 
 
@@ -57,7 +58,7 @@ class HandSource:
         self._hold(block_ids[: -(-continuation.num_tokens // BLOCK)])
         self.handed = continuation
 
-    def cancel(self, request_id: str, attempt: int, now: float) -> None:
+    def cancel(self, key: AttemptKey, now: float) -> None:
         self.cancelled = True
 
     def _hold(self, block_ids: list[int]) -> None:
@@ -156,7 +157,7 @@ def test_a_cancel_that_overtakes_the_commit_is_no_failure() -> None:
     """The successor's first token makes the router cancel what it followed."""
     leaving = Leaving()
     leaving.hand_over()
-    leaving.harness.scheduler.abort("r", 0)
+    leaving.harness.scheduler.abort(AttemptKey("r", 0))
     leaving.turn()
     assert leaving.source.cancelled
     assert leaving.reasons() == [outcomes.ENDED]

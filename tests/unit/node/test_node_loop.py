@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from waiting import PATIENCE_S, wait_until
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.node.control.board import LoopBoard
 from tandem.node.loop import NodeLoop
 
@@ -75,7 +76,7 @@ class Sender:
     def __init__(self, log: list[str]) -> None:
         self.log = log
 
-    def send(self, peer_id: str, message: str) -> None:
+    def send(self, to: NodeKey, message: str) -> None:
         self.log.append(f"sent {message}")
 
     def connect(self, ref) -> None: ...
@@ -129,8 +130,8 @@ class Reacting(Sender):
         super().__init__(log)
         self.reactions = reactions
 
-    def send(self, peer_id: str, message: str) -> None:
-        super().send(peer_id, message)
+    def send(self, to: NodeKey, message: str) -> None:
+        super().send(to, message)
         self.reactions.get(message.split()[0], lambda: None)()
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
 from tandem.engine.contracts.wire.requests import Accepted, Cancelled, PromptLogprobs, RequestFailed, Submit, Tokens
 from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, TokenEvent
 from tandem.node.requests import AcceptedRequest, RequestBook
 
-ROUTER = "router-a@0000000000000001"
+ROUTER = NodeKey("router-a", 1)
 OTHER = "router-b@0000000000000002"
 
 
@@ -69,7 +70,7 @@ def test_a_submit_after_the_end_is_answered_and_not_run_again(book: RequestBook)
 
 
 def test_a_cancel_that_overtakes_its_submit(book: RequestBook) -> None:
-    assert book.cancel_samples(ROUTER, ("r", 0), ()) == (None, False)
+    assert book.cancel_samples(ROUTER, AttemptKey("r", 0), ()) == (None, False)
     assert book.open(ROUTER, submit(), 0.0) is None
     assert [type(message) for _, message in book.drain_outbox()] == [Cancelled, Accepted]
     assert book.num_accepted == 0
@@ -77,11 +78,11 @@ def test_a_cancel_that_overtakes_its_submit(book: RequestBook) -> None:
 
 def test_cancel_is_idempotent_and_ends_once(book: RequestBook) -> None:
     entry = Opened(book).open()
-    assert book.cancel_samples(ROUTER, ("r", 0), ()) == (entry, True)
-    assert book.cancel_samples(ROUTER, ("r", 0), ()) == (None, False)
+    assert book.cancel_samples(ROUTER, AttemptKey("r", 0), ()) == (entry, True)
+    assert book.cancel_samples(ROUTER, AttemptKey("r", 0), ()) == (None, False)
     book.on_events([token(entry, 0), FailedEvent(entry.request, "x", "late", retryable=True)])
-    assert book.fail(("r", 0), "x", "late", retryable=True) is None
-    book.prompt_left(("r", 0))
+    assert book.fail(AttemptKey("r", 0), "x", "late", retryable=True) is None
+    book.prompt_left(AttemptKey("r", 0))
     assert book.expired(1e9) == []
     assert book.drain_outbox() == [(ROUTER, Cancelled(request_id="r", attempt=0))] * 2
     assert book.num_ended == 1
@@ -89,14 +90,14 @@ def test_cancel_is_idempotent_and_ends_once(book: RequestBook) -> None:
 
 def test_cancel_of_samples_one_by_one(book: RequestBook) -> None:
     entry = Opened(book).open(sample_indices=(0, 1, 2))
-    assert book.cancel_samples(ROUTER, ("r", 0), (1,)) == (entry, False)
+    assert book.cancel_samples(ROUTER, AttemptKey("r", 0), (1,)) == (entry, False)
     book.on_events([token(entry, 0, sample) for sample in (0, 1, 2)])
     (_, cancelled), (_, tokens) = book.drain_outbox()
     assert cancelled == Cancelled(request_id="r", attempt=0, sample_indices=(1,))
     assert isinstance(tokens, Tokens)
     assert [delta.sample_index for delta in tokens.deltas] == [0, 2]
     book.on_events([token(entry, 1, 0, "stop")])
-    assert book.cancel_samples(ROUTER, ("r", 0), (2,)) == (entry, True)
+    assert book.cancel_samples(ROUTER, AttemptKey("r", 0), (2,)) == (entry, True)
 
 
 def test_all_tokens_of_a_drain_are_one_message_a_router(book: RequestBook) -> None:

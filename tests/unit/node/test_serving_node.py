@@ -9,6 +9,7 @@ import pytest
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
@@ -18,7 +19,7 @@ from tandem.node.control.events import PeerLost, Received
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
 
-ROUTER = "router@0000000000000001"
+ROUTER = NodeKey("router", 1)
 INFO = NodeInfo(node_id="node", epoch=7, role="unified")
 
 
@@ -100,7 +101,7 @@ def test_a_lost_router_and_a_passed_deadline_leave_the_scheduler_empty() -> None
     node.on_tick(5.0)
     assert failure([message for _, message in node.drain_outbox()]) == ("deadline_exceeded", False)
     assert node.scheduler.num_waiting == 1
-    node.on_control(PeerLost(ROUTER, NodeInfo(node_id="router", epoch=1, role="router"), "silent"), 6.0)
+    node.on_control(PeerLost(NodeInfo(node_id="router", epoch=1, role="router"), "silent"), 6.0)
     assert node.is_empty
     assert node.drain_outbox() == []
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S, soon
 
-from tandem.deploy.bench.load import Sample, distribution, make_bodies, summarize
+from tandem.deploy.bench.load import RequestTimes, distribution, make_bodies, summarize
 from tandem.deploy.cli import filled, main, make_parser
 from tandem.deploy.options import BENCH_OPTIONS
 
@@ -165,8 +165,8 @@ def test_prompts_repeat_with_the_seed_and_share_their_prefix() -> None:
 def test_figures_by_hand() -> None:
     assert distribution([]) == {}
     assert distribution([3.0, 1.0, 2.0]) == {"mean": 2.0, "p50": 2.0, "p90": 3.0, "p99": 3.0, "max": 3.0}
-    good = Sample(sent_at=0.0, event_times=[1.0, 1.5, 3.0], ended_at=3.5, num_tokens=5)
-    report = summarize([good, Sample(sent_at=0.0, error="boom")], duration_s=4.0)
+    good = RequestTimes(sent_at=0.0, event_times=[1.0, 1.5, 3.0], ended_at=3.5, num_tokens=5)
+    report = summarize([good, RequestTimes(sent_at=0.0, error="boom")], duration_s=4.0)
     assert report["tpot_s"]["mean"] == 0.5
     assert report["itl_s"]["max"] == 1.5
     assert report["output_tokens_per_s"] == 1.25

@@ -13,7 +13,7 @@ from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
 
 from redis_process import running_redis
 from stand_in_node import StandInNode
-from tandem.deploy.bench.load import Sample
+from tandem.deploy.bench.load import RequestTimes
 from tandem.deploy.bench.node_figures import NodeFigures, hits_by_tier, imbalance_by_role
 from tandem.deploy.bench.redis_channel import RedisChannel
 from tandem.deploy.bench.simulated_node import CostModel, Job, SimulatedNode, TieredCache
@@ -260,8 +260,8 @@ def test_a_trace_is_replayed_against_a_server(
 
 
 def test_goodput_is_what_meets_both_targets() -> None:
-    fast, slow_start = Sample(0.0, [0.1, 0.3], 0.3, num_tokens=3), Sample(0.0, [0.5], 0.5, num_tokens=1)
-    slow, failed = Sample(0.0, [0.1, 1.1], 1.1, num_tokens=2), Sample(0.0, error="gone")
+    fast, slow_start = RequestTimes(0.0, [0.1, 0.3], 0.3, num_tokens=3), RequestTimes(0.0, [0.5], 0.5, num_tokens=1)
+    slow, failed = RequestTimes(0.0, [0.1, 1.1], 1.1, num_tokens=2), RequestTimes(0.0, error="gone")
     targets = Targets(ttft_s=0.2, tpot_s=0.2)
     assert goodput([fast, slow_start, slow, failed], 2.0, targets) == {"goodput_per_s": 0.5, "good_share": 0.25}
 

@@ -16,6 +16,7 @@ from wire_fuzz import WireFuzz
 
 from tandem.engine.contracts.config import ModelOptions, NodeOptions
 from tandem.engine.contracts.errors import DecodeError, TandemError
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Status, Welcome
@@ -52,7 +53,13 @@ TO_NODE = (
     ),
     Cancel(request_id="r0", attempt=0, sample_indices=(0,)),
     Migrate(
-        request_id="r0", attempt=0, sample_index=0, peer=REF, successor=("r0", 1), num_tokens=4, deadline_s=2.0
+        request_id="r0",
+        attempt=0,
+        sample_index=0,
+        peer=REF,
+        successor=AttemptKey("r0", 1),
+        num_tokens=4,
+        deadline_s=2.0,
     ),
     GRANT,
     READY,

@@ -10,11 +10,12 @@ from pull_world import PullNode
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.errors import DecodeError
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease
-from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -25,7 +26,7 @@ from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import RequestBook
 from tests.fakes.handoff_effects import take, take_messages
 
-SOURCE, BLOCK, VOCAB = peer_id_of("p", 7), 4, 100
+SOURCE, BLOCK, VOCAB = NodeKey("p", 7), 4, 100
 
 
 def sink_of(pool: BlockPool, with_digests: bool = True) -> SinkManager:
@@ -133,12 +134,12 @@ def test_a_pull_cannot_take_the_name_of_a_hand_off():
     node = PullNode("h", 14)
     peer = msgspec.structs.replace(node.info, node_id="a", epoch=5)
     node.source.peers.connected(peer)
-    node.source.expect("r", 0, PeerRef("d", 3, ""), 20, 60.0)
+    node.source.expect(AttemptKey("r", 0), PeerRef("d", 3, ""), 20, 60.0)
     pull = KVPull(
         request_id="r", attempt=0, source_epoch=node.info.epoch, sink_epoch=5, first_block=0,
         block_hashes=bytes(16), deadline_s=1.0,
     )  # fmt: skip
-    node.holder.on_pull(peer_id_of("a", 5), pull, 0.0)
+    node.holder.on_pull(NodeKey("a", 5), pull, 0.0)
     assert [type(sent) for _, sent in node.holder.drain_outbox()] == [KVRelease]
 
 
@@ -152,7 +153,7 @@ def test_what_a_router_says_of_kv_is_not_heard():
     logic = HandoffNode(
         node.info, RequestBook(100, 64), scheduler, node.pool, 4, node.source, node.sink, node.asker, node.holder
     )
-    router = peer_id_of("router", 1)
+    router = NodeKey("router", 1)
     for message in (
         KVClaim(
             request_id="r", attempt=0, source_id="router", source_epoch=1, sink_epoch=node.info.epoch,

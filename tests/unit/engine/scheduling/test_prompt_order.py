@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from engine_harness import Harness
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.clock import MEASURED_TOKENS, StepClock
 from tandem.engine.scheduling.prompt_order import LATE_SHARE, LATE_STRETCH, ArrivalOrder, PromptOrder, SlackOrder
@@ -185,7 +186,7 @@ class TestSlackOrder:
         harness = Harness(prompt_order=order, clock=clock.steps, max_num_batched_tokens=8)
         harness.add("a", range(30), max_tokens=3)
         harness.add("b", range(20), samples=(0, 1), max_tokens=3)
-        harness.scheduler.abort("a", 0)
+        harness.scheduler.abort(AttemptKey("a", 0))
         harness.run()
         assert not order._arrivals
         assert clock.steps.running is None

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from engine_harness import Harness, receive
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
 
@@ -88,9 +89,9 @@ def test_abort_in_every_state(moment: Callable[[Harness], None], max_num_seqs: i
     moment(harness)
     before = {key: list(tokens) for key, tokens in harness.tokens.items()}
     for _ in range(2):
-        harness.scheduler.abort("a", 0, samples)
+        harness.scheduler.abort(AttemptKey("a", 0), samples)
         harness.check()
-    harness.scheduler.abort("a", 1)  # another attempt
+    harness.scheduler.abort(AttemptKey("a", 1))  # another attempt
     harness.run()
     for sample in range(2):
         if "a" not in harness.requests:
@@ -109,7 +110,7 @@ def test_an_abort_leaves_others_alone(moment: int) -> None:
     harness.add("b", range(9), max_tokens=6)
     for _ in range(moment):
         harness.step()
-    harness.scheduler.abort("a", 0)
+    harness.scheduler.abort(AttemptKey("a", 0))
     harness.run()
     harness.assert_output("b")
     harness.assert_empty()
@@ -119,7 +120,7 @@ def test_an_aborted_requests_blocks_cool_until_its_step_has_run() -> None:
     harness = Harness(num_blocks=4)
     harness.add("a", range(7), max_tokens=6)
     harness.step()
-    harness.scheduler.abort("a", 0)
+    harness.scheduler.abort(AttemptKey("a", 0))
     assert harness.pool.num_free == 4
     assert harness.pool.num_grantable == 2
     harness.step()

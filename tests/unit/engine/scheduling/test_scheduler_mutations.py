@@ -10,6 +10,7 @@ import pytest
 from engine_harness import BLOCK, Harness
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.scheduling.allocator import KVAllocator
 from tandem.engine.scheduling.builder import StepBuilder
 from tandem.engine.scheduling.request import Request, RequestState
@@ -31,7 +32,7 @@ def traffic(seed: int) -> None:
             harness.add(f"r{turn}", prompt, samples, max_tokens=chance.randint(1, 12), ignore_eos=eos)
         if chance.random() < 0.1 and harness.requests:
             aborted = chance.choice(list(harness.requests))
-            harness.scheduler.abort(aborted, 0)
+            harness.scheduler.abort(AttemptKey(aborted, 0))
             del harness.requests[aborted]
         blocks = harness.pool.allocate_grantable(2) if chance.random() < 0.2 else None
         if blocks is not None:

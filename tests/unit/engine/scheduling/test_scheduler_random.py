@@ -146,7 +146,7 @@ class Traffic(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(list(self.harness.requests.values())))
         ended = data.draw(st.sampled_from([(), self.harness.samples[request.request_id][:1]]))
-        self.harness.scheduler.abort(request.request_id, request.attempt, ended)
+        self.harness.scheduler.abort(request.key, ended)
         self.aborted |= {(request.request_id, sample) for sample in ended or range(8)}
 
     # --- the world around -----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine_harness import EOS, Harness, expected, receive
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.request import RequestState
 
@@ -62,7 +63,7 @@ def test_a_tail_is_copied_though_its_owner_is_gone(victim: int) -> None:
     harness.add("a", range(6), samples=(0, 1, 2), max_tokens=8)
     harness.step()
     assert harness.scheduler.num_running == 3
-    harness.scheduler.abort("a", 0, (victim,))
+    harness.scheduler.abort(AttemptKey("a", 0), (victim,))
     harness.check()
     harness.add("b", range(20, 33), max_tokens=3)
     harness.run()
@@ -119,7 +120,7 @@ def test_a_committed_tail_outlives_its_owner_until_it_is_copied() -> None:
     """Nothing cools it: without a reference of the copy's own, a peer could be granted it at once."""
     harness = Harness(num_blocks=6)
     receive(harness, "a", list(range(6)), (0, 1), max_tokens=6)
-    harness.scheduler.abort("a", 0, (0,))
+    harness.scheduler.abort(AttemptKey("a", 0), (0,))
     harness.check()
     granted = harness.pool.allocate_grantable(harness.pool.num_grantable)
     assert granted is not None

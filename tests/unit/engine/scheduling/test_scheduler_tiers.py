@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from engine_harness import BLOCK, Harness
 
+from tandem.engine.contracts.keys import AttemptKey
+
 PROMPT = [*range(13), 0, 1, 2, 3, 4, 5, 6, 7]  # 21 tokens: five blocks and one token
 OTHER = [12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 12, 11, 10, 9, 8, 7, 6, 5]
 
@@ -134,7 +136,7 @@ def test_an_aborted_request_lets_go_when_its_load_has_ended() -> None:
     harness.add("again", PROMPT, max_tokens=2)
     harness.step()
     assert harness.tiers.manager.is_moving
-    harness.scheduler.abort("again", 0)
+    harness.scheduler.abort(AttemptKey("again", 0))
     assert harness.tiers.manager.references(), "a block that is written by a load is free"
     harness.run()
     harness.settle()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.directory.discovery import Discovery
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.own_view import BATCH_HASHES, OwnView
@@ -25,7 +26,7 @@ from tandem.kv_connector.directory.records import (
     split_hashes,
 )
 
-OWNER = ("decode-1", 7)
+OWNER = NodeKey("decode-1", 7)
 OTHER = ("decode-2", 8)
 
 
@@ -203,7 +204,7 @@ def test_a_block_counts_until_it_left_every_tier() -> None:
 
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=4), asked=st.integers(0, 40))
 def test_prefix_lengths_are_exact(lengths: list[int], asked: int) -> None:
-    owners = [(f"node-{index}", 1) for index in range(len(lengths))]
+    owners = [NodeKey(f"node-{index}", 1) for index in range(len(lengths))]
     mirror = mirror_of(*owners)
     for owner, length in zip(owners, lengths, strict=True):
         view = OwnView(owner)
@@ -260,7 +261,7 @@ def test_a_new_epoch_ends_the_old_one() -> None:
     mirror, view = mirror_of(OWNER), OwnView(OWNER)
     view.record(stored(1))
     feed(mirror, view)
-    reborn = (OWNER[0], 99)
+    reborn = NodeKey(OWNER.node_id, 99)
     mirror.adopt(reborn)
     assert mirror.longest_prefix(hashes(1)) == {}
     assert mirror.num_entries == 0
@@ -284,9 +285,9 @@ def test_the_bound_forgets_who_helped_least() -> None:
         view.record(stored(*numbers))
         feed(mirror, view)
     assert mirror.longest_prefix(hashes(3)) == {OTHER: 1}
-    mirror.adopt(("third", 3))
-    mirror.await_reset(("third", 3))
-    view = OwnView(("third", 3))
+    mirror.adopt(NodeKey("third", 3))
+    mirror.await_reset(NodeKey("third", 3))
+    view = OwnView(NodeKey("third", 3))
     view.record(stored(1))
     feed(mirror, view)
     assert mirror.num_forgotten_owners == 1
@@ -312,7 +313,7 @@ def test_a_long_prompt_is_looked_up_among_many_owners() -> None:
 
 def test_random_batches_leave_an_intact_mirror() -> None:
     rng = random.Random(3)
-    owners = [(f"node-{index}", index) for index in range(4)]
+    owners = [NodeKey(f"node-{index}", index) for index in range(4)]
     mirror = mirror_of(*owners, max_entries=60)
     views = {owner: OwnView(owner) for owner in owners}
     for _ in range(300):
@@ -370,15 +371,15 @@ def test_absence_does_not_count_while_redis_is_away() -> None:
 def test_a_goodbye_of_an_older_epoch_is_ignored() -> None:
     discovery = Discovery(grace_s=10)
     discovery.observe([record("a", 2)], 0)
-    assert discovery.left(("a", 1)) == []
-    assert changes(discovery.left(("a", 2))) == [(False, "tcp://127.0.0.1:1", 2)]
-    assert discovery.left(("a", 2)) == []
+    assert discovery.left(NodeKey("a", 1)) == []
+    assert changes(discovery.left(NodeKey("a", 2))) == [(False, "tcp://127.0.0.1:1", 2)]
+    assert discovery.left(NodeKey("a", 2)) == []
 
 
 def test_namespaces_share_no_key() -> None:
     ours, theirs = KeySpace("one"), KeySpace("two")
     for space in (ours, theirs):
-        assert space.blocks(("n", 0xAB), "gpu") == f"{space.namespace}:{{n}}:kv:00000000000000ab:gpu"
+        assert space.blocks(NodeKey("n", 0xAB), "gpu") == f"{space.namespace}:{{n}}:kv:00000000000000ab:gpu"
     names = [{s.nodes, s.events, s.node("n"), s.sequence(OWNER), *s.all_blocks(OWNER)} for s in (ours, theirs)]
     assert not names[0] & names[1]
 

@@ -14,6 +14,7 @@ from waiting import PATIENCE_S, soon
 
 from redis_process import RedisProcess, running_redis
 from tandem.engine.contracts.directory import BlockEvent
+from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
 from tandem.kv_connector.directory.records import (
@@ -92,7 +93,7 @@ async def test_a_large_view_arrives_whole_through_a_snapshot(server: RedisProces
     numbers = range(30_000)
     with publishing(server.url) as publisher:
         publisher.publish(stored(*numbers))
-        await soon(lambda: server.client().scard(KeySpace("t").blocks(("decode-1", 1), "gpu")) == len(numbers))
+        await soon(lambda: server.client().scard(KeySpace("t").blocks(NodeKey("decode-1", 1), "gpu")) == len(numbers))
         async with reading(server.url) as directory:
             await soon(lambda: directory.longest_prefix(hashes(*numbers)) == {("decode-1", 1): len(numbers)})
 
@@ -165,7 +166,7 @@ async def test_everything_that_is_written_expires_with_its_node(server: RedisPro
 
 
 async def test_an_emptied_and_restarted_redis_is_whole_again(server: RedisProcess) -> None:
-    everything, owner = range(2_000), ("decode-1", 1)
+    everything, owner = range(2_000), NodeKey("decode-1", 1)
     with publishing(server.url) as publisher:
         async with reading(server.url) as directory:
             publisher.publish(stored(*everything[:1_000]))
@@ -179,7 +180,7 @@ async def test_an_emptied_and_restarted_redis_is_whole_again(server: RedisProces
 
 
 async def test_an_emptied_redis_is_noticed_without_a_lost_connection(server: RedisProcess) -> None:
-    owner = ("decode-1", 1)
+    owner = NodeKey("decode-1", 1)
     with publishing(server.url) as publisher:
         client, key = server.client(), KeySpace("t").blocks(owner, "gpu")
         publisher.publish(stored(1, 2, 3))
@@ -206,7 +207,7 @@ class Lossy:
 
 
 async def test_a_lost_message_shows_as_a_gap_and_is_made_up_for_by_a_snapshot(server: RedisProcess) -> None:
-    owner = ("decode-1", 1)
+    owner = NodeKey("decode-1", 1)
     async with reading(server.url) as directory:
         with publishing(server.url) as publisher:
             publisher.publish(stored(1))
@@ -222,7 +223,7 @@ async def test_a_lost_message_shows_as_a_gap_and_is_made_up_for_by_a_snapshot(se
 
 
 async def test_the_loss_of_a_nodes_last_message_is_noticed_too(server: RedisProcess) -> None:
-    owner = ("decode-1", 1)
+    owner = NodeKey("decode-1", 1)
     async with reading(server.url, check_s=0.2) as directory:
         with publishing(server.url) as publisher:
             publisher.publish(stored(1, 2))
@@ -261,7 +262,7 @@ async def test_whatever_happens_to_redis_under_load_the_mirror_ends_up_whole(ser
                 await soon(lambda n=number, w=wanted: directory.longest_prefix(hashes(n)) == w)
             directory.mirror.check_integrity()
             for name in names:
-                stored_there = server.client().smembers(KeySpace("t").blocks((name, 9), "gpu"))
+                stored_there = server.client().smembers(KeySpace("t").blocks(NodeKey(name, 9), "gpu"))
                 assert stored_there == set(hashes(*held[name]))
 
 

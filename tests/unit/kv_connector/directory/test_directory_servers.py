@@ -18,6 +18,7 @@ from redis_tls import make_certificates, running_redis_with_tls
 from tandem.deploy.redis_server import free_port
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.directory import outage
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
@@ -93,7 +94,7 @@ def nodes_on_each_server(cluster: Cluster) -> list[str]:
 
 
 def test_all_keys_of_a_node_are_in_one_slot() -> None:
-    keys, owner = KeySpace("prod"), ("decode-1", 5)
+    keys, owner = KeySpace("prod"), NodeKey("decode-1", 5)
     own = [keys.node("decode-1"), keys.sequence(owner), *keys.all_blocks(owner)]
     assert len(own) == 2 + len(TIERS)
     assert len({redis.crc.key_slot(key.encode()) for key in own}) == 1
@@ -139,7 +140,7 @@ async def test_a_server_of_a_cluster_that_comes_back_empty_is_filled_again(
             said = [each for each in caplog.messages if "placement goes on" in each]
             assert len(said) == len(set(said)) >= 1, "the log says each thing once"
             victim.start()
-            blocks = KeySpace("prod").blocks((names[1], 2), "gpu")
+            blocks = KeySpace("prod").blocks(NodeKey(names[1], 2), "gpu")
             await soon(lambda: victim.client().scard(blocks) == 100)
             publishers[1].publish(stored(100))
             both = {(names[0], 1): 101, (names[1], 2): 101, (names[2], 3): 100}
@@ -155,7 +156,7 @@ async def test_a_failover_moves_the_directory_to_the_new_master() -> None:
         publisher.publish(stored(1, 2))
         async with reading(watched.url) as directory:
             await soon(lambda: directory.longest_prefix(hashes(1, 2)) == {("decode-1", 1): 2})
-            assert watched.pair[0].client().scard(KeySpace("prod").blocks(("decode-1", 1), "gpu")) == 2
+            assert watched.pair[0].client().scard(KeySpace("prod").blocks(NodeKey("decode-1", 1), "gpu")) == 2
             watched.pair[0].kill()
             publisher.publish(stored(3))
             await soon(lambda: directory.longest_prefix(hashes(1, 2, 3)) == {("decode-1", 1): 3})

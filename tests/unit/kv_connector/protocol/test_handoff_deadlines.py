@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from tandem.engine.contracts.config import Timeouts
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady, KVResend
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.outcomes import HandoffFailed
@@ -20,20 +21,20 @@ from tandem.kv_connector.sink import record
 from tandem.kv_connector.source import manager as source
 from tests.fakes.handoff_duo import DEADLINE_S, SOURCE, Duo, ready_of
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 START_S = 1.0  # Duo's clock when the request is submitted
 
 
 def cancel_source(duo: Duo) -> None:
     duo.ends["source", "r"] += 1  # a cancel is the router's own end of it
-    duo.source.manager.cancel(*KEY, duo.now)
+    duo.source.manager.cancel(KEY, duo.now)
     duo.source.drop(KEY)
     duo.exchange()
 
 
 def cancel_sink(duo: Duo) -> None:
     duo.ends["sink", "r"] += 1
-    duo.sink.manager.cancel(*KEY, duo.now)
+    duo.sink.manager.cancel(KEY, duo.now)
     duo.exchange()
 
 
@@ -89,13 +90,13 @@ def drained(duo: Duo) -> None:
 
 def retiring(duo: Duo) -> None:
     finalizing(duo)
-    duo.source.manager.peers.lost("d", 2)
+    duo.source.manager.peers.lost(NodeKey("d", 2))
     duo.exchange()
 
 
 def closed(duo: Duo) -> None:
     idle(duo)
-    duo.source.manager.peers.lost("d", 2)
+    duo.source.manager.peers.lost(NodeKey("d", 2))
     duo.exchange()
 
 
@@ -260,7 +261,7 @@ def test_the_deadline_ends_each_state_of_a_sink(state: K) -> None:
     duo.tick(0.1)
     assert duo.ends["sink", "r"] == due
     assert manager.ledger.num_quarantined == (2 if state in HELD_FROM_DEADLINE else 0)
-    duo.sink.manager.peers.lost("p", 1)
+    duo.sink.manager.peers.lost(NodeKey("p", 1))
     duo.exchange()
     duo.fence_ends()
     duo.sink.pool.free(others, None)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVDrained, KVGrant, KVReady, KVRefused
-from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.sink_table import SinkState
 from tandem.kv_connector.protocol.source_table import SourceAction
@@ -63,7 +64,7 @@ def last_claim_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def fences_unheard(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SinkPeers, "fenced", lambda self, node_id, epoch: None)
+    patch.setattr(SinkPeers, "fenced", lambda self, source: None)
 
 
 def digests_ignored(patch: pytest.MonkeyPatch) -> None:
@@ -131,17 +132,17 @@ def test_a_message_of_another_epoch_or_an_unknown_hand_off_leaves_no_record() ->
     world = World(0)
     sink, source = world.sink.manager, world.source.manager
     drained = KVDrained(request_id="x", attempt=0, source_epoch=5, grant_id=0)
-    sink.on_message(peer_id_of("p", 6), drained, 1.0)
+    sink.on_message(NodeKey("p", 6), drained, 1.0)
     assert (sink.counters.foreign_messages, len(sink.ledger.records)) == (1, 0)
     ready = KVReady(
         request_id="y", attempt=0, grant_id=3, grant_signature=b"", source_id="p", source_epoch=1, sink_epoch=2,
         first_tokens=(), digests=b"",
     )  # fmt: skip
-    sink.on_message(peer_id_of("p", 1), ready, 1.0)
+    sink.on_message(NodeKey("p", 1), ready, 1.0)
     assert [type(sent) for _, sent in take_messages(sink)] == [KVRefused]
     sink.on_tick(100.0)
     assert not sink.ledger.records, "a stray KVReady must not leave a record for ever"
-    source.on_message(peer_id_of("d", 2), KVRefused(request_id="x", attempt=0, reason=""), 1.0)
+    source.on_message(NodeKey("d", 2), KVRefused(request_id="x", attempt=0, reason=""), 1.0)
     assert source.counters.messages_dropped == 1
     assert [type(sent) for _, sent in take_messages(source)] == [KVDrained]
 
@@ -162,7 +163,7 @@ def test_parked_kv_keeps_to_its_share_and_leaves_room_for_earlier_claims() -> No
 
     def starts(name: str, num_blocks: int) -> bool:
         prompt = np.zeros(num_blocks * BLOCK, np.int32)
-        manager.expect(name, 0, PeerRef("d", 2, ""), len(prompt), 100.0)
+        manager.expect(AttemptKey(name, 0), PeerRef("d", 2, ""), len(prompt), 100.0)
         request = Request(name, 0, prompt, SamplingParams(), mode="prefill")
         if manager.prompts.get_num_new_matched_tokens(request, 0) is None:
             return False
@@ -184,13 +185,13 @@ def test_a_forged_grant_is_refused_and_counted() -> None:
     world = World(0)
     world.faulty = False
     manager = world.source.manager
-    manager.expect("r", 0, PeerRef("d", 2, ""), 4, 100.0)
+    manager.expect(AttemptKey("r", 0), PeerRef("d", 2, ""), 4, 100.0)
     request = Request("r", 0, np.zeros(4, np.int32), SamplingParams(), mode="prefill")
     manager.prompts.get_num_new_matched_tokens(request, 0)
     forged = KVGrant(
         request_id="r", attempt=0, grant_id=1, source_id="p", source_epoch=1, sink_id="d", sink_epoch=2,
         first_block=0, block_ids=(0,), num_prompt_tokens=4, lease_s=1.0, signature=b"x" * 16,
     )  # fmt: skip
-    manager.on_message(peer_id_of("d", 2), forged, 1.0)
+    manager.on_message(NodeKey("d", 2), forged, 1.0)
     assert manager.counters.grants_refused == 1
     assert manager.ledger.records["r", 0].machine.grant_id == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.blocks.reservations import Reservations
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVClaim
 from tandem.kv_connector.protocol.source_table import SourceState as S
 from tests.fakes.handoff_duo import DEADLINE_S, Duo
@@ -72,7 +73,7 @@ def test_new_prompts_do_not_park_before_one_that_waits_to_claim() -> None:
     duo.submit_to_source("next", 1)
     duo.schedule()
     assert state_of(duo, "next") is S.CLAIMING, "it fits beside the parked one, but would keep the large one out"
-    duo.source.manager.cancel("large", 0, duo.now)
+    duo.source.manager.cancel(AttemptKey("large", 0), duo.now)
     duo.source.drop(("large", 0))
     duo.schedule()
     assert state_of(duo, "next") is S.PARKED

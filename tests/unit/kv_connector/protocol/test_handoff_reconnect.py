@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.engine.contracts.config import Timeouts
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVDrained, KVGrant, KVRefused
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.outcomes import Failed, HandoffCompleted, HandoffFailed
@@ -142,7 +143,7 @@ def test_a_channel_that_was_barred_while_a_fence_held_is_opened_by_the_next_gran
     duo.submit("r")
     duo.exchange()
     opened = duo.num_channels_opened
-    duo.source.manager.on_transfer_event(PeerFailed("d", 2, "fenced"), duo.now)
+    duo.source.manager.on_transfer_event(PeerFailed(NodeKey("d", 2), "fenced"), duo.now)
     duo.schedule()
     assert "r" in duo.grants
     assert duo.num_channels_opened == opened + 1
@@ -155,7 +156,7 @@ def test_a_source_that_was_not_told_hears_how_its_hand_offs_ended() -> None:
     duo.transfer()
     duo.verify(matches=False)
     duo.lost = {KVDrained}
-    duo.sink.manager.peers.lost("p", 1)
+    duo.sink.manager.peers.lost(NodeKey("p", 1))
     assert duo.sink.manager.counters.recomputes == 1
     duo.meet()
     duo.tick(1.0)
@@ -170,8 +171,8 @@ def test_a_later_loss_does_not_change_why_a_hand_off_ended() -> None:
     for _ in range(3):
         duo.transfer()
         duo.verify(matches=False)
-    duo.sink.manager.peers.lost("p", 1)
-    duo.sink.manager.cancel("r", 0, duo.now)
+    duo.sink.manager.peers.lost(NodeKey("p", 1))
+    duo.sink.manager.cancel(AttemptKey("r", 0), duo.now)
     duo.lost = set()
     duo.meet()
     duo.tick(1.0)
@@ -187,7 +188,7 @@ def test_a_claim_of_a_lost_source_is_not_heard_before_its_greeting() -> None:
     duo.is_cut = True
     duo.submit_to_source("r")
     duo.schedule()
-    duo.sink.manager.peers.lost("p", 1)
+    duo.sink.manager.peers.lost(NodeKey("p", 1))
     duo.is_cut = False
     duo.submit_to_sink("s")
     duo.submit_to_source("s")
@@ -207,7 +208,7 @@ def test_what_a_sink_that_forgot_its_source_never_granted_goes_on(begun: str) ->
     """The source was silent for too long; a ticket came to the sink since, and the source's claims are not heard."""
     duo = Duo()
     duo.is_cut = True
-    duo.sink.manager.peers.lost("p", 1)
+    duo.sink.manager.peers.lost(NodeKey("p", 1))
     duo.submit_to_sink("r")
     duo.submit_to_source("r")
     if begun == "claimed":
@@ -217,7 +218,7 @@ def test_what_a_sink_that_forgot_its_source_never_granted_goes_on(begun: str) ->
     if begun == "computed":
         duo.compute()
     duo.is_cut = False
-    (again,) = duo.source.manager.peers.forgot("d", 2, duo.now)
+    (again,) = duo.source.manager.peers.forgot(NodeKey("d", 2), duo.now)
     assert (again.node_id, again.epoch) == ("d", 2)
     duo.source.manager.prompts._max_parked = 64
     duo.meet()
@@ -231,8 +232,8 @@ def test_what_a_sink_that_forgot_its_source_never_granted_goes_on(begun: str) ->
 def test_what_a_sink_that_forgot_its_source_has_granted_ends() -> None:
     duo = Duo()
     granted(duo, "r")
-    duo.sink.manager.peers.lost("p", 1)
-    assert duo.source.manager.peers.forgot("d", 2, duo.now) == []
+    duo.sink.manager.peers.lost(NodeKey("p", 1))
+    assert duo.source.manager.peers.forgot(NodeKey("d", 2), duo.now) == []
     duo.meet()
     duo.tick(1.0)
     duo.transfer()

@@ -5,15 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVCommitted, KVReady, KVRefused, KVResend, KVWait
-from tandem.engine.contracts.wire.parts import Message, peer_id_of
+from tandem.engine.contracts.wire.parts import Message
 from tandem.kv_connector.protocol.jobs import digest_key
 from tandem.kv_connector.protocol.sink_table import SinkState
 from tandem.kv_connector.protocol.source_table import SourceState
 from tests.fakes.handoff_duo import SOURCE, Duo, ready_of
 from tests.fakes.handoff_effects import take_messages
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 
 
 def computed() -> Duo:
@@ -37,7 +38,7 @@ def test_a_source_hears_nobody_but_its_sink(kind: type[Message]) -> None:
     fields = {"grant_id": machine.grant_id, "reason": "", "indices": (0,), "round": 1}
     known = {name: value for name, value in fields.items() if name in kind.__struct_fields__}
     message = kind(request_id="r", attempt=0, **known)
-    for stranger in (peer_id_of("x", 2), peer_id_of("d", 3)):  # another node, another life of the same one
+    for stranger in (NodeKey("x", 2), NodeKey("d", 3)):  # another node, another life of the same one
         before = manager.counters.messages_dropped
         manager.on_message(stranger, message, duo.now)
         assert machine.state is SourceState.READY
@@ -81,5 +82,5 @@ def test_what_was_committed_is_said_again_to_a_source_that_missed_it() -> None:
 def test_digests_of_one_grant_are_no_others() -> None:
     """Not of an earlier attempt's, nor of a request whose name runs into the number behind it."""
     whose = [("r", 0, 1), ("r", 1, 1), ("r", 0, 2), ("s", 0, 1), ("r\0", 0, 1), ("", 0, 1), ("r", 1, 0)]
-    assert len({digest_key(*each) for each in whose}) == len(whose)
-    assert all(0 <= digest_key(*each) < 1 << 64 for each in whose)
+    assert len({digest_key(AttemptKey(*each[:2]), each[2]) for each in whose}) == len(whose)
+    assert all(0 <= digest_key(AttemptKey(*each[:2]), each[2]) < 1 << 64 for each in whose)

@@ -12,10 +12,11 @@ from pull_world import PullNode
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVReady
-from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.effects import Send
@@ -25,7 +26,7 @@ from tandem.kv_connector.sink.line import PATIENCE_S
 from tandem.kv_connector.sink.manager import SinkManager
 from tests.fakes.handoff_effects import take, take_messages
 
-SOURCE = peer_id_of("p", 7)
+SOURCE = NodeKey("p", 7)
 
 
 def sink_of(pool: BlockPool, is_settled: Callable[[int], bool] = lambda grant_id: True) -> SinkManager:
@@ -74,13 +75,13 @@ def test_a_ticket_behind_lets_its_pins_go_and_pins_again() -> None:
     assert len(grant.block_ids) == 5, "the first claim is served although the pins left only two blocks"
     assert claim(sink, "cached", 33) == []
     sink.check_integrity()
-    sink.cancel("small", 0, 2.0)
+    sink.cancel(AttemptKey("small", 0), 2.0)
     drained = KVDrained(request_id="small", attempt=0, source_epoch=7, grant_id=grant.grant_id)
     sink.on_message(SOURCE, drained, 2.0)
     sink.check_integrity()
     (grant,) = [sent for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
     assert grant.first_block > 0, "what is left of the prefix is pinned again"
-    sink.cancel("cached", 0, 3.0)
+    sink.cancel(AttemptKey("cached", 0), 3.0)
     sink.on_message(SOURCE, msgspec.structs.replace(drained, request_id="cached", grant_id=grant.grant_id), 3.0)
     assert pool.num_free == 10
 
@@ -120,7 +121,7 @@ def test_what_came_after_the_ticket_is_not_granted_again() -> None:
     assert (grant.first_block, len(grant.block_ids)) == (3, 2)
     pool.free(others, None)
     sink.check_integrity()
-    sink.cancel("late", 0, 2.0)
+    sink.cancel(AttemptKey("late", 0), 2.0)
     drained = KVDrained(request_id="late", attempt=0, source_epoch=7, grant_id=grant.grant_id)
     sink.on_message(SOURCE, drained, 2.0)
     assert pool.num_free == 20
@@ -182,7 +183,7 @@ def test_a_drained_is_not_believed_while_writes_may_land() -> None:
     expect(sink, "a", 20, [])
     (grant,) = claim(sink, "a", 20)
     unsettled.add(grant.grant_id)
-    sink.cancel("a", 0, 2.0)
+    sink.cancel(AttemptKey("a", 0), 2.0)
     drained = KVDrained(request_id="a", attempt=0, source_epoch=7, grant_id=grant.grant_id)
     sink.on_message(SOURCE, drained, 2.0)
     assert sink.ledger.num_quarantined == 5
@@ -213,7 +214,7 @@ def test_what_is_being_checked_is_counted_until_the_answer() -> None:
     (kept,), (cancelled,) = claim(sink, "kept", 10), claim(sink, "cancelled", 10)
     assert sink.actions.num_verifying == 0
     assert [ready(kept), ready(cancelled), verified(kept, 0, (1,))] == [1, 2, 1]
-    sink.cancel("cancelled", 0, 2.0)
+    sink.cancel(AttemptKey("cancelled", 0), 2.0)
     assert sink.actions.num_verifying == 0
     assert [ready(kept, 1), verified(kept, 1, ())] == [1, 0]
     assert sink.counters.commits == 1

@@ -9,6 +9,7 @@ import pytest
 from engine_harness import Harness
 
 from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.tiers.manager import TierManager
@@ -31,7 +32,7 @@ def traffic(seed: int) -> int:
             harness.add(f"r{turn}", prompt, max_tokens=chance.randint(1, 9), ignore_eos=not eos)
         if chance.random() < 0.1 and harness.requests:
             aborted = chance.choice(list(harness.requests))
-            harness.scheduler.abort(aborted, 0)
+            harness.scheduler.abort(AttemptKey(aborted, 0))
             del harness.requests[aborted]
         harness.step()
     harness.run()

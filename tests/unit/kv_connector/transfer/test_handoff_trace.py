@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.transfer import trace as handoff_trace
 from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 
 
 def test_layers_that_go_together_were_computed_one_by_one(tmp_path: Path, monkeypatch) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.kernels.blocks.digest import block_digests
 from tandem.kernels.blocks.digest_pass import SumPasses
 from tandem.kv_connector.protocol.jobs import (
@@ -26,7 +27,7 @@ from tandem.kv_connector.transfer.grant_sums import GrantSums
 from tests.fakes.kv_pools import PoolNode, make_layout
 from tests.fakes.transfer_side import Side, pairs
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 LAYERS = 3
 SIZE = 8  # slots of a block
 
@@ -50,7 +51,7 @@ class Prompt:
         self.source, self.origins, self.last = source, origins, last
         self.grant = sink.node.grant(source.node.info, random.Random(3).sample(range(16), len(origins)))
         self.num_valid = (*[SIZE] * (len(origins) - 1), last)
-        self.key = digest_key(*KEY, self.grant.grant_id)
+        self.key = digest_key(KEY, self.grant.grant_id)
         self.round = 0
 
     def _blocks(self, places: range) -> tuple:
@@ -177,7 +178,7 @@ class RecordedPass:
 def test_every_pass_is_ended_once(make_sides) -> None:
     source, sink = make_sides()
     grant = sink.node.grant(source.node.info, [4, 2, 9])
-    job = Finalize(KEY, grant, 0, (0, 1, 2), SIZE, digest_key(*KEY, grant.grant_id), ())
+    job = Finalize(KEY, grant, 0, (0, 1, 2), SIZE, digest_key(KEY, grant.grant_id), ())
     for taken in (True, False):
         sums, passes = GrantSums(grant, LAYERS), [RecordedPass([1, 2]), RecordedPass([3])]
         sums.add_pass([4, 9], [SIZE] * 2, passes[0])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation
 from tandem.kernels.blocks.digest import block_digests
@@ -14,7 +15,7 @@ from tandem.kv_connector.protocol.jobs import Verified, Verify, digest_key
 from tests.fakes.kv_pools import PoolNode
 from tests.fakes.transfer_side import Side
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 SIZE = 8
 
 
@@ -33,7 +34,7 @@ class Arrived:
         self.sink, self.num_last, self.answers = sink, num_last, 0
         grant = sink.node.grant(sink.node.info, [4, 9, 2], open=False)
         self.grant: KVGrant = msgspec.structs.replace(grant, num_prompt_tokens=2 * SIZE + num_last)
-        self.key = digest_key(*KEY, grant.grant_id)
+        self.key = digest_key(KEY, grant.grant_id)
         self.digests = block_digests(sink.node.pool, [4, 9, 2], self.key, num_last, SIZE).numpy().tobytes()
         sink.transfer.sink_checks.expect(self.grant)
 

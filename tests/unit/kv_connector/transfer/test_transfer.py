@@ -10,6 +10,7 @@ import pytest
 import torch
 from waiting import PATIENCE_S, wait_until
 
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.kernels.blocks.digest import block_digests
@@ -30,7 +31,7 @@ from tandem.kv_connector.transports.mapped.cuda_ipc import CudaMapping
 from tests.fakes.kv_pools import MEGABYTE_BLOCKS, PoolNode, needs
 from tests.fakes.transfer_side import Side, pairs
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 ALL = ["local", "shm", pytest.param("nixl", marks=needs("nixl")), "tcp"]
 
 
@@ -55,12 +56,12 @@ def layer_push(grant, sources, destinations, num_valid) -> LayerPush:
 
 
 def finalize(grant, sources, num_valid_last=8, round=0, **changes) -> Finalize:
-    key = digest_key(grant.request_id, grant.attempt, grant.grant_id)
+    key = digest_key(grant.key, grant.grant_id)
     return Finalize(KEY, grant, round, tuple(sources), num_valid_last, key, (FirstToken(0, 42, False),), **changes)
 
 
 def verify(grant, ready: KVReady, num_valid_last=8) -> Verify:
-    key = digest_key(grant.request_id, grant.attempt, grant.grant_id)
+    key = digest_key(grant.key, grant.grant_id)
     return Verify(KEY, grant.grant_id, ready.round, grant.block_ids, ready.digests, key, num_valid_last)
 
 
@@ -74,7 +75,7 @@ def test_a_hand_off_from_pushes_to_verified(make_sides, transport):
         source.transfer.submit_layers(layer_push(grant, [5, 6], [9, 2], [8, 3]), range(layer, layer + 1))
     source.transfer.submit(finalize(grant, [1, 5, 6], num_valid_last=3))
     event = source.wait_for(ReadySent)
-    assert source.sent == [("d", event.ready)]
+    assert source.sent == [(sink.node.info.key, event.ready)]
     ready = event.ready
     assert (ready.request_id, ready.attempt, ready.grant_id, ready.round) == ("r", 0, grant.grant_id, 0)
     assert (ready.source_id, ready.source_epoch, ready.sink_epoch) == ("p", source.node.epoch, sink.node.epoch)
@@ -115,7 +116,7 @@ def test_digests_belong_to_their_grant_and_may_be_left_out(make_sides):
     source.transfer.submit(finalize(grant, [1], with_digests=False))
     first = source.wait_for(ReadySent).ready
     assert source.wait_for(ReadySent, 2).ready.digests == b""
-    key = digest_key("r", 0, grant.grant_id)
+    key = digest_key(AttemptKey("r", 0), grant.grant_id)
     assert first.digests == block_digests(source.node.pool, [1], key, 8, 8).numpy().astype("<i8").tobytes()
     other = Verify(KEY, grant.grant_id, 0, (4,), first.digests, key ^ 1, 8)
     sink.transfer.submit(other)
@@ -152,7 +153,7 @@ def test_a_failed_push_is_said_once_and_ends_the_grant_alone(make_sides, transpo
 def test_a_push_without_a_channel_fails(make_sides):
     source, sink = make_sides("local")
     grant = sink.node.grant(source.node.info, [4])
-    source.transfer.drop_peer("d", sink.node.epoch)  # not connected yet, perhaps
+    source.transfer.drop_peer(NodeKey("d", sink.node.epoch))  # not connected yet, perhaps
     source.transfer.submit(whole(grant, [1], [4]))
     other = PoolNode("elsewhere", "local").grant(source.node.info, [4], open=False)
     source.transfer.submit(whole(other, [1], [4]))
@@ -164,7 +165,7 @@ class GatedChannel:
     """Wraps a real channel; a write waits until the test lets it go."""
 
     def __init__(self, channel) -> None:
-        self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
+        self.channel, self.peer = channel, channel.peer
         self.max_write_bytes, self.sums_blocks = channel.max_write_bytes, channel.sums_blocks
         self.sums_layers = channel.sums_layers
         self.begun, self.go = threading.Event(), threading.Event()
@@ -278,7 +279,7 @@ def test_a_peer_that_cannot_be_reached_is_reported_lost(make_sides):
     gone.close()
     source.transfer.connect_peer(gone.info)
     wait_until(lambda: len(source.lost) == 1)
-    assert source.lost[0][:2] == ("gone", gone.epoch)
+    assert source.lost[0][0] == ("gone", gone.epoch)
 
 
 def test_losing_a_peer_fails_its_pushes_and_is_reported_once(make_sides):
@@ -290,6 +291,6 @@ def test_losing_a_peer_fails_its_pushes_and_is_reported_once(make_sides):
     sink.node.close()
     source.transfer.submit(finalize(grant, [1]))
     assert source.wait_for(PushFailed).grant_id == grant.grant_id
-    assert [lost[:2] for lost in source.lost] == [("d", sink.node.epoch)]
+    assert [lost[0] for lost in source.lost] == [("d", sink.node.epoch)]
     source.transfer.submit(Retire(KEY, grant))
     source.wait_for(Retired)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.engine.device.cuda_driver import merged_runs
 from tandem.kernels.blocks import digest
@@ -21,7 +22,7 @@ from tandem.kv_connector.transports.mapped.cuda_ipc import CopyPath, way_of
 from tests.fakes.kv_pools import PoolNode
 from tests.fakes.transfer_side import Side
 
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 
 
 class SummingChannel:
@@ -31,7 +32,7 @@ class SummingChannel:
 
     def __init__(self, channel) -> None:
         self.channel, self.source, self.num_summed = channel, channel.source, 0
-        self.peer_id, self.peer_epoch = channel.peer_id, channel.peer_epoch
+        self.peer = channel.peer
         self.max_write_bytes = channel.max_write_bytes
 
     def write(self, write, pool=None) -> None:
@@ -88,7 +89,7 @@ def push_all(source: Side, grant, origins, num_valid, whole=()) -> None:
 
 
 def verified(source: Side, sink: Side, grant, origins, valid, round=0) -> Verified:
-    key = digest_key(*KEY, grant.grant_id)
+    key = digest_key(KEY, grant.grant_id)
     source.transfer.submit(Finalize(KEY, grant, round, tuple(origins), valid, key, (FirstToken(0, 1, False),)))
     ready = source.wait_for(ReadySent, round + 1).ready
     sink.transfer.submit(Verify(KEY, grant.grant_id, round, grant.block_ids, ready.digests, key, valid))

@@ -8,20 +8,21 @@ import pytest
 import torch
 from waiting import PATIENCE_S, wait_until
 
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.protocol.jobs import LayerPush, StepMoves, WholePush
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tests.fakes.kv_pools import SMALL, PoolNode
 
 LAYERS = {f"model.layers.{index}.attn": index for index in range(3)}
-KEY = ("r", 0)
+KEY = AttemptKey("r", 0)
 
 
 class RecordingChannel:
     """A real channel that also writes down what passes, with the source bytes as they are at that moment."""
 
     def __init__(self, channel) -> None:
-        self.channel, self.peer_id, self.peer_epoch = channel, channel.peer_id, channel.peer_epoch
+        self.channel, self.peer = channel, channel.peer
         self.max_write_bytes, self.sums_blocks = channel.max_write_bytes, channel.sums_blocks
         self.sums_layers = channel.sums_layers
         self.writes: list[tuple[tuple, range | None]] = []
@@ -58,10 +59,10 @@ def worker(nodes, channel):
     transfer = TransferWorker(
         source.pool,
         SMALL,
-        ("p", source.epoch),
+        source.info.key,
         lambda peer, on_lost: channel,
         lambda event: None,
-        lambda peer_id, message: None,
+        lambda to, message: None,
         lambda *what: None,
     )
     transfer.start()

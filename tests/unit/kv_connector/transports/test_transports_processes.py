@@ -80,18 +80,18 @@ def test_a_source_is_served_stopped_killed_and_fenced(peers, make_node, transpor
         time.sleep(0.1)
         assert torch.equal(sink.pool, quiet)
         peer.signal(signal.SIGSTOP)
-        sink.transports.fence(peer.info.node_id, peer.info.epoch).result(PATIENCE_S)
+        sink.transports.fence(peer.info.key).result(PATIENCE_S)
     elif transport == "nixl":  # the source writes, but through an agent of the sink's, which ends here
         sink.transports.close_grant(grant.grant_id)
         assert is_changing(sink.pool, PATIENCE_S)
         peer.signal(signal.SIGSTOP)  # with bytes of it in the sockets' buffers
-        sink.transports.fence(peer.info.node_id, peer.info.epoch).result(PATIENCE_S)
+        sink.transports.fence(peer.info.key).result(PATIENCE_S)
         quiet = sink.pool.clone()
         peer.signal(signal.SIGCONT)
         assert not is_changing(sink.pool)
         assert torch.equal(sink.pool, quiet)
     else:
-        fence = sink.transports.fence(peer.info.node_id, peer.info.epoch)
+        fence = sink.transports.fence(peer.info.key)
         assert is_changing(sink.pool, PATIENCE_S)  # nothing stops a one-sided writer but its end
         peer.signal(signal.SIGSTOP)
         time.sleep(0.1)
@@ -115,7 +115,7 @@ def test_fence_of_a_source_that_died_before_is_done_at_once(make_node, peers):
     sink = make_node("d", "shm", layout=MEGABYTE_BLOCKS)
     sink.admit(dead.info)
     dead.kill()
-    sink.transports.fence("brief", dead.info.epoch).result(PATIENCE_S)
+    sink.transports.fence(dead.info.key).result(PATIENCE_S)
     with pytest.raises(PeerLostError):
         sink.admit(dead.info)
 

@@ -19,11 +19,12 @@ from slow_names import SlowNames
 from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.config import Timeouts
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import ClusterKeys, load_cluster_keys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Refused, Status, Welcome
 from tandem.engine.contracts.wire.handoff import KVWait
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.process import watched
 from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import PeerLost, PeerRefused, PeerUp, Received
@@ -47,7 +48,7 @@ class Plane:
         board.show(Status(node_id=node_id, epoch=epoch))
         self.outgoing = Outgoing(sockets.wake)
         self.control = ControlPlane(sockets, self.info, QUICK, self.outgoing, board, self._deliver, self._check)
-        self.ref, self.peer_id = PeerRef(node_id, epoch, address), peer_id_of(node_id, epoch)
+        self.ref, self.key = PeerRef(node_id, epoch, address), NodeKey(node_id, epoch)
         self.control.start()
 
     def _deliver(self, event: object) -> None:
@@ -113,13 +114,13 @@ def hello(**changes: object) -> Hello:
 
 def still_connects(node: Plane, other: Plane) -> None:
     node.outgoing.connect(other.ref)
-    wait_until(lambda: any(event.peer_id == other.peer_id for event in node.of(PeerUp)))
+    wait_until(lambda: any(event.info.key == other.key for event in node.of(PeerUp)))
 
 
 def talk(*planes: Plane) -> None:
     """Two that are linked say something to each other."""
     for sender, receiver in (planes, planes[::-1]):
-        sender.outgoing.send(receiver.peer_id, KVWait(request_id="r", attempt=0))
+        sender.outgoing.send(receiver.key, KVWait(request_id="r", attempt=0))
         wait_until(lambda receiver=receiver: receiver.of(Received))
 
 
@@ -203,8 +204,8 @@ def test_what_fails_with_one_peers_messages_costs_its_link_alone(make):
     still_connects(node, other)
     node.fails_on = lambda event: isinstance(event, Received) and event.message.request_id == "bad"
     for sender in (wrong, other):  # over a connection that it made, and over one that the node made
-        sender.outgoing.send(node.peer_id, KVWait(request_id="bad", attempt=0))
-        wait_until(lambda sender=sender: any(lost.peer_id == sender.peer_id for lost in node.of(PeerLost)))
+        sender.outgoing.send(node.key, KVWait(request_id="bad", attempt=0))
+        wait_until(lambda sender=sender: any(lost.info.key == sender.key for lost in node.of(PeerLost)))
         assert "nobody expected this" in node.of(PeerLost)[-1].reason
     assert len(node.of(PeerLost)) == node.control.counters.failures == 2
     node.events.clear()
@@ -217,7 +218,7 @@ def test_a_process_that_stood_still_takes_nobody_for_lost(make, monkeypatch):
     node, other = make("node"), make("other", 2)
     still_connects(node, other)
     ctypes.PyDLL(None).usleep(3_000_000)  # with the interpreter: no thread of this process runs
-    node.outgoing.send(other.peer_id, KVWait(request_id="r", attempt=0))
+    node.outgoing.send(other.key, KVWait(request_id="r", attempt=0))
     wait_until(lambda: other.of(Received))
     assert not node.of(PeerLost)
     assert not other.of(PeerLost)
@@ -234,7 +235,7 @@ def test_a_client_needs_the_key_of_the_cluster_and_not_only_the_servers(make, de
     assert isinstance(ask(dealer(node, keys), hello(epoch=2)), Welcome)
     wait_until(lambda: node.control._sockets._client_keys.num_refused == 1)
     assert not own.poll(200), "a client with a key of its own was answered"
-    assert [event.peer_id for event in node.of(PeerUp)] == [peer_id_of("router", 2)]
+    assert [event.info.key for event in node.of(PeerUp)] == [NodeKey("router", 2)]
     own_server = dealer(node, keys, b"server")  # a pair of the cluster, but not that of clients
     own_server.send(codec.encode(hello(epoch=3)))
     wait_until(lambda: node.control._sockets._client_keys.num_refused == 2)

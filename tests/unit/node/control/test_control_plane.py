@@ -15,11 +15,12 @@ from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import ConfigError, HandshakeError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import ClusterKeys, load_cluster_keys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.handoff import KVClaim, KVWait
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, peer_id_of
+from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Cancel
 from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import PeerLost, PeerRefused, PeerUp, Received
@@ -70,7 +71,7 @@ class Plane:
         self.control = ControlPlane(
             sockets, self.info, timeouts, self.outgoing, self.board, self.events.append, self._check
         )
-        self.peer_id = peer_id_of(node_id, epoch)
+        self.key = NodeKey(node_id, epoch)
         self.ref = PeerRef(node_id, epoch, address)
         self.control.start()
 
@@ -138,14 +139,14 @@ def connected(make: Callable[..., Plane], timeouts: Timeouts = PATIENT) -> tuple
 
 def test_two_nodes_greet_and_talk_both_ways(make: Callable[..., Plane]) -> None:
     sink, source = connected(make)
-    assert source.of(PeerUp) == [PeerUp(sink.peer_id, sink.info)]
-    assert sink.of(PeerUp) == [PeerUp(source.peer_id, source.info)]
-    source.outgoing.send(sink.peer_id, Cancel(request_id="r", attempt=0))
+    assert source.of(PeerUp) == [PeerUp(sink.info)]
+    assert sink.of(PeerUp) == [PeerUp(source.info)]
+    source.outgoing.send(sink.key, Cancel(request_id="r", attempt=0))
     wait = KVWait(request_id="r", attempt=0)
-    sink.outgoing.send(source.peer_id, wait)
+    sink.outgoing.send(source.key, wait)
     wait_until(lambda: sink.of(Received) and source.of(Received))
-    assert sink.of(Received) == [Received(source.peer_id, Cancel(request_id="r", attempt=0))]
-    assert source.of(Received) == [Received(sink.peer_id, wait)]
+    assert sink.of(Received) == [Received(source.key, Cancel(request_id="r", attempt=0))]
+    assert source.of(Received) == [Received(sink.key, wait)]
     time.sleep(1.25 * PATIENT.peer_lost_s)
     assert not sink.of(PeerLost), "heartbeats did not keep the connection"
     assert not source.of(PeerLost)
@@ -238,7 +239,7 @@ def test_a_stopped_node_is_lost_to_its_source(make: Callable[..., Plane]) -> Non
     sink, source = connected(make, QUICK)
     sink.stop()
     wait_until(lambda: source.of(PeerLost))
-    assert source.of(PeerLost)[0].peer_id == sink.peer_id
+    assert source.of(PeerLost)[0].info.key == sink.key
 
 
 def test_the_last_words_of_a_drained_node_say_so(
@@ -262,8 +263,8 @@ def test_a_new_life_ends_the_old_one(make: Callable[..., Plane], dial: Callable[
     ask(old, hello(epoch=1))
     ask(new, hello(epoch=2))
     wait_until(lambda: len(node.of(PeerUp)) == 2)
-    kinds = [(type(event), event.peer_id) for event in node.events[:3]]
-    first, second = peer_id_of("router", 1), peer_id_of("router", 2)
+    kinds = [(type(event), event.info.key) for event in node.events[:3]]
+    first, second = NodeKey("router", 1), NodeKey("router", 2)
     assert kinds == [(PeerUp, first), (PeerLost, first), (PeerUp, second)]
     assert "epoch" in node.of(PeerLost)[0].reason
     assert isinstance(ask(old, Cancel(request_id="r", attempt=0)), Refused)
@@ -295,7 +296,7 @@ def test_curve_lets_holders_of_the_secret_in_and_nobody_else(
     friend.outgoing.connect(sink.ref)
     stranger.outgoing.connect(sink.ref)
     wait_until(lambda: friend.of(PeerUp) and stranger.of(PeerRefused))
-    assert [event.peer_id for event in sink.of(PeerUp)] == [friend.peer_id]
+    assert [event.info.key for event in sink.of(PeerUp)] == [friend.key]
     assert not plain.poll(100), "a client without keys was answered"
     assert (sink.control.counters.undecodable, sink.control.counters.unknown_peer) == (0, 0)
 
@@ -306,9 +307,9 @@ def both_ways(first: Plane, second: Plane) -> None:
     claim = KVClaim(request_id="r", attempt=0, source_id="a", source_epoch=1, sink_epoch=2, num_prompt_tokens=4)
     for sender, to in ((first, second), (second, first)):
         for message in (claim, KVWait(request_id="r", attempt=0)):
-            sender.outgoing.send(to.peer_id, message)
+            sender.outgoing.send(to.key, message)
         wait_until(lambda to=to: len(to.of(Received)) == 2)
-        assert [event.peer_id for event in to.of(Received)] == [sender.peer_id] * 2
+        assert [event.sender for event in to.of(Received)] == [sender.key] * 2
         assert len(to.of(PeerUp)) in (1, 2)
         assert not to.of(PeerLost)
 
@@ -332,7 +333,7 @@ def test_a_greeting_over_a_connection_that_was_replaced_does_not_shut_out_its_su
     """When a peer connects anew, ZMQ takes its name from the older connection, and delivers what came over that under a
     name of its own."""
     node = make("d")
-    older, newer = dial(node), dial(node, peer_id_of("router", 1).encode())
+    older, newer = dial(node), dial(node, str(NodeKey("router", 1)).encode())
     for first, second in ((older, newer), (newer, older), (newer, newer)):
         assert isinstance(ask(first, hello()), Welcome)
         assert isinstance(ask(second, hello()), Welcome)

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.contracts.errors import ConfigError
-from tandem.router.chat.deltas import Call, CallArguments, CallStart, Content, Message, OutputParser, Reasoning, merged
+from tandem.router.chat.deltas import (
+    Call,
+    CallArguments,
+    CallStart,
+    ChatMessage,
+    Content,
+    OutputParser,
+    Reasoning,
+    merged,
+)
 from tandem.router.chat.parsers import AUTO, CALL_PARSERS, NONE, Parsers, choose_parsers
 from tandem.router.chat.thinking import BEGIN as THINK
 
@@ -30,78 +39,78 @@ TO_F = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
 
 # parser of calls, parser of reasoning, end of the prompt, output, what it is
 READ = [
-    ("hermes", NONE, "", "Just words \n", Message("Just words \n")),
+    ("hermes", NONE, "", "Just words \n", ChatMessage("Just words \n")),
     (
         "hermes",
         NONE,
         "",
         f"Sure.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{SHORT}</tool_call>\n",
-        Message("Sure.", calls=TWO),
+        ChatMessage("Sure.", calls=TWO),
     ),
-    ("hermes", NONE, "", f"<tool_call>{CALL}</tool_call> and then", Message(" and then", calls=[WEATHER])),
+    ("hermes", NONE, "", f"<tool_call>{CALL}</tool_call> and then", ChatMessage(" and then", calls=[WEATHER])),
     (
         "hermes",
         NONE,
         "",
         f'<tool_call>{{"arguments": {ARGUMENTS}, "name": "get_weather"}}</tool_call>',
-        Message(calls=[WEATHER]),
+        ChatMessage(calls=[WEATHER]),
     ),
-    ("hermes", NONE, "", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', Message(calls=[F])),
-    ("hermes", NONE, "", '<tool_call>{"name": "f", "arguments": null}</tool_call>', Message(calls=[F])),
-    ("hermes", NONE, "", '<tool_call>{"name": "f"}</tool_call>', Message(calls=[F])),
-    ("hermes", NONE, "", '<tool_call>{"name": "f", "arguments": {"a": 1', Message(calls=[Call("f", '{"a": 1')])),
-    ("llama3_json", NONE, "", CALL.replace("arguments", "parameters"), Message(calls=[WEATHER])),
-    ("llama3_json", NONE, "", f'<|python_tag|>{{"type": "function", {CALL[1:]}; {SHORT}', Message(calls=TWO)),
-    ("llama3_json", NONE, "", '{"name": "Bob", "age": 3}', Message('{"name": "Bob", "age": 3}')),
-    ("llama3_json", NONE, "", ' {"answer": [1]}\n', Message(' {"answer": [1]}\n')),
-    ("mistral", NONE, "", f"Hi [TOOL_CALLS] [{CALL}, {SHORT}]", Message("Hi", calls=TWO)),
+    ("hermes", NONE, "", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', ChatMessage(calls=[F])),
+    ("hermes", NONE, "", '<tool_call>{"name": "f", "arguments": null}</tool_call>', ChatMessage(calls=[F])),
+    ("hermes", NONE, "", '<tool_call>{"name": "f"}</tool_call>', ChatMessage(calls=[F])),
+    ("hermes", NONE, "", '<tool_call>{"name": "f", "arguments": {"a": 1', ChatMessage(calls=[Call("f", '{"a": 1')])),
+    ("llama3_json", NONE, "", CALL.replace("arguments", "parameters"), ChatMessage(calls=[WEATHER])),
+    ("llama3_json", NONE, "", f'<|python_tag|>{{"type": "function", {CALL[1:]}; {SHORT}', ChatMessage(calls=TWO)),
+    ("llama3_json", NONE, "", '{"name": "Bob", "age": 3}', ChatMessage('{"name": "Bob", "age": 3}')),
+    ("llama3_json", NONE, "", ' {"answer": [1]}\n', ChatMessage(' {"answer": [1]}\n')),
+    ("mistral", NONE, "", f"Hi [TOOL_CALLS] [{CALL}, {SHORT}]", ChatMessage("Hi", calls=TWO)),
     (
         "mistral",
         NONE,
         "",
         f"[TOOL_CALLS]get_weather[ARGS]{ARGUMENTS}[TOOL_CALLS]f[CALL_ID]a1[ARGS]{{}}",
-        Message(calls=TWO),
+        ChatMessage(calls=TWO),
     ),
-    ("mistral", NONE, "", f"[TOOL_CALLS]get_weather{ARGUMENTS}", Message(calls=[WEATHER])),
+    ("mistral", NONE, "", f"[TOOL_CALLS]get_weather{ARGUMENTS}", ChatMessage(calls=[WEATHER])),
     (
         "deepseek_v3",
         NONE,
         "",
         "So" + DEEPSEEK.format(V3.format("get_weather", ARGUMENTS) + "\n" + V3.format("f", "{}")),
-        Message("So", calls=TWO),
+        ChatMessage("So", calls=TWO),
     ),
     (
         "deepseek_v3",
         NONE,
         "",
         DEEPSEEK.format(V31.format("get_weather", ARGUMENTS) + V31.format("f", "{}")),
-        Message(calls=TWO),
+        ChatMessage(calls=TWO),
     ),
-    ("openai", "openai", "", f"{ANALYSIS}{FINAL}Yes.", Message("Yes.", "Hm.")),
-    ("openai", "openai", "", f"{ANALYSIS}<|start|>assistant{TO_F}", Message("", "Hm.", [F])),
+    ("openai", "openai", "", f"{ANALYSIS}{FINAL}Yes.", ChatMessage("Yes.", "Hm.")),
+    ("openai", "openai", "", f"{ANALYSIS}<|start|>assistant{TO_F}", ChatMessage("", "Hm.", [F])),
     (
         "openai",
         "openai",
         "",
         f"{FIRST}<|start|>assistant to=functions.f<|channel|>commentary<|message|>{{}}<|call|>",
-        Message("First.", calls=[F]),
+        ChatMessage("First.", calls=[F]),
     ),
-    ("openai", NONE, "", f"{ANALYSIS}{FINAL}Yes.", Message("Hm.Yes.")),
-    (NONE, "openai", "", "<|start|>assistant" + TO_F, Message("", "{}")),
-    ("openai", "openai", "", "plain words", Message("plain words")),
-    (NONE, "qwen3", "", "<think>\nHm.\n</think>\n\nYes.", Message("Yes.", "Hm.")),
-    (NONE, "qwen3", "<think>\n", "Hm.\n</think>\n\nYes.", Message("Yes.", "Hm.")),
-    (NONE, "qwen3", "<think>\n\n</think>\n\n", "Yes.", Message("Yes.")),
-    (NONE, "qwen3", "", " Yes <think>", Message(" Yes <think>")),
-    (NONE, "qwen3", "", "<think>Hm, </thi", Message("", "Hm, </thi")),
-    (NONE, "deepseek_r1", "", "Hm.</think>Yes.", Message("Yes.", "Hm.")),
-    (NONE, "deepseek_r1", "<think>\n\n</think>\n\n", "Yes.", Message("Yes.")),
+    ("openai", NONE, "", f"{ANALYSIS}{FINAL}Yes.", ChatMessage("Hm.Yes.")),
+    (NONE, "openai", "", "<|start|>assistant" + TO_F, ChatMessage("", "{}")),
+    ("openai", "openai", "", "plain words", ChatMessage("plain words")),
+    (NONE, "qwen3", "", "<think>\nHm.\n</think>\n\nYes.", ChatMessage("Yes.", "Hm.")),
+    (NONE, "qwen3", "<think>\n", "Hm.\n</think>\n\nYes.", ChatMessage("Yes.", "Hm.")),
+    (NONE, "qwen3", "<think>\n\n</think>\n\n", "Yes.", ChatMessage("Yes.")),
+    (NONE, "qwen3", "", " Yes <think>", ChatMessage(" Yes <think>")),
+    (NONE, "qwen3", "", "<think>Hm, </thi", ChatMessage("", "Hm, </thi")),
+    (NONE, "deepseek_r1", "", "Hm.</think>Yes.", ChatMessage("Yes.", "Hm.")),
+    (NONE, "deepseek_r1", "<think>\n\n</think>\n\n", "Yes.", ChatMessage("Yes.")),
     (
         "hermes",
         "qwen3",
         "<think>",
         f"Hm. <tool_call></think> So\n<tool_call>{SHORT}</tool_call>",
-        Message("So", "Hm. <tool_call>", [F]),
+        ChatMessage("So", "Hm. <tool_call>", [F]),
     ),
 ]
 # No calls: content from the first character to the last.
@@ -126,8 +135,8 @@ MALFORMED = [
 ]
 
 
-def read(make: Callable[[], OutputParser], parts: Iterable[str]) -> Message:
-    parser, message = make(), Message()
+def read(make: Callable[[], OutputParser], parts: Iterable[str]) -> ChatMessage:
+    parser, message = make(), ChatMessage()
     for part in parts:
         message.add(parser.feed(part))
     message.add(parser.finish())
@@ -139,7 +148,9 @@ def parser_of(calls: str, reasoning: str, prompt: str = "") -> Callable[[], Outp
 
 
 @pytest.mark.parametrize(("calls", "reasoning", "prompt", "text", "message"), READ)
-def test_what_is_read_wherever_it_is_cut(calls: str, reasoning: str, prompt: str, text: str, message: Message) -> None:
+def test_what_is_read_wherever_it_is_cut(
+    calls: str, reasoning: str, prompt: str, text: str, message: ChatMessage
+) -> None:
     make = parser_of(calls, reasoning, prompt)
     assert read(make, [text]) == message
     assert read(make, text) == message
@@ -149,11 +160,11 @@ def test_what_is_read_wherever_it_is_cut(calls: str, reasoning: str, prompt: str
 @pytest.mark.parametrize(("calls", "text"), MALFORMED)
 def test_what_is_malformed_is_content(calls: str, text: str) -> None:
     for parts in ([text], list(text)):
-        assert read(parser_of(calls, NONE), parts) == Message(text)
+        assert read(parser_of(calls, NONE), parts) == ChatMessage(text)
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
-    parser, known = parser_of("hermes", NONE)(), Message()
+    parser, known = parser_of("hermes", NONE)(), ChatMessage()
     known.add(parser.feed('<tool_call>{"name": "f", "arguments": {"a": [1, '))
     assert known.calls == [Call("f", '{"a": [1, ')]
     known.add(parser.feed('"b\\'))

@@ -21,6 +21,7 @@ from waiting import PATIENCE_S, wait_until
 from stand_in_node import IDENTITY
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import DecodeError, InvalidRequestError
+from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
@@ -79,7 +80,7 @@ def of_request(request_id: str = "r", attempt: int = 1) -> list[Any]:
         PromptLogprobs(**name, entries=(LOGPROBS,)),
         RequestFailed(**name, code="gone", message="why", retryable=True),
         Cancelled(**name, sample_indices=(0,)),
-        Migrated(**name, sample_index=0, successor=("s", 2), reason="x"),
+        Migrated(**name, sample_index=0, successor=AttemptKey("s", 2), reason="x"),
     ]
 
 
@@ -102,7 +103,9 @@ TO_NODE = [
         peer=PEER,
         prefix=PrefixHint(PEER, 16),
     ),
-    Migrate(request_id="r", attempt=1, sample_index=0, peer=PEER, successor=("s", 1), num_tokens=3, deadline_s=1.0),
+    Migrate(
+        request_id="r", attempt=1, sample_index=0, peer=PEER, successor=AttemptKey("s", 1), num_tokens=3, deadline_s=1.0
+    ),
 ]
 RECORD = NodeRecord(node_id="d", epoch=2, role="decode", control_address="tcp://127.0.0.1:9")
 CHANGES = (TierChange("gpu", b"\x01" * 32, b"\x02" * 16), TierChange("cpu", b"\x03" * 16))
@@ -175,7 +178,7 @@ def test_what_a_stream_may_say_leaves_the_mirror_whole(number: int) -> None:
             if isinstance(event, NodeUp):
                 changes = discovery.up(event.record, turn)
             elif isinstance(event, NodeLeft):
-                changes = discovery.left((event.node_id, event.epoch))
+                changes = discovery.left(NodeKey(event.node_id, event.epoch))
             else:
                 changes = []
                 mirror.apply(event)

@@ -26,6 +26,7 @@ from waiting import PATIENCE_S, wait_until
 from stand_in_node import IDENTITY
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.hashing import hash_blocks, root_hash
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.kv_connector.directory.mirror import Mirror
@@ -101,7 +102,7 @@ class Found:
 def test_discovered_nodes_and_the_directory_of_prefixes(folder: Path, nodes: Nodes) -> None:
     first, second, dead = nodes.start(), nodes.start(), "tcp://127.0.0.1:1"
     found = Found(Change(dead, True), Change(first.address, True), Change(dead, False), Change(second.address, True))
-    owner, directory = (second.node_id, second.epoch), Mirror()
+    owner, directory = NodeKey(second.node_id, second.epoch), Mirror()
     directory.adopt(owner)
     view = OwnView(owner)
     hashes = hash_blocks(np.array(LONG, dtype=np.int32), 16, root_hash(IDENTITY.key(), b""))

@@ -9,12 +9,13 @@ from typing import get_args
 import pytest
 
 from tandem.engine.contracts.config import PlacementName
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Role
 from tandem.router.placing.placement import SESSION_PATIENCE_S, Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import PlacementPolicy, Work, costs, make_policy, mean_new_tokens, price
-from tandem.router.placing.view import PREFILL_S_PER_TOKEN, TRANSFER_SHARE, NodeKey, NodeView
+from tandem.router.placing.view import PREFILL_S_PER_TOKEN, TRANSFER_SHARE, NodeView
 
 IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r")
 POLICIES = get_args(PlacementName)

@@ -7,12 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Role
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import make_policy
-from tandem.router.placing.view import PREFILL_S_PER_TOKEN, NodeKey, NodeView
+from tandem.router.placing.view import PREFILL_S_PER_TOKEN, NodeView
 
 FAST = PREFILL_S_PER_TOKEN / 10
 LAYOUT = KVLayout((KVGroup(2, 2, 8, "float32"),), 64)

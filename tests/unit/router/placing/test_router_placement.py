@@ -5,12 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, Role
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement
 from tandem.router.placing.policies import PrefixAware
-from tandem.router.placing.view import PREFILL_S_PER_TOKEN, NodeKey, NodeView
+from tandem.router.placing.view import PREFILL_S_PER_TOKEN, NodeView
 
 IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r")
 TAIL = 256

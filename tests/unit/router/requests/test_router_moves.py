@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.contracts.errors import ClientGoneError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import PeerRef, TokenLogprobs
 from tandem.engine.contracts.wire.requests import (
@@ -19,11 +20,11 @@ from tandem.engine.contracts.wire.requests import (
     TokenDelta,
 )
 from tandem.router.placing.placement import Placement
-from tandem.router.requests.actions import Action, EmitTokens, Fail, Finish, Moved, Place, RequestSpec, Send
+from tandem.router.requests.actions import Action, EmitTokens, Fail, Finish, Moved, Place, RequestSpec, SendToNode
 from tandem.router.requests.machine import RequestMachine
 
 D, E, X = PeerRef("d", 1, "tcp://d"), PeerRef("e", 2, "tcp://e"), PeerRef("x", 3, "tcp://x")
-DK, EK, XK = ("d", 1), ("e", 2), ("x", 3)
+DK, EK, XK = NodeKey("d", 1), NodeKey("e", 2), NodeKey("x", 3)
 PROMPT = np.arange(10, dtype=np.int32)
 MAX_TOKENS = 12
 
@@ -62,7 +63,7 @@ def emitted(actions: list[Action]) -> list[int]:
 
 
 def sent(actions: list[Action], kind: type) -> list[tuple[tuple[str, int], object]]:
-    return [(a.node, a.message) for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+    return [(a.node, a.message) for a in actions if isinstance(a, SendToNode) and isinstance(a.message, kind)]
 
 
 def test_both_nodes_are_told_and_the_successor_gets_what_the_client_has_seen() -> None:
@@ -198,7 +199,7 @@ class Nodes:
                 self.output += action.token_ids
             elif isinstance(action, Place):
                 self.do(self.machine.placed(action.request_id, Placement(D, None, "test"), 1.0))
-            elif isinstance(action, Send):
+            elif isinstance(action, SendToNode):
                 self.hear(action.node[0], action.message)
         self.machine.check_integrity()
 
@@ -253,7 +254,7 @@ class Nodes:
         self.running = {key: index for key, index in self.running.items() if key[0] != name}
         self.orders = {key: order for key, order in self.orders.items() if key[0] != name}
         old, self.refs[name] = self.refs[name], PeerRef(name, self.refs[name].epoch + 10, f"tcp://{name}")
-        self.do(self.machine.node_lost((name, old.epoch), "it died", 1.0))
+        self.do(self.machine.node_lost(NodeKey(name, old.epoch), "it died", 1.0))
 
 
 @settings(max_examples=150, deadline=None)

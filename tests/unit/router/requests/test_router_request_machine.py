@@ -18,6 +18,7 @@ from tandem.engine.contracts.errors import (
     TandemError,
     UnavailableError,
 )
+from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import PeerRef, TokenLogprobs
 from tandem.engine.contracts.wire.requests import (
@@ -30,7 +31,6 @@ from tandem.engine.contracts.wire.requests import (
     TokenDelta,
 )
 from tandem.router.placing.placement import Placement
-from tandem.router.placing.view import NodeKey
 from tandem.router.requests.actions import (
     Action,
     EmitPromptLogprobs,
@@ -39,13 +39,13 @@ from tandem.router.requests.actions import (
     Finish,
     Place,
     RequestSpec,
-    Send,
+    SendToNode,
 )
 from tandem.router.requests.machine import RequestMachine
 from tandem.router.requests.parts import AttemptState
 
 D, P, X = PeerRef("d", 1, "tcp://d"), PeerRef("p", 2, "tcp://p"), PeerRef("x", 3, "tcp://x")
-DK, PK, XK = ("d", 1), ("p", 2), ("x", 3)
+DK, PK, XK = NodeKey("d", 1), NodeKey("p", 2), NodeKey("x", 3)
 SPLIT = Placement(D, P, "test")
 ALONE = Placement(X, None, "test")
 PROMPT = np.arange(10, dtype=np.int32)
@@ -73,8 +73,8 @@ def failed(retryable: bool, code: str = "node_failed", attempt: int = 1) -> Requ
     return RequestFailed(request_id="r", attempt=attempt, code=code, message="m", retryable=retryable)
 
 
-def sends(actions: list[Action], kind: type[Submit] | type[Cancel]) -> list[Send]:
-    return [a for a in actions if isinstance(a, Send) and isinstance(a.message, kind)]
+def sends(actions: list[Action], kind: type[Submit] | type[Cancel]) -> list[SendToNode]:
+    return [a for a in actions if isinstance(a, SendToNode) and isinstance(a.message, kind)]
 
 
 def test_cached_is_what_the_node_that_computes_the_prompt_found() -> None:

@@ -262,7 +262,7 @@ def test_a_fenced_epoch_is_barred_and_its_successor_is_not(make_node, make_pair,
     source, sink, channel = make_pair(transport)
     grant = sink.grant(source.info, [1])
     before = sink.pool.clone()
-    sink.transports.fence(source.info.node_id, source.epoch).result(PATIENCE_S)
+    sink.transports.fence(source.info.key).result(PATIENCE_S)
     assert refused(channel, grant, [(0, 1)])
     with pytest.raises(GrantError):
         sink.grant(source.info, [1])
@@ -286,7 +286,7 @@ def test_a_fenced_epoch_that_lives_is_served_again_once_admitted(make_pair, tran
     source, sink, _ = make_pair(transport)
     old = sink.grant(source.info, [1])
     before = sink.pool.clone()
-    fence = sink.transports.fence(source.info.node_id, source.epoch)
+    fence = sink.transports.fence(source.info.key)
     sink.admit(source.info)
     channel = source.connect(sink.info)
     fence.result(PATIENCE_S)  # it waits for connections from before, not for the new one
