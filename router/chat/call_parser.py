@@ -55,6 +55,7 @@ class CallParser(ABC):
             self._deltas.append(Content(text))
 
     def _start(self, name: str) -> None:
+        self._in.forget()  # what has begun a call is no content any more
         self._deltas.append(CallStart(self._num_calls, name))
         self._num_calls += 1
 

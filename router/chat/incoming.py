@@ -35,15 +35,16 @@ class Incoming:
     # --- going back -----------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """From here on the text is kept, until `since_mark` or `forget` is called."""
+        """From here on the text is kept, until `since_mark` or `forget` is called; `since_mark` then has none."""
         self._mark = self._at
 
     def since_mark(self) -> str:
-        text = self._text[self._mark : self._at]
+        text = "" if self._mark < 0 else self._text[self._mark : self._at]
         self._mark = -1
         return text
 
     def forget(self) -> None:
+        """The text since the mark, which may become long, is needed no more."""
         self._mark = -1
 
     # --- readers --------------------------------------------------------------------------------------------------
