@@ -24,10 +24,11 @@ from tandem.deploy.bench.load import percentile
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.scheduling.core import EngineCore
-from tandem.engine.scheduling.request import FailedEvent, Request, TokenEvent
+from tandem.engine.scheduling.request import FailedEvent, Prompt, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kernels.check.compilations import CompilationCounter
 from tandem.kv_connector.transports.node_transports import NodeTransports
@@ -118,7 +119,7 @@ class Engine:
                 assert not isinstance(event, FailedEvent), event
                 if not isinstance(event, TokenEvent):
                     continue
-                name = event.request.request_id
+                name = event.request.key.request_id
                 if name in last:
                     took["itl"].append(now - last[name])
                 else:
@@ -144,7 +145,7 @@ def make_prompts(workload: Workload, seed: int) -> list[np.ndarray]:
 
 
 def make_request(name: str, prompt: np.ndarray, sampling: SamplingParams) -> Request:
-    return Request(request_id=name, attempt=0, prompt_token_ids=prompt, sampling=sampling)
+    return Request(Prompt(AttemptKey(name, 0), prompt, sampling))
 
 
 class IdleMeter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import msgspec
@@ -108,9 +109,9 @@ class DecodeNode(HandoffNode):
         """Tells the router what the source may not have told it before its end. The source alone has
         log-probabilities."""
         request = entry.request
-        if continuation.token_ids and request.sampling.num_logprobs is None:
+        if continuation.token_ids and request.prompt.sampling.num_logprobs is None:
             (sample,) = request.sample_indices
-            self.book.repeat(entry, sample, request.num_prior_output_tokens, continuation.token_ids)
+            self.book.repeat(entry, sample, request.prompt.num_prior_output_tokens, continuation.token_ids)
 
     def _close_samples(self, entry: AcceptedRequest, first_tokens: Sequence[FirstToken]) -> list[FirstToken]:
         """Samples that ended with their first token, and those cancelled meanwhile, don't go on here."""
@@ -138,25 +139,17 @@ class DecodeNode(HandoffNode):
 
 def known_tokens(request: Request, output: Sequence[int]) -> np.ndarray:
     """int32: its prompt, and what was made behind it elsewhere."""
-    return np.append(request.prompt_token_ids, np.array(output, np.int32))
+    return np.append(request.prompt.token_ids, np.array(output, np.int32))
 
 
 def continued(request: Request, sample_index: int, token_ids: np.ndarray) -> Request:
     """`request` narrowed to one sample, with `token_ids` as its prompt: what differs in length from its own is output
     that the client has."""
-    return Request(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        prompt_token_ids=token_ids,
-        sampling=msgspec.structs.replace(request.sampling, num_prompt_logprobs=None),
-        sample_indices=(sample_index,),
-        num_prior_output_tokens=request.num_prior_output_tokens + len(token_ids) - request.num_prompt_tokens,
-        priority=request.priority,
-        arrival=request.arrival,
+    prompt = replace(
+        request.prompt,
+        token_ids=token_ids,
+        sampling=msgspec.structs.replace(request.prompt.sampling, num_prompt_logprobs=None),
+        num_prior_output_tokens=len(token_ids) - request.prompt.num_true_tokens,
         mode="full",
-        use_prefix_cache=request.use_prefix_cache,
-        salt=request.salt,
-        num_public_tokens=request.num_public_tokens,
-        owner=request.owner,
-        block_hashes=list(request.block_hashes),
     )
+    return Request(prompt, (sample_index,), list(request.block_hashes))

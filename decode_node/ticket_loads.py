@@ -37,7 +37,7 @@ class TicketLoads:
     def begin(self, entry: AcceptedRequest, now: float) -> bool:
         """False: nothing is to be loaded, the ticket can be made at once. The request's block hashes are made."""
         request = entry.request
-        if not self._pool.enable_caching or not request.use_prefix_cache:
+        if not self._pool.enable_caching or not request.prompt.use_prefix_cache:
             return False
         hashes = request.block_hashes[: max(0, request.num_prompt_tokens - 1) // self._block_size]
         load = _Load(entry, hashes, now + PATIENCE_S)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tandem.engine.contracts.hashing import Secrecy
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.tenants import TenantShares, tenant_of_salt
 from tandem.engine.contracts.wire.parts import Message
@@ -26,7 +27,7 @@ from tandem.engine.contracts.wire.requests import (
     TokenDelta,
     Tokens,
 )
-from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.scheduling.request import EngineEvent, FailedEvent, Prompt, PromptLogprobsEvent, Request, TokenEvent
 from tandem.node.submit_check import problem_of
 
 NUM_TOMBSTONES = 65536  # a guess: ended attempts that are remembered, so that a late repetition starts nothing
@@ -87,7 +88,7 @@ class RequestBook:
             self.refuse(router, submit, "invalid_request", problem, retryable=False)
             return None
         self.tenant_shares.note(tenant_of_salt(submit.salt), submit.cache_share)
-        request = self._make_request(router, submit)
+        request = self._make_request(submit)
         entry = AcceptedRequest(request, router, submit, now + submit.deadline_s, set(submit.sample_indices))
         self.entries[key] = entry
         self._attempts.setdefault(submit.request_id, set()).add(submit.attempt)
@@ -135,7 +136,7 @@ class RequestBook:
                 self._on_token(entry, event)
             elif isinstance(event, PromptLogprobsEvent):
                 message = PromptLogprobs(
-                    request_id=entry.request.request_id, attempt=entry.request.attempt, entries=event.entries
+                    request_id=entry.request.key.request_id, attempt=entry.request.key.attempt, entries=event.entries
                 )
                 self._flush(entry.router)
                 self._send(entry.router, message)
@@ -208,30 +209,27 @@ class RequestBook:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _make_request(self, router: NodeKey, submit: Submit) -> Request:
+    def _make_request(self, submit: Submit) -> Request:
         self._arrivals += 1
-        return Request(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            prompt_token_ids=np.frombuffer(submit.prompt_token_ids, "<i4").astype(np.int32),
+        prompt = Prompt(
+            key=submit.key,
+            token_ids=np.frombuffer(submit.prompt_token_ids, "<i4").astype(np.int32),
             sampling=submit.sampling,
-            sample_indices=submit.sample_indices,
             num_prior_output_tokens=submit.num_prior_output_tokens,
             priority=submit.priority,
             arrival=self._arrivals,
             mode=submit.mode,
             use_prefix_cache=submit.use_prefix_cache,
-            salt=submit.salt,
-            num_public_tokens=submit.num_public_tokens,
-            owner=router,
+            secrecy=Secrecy(submit.salt, submit.num_public_tokens),
         )
+        return Request(prompt, submit.sample_indices)
 
     def _on_token(self, entry: AcceptedRequest, event: TokenEvent) -> None:
         if event.sample_index not in entry.open_samples:
             return
         delta = TokenDelta(
-            entry.request.request_id,
-            entry.request.attempt,
+            entry.request.key.request_id,
+            entry.request.key.attempt,
             event.sample_index,
             event.output_index,
             (event.token_id,),
@@ -254,7 +252,7 @@ class RequestBook:
     def _accept(self, entry: AcceptedRequest) -> None:
         request = entry.request
         answer = Accepted(
-            request_id=request.request_id, attempt=request.attempt, num_cached_tokens=entry.num_cached_tokens
+            request_id=request.key.request_id, attempt=request.key.attempt, num_cached_tokens=entry.num_cached_tokens
         )
         self._send(entry.router, answer)
 

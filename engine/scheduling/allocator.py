@@ -40,7 +40,9 @@ class KVAllocator:
 
     def extend_hashes(self, request: Request) -> None:
         if self.pool.enable_caching:
-            self._hasher.extend(request.block_hashes, request.known_token_ids, request.secrecy, request.num_tokens)
+            self._hasher.extend(
+                request.block_hashes, request.known_token_ids, request.prompt.secrecy, request.num_tokens
+            )
 
     def cached_prefix(self, request: Request) -> list[int]:
         """Cached blocks that `request` may start from: they end below its last token. No side effect on blocks."""
@@ -54,7 +56,7 @@ class KVAllocator:
 
     def reusable_hashes(self, request: Request) -> list[bytes]:
         """Hashes of the blocks that `request` may take from a cache, wherever that is."""
-        if not self.pool.enable_caching or not request.use_prefix_cache or request.needs_prompt_logprobs:
+        if not self.pool.enable_caching or not request.prompt.use_prefix_cache or request.needs_prompt_logprobs:
             return []
         self.extend_hashes(request)
         return request.block_hashes[: (request.num_tokens - 1) // self.block_size]
@@ -67,10 +69,10 @@ class KVAllocator:
         if num_full <= request.num_registered_blocks:
             return
         self.extend_hashes(request)
-        num_public = self._hasher.num_public_blocks(request.secrecy)
+        num_public = self._hasher.num_public_blocks(request.prompt.secrecy)
         for index in range(request.num_registered_blocks, num_full):
             parent = request.block_hashes[index - 1] if index else None
-            tenant = tenant_of_block(index, num_public, request.salt)
+            tenant = tenant_of_block(index, num_public, request.prompt.secrecy.salt)
             self.pool.register(request.block_ids[index], request.block_hashes[index], parent, step, tenant)
         request.num_registered_blocks = num_full
 

@@ -117,25 +117,9 @@ class SchedulerState:
 
     def make_child(self, parent: Request, sample_indices: tuple[int, ...]) -> Request:
         """A request for some of the parent's samples; it has no blocks and is in no queue yet."""
-        child = Request(
-            request_id=parent.request_id,
-            attempt=parent.attempt,
-            prompt_token_ids=parent.prompt_token_ids,
-            sampling=parent.sampling,
-            sample_indices=sample_indices,
-            num_prior_output_tokens=parent.num_prior_output_tokens,
-            priority=parent.priority,
-            arrival=parent.arrival,
-            mode=parent.mode,
-            use_prefix_cache=parent.use_prefix_cache,
-            salt=parent.salt,
-            num_public_tokens=parent.num_public_tokens,
-            owner=parent.owner,
-            block_hashes=list(parent.block_hashes),
-            num_cached_tokens=parent.num_cached_tokens,
-            was_started=True,
-            prompt_logprobs_sent=True,  # the parent sends them, once
-        )
+        child = Request(parent.prompt, sample_indices, list(parent.block_hashes))
+        child.num_cached_tokens = parent.num_cached_tokens
+        child.was_started = child.prompt_logprobs_sent = True  # the parent sends them, once
         self._adopt(child)
         return child
 
@@ -241,7 +225,7 @@ class SchedulerState:
         self.prompt_order.ended(request)
         self.tiers.ended(request)
         block_ids = self.kv.detach(request)
-        connector = self.connector if request.mode == "prefill" else None
+        connector = self.connector if request.prompt.mode == "prefill" else None
         if connector is None or not connector.request_finished(request, block_ids):
             self.pool.free(block_ids, request.last_step)
 

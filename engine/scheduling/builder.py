@@ -59,7 +59,7 @@ class StepBuilder:
         self._state.kv.check_writable(request, start, end)
         if row.is_new:
             self._enter_slot(request)
-            if self._state.connector is not None and request.mode == "prefill":
+            if self._state.connector is not None and request.prompt.mode == "prefill":
                 connector = self._state.connector
                 connector.update_state_after_alloc(request, list(request.block_ids), row.num_external_tokens)
         else:
@@ -77,9 +77,9 @@ class StepBuilder:
             NewSlot(
                 slot=request.slot,
                 token_ids=request.known_token_ids(),
-                num_prompt_tokens=request.num_prompt_tokens - request.num_prior_output_tokens,
+                num_prompt_tokens=request.prompt.num_true_tokens,
                 block_ids=tuple(request.block_ids),
-                sampling=request.sampling,
+                sampling=request.prompt.sampling,
                 sample_index=request.sample_indices[0],
             )
         )
@@ -89,7 +89,7 @@ class StepBuilder:
     def _sample(self, row: int, request: Request) -> None:
         """The row's last token predicts the next: of one sample, or of each of a prompt's samples."""
         position = request.num_launched_tokens
-        if request.mode == "prefill":  # its samples go on elsewhere: no slot of their own
+        if request.prompt.mode == "prefill":  # its samples go on elsewhere: no slot of their own
             for sample_index in request.sample_indices:
                 self._add_sample(row, request, sample_index, position)
             return
@@ -117,7 +117,7 @@ class StepBuilder:
         return True
 
     def _add_sample(self, row: int, request: Request, sample_index: int, position: int) -> None:
-        output_index = position - (request.num_prompt_tokens - request.num_prior_output_tokens)
+        output_index = position - request.prompt.num_true_tokens
         self._samples.append(SampleRow(row, request.slot, position, sample_index, output_index))
         self._launched.sampled.append(request)
         request.num_in_flight += 1

@@ -163,7 +163,7 @@ class StepPlanner:
         """Holders of blocks, but not what is being handed off: transfers may be reading those, and they need no more
         blocks than they have."""
         holders = [r for r in (*self._state.running, *self._state.waiting) if r.block_ids]
-        return [r for r in holders if r.mode != "prefill" and not r.is_paused]
+        return [r for r in holders if r.prompt.mode != "prefill" and not r.is_paused]
 
     # --- prompts, begun and waiting -------------------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class StepPlanner:
             self._state.count_start(request)
         num_tokens = self._chunk(plan, request)
         # A prompt to be handed off never waits for a block half way, see _preemptable.
-        needed = request.num_tokens if request.mode == "prefill" else request.num_computed_tokens + num_tokens
+        needed = request.num_tokens if request.prompt.mode == "prefill" else request.num_computed_tokens + num_tokens
         grown = self._kv.grow(request, needed)
         assert grown, "room was checked"
         self._state.enter_batch(request)
@@ -253,10 +253,10 @@ class StepPlanner:
 
     def _is_granted(self, request: Request) -> bool:
         connector = self._state.connector
-        return connector is not None and request.mode == "prefill" and connector.is_granted(request)
+        return connector is not None and request.prompt.mode == "prefill" and connector.is_granted(request)
 
     def _ask_connector(self, request: Request, num_computed_tokens: int) -> int | None:
-        if self._state.connector is None or request.mode != "prefill":
+        if self._state.connector is None or request.prompt.mode != "prefill":
             return 0
         num_external = self._state.connector.get_num_new_matched_tokens(request, num_computed_tokens)
         assert num_external is None or num_computed_tokens + num_external < request.num_tokens, (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput, StepMeta
@@ -80,13 +80,16 @@ class KVConnectorWorker(Protocol):
         """Enqueues everything saved in this step and unbinds metadata; after the forward pass of each step."""
 
 
+Taker = Hashable  # whoever takes blocks from below: a Request, or what stands for a peer that asks
+
+
 class LowerTiers(Protocol):
     """KV of this node below the device pool, as the planner sees it. Called from the step loop only; never blocks. What
     it holds for requests that have not started it gives back when it is asked (`BlockPool.reservations`): they compute
     what they don't find."""
 
-    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
-        """Called whenever `request` could start: there are a slot and blocks for all of it. `hashes` are what it may
+    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+        """Called whenever `taker` could start: there are a slot and blocks for all of it. `hashes` are what it may
         take from a cache, `hits` the blocks that the pool has of them. How many tokens after the hits are loaded under
         its first step (0 unless `runs_alone`), or None: something is being loaded that it will find, ask again."""
 
@@ -96,10 +99,10 @@ class LowerTiers(Protocol):
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """The step's connector metadata, with its loads."""
 
-    def started(self, request: Request, hashes: Sequence[bytes]) -> None:
-        """Hears that the request has references of its own to what was found or loaded."""
+    def started(self, taker: Taker, hashes: Sequence[bytes]) -> None:
+        """Hears that `taker` has references of its own to what was found or loaded."""
 
-    def ended(self, request: Request) -> None:
+    def ended(self, taker: Taker) -> None:
         """Whether it had started or not, it needs nothing any more. Idempotent."""
 
     def flush(self) -> None:
@@ -111,7 +114,7 @@ class LowerTiers(Protocol):
 class NoTiers:
     """LowerTiers of a node that has none."""
 
-    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         return 0
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
@@ -120,9 +123,9 @@ class NoTiers:
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         return meta
 
-    def started(self, request: Request, hashes: Sequence[bytes]) -> None: ...
+    def started(self, taker: Taker, hashes: Sequence[bytes]) -> None: ...
 
-    def ended(self, request: Request) -> None: ...
+    def ended(self, taker: Taker) -> None: ...
 
     def flush(self) -> None: ...
 

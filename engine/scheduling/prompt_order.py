@@ -97,17 +97,17 @@ class SlackOrder:
         free_at, token_s = self._clock.busy_until(), self._clock.seconds_per_token
         on_time: list[Request] = []
         late: list[Request] = []
-        for request in sorted(due, key=lambda r: (r.priority, due[r], r.order)):
+        for request in sorted(due, key=lambda r: (r.prompt.priority, due[r], r.order)):
             on_time.append(request)
             free_at += left[request] * token_s
             spare = 0.0 if request in begun else MARGIN * self._target_s
             if free_at > due[request] - spare:
-                largest = max(on_time, key=lambda r: (r.priority, left[r], due[r]))
+                largest = max(on_time, key=lambda r: (r.prompt.priority, left[r], due[r]))
                 on_time.remove(largest)
                 late.append(largest)
                 free_at -= left[largest] * token_s
         patience_s = LATE_STRETCH * token_s
-        late.sort(key=lambda r: (r.priority, self._arrivals[r] + patience_s * left[r], r.order))
+        late.sort(key=lambda r: (r.prompt.priority, self._arrivals[r] + patience_s * left[r], r.order))
         self._late = late[0] if late else None
         if late and (not on_time or self._credit >= left[late[0]] or self._credit >= MAX_CREDIT):
             return [late[0], *on_time, *late[1:]]

@@ -1,4 +1,4 @@
-"""A request on a node: tokens, progress, blocks. Plain state; the scheduler alone changes it."""
+"""A request on a node: what is asked for, and how far it has come. The scheduler alone changes that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tandem.engine.contracts.hashing import Secrecy
+from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
@@ -20,6 +20,26 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """What is asked for. All sequences that answer it share this one, whether they fork, start over or go on here."""
+
+    key: AttemptKey
+    token_ids: np.ndarray  # int32 [num_prompt_tokens], prior output at its tail
+    sampling: SamplingParams
+    num_prior_output_tokens: int = 0
+    priority: int = 0
+    arrival: int = 0  # a counter: order within one priority
+    mode: str = "full"  # as in Submit
+    use_prefix_cache: bool = True
+    secrecy: Secrecy = EVERYBODYS
+
+    @property
+    def num_true_tokens(self) -> int:
+        """Tokens before the request's very first output."""
+        return len(self.token_ids) - self.num_prior_output_tokens
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """One sequence, or, until its prompt is computed, a group of `len(sample_indices)` samples that will fork.
@@ -28,19 +48,8 @@ class Request:
     `num_tokens` counts tokens known to the host; `num_in_flight` counts sampled tokens launched and not yet read.
     """
 
-    request_id: str
-    attempt: int
-    prompt_token_ids: np.ndarray  # int32 [num_prompt_tokens], prior output at its tail
-    sampling: SamplingParams
+    prompt: Prompt
     sample_indices: tuple[int, ...] = (0,)
-    num_prior_output_tokens: int = 0
-    priority: int = 0
-    arrival: int = 0  # a counter: order within one priority
-    mode: str = "full"  # as in Submit
-    use_prefix_cache: bool = True
-    salt: bytes = b""
-    num_public_tokens: int = 0  # leading tokens that anybody may know of, whatever the salt
-    owner: object = None  # whoever gets the tokens; opaque to the engine
     block_hashes: list[bytes] = field(default_factory=list)  # one per full block of known tokens
 
     state: RequestState = RequestState.WAITING
@@ -66,6 +75,11 @@ class Request:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False
 
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.prompt.token_ids)
+
     def pause(self) -> None:
         self.is_paused = True
 
@@ -74,24 +88,16 @@ class Request:
 
     @property
     def key(self) -> AttemptKey:
-        return AttemptKey(self.request_id, self.attempt)
-
-    @property
-    def secrecy(self) -> Secrecy:
-        return Secrecy(self.salt, self.num_public_tokens)
+        return self.prompt.key
 
     @property
     def sort_key(self) -> tuple[int, int, int]:
         """Lower runs first and is preempted last."""
-        return self.priority, self.arrival, self.order
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return self.prompt.priority, self.prompt.arrival, self.order
 
     @property
     def num_tokens(self) -> int:
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+        return self.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_launched_tokens(self) -> int:
@@ -106,13 +112,13 @@ class Request:
     @property
     def can_advance(self) -> bool:
         """Whether a row launched now may yield something that is kept: max_tokens is predicted, a stop is not."""
-        if self.is_paused or (self.mode == "prefill" and self.num_launched_tokens > self.num_prompt_tokens):
+        if self.is_paused or (self.prompt.mode == "prefill" and self.num_launched_tokens > self.num_prompt_tokens):
             return False
         return self.num_launched_tokens < self.max_num_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        return self.sampling.num_prompt_logprobs is not None and not self.prompt_logprobs_sent
+        return self.prompt.sampling.num_prompt_logprobs is not None and not self.prompt_logprobs_sent
 
     def known_token_ids(self, start: int = 0) -> np.ndarray:
         """int32 [num_tokens - start]: prompt and output from position `start` on, as far as the host knows them."""
@@ -120,8 +126,8 @@ class Request:
         if start >= num_prompt:
             return np.array(self.output_token_ids[start - num_prompt :], np.int32)
         if not self.output_token_ids:
-            return self.prompt_token_ids[start:]
-        return np.concatenate((self.prompt_token_ids[start:], np.array(self.output_token_ids, np.int32)))
+            return self.prompt.token_ids[start:]
+        return np.concatenate((self.prompt.token_ids[start:], np.array(self.output_token_ids, np.int32)))
 
 
 # --- what the scheduler reports after a step ----------------------------------------------------------------

@@ -161,7 +161,7 @@ class Scheduler(SchedulerState):
         stop_token_id = token_id if reason == "stop" else None
         event = TokenEvent(request, sample.sample_index, sample.output_index, token_id, reason, stop_token_id, logprobs)
         self.events.append(event)
-        if request.mode == "prefill":
+        if request.prompt.mode == "prefill":
             request.first_tokens.append((sample.sample_index, token_id, reason is not None))
             if len(request.first_tokens) == len(request.sample_indices):
                 self.finish(request)

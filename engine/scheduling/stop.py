@@ -10,8 +10,7 @@ from tandem.engine.scheduling.request import Request
 
 def max_num_tokens(request: Request, max_model_len: int) -> int:
     """Most tokens, prompt and output, that `request` may have. `max_tokens` counts the output of prior attempts too."""
-    num_true_prompt_tokens = request.num_prompt_tokens - request.num_prior_output_tokens
-    return min(max_model_len, num_true_prompt_tokens + request.sampling.max_tokens)
+    return min(max_model_len, request.prompt.num_true_tokens + request.prompt.sampling.max_tokens)
 
 
 def finish_reason(
@@ -22,8 +21,9 @@ def finish_reason(
     The sampler bans stop ids while output_index < min_tokens. The same bound holds here, so that a stop id which
     comes through all the same (a logit bias of infinity) doesn't end the sample early.
     """
-    if output_index >= request.sampling.min_tokens:
-        is_eos = token_id in eos_token_ids and not request.sampling.ignore_eos
-        if is_eos or token_id in request.sampling.stop_token_ids:
+    sampling = request.prompt.sampling
+    if output_index >= sampling.min_tokens:
+        is_eos = token_id in eos_token_ids and not sampling.ignore_eos
+        if is_eos or token_id in sampling.stop_token_ids:
             return "stop"
     return "length" if num_tokens >= request.max_num_tokens else None

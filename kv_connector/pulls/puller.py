@@ -24,7 +24,7 @@ from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.tenants import tenant_of_block
 from tandem.engine.contracts.wire.handoff import KVPull
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint
-from tandem.engine.scheduling.ports import LowerTiers
+from tandem.engine.scheduling.ports import LowerTiers, Taker
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.protocol.outcomes import DEADLINE, Fetched, NotFetched
@@ -52,7 +52,7 @@ class Puller:
         self.compute_rate = compute_rate
         self._pool, self._sink, self._below = pool, sink, below
         self._cache, self._timeouts = options.cache, options.timeouts
-        self._pulls: dict[Request, Pull] = {}
+        self._pulls: dict[Taker, Pull] = {}
         self._by_key: dict[AttemptKey, Pull] = {}
         self._moving: set[bytes] = set()
         self._connected: set[NodeKey] = set()
@@ -68,16 +68,16 @@ class Puller:
         if self._pool.enable_caching and hint.peer.node_id != self.info.node_id:
             self._pulls[request] = Pull(request, hint)
 
-    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         """See LowerTiers. What this node has below is brought up first."""
-        pull = self._pulls.get(request)
+        pull = self._pulls.get(taker)
         if pull is not None and pull.stage is PullStage.ASKED:
             return None
         if len(hits) < len(hashes) and hashes[len(hits)] in self._moving:
             return None  # somebody else's pull brings it
         if pull is None or pull.stage is not PullStage.WANTED:
-            return self._below.prepare(request, hashes, hits, runs_alone)
-        if self._below.prepare(request, hashes, hits, runs_alone=False) is None:
+            return self._below.prepare(taker, hashes, hits, runs_alone)
+        if self._below.prepare(taker, hashes, hits, runs_alone=False) is None:
             return None
         self._ask(pull, hashes, hits)
         return None if pull.stage in (PullStage.WANTED, PullStage.ASKED) else 0
@@ -88,13 +88,13 @@ class Puller:
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         return self._below.step_meta(step_id, meta)
 
-    def started(self, request: Request, hashes: Sequence[bytes]) -> None:
-        self._forget(request)
-        self._below.started(request, hashes)
+    def started(self, taker: Taker, hashes: Sequence[bytes]) -> None:
+        self._forget(taker)
+        self._below.started(taker, hashes)
 
-    def ended(self, request: Request) -> None:
-        self._forget(request)
-        self._below.ended(request)
+    def ended(self, taker: Taker) -> None:
+        self._forget(taker)
+        self._below.ended(taker)
 
     def flush(self) -> None:
         self._below.flush()
@@ -227,19 +227,19 @@ class Puller:
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
         """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies
         would only take room from the request that they are for."""
-        request = pull.request
-        num_public = num_public_blocks(request.secrecy, self._cache.block_size, self._cache.hash_block_size)
+        secrecy = pull.request.prompt.secrecy
+        num_public = num_public_blocks(secrecy, self._cache.block_size, self._cache.hash_block_size)
         for index, block_id in enumerate(blocks, pull.first):
             parent = pull.hashes[index - 1] if index else None
-            tenant = tenant_of_block(index, num_public, request.salt)
+            tenant = tenant_of_block(index, num_public, secrecy.salt)
             self._pool.register(block_id, pull.hashes[index], parent, None, tenant)
         found = self._pool.match_prefix(pull.hashes)
         self._pool.touch(found)
         self._pool.free([*pull.held, *blocks], None)
         pull.held = found
 
-    def _forget(self, request: Request) -> None:
-        pull = self._pulls.pop(request, None)
+    def _forget(self, taker: Taker) -> None:
+        pull = self._pulls.pop(taker, None)
         if pull is not None:
             self._give_up(pull)
 

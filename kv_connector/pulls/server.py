@@ -11,19 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Hold, Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import HandshakeError
 from tandem.engine.contracts.hashing import HASH_BYTES
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVPull, KVRelease
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.scheduling.ports import LowerTiers
-from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import plan
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.outcomes import SourceOutcome
@@ -34,13 +30,12 @@ MAX_ANSWERED = 65536  # a guess
 
 @dataclass(eq=False, slots=True)
 class PullRequest:
-    """Asked, and waiting for this node's own tiers; `stands_for` holds what is loaded for it there."""
+    """Asked, and waiting for this node's own tiers, where it takes what is loaded for it."""
 
     sender: NodeKey
     pull: KVPull
     hashes: list[bytes]
     deadline: float
-    stands_for: Request
 
     @property
     def key(self) -> AttemptKey:
@@ -73,8 +68,7 @@ class PullServer:
             return
         raw = pull.block_hashes
         hashes = [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
-        stands_for = Request(pull.request_id, pull.attempt, np.zeros(0, np.int32), SamplingParams())
-        question = PullRequest(sender, pull, hashes, now + pull.deadline_s, stands_for)
+        question = PullRequest(sender, pull, hashes, now + pull.deadline_s)
         self._waiting[pull.key] = question
         self._look(question, now)
 
@@ -123,7 +117,7 @@ class PullServer:
         hits = self._pool.match_prefix(question.hashes)
         patience_s = question.deadline - now
         hurries = patience_s < question.pull.deadline_s / 2
-        if not hurries and self._tiers.prepare(question.stands_for, question.hashes, hits, runs_alone=False) is None:
+        if not hurries and self._tiers.prepare(question, question.hashes, hits, runs_alone=False) is None:
             return
         if patience_s > 0:
             self._answer(question, self._pool.match_prefix(question.hashes), now)
@@ -141,7 +135,7 @@ class PullServer:
             self._refuse(question.sender, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)
             return
         self._pool.touch(blocks)
-        self._tiers.started(question.stands_for, question.hashes[: first + len(blocks)])
+        self._tiers.started(question, question.hashes[: first + len(blocks)])
         self._note_answered(question.key)
         withdraw = partial(self._withdraw, question.key)
         self._offers[question.key] = self._pool.reservations.add(Kind.OFFER, len(blocks), withdraw, question.key)
@@ -167,4 +161,4 @@ class PullServer:
 
     def _forget(self, question: PullRequest) -> None:
         del self._waiting[question.key]
-        self._tiers.ended(question.stands_for)
+        self._tiers.ended(question)

@@ -90,7 +90,7 @@ class SinkLedger:
         """Pins this node's own prefix of the prompt, ending below its last token whose KV is handed over. At its grant
         a request pins again: others with the same prefix may have brought more of it meanwhile."""
         request = record.request
-        if request is None or not request.use_prefix_cache:
+        if request is None or not request.prompt.use_prefix_cache:
             return
         last_full = (request.num_prompt_tokens - 1 - record.follows) // self.block_size
         found = self.pool.match_prefix(request.block_hashes[: max(0, last_full)])
@@ -125,7 +125,7 @@ class SinkLedger:
         takes the place of what came again: kept once it leaves room, and decodes read it together."""
         blocks, request = [*record.hits, *record.granted], record.request
         record.hits, record.granted = [], []
-        if request is None or not request.use_prefix_cache:
+        if request is None or not request.prompt.use_prefix_cache:
             return tuple(blocks)
         known = self.pool.match_prefix(request.block_hashes[: record.num_tokens // self.block_size])
         twice = [index for index, block_id in enumerate(known) if block_id != blocks[index]]

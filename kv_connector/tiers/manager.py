@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.rate import Rate
+from tandem.engine.scheduling.ports import Taker
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.protocol.jobs import LayerLoad
@@ -50,9 +51,9 @@ class TierManager(Promoter):
 
     # --- the planner's questions ----------------------------------------------------------------------------
 
-    def prepare(self, request: Request, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
+    def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         """See LowerTiers."""
-        promotion = self._promotions.get(request)
+        promotion = self._promotions.get(taker)
         if promotion is not None:
             if promotion.stage is PromotionStage.FETCHED:
                 self._load_outside(promotion)
@@ -66,15 +67,15 @@ class TierManager(Promoter):
         num_worth = self._num_worth(found)
         if not num_worth:
             self.counters.loads_declined += 1
-            self._promotions[request] = Promotion(0, [], None, [], PromotionStage.OVER)  # and is not asked about again
+            self._promotions[taker] = Promotion(0, [], None, [], PromotionStage.OVER)  # and is not asked about again
             return 0
         wanted = found[:num_worth]
         if runs_alone and all(self._host.is_ready(block_hash) for block_hash in wanted):
             return len(wanted) * self._block_size
         if not self._pool.reservations.may_wait_with(len(hits) + len(wanted)):
             return None if any(p.stage in IN_FLIGHT for p in self._by_number.values()) else 0
-        self._promote(request, list(hits), hashes[len(hits) - 1] if hits else None, wanted)
-        return None if request in self._promotions else 0
+        self._promote(taker, list(hits), hashes[len(hits) - 1] if hits else None, wanted)
+        return None if taker in self._promotions else 0
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """See LowerTiers."""
@@ -90,25 +91,25 @@ class TierManager(Promoter):
         self._step_loads.clear()
         return with_loads(step_id, meta, loads)
 
-    def started(self, request: Request, hashes: Sequence[bytes]) -> None:
+    def started(self, taker: Taker, hashes: Sequence[bytes]) -> None:
         """See LowerTiers."""
         self._host.use(hashes)
         if self._disk is not None:
             self._disk.use(hashes)
-        promotion = self._promotions.get(request)
+        promotion = self._promotions.get(taker)
         if promotion is not None and promotion.stage is PromotionStage.LOADED:
-            self._count_hits(request, promotion.hashes, promotion.from_disk)
-        self.ended(request)
+            self._count_hits(taker, promotion.hashes, promotion.from_disk)
+        self.ended(taker)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, taker: Taker) -> None:
         """See LowerTiers."""
-        promotion = self._promotions.pop(request, None)
+        promotion = self._promotions.pop(taker, None)
         if promotion is not None:
             self._let_go(promotion)
 
-    def _count_hits(self, request: Request, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
-        """Counts each prompt once, where it starts. Who asks for a peer has no prompt."""
-        if request.was_started or not request.num_prompt_tokens:
+    def _count_hits(self, taker: Taker, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
+        """Counts each prompt once, where it starts; what is taken for a peer not at all."""
+        if not isinstance(taker, Request) or taker.was_started:
             return
         num_from_disk = sum(block_hash in from_disk for block_hash in hashes)
         self.counters.disk_hit_tokens += num_from_disk * self._block_size

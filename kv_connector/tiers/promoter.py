@@ -11,7 +11,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.rate import Rate
-from tandem.engine.scheduling.request import Request
+from tandem.engine.scheduling.ports import Taker
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, TierJob
 from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, PromotionStage
@@ -39,7 +39,7 @@ class Promoter:
         self.counters = TierCounters()
         self._events: list[BlockEvent] = []
         self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks)
-        self._promotions: dict[Request, Promotion] = {}
+        self._promotions: dict[Taker, Promotion] = {}
         self._by_number: dict[int, Promotion] = {}
         self._num_promotions = 0
         self._moving: set[bytes] = set()  # hashes on their way to the host pool from disk, or to the device
@@ -47,7 +47,7 @@ class Promoter:
 
     # --- promotions -----------------------------------------------------------------------------------------
 
-    def _promote(self, request: Request, hits: list[int], parent: bytes | None, wanted: list[bytes]) -> None:
+    def _promote(self, taker: Taker, hits: list[int], parent: bytes | None, wanted: list[bytes]) -> None:
         """Holds the hits and starts on the blocks after them; they may turn out to be fewer."""
         on_host = [block_hash for block_hash in wanted if block_hash in self._host]
         self._host.pin(on_host)
@@ -68,11 +68,11 @@ class Promoter:
             return
         self._num_promotions += 1
         promotion = Promotion(self._num_promotions, hits, parent, wanted[:taken], PromotionStage.FETCHED)
-        self._promotions[request] = self._by_number[promotion.number] = promotion
+        self._promotions[taker] = self._by_number[promotion.number] = promotion
         self._moving.update(promotion.hashes)
         self._pool.touch(hits)
         num_blocks, give_back = len(hits) + taken, partial(self._let_go, promotion)
-        promotion.hold = self._pool.reservations.add(Kind.LOAD, num_blocks, give_back, request)
+        promotion.hold = self._pool.reservations.add(Kind.LOAD, num_blocks, give_back, taker)
         if fetched:
             assert self._disk is not None
             promotion.stage, promotion.from_disk = PromotionStage.FETCHING, frozenset(fetched)

@@ -13,13 +13,14 @@ from fake_tiers import FakeTiers
 from fake_runner import FakeRunner, next_token, stop_ids
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
-from tandem.engine.contracts.hashing import root_hash
+from tandem.engine.contracts.hashing import Secrecy, root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.prompt_order import PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
+from tests.fakes.made_requests import made_request
 
 BLOCK = 4
 EOS = 7
@@ -94,13 +95,14 @@ class Harness:
     # --- in -------------------------------------------------------------------------------------------------
 
     def request(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:
-        """`settings`: fields of Request by name, everything else goes to SamplingParams (EOS is ignored)."""
+        """`settings`: fields of Prompt by name, the salt, everything else goes to SamplingParams (EOS is ignored)."""
         self._arrivals += 1
-        fields = ("priority", "mode", "num_prior_output_tokens", "use_prefix_cache", "salt")
+        fields = ("priority", "mode", "num_prior_output_tokens", "use_prefix_cache")
         own = {key: settings.pop(key) for key in fields if key in settings}
+        own["secrecy"] = Secrecy(settings.pop("salt", b""))
         sampling = SamplingParams(**{"ignore_eos": True, **settings})
         tokens = np.array(prompt, np.int32)
-        request = Request(name, 0, tokens, sampling, tuple(samples), arrival=self._arrivals, **own)
+        request = made_request(name, tokens, sampling, samples, arrival=self._arrivals, **own)
         self.requests[name] = request
         self.samples[name] = tuple(samples)
         return request
@@ -112,14 +114,14 @@ class Harness:
 
     def commit(self, request: Request, block_ids: list[int]) -> None:
         """As a decode node does when a peer has written the prompt's KV into `block_ids`."""
-        prompt = request.prompt_token_ids.tolist()
+        prompt = request.prompt.token_ids.tolist()
         first_tokens = []
         for sample in request.sample_indices:
-            token = expected(prompt, sample, request.sampling)[0][0]
-            ended = token in stop_ids(request.sampling, [EOS]) or request.sampling.max_tokens == 1
-            self.tokens[request.request_id, sample] = [token]
+            token = expected(prompt, sample, request.prompt.sampling)[0][0]
+            ended = token in stop_ids(request.prompt.sampling, [EOS]) or request.prompt.sampling.max_tokens == 1
+            self.tokens[request.key.request_id, sample] = [token]
             if ended:
-                self.finished[request.request_id, sample] = "first"
+                self.finished[request.key.request_id, sample] = "first"
             first_tokens.append((sample, token, ended))
         self.scheduler.add_committed(request, block_ids, first_tokens)
 
@@ -152,13 +154,13 @@ class Harness:
         self.runner.check_cached(self.pool, roots)
 
     def _take(self, event: EngineEvent) -> None:
-        name = event.request.request_id
+        name = event.request.key.request_id
         if isinstance(event, TokenEvent):
             key = (name, event.sample_index)
             assert key not in self.finished, "a token came after the end"
             assert name not in self.failed, "a token came after the failure"
             tokens = self.tokens.setdefault(key, [])
-            num_prior = event.request.num_prior_output_tokens
+            num_prior = event.request.prompt.num_prior_output_tokens
             assert event.output_index == num_prior + len(tokens), "a token is missing or doubled"
             assert event.logprobs is not None
             assert event.logprobs.token_ids == (event.token_id,)
@@ -180,8 +182,8 @@ class Harness:
     def assert_output(self, name: str, sample: int = 0) -> None:
         """The sample ran to its end and got exactly what the definition says."""
         request = self.requests[name]
-        prior = request.num_prior_output_tokens
-        tokens, reason = expected(request.prompt_token_ids.tolist(), sample, request.sampling, prior)
+        prior = request.prompt.num_prior_output_tokens
+        tokens, reason = expected(request.prompt.token_ids.tolist(), sample, request.prompt.sampling, prior)
         assert self.tokens.get((name, sample)) == tokens
         assert self.finished[name, sample] in (reason, "first")
 

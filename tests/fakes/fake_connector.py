@@ -28,28 +28,28 @@ class FakeConnector:
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         assert request.state is not RequestState.RUNNING
-        self.asked.append(request.request_id)
-        if request.request_id in self.parked:
+        self.asked.append(request.key.request_id)
+        if request.key.request_id in self.parked:
             return None
-        return self.num_external_tokens.get(request.request_id, 0)
+        return self.num_external_tokens.get(request.key.request_id, 0)
 
     def is_granted(self, request: Request) -> bool:
-        return request.request_id in self.granted
+        return request.key.request_id in self.granted
 
     def update_state_after_alloc(self, request: Request, block_ids: Sequence[int], num_external_tokens: int) -> None:
         assert request.slot >= 0
-        self.allocated[request.request_id] = list(block_ids)
+        self.allocated[request.key.request_id] = list(block_ids)
 
     def build_connector_meta(self, output: SchedulerOutput) -> StepMoves:
         self.metas.append(output.step_id)
         return StepMoves(output.step_id, (), ())
 
     def request_finished(self, request: Request, block_ids: Sequence[int]) -> bool:
-        assert request.request_id not in self.finished, "a request left twice"
-        self.finished.append(request.request_id)
+        assert request.key.request_id not in self.finished, "a request left twice"
+        self.finished.append(request.key.request_id)
         if not self.keeps:
             return False
-        self.held[request.request_id] = list(block_ids), request.last_step
+        self.held[request.key.request_id] = list(block_ids), request.last_step
         return True
 
     def release(self, name: str) -> None:

@@ -12,7 +12,6 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
-from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import (
     Finalize,
@@ -26,6 +25,7 @@ from tandem.kv_connector.protocol.jobs import (
 from tandem.kv_connector.protocol.outcomes import Commit, SourceOutcome
 from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource, OpenChannel, PeerEffect
 from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
+from tests.fakes.made_requests import made_request
 
 DEADLINE_S = 30.0  # shorter than a grant's lease
 SOURCE, SINK = NodeKey("p", 1), NodeKey("d", 2)
@@ -78,7 +78,7 @@ class Duo:
     def submit_to_source(self, name: str, num_blocks: int = 2) -> None:
         prompt = np.zeros(num_blocks * BLOCK, np.int32)
         self.source.manager.expect(AttemptKey(name, 0), PeerRef("d", 2, ""), len(prompt), self.now + DEADLINE_S)
-        self.source.waiting.append(Request(name, 0, prompt, SamplingParams(), mode="prefill"))
+        self.source.waiting.append(made_request(name, prompt, mode="prefill"))
 
     def submit_to_sink(self, name: str, num_blocks: int = 2) -> None:
         prompt = np.zeros(num_blocks * BLOCK, np.int32)
@@ -86,7 +86,7 @@ class Duo:
             request_id=name, attempt=0, mode="decode", prompt_token_ids=prompt.tobytes(), sampling=SamplingParams(),
             peer=PeerRef("p", 1, ""), deadline_s=DEADLINE_S,
         )  # fmt: skip
-        self.sink.manager.expect(submit, Request(name, 0, prompt, SamplingParams()), self.now)
+        self.sink.manager.expect(submit, made_request(name, prompt), self.now)
         self.exchange()
 
     def cancel(self, name: str) -> None:
@@ -163,14 +163,14 @@ class Duo:
             self.ends["source", ended.key[0]] += 1
             self.source.drop(ended.key)
             return
-        self.ends["sink", ended.request.request_id] += 1
+        self.ends["sink", ended.request.key.request_id] += 1
         if isinstance(ended, Commit):
             assert all(self.sink.bytes[block][1] for block in ended.block_ids)
             self.sink.pool.free(list(ended.block_ids), None)
 
     @property
     def committed(self) -> set[str]:
-        return {each.request.request_id for each in self.outcomes if isinstance(each, Commit)}
+        return {each.request.key.request_id for each in self.outcomes if isinstance(each, Commit)}
 
     # --- transfer threads -----------------------------------------------------------------------------------
 

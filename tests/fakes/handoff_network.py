@@ -17,12 +17,12 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
-from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import Finalize, PushFailed, ReadySent, Retire, Retired, TransferJob, Verified
 from tandem.kv_connector.protocol.outcomes import Commit, SinkOutcome, SourceOutcome
 from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource
 from tests.fakes.handoff_nodes import BLOCK, Decode, Prefill
+from tests.fakes.made_requests import made_request
 
 DEADLINE_S = 90.0
 
@@ -79,7 +79,7 @@ class World:
             request_id=name, attempt=0, mode="decode", prompt_token_ids=prompt.tobytes(), sampling=SamplingParams(),
             peer=peer, deadline_s=DEADLINE_S,
         )  # fmt: skip
-        request = Request(name, 0, prompt, SamplingParams(), mode="prefill")
+        request = made_request(name, prompt, mode="prefill")
         sides = ["source", "sink"]
         self.random.shuffle(sides)
         for side in sides:
@@ -89,7 +89,7 @@ class World:
                 self.source.manager.expect(AttemptKey(name, 0), sink, len(prompt), self.now + DEADLINE_S)
                 self.source.waiting.append(request)
             else:
-                self.sink.manager.expect(submit, Request(name, 0, prompt, SamplingParams()), self.now)
+                self.sink.manager.expect(submit, made_request(name, prompt), self.now)
             if self.random.random() < 0.3:
                 self._turn()
 
@@ -224,7 +224,7 @@ class World:
             self.ends["source", ended.key[0]] += 1
             self.source.drop(ended.key)
             return
-        self.ends["sink", ended.request.request_id] += 1
+        self.ends["sink", ended.request.key.request_id] += 1
         if isinstance(ended, Commit):
             whole = [self.sink.bytes.get(block, (0, False))[1] for block in ended.block_ids]
             assert all(whole), "committed a block that was not wholly written"

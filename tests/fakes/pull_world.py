@@ -19,7 +19,6 @@ from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptio
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.rate import Rate
-from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease  # fmt: skip
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef, PrefixHint  # fmt: skip
@@ -43,6 +42,7 @@ from tandem.kv_connector.pulls.puller import Puller
 from tandem.kv_connector.pulls.server import PullServer
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.kv_connector.source.manager import SourceManager
+from tests.fakes.made_requests import made_request
 
 BLOCK = 4
 LAYOUT = KVLayout((KVGroup(1, 1, 1, "float32"),), BLOCK)
@@ -122,7 +122,7 @@ class PullWorld:
 
     def submit(self, node: int, hashes: list[bytes], holder: int | None = None) -> Request:
         ids = np.zeros(len(hashes) * BLOCK + 1, np.int32)
-        request = Request(f"r{next(self._names)}", 0, ids, SamplingParams(), block_hashes=list(hashes))
+        request = made_request(f"r{next(self._names)}", ids, hashes=hashes)
         if holder is not None:
             self.nodes[node].asker.want(request, PrefixHint(self.nodes[holder].ref, len(hashes) * BLOCK))
         self.nodes[node].waiting.append(request)

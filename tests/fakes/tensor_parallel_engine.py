@@ -23,6 +23,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
+from tests.fakes.made_requests import made_request
 
 BLOCK = 16
 
@@ -88,7 +89,7 @@ def _run(core: EngineCore, requests: list[Request], result: dict[str, Any]) -> N
         core.scheduler.add(request)
     while core.has_work():
         for event in core.step():
-            name = event.request.request_id
+            name = event.request.key.request_id
             assert not isinstance(event, FailedEvent), event
             if isinstance(event, PromptLogprobsEvent):
                 result["ranks"][name] = [entry.rank for entry in event.entries]
@@ -100,7 +101,7 @@ def _run(core: EngineCore, requests: list[Request], result: dict[str, Any]) -> N
 def _request(name: str, one: dict[str, Any]) -> Request:
     fields = {key: value for key, value in one.items() if key not in ("name", "prompt", "samples")}
     sampling = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **fields})
-    return Request(name, 0, np.array(one["prompt"], np.int32), sampling, tuple(one.get("samples", [0])))
+    return made_request(name, np.array(one["prompt"], np.int32), sampling, one.get("samples", [0]))
 
 
 def run_in_child(spec: dict[str, Any], timeout_s: float = 4 * PATIENCE_S) -> list[dict[str, Any]]:

@@ -122,7 +122,7 @@ class Leaving:
 def test_all_that_the_peer_needs_is_handed_over_and_then_it_is_forgotten() -> None:
     leaving = Leaving()
     handed = leaving.hand_over()
-    whole, _ = expected(PROMPT, 0, leaving.request.sampling)
+    whole, _ = expected(PROMPT, 0, leaving.request.prompt.sampling)
     known = leaving.request.output_token_ids
     assert known == whole[: len(known)]
     assert handed.num_tokens == len(PROMPT) + len(known) - 1
@@ -147,7 +147,7 @@ def test_what_comes_to_nothing_goes_on_when_nobody_reads_its_blocks() -> None:
     assert leaving.request.num_tokens == num_known, "a block with two holders is not written"
     leaving.source.let_go()
     leaving.turn(60)
-    assert leaving.harness.tokens["r", 0] == expected(PROMPT, 0, leaving.request.sampling)[0]
+    assert leaving.harness.tokens["r", 0] == expected(PROMPT, 0, leaving.request.prompt.sampling)[0]
     assert leaving.migrations.is_idle
     assert leaving.counted() == (0, 1)
     leaving.harness.scheduler.assert_empty()

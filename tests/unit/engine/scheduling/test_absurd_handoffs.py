@@ -17,7 +17,6 @@ from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
-from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.manager import SinkManager
@@ -25,6 +24,7 @@ from tandem.node.control.events import Received
 from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import RequestBook
 from tests.fakes.handoff_effects import take, take_messages
+from tests.fakes.made_requests import made_request
 
 SOURCE, BLOCK, VOCAB = NodeKey("p", 7), 4, 100
 
@@ -42,7 +42,7 @@ def expect(sink: SinkManager, num_tokens: int, samples: tuple[int, ...] = (0,), 
         request_id="r", attempt=0, mode="decode", prompt_token_ids=prompt.tobytes(), sampling=SamplingParams(),
         peer=PeerRef("p", 7, ""), sample_indices=samples, is_running=is_running,
     )  # fmt: skip
-    sink.expect(submit, Request("r", 0, prompt, SamplingParams(), sample_indices=samples), 0.0)
+    sink.expect(submit, made_request("r", prompt, samples=samples), 0.0)
 
 
 def claim(sink: SinkManager, num_tokens: int) -> KVGrant:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from engine_harness import Harness
 
 from tandem.engine.contracts.keys import AttemptKey
-from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.clock import MEASURED_TOKENS, StepClock
 from tandem.engine.scheduling.prompt_order import LATE_SHARE, LATE_STRETCH, ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step_pace import next_prompt_decision_at
+from tests.fakes.made_requests import made_request
 
 TARGET_S = 0.3
 PER_TOKEN_S = 25e-6
@@ -33,7 +35,7 @@ class Clock:
 
 
 def prompt(length: int, name: str = "r", priority: int = 0) -> Request:
-    return Request(name, 0, np.arange(length, dtype=np.int32), SamplingParams(), priority=priority)
+    return made_request(name, np.arange(length, dtype=np.int32), priority=priority)
 
 
 def slack_order(clock: Clock) -> SlackOrder:
@@ -44,7 +46,7 @@ def slack_order(clock: Clock) -> SlackOrder:
 def arriving(order: SlackOrder, clock: Clock, *lengths: int, apart_s: float = 0.0) -> list[Request]:
     requests = [prompt(length) for length in lengths]
     for number, request in enumerate(requests):
-        request.order = request.arrival = number
+        request.order = number
         order.arrived(request)
         clock.now += apart_s
     return requests
@@ -77,7 +79,7 @@ class TestSlackOrder:
         clock = Clock()
         order = slack_order(clock)
         early, late = arriving(order, clock, 512, 512, apart_s=0.01)
-        late.priority = -1
+        late.prompt = replace(late.prompt, priority=-1)
         assert order.arrange([], [early, late]) == [late, early]
 
     def test_what_cannot_be_in_time_goes_last_and_leaves_the_others_their_time(self) -> None:

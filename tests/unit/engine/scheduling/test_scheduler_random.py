@@ -134,7 +134,7 @@ class Traffic(RuleBasedStateMachine):
         granted = harness.pool.allocate_grantable(-(-len(prompt) // BLOCK) - len(hits))
         if granted is None:
             harness.pool.free(hits, None)
-            del harness.requests[request.request_id]
+            del harness.requests[request.key.request_id]
             return
         for position in range(len(hits) * BLOCK, len(prompt)):
             block_id = granted[position // BLOCK - len(hits)]
@@ -145,9 +145,9 @@ class Traffic(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(list(self.harness.requests.values())))
-        ended = data.draw(st.sampled_from([(), self.harness.samples[request.request_id][:1]]))
+        ended = data.draw(st.sampled_from([(), self.harness.samples[request.key.request_id][:1]]))
         self.harness.scheduler.abort(request.key, ended)
-        self.aborted |= {(request.request_id, sample) for sample in ended or range(8)}
+        self.aborted |= {(request.key.request_id, sample) for sample in ended or range(8)}
 
     # --- the world around -----------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def preempt(self) -> None:
-        running = [r for r in self.harness.scheduler.running if r.mode != "prefill"]
+        running = [r for r in self.harness.scheduler.running if r.prompt.mode != "prefill"]
         if running:
             self.harness.scheduler.preempt(running[-1])
 
@@ -219,21 +219,21 @@ class Traffic(RuleBasedStateMachine):
         self.harness.assert_empty()
 
     def _check_output(self, request: Request) -> None:
-        name, harness = request.request_id, self.harness
+        name, harness = request.key.request_id, self.harness
         if name in harness.failed:
-            needed = -(-max(len(request.prompt_token_ids) + request.sampling.max_tokens - 1, 1) // BLOCK)
+            needed = -(-max(len(request.prompt.token_ids) + request.prompt.sampling.max_tokens - 1, 1) // BLOCK)
             assert harness.failed[name] == "too_large_for_pool"
             assert needed > harness.pool.num_blocks, "it would have fitted"
             return
         for sample in harness.samples[name]:
             if (name, sample) in self.aborted:
                 continue
-            if request.mode == "prefill":
-                prompt = request.prompt_token_ids.tolist()
-                assert harness.tokens[name, sample] == expected(prompt, sample, request.sampling)[0][:1]
+            if request.prompt.mode == "prefill":
+                prompt = request.prompt.token_ids.tolist()
+                assert harness.tokens[name, sample] == expected(prompt, sample, request.prompt.sampling)[0][:1]
             else:
                 harness.assert_output(name, sample)
-        if request.sampling.num_prompt_logprobs is not None and request.mode != "decode":
+        if request.prompt.sampling.num_prompt_logprobs is not None and request.prompt.mode != "decode":
             positions = list(range(1, request.num_prompt_tokens))
             assert harness.prompt_logprobs.get(name, positions) == positions
 

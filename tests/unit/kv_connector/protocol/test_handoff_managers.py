@@ -11,10 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVDrained, KVGrant, KVReady, KVRefused
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
-from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.sink_table import SinkState
 from tandem.kv_connector.protocol.source_table import SourceAction
 from tandem.kv_connector.sink import ledger as sink_ledger
@@ -27,6 +25,7 @@ from tandem.kv_connector.source.record import SourceRecord
 from tests.fakes.handoff_effects import take_messages
 from tests.fakes.handoff_network import World
 from tests.fakes.handoff_nodes import BLOCK, Prefill
+from tests.fakes.made_requests import made_request
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
@@ -164,7 +163,7 @@ def test_parked_kv_keeps_to_its_share_and_leaves_room_for_earlier_claims() -> No
     def starts(name: str, num_blocks: int) -> bool:
         prompt = np.zeros(num_blocks * BLOCK, np.int32)
         manager.expect(AttemptKey(name, 0), PeerRef("d", 2, ""), len(prompt), 100.0)
-        request = Request(name, 0, prompt, SamplingParams(), mode="prefill")
+        request = made_request(name, prompt, mode="prefill")
         if manager.prompts.get_num_new_matched_tokens(request, 0) is None:
             return False
         blocks = source.pool.allocate(num_blocks)
@@ -186,7 +185,7 @@ def test_a_forged_grant_is_refused_and_counted() -> None:
     world.faulty = False
     manager = world.source.manager
     manager.expect(AttemptKey("r", 0), PeerRef("d", 2, ""), 4, 100.0)
-    request = Request("r", 0, np.zeros(4, np.int32), SamplingParams(), mode="prefill")
+    request = made_request("r", np.zeros(4, np.int32), mode="prefill")
     manager.prompts.get_num_new_matched_tokens(request, 0)
     forged = KVGrant(
         request_id="r", attempt=0, grant_id=1, source_id="p", source_epoch=1, sink_id="d", sink_epoch=2,

@@ -18,13 +18,13 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
-from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import CloseGrant, OpenGrant, Verified, Verify
 from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.line import PATIENCE_S
 from tandem.kv_connector.sink.manager import SinkManager
 from tests.fakes.handoff_effects import take, take_messages
+from tests.fakes.made_requests import made_request
 
 SOURCE = NodeKey("p", 7)
 
@@ -45,7 +45,7 @@ def expect(sink: SinkManager, name: str, num_tokens: int, hashes: list[bytes]) -
         sampling=SamplingParams(),
         peer=PeerRef("p", 7, ""),
     )
-    return sink.expect(submit, Request(name, 0, prompt, SamplingParams(), block_hashes=hashes), 0.0)
+    return sink.expect(submit, made_request(name, prompt, hashes=hashes), 0.0)
 
 
 def register(pool: BlockPool, blocks: list[int], hashes: list[bytes]) -> None:
@@ -289,7 +289,7 @@ def test_tickets_hits_give_way_to_a_sequence_that_grows() -> None:
     pool.free(cached, None)
     assert expect(sink, "cached", 33, hashes) == 32
     assert claim(sink, "cached", 33, sink_epoch=node.info.epoch) == []
-    waiting = Request("waits to start", 0, np.zeros(4, np.int32), SamplingParams())
+    waiting = made_request("waits to start", np.zeros(4, np.int32))
     assert not pool.reservations.make_room(1, Kind.START, waiting), "a ticket is as good as what waits to start"
     assert pool.reservations.make_room(1, Kind.RUN)
     grown = pool.allocate(1)
