@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from tandem.engine.contracts.config import NodeOptions
-from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.directory.records import NodeLoad, NodeRecord
 from tandem.node.control.board import LoopBoard
@@ -42,6 +39,4 @@ def make_record(info: NodeInfo, num_blocks: int, block_size: int) -> NodeRecord:
         num_blocks=num_blocks,
         block_size=block_size,
         identity_key=identity,
-        layout_key=msgspec.msgpack.encode(info.layout),
-        hash_seed=root_hash(identity, b""),
     )

@@ -163,7 +163,7 @@ class Supervisor:
         """First call: drain, the last stage first. Second call: kill."""
         if self.phase is Phase.RUNNING:
             return self._begin_stop(now)
-        return self._kill_all("stopped twice", now)
+        return self._kill_all("stopped twice")
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class Supervisor:
             self.phase = Phase.ENDED
             return []
         if now > self._stop_deadline and not self._killed:
-            return self._kill_all(f"not drained within {self.drain_s + STOP_MARGIN_S:g} s", now)
+            return self._kill_all(f"not drained within {self.drain_s + STOP_MARGIN_S:g} s")
         last_stage = max(child.stage for child in alive)
         actions: list[Action] = []
         for child in alive:
@@ -203,7 +203,7 @@ class Supervisor:
                 actions.append(Terminate(child.name))
         return actions
 
-    def _kill_all(self, reason: str, now: float) -> list[Action]:
+    def _kill_all(self, reason: str) -> list[Action]:
         self._killed = True
         self.exit_code = self.exit_code or 1
         return [self._kill(child, reason) for child in self.children.values() if child.alive]

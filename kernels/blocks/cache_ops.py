@@ -79,45 +79,15 @@ def gather_blocks(
 ) -> torch.Tensor:
     """Contiguous copy of the blocks [n, heads, layers, 2, block_size, head_dim], or of one layer, without that axis."""
     ids = torch.as_tensor(block_ids, dtype=torch.long, device=pool.device)
-    if not _by_kernel(pool):
+    if not (pool.is_cuda and _has_triton()) or why_not_words(pool):
         return _selected(as_bytes(pool), layer).index_select(0, ids).view(pool.dtype)
     packed = torch.empty((len(ids), *_selected(pool, layer).shape[1:]), dtype=pool.dtype, device=pool.device)
-    _move_packed(pool, ids, packed, layer, gather=True)
-    return packed
-
-
-def scatter_blocks(
-    pool: torch.Tensor, block_ids: Sequence[int] | torch.Tensor, blocks: torch.Tensor, layer: int | None = None
-) -> None:
-    """Writes `blocks`, shaped and typed as `gather_blocks` returns them, into the pool. Ids must not repeat."""
-    ids = torch.as_tensor(block_ids, dtype=torch.long, device=pool.device)
-    target = _selected(as_bytes(pool), layer)
-    if blocks.dtype != pool.dtype or blocks.shape != (len(ids), *target.shape[1:]):
-        raise ValueError(
-            f"blocks are {blocks.dtype} {tuple(blocks.shape)}, "
-            f"the pool takes {pool.dtype} {(len(ids), *target.shape[1:])}"
-        )
-    packed = blocks.to(pool.device, non_blocking=True).contiguous()
-    if _by_kernel(pool):
-        _move_packed(pool, ids, packed, layer, gather=False)
-    else:
-        target.index_copy_(0, ids, as_bytes(packed))
-
-
-def _by_kernel(pool: torch.Tensor) -> bool:
-    return pool.is_cuda and _has_triton() and not why_not_words(pool)
-
-
-def _move_packed(pool: torch.Tensor, ids: torch.Tensor, packed: torch.Tensor, layer: int | None, gather: bool) -> None:
-    """Moves between blocks `ids` of the pool and the rows of `packed`, as contiguous as `gather_blocks` returns it."""
     layers = range(pool.shape[2]) if layer is None else range(layer, layer + 1)
-    shaped = packed if layer is None else packed[:, :, None]
-    places, rows = BlockPlaces.of(pool), BlockPlaces.of(shaped).starting_at(-layers.start)
+    rows = BlockPlaces.of(packed if layer is None else packed[:, :, None]).starting_at(-layers.start)
     order = torch.arange(len(ids), device=pool.device)
-    every = torch.full_like(order, pool.shape[4])
-    pairs = torch.stack((ids, order, every) if gather else (order, ids, every))
-    source, target = (places, rows) if gather else (rows, places)
-    move_blocks(pool, source, target, pairs, layers, PACKING_PROGRAMS)
+    pairs = torch.stack((ids, order, torch.full_like(order, pool.shape[4])))
+    move_blocks(pool, BlockPlaces.of(pool), rows, pairs, layers, PACKING_PROGRAMS)
+    return packed
 
 
 def _copy_runs(source: torch.Tensor, target: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:

@@ -33,7 +33,7 @@ from tandem.kernels.triton_kernels.gluon_support import why_no_gluon
 
 __all__ = [
     "GATE_UP_GROUP", "LONGEST_TUNED", "MatmulWorkspace", "group_gate_up", "linear", "linear_silu_mul",
-    "prepare", "run_plan", "table_of", "ungroup_gate_up",
+    "prepare", "run_plan", "table_of",
 ]  # fmt: skip
 
 
@@ -83,12 +83,6 @@ def group_gate_up(gate_up_GK: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"{gate_up_GK.shape[0]} rows of gate and up: need a multiple of {2 * GATE_UP_GROUP}")
     halves = gate_up_GK.view(2, half // GATE_UP_GROUP, GATE_UP_GROUP, *gate_up_GK.shape[1:])
     return halves.transpose(0, 1).reshape(gate_up_GK.shape)
-
-
-def ungroup_gate_up(grouped_GK: torch.Tensor) -> torch.Tensor:
-    """Undoes `group_gate_up`."""
-    groups = grouped_GK.view(-1, 2, GATE_UP_GROUP, *grouped_GK.shape[1:])
-    return groups.transpose(0, 1).reshape(grouped_GK.shape)
 
 
 def prepare(device: torch.device | str) -> None:

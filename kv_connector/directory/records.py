@@ -55,8 +55,6 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0  # capacity
     block_size: int = 0
     identity_key: bytes = b""  # ModelIdentity.key()
-    layout_key: bytes = b""  # msgpack of KVLayout
-    hash_seed: bytes = b""  # the hash before a prompt's first block, unsalted
     load: NodeLoad = NodeLoad()
 
     @property

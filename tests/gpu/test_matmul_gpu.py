@@ -62,7 +62,7 @@ def check_plan(plan: Plan, rows: int, weight: torch.Tensor, *, gated: bool) -> N
     product = x.double() @ weight.double().t()
     tolerance = TOLERANCE[weight.dtype]
     if gated:
-        gate, up = matmul.ungroup_gate_up(product.t()).t().chunk(2, 1)
+        gate, up = (half.flatten(1) for half in product.unflatten(1, (-1, 2, matmul.GATE_UP_GROUP)).unbind(2))
         expected = functional.silu(gate) * up
     else:
         expected = product
