@@ -93,9 +93,11 @@ class Reservations:
     def _has(self, num: int, hits: Sequence[int]) -> bool:
         return num <= self._pool.num_free - self._pool.num_unused(hits)
 
-    def num_spare(self) -> int:
-        """Blocks that those who could do without may still take, so that they leave room for work."""
-        return int(SHARE * self._num_blocks) - self._num_held(*COULD_DO_WITHOUT)
+    def num_spare(self, owner: object = None) -> int:
+        """Blocks that those who could do without may still take, so that they leave room for work; `owner` lets what
+        was held for him go."""
+        holds = [hold for kind in COULD_DO_WITHOUT for hold in self._holds[kind] if hold.owner is not owner]
+        return int(SHARE * self._num_blocks) - sum(hold.num_blocks for hold in holds)
 
     def may_wait_with(self, num: int) -> bool:
         """Whether `num` more may be held for a request: within the share, or alone."""

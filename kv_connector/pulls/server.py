@@ -130,7 +130,8 @@ class PullServer:
             if not self._pool.is_published(block_hash):
                 break
             complete.append(block_id)
-        blocks = complete[: max(0, self._pool.reservations.num_spare())]  # the rest is not offered
+        spare = self._pool.reservations.num_spare(question)
+        blocks = complete[: max(0, spare)]  # the rest is not offered
         if not blocks:
             self._refuse(question.sender, question.pull, outcomes.BUSY if complete else outcomes.NOT_CACHED)
             return

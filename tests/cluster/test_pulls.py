@@ -15,7 +15,7 @@ from tier_nodes import always_loading, until_saved
 
 from in_process_cluster import BLOCK, Client
 from tandem.engine.contracts.wire.requests import FlushBlocks
-from tandem.node import process
+from tandem.node import report
 from tiny_models import random_prompt
 
 PROMPT = random_prompt(9 * BLOCK + 3, seed=5)
@@ -178,7 +178,7 @@ def test_tiny_pools_that_evict_all_the_time(
     of them, host memory for two, the disk for a few more, and what can be had is never computed. Over tcp the nodes
     take each other for other hosts'."""
     if way == "tcp":
-        monkeypatch.setattr(process, "host_id", lambda hosts=count(): f"host {next(hosts)}")
+        monkeypatch.setattr(report, "host_id", lambda hosts=count(): f"host {next(hosts)}")
     rng = random.Random(seed)
     stems = [random_prompt(8 * BLOCK, seed=100 + number) for number in range(3)]
     ends = [random_prompt(BLOCK // 2 + number, seed=number) for number in range(2)]

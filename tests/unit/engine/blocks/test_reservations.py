@@ -60,10 +60,11 @@ def test_nobody_asks_himself_and_nobody_is_asked_without_need() -> None:
 def test_those_who_could_do_without_share_half_of_the_pool_or_one_has_more() -> None:
     pool = BlockPool(8, enable_caching=False)
     assert pool.reservations.may_wait_with(7)
-    load = held(pool, Kind.LOAD, 3)
+    load = held(pool, Kind.LOAD, 3, "a question")
     assert pool.reservations.may_wait_with(1)
     assert not pool.reservations.may_wait_with(2)
     assert pool.reservations.num_spare() == 1
+    assert pool.reservations.num_spare("a question") == 4, "what was loaded for an offer lets it have as much"
     pool.reservations.end(load)
     assert pool.reservations.num_spare() == 4
 
