@@ -7,6 +7,7 @@ ignores `add_bos_token` and `add_eos_token` of tokenizer_config.json when there 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,9 @@ from tokenizers import Tokenizer as RustTokenizer
 from tandem.engine.contracts.errors import ConfigError
 from tandem.router.text.detokenizer import ByteDetokenizer, Detokenizer, MarkedDetokenizer, WindowDetokenizer
 
+# Batches here are of one text: the library's own threads, one for each core, would have nothing to share. It reads this
+# when a batch is made.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 PROMPT_TAIL = 6  # prompt tokens that give a decoder its context; a guess
 
 

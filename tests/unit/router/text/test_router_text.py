@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,18 @@ def test_special_tokens_are_as_in_transformers(tmp_path: Path, config: dict[str,
     (folder / "tokenizer_config.json").write_text(json.dumps(settings_))
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(folder))
     assert Tokenizer(folder).encode("the quick fox") == theirs("the quick fox")["input_ids"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_encoding_starts_no_threads(folder: Path) -> None:
+    """The library would start one for each core, in each router process."""
+    code = (
+        "import os, sys; from tandem.router.text.tokenizer import Tokenizer; tokenizer = Tokenizer(sys.argv[1]);"
+        "before = os.listdir('/proc/self/task'); tokenizer.encode('a text'); tokenizer.decode([1, 2]);"
+        "assert os.listdir('/proc/self/task') == before"
+    )
+    environ = {key: value for key, value in os.environ.items() if key != "TOKENIZERS_PARALLELISM"}
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=True, env=environ)
 
 
 def test_folders_that_are_no_tokenizer(tmp_path: Path) -> None:
