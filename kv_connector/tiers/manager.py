@@ -7,6 +7,7 @@ LowerTiers of engine/scheduling/ports.py. docs/tiers.md tells the whole story.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.directory import BlockEvent
@@ -16,13 +17,21 @@ from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.protocol.jobs import LayerLoad
 from tandem.kv_connector.tiers.index import StoredBlock, TierIndex
-from tandem.kv_connector.tiers.jobs import Load, TierJob, with_loads
+from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Load, TierJob, with_loads
 from tandem.kv_connector.tiers.promoter import Promoter
-from tandem.kv_connector.tiers.promotions import IN_FLIGHT, Promotion, PromotionStage
+from tandem.kv_connector.tiers.promotions import PromotionStage
 from tandem.kv_connector.tiers.worth_loading import num_worth_loading
+from tandem.kv_connector.tiers.write_back import WriteBack
 
 
-class TierManager(Promoter):
+@dataclass
+class TierCounters:
+    host_hit_tokens: int = 0  # of prompts that started here; of what was loaded for peers nothing
+    disk_hit_tokens: int = 0
+    loads_declined: int = 0  # requests for which computing was faster
+
+
+class TierManager:
     """`host` and `disk` are this object's to change, `pool` is shared with the scheduler."""
 
     def __init__(
@@ -37,8 +46,12 @@ class TierManager(Promoter):
     ) -> None:
         """`make_step_load`: what ConnectorWorker runs beside a step's layers. `compute_rate`: of prompt tokens, as the
         step clock measures it. `batch_blocks`: copied by one job."""
-        super().__init__(pool, host, disk, batch_blocks)
+        self._pool, self._host, self._disk = pool, host, disk
         self._block_size = block_size
+        self._events: list[BlockEvent] = []
+        self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks)
+        self.promoter = Promoter(pool, host, disk, self._write_back)
+        self.counters = TierCounters()
         self._make_step_load = make_step_load
         self.compute_rate = compute_rate
         self._step_loads: list[Load] = []  # of the step that is being planned
@@ -53,13 +66,13 @@ class TierManager(Promoter):
 
     def prepare(self, taker: Taker, hashes: Sequence[bytes], hits: Sequence[int], runs_alone: bool) -> int | None:
         """See LowerTiers."""
-        promotion = self._promotions.get(taker)
+        promotion = self.promoter.promotion_of(taker)
         if promotion is not None:
             if promotion.stage is PromotionStage.FETCHED:
-                self._load_outside(promotion)
+                self.promoter.load_outside(promotion)
             return 0 if promotion.stage in (PromotionStage.LOADED, PromotionStage.OVER) else None
         missing = hashes[len(hits) :]
-        if missing and missing[0] in self._moving:
+        if missing and self.promoter.is_moving(missing[0]):
             return None  # somebody else's load brings it
         found = self._found(missing)
         if not found:
@@ -67,23 +80,21 @@ class TierManager(Promoter):
         num_worth = self._num_worth(found)
         if not num_worth:
             self.counters.loads_declined += 1
-            self._promotions[taker] = Promotion(0, [], None, [], PromotionStage.OVER)  # and is not asked about again
+            self.promoter.decline(taker)
             return 0
         wanted = found[:num_worth]
         if runs_alone and all(self._host.is_ready(block_hash) for block_hash in wanted):
             return len(wanted) * self._block_size
         if not self._pool.reservations.may_wait_with(len(hits) + len(wanted)):
-            return None if any(p.stage in IN_FLIGHT for p in self._by_number.values()) else 0
-        self._promote(taker, list(hits), hashes[len(hits) - 1] if hits else None, wanted)
-        return None if taker in self._promotions else 0
+            return None if self.promoter.is_copying else 0
+        parent = hashes[len(hits) - 1] if hits else None
+        return None if self.promoter.promote(taker, list(hits), parent, wanted) else 0
 
     def load_with_step(self, request: Request, block_ids: Sequence[int], hashes: Sequence[bytes]) -> None:
         """See LowerTiers."""
         assert self._host.is_ready(hashes[0])
-        self.counters.host_hits += len(hashes)
         self._count_hits(request, hashes, frozenset())
-        self._host.pin(hashes)
-        self._step_loads.append(self._make_load(hashes, block_ids))
+        self._step_loads.append(self.promoter.load_with_step(hashes, block_ids))
 
     def step_meta(self, step_id: int, meta: StepMeta | None) -> StepMeta | None:
         """See LowerTiers."""
@@ -96,16 +107,14 @@ class TierManager(Promoter):
         self._host.use(hashes)
         if self._disk is not None:
             self._disk.use(hashes)
-        promotion = self._promotions.get(taker)
+        promotion = self.promoter.promotion_of(taker)
         if promotion is not None and promotion.stage is PromotionStage.LOADED:
             self._count_hits(taker, promotion.hashes, promotion.from_disk)
         self.ended(taker)
 
     def ended(self, taker: Taker) -> None:
         """See LowerTiers."""
-        promotion = self._promotions.pop(taker, None)
-        if promotion is not None:
-            self._let_go(promotion)
+        self.promoter.ended(taker)
 
     def _count_hits(self, taker: Taker, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
         """Counts each prompt once, where it starts; what is taken for a peer not at all."""
@@ -122,17 +131,18 @@ class TierManager(Promoter):
         found = []
         for block_hash in missing:
             on_disk = self._disk is not None and self._disk.is_ready(block_hash) and block_hash not in self._host
-            if block_hash in self._moving or not (on_disk or self._host.is_ready(block_hash)):
+            if self.promoter.is_moving(block_hash) or not (on_disk or self._host.is_ready(block_hash)):
                 break
             found.append(block_hash)
         return found
 
     def _num_worth(self, found: Sequence[bytes]) -> int:
-        load, fetch = self.load_rate.seconds, self.fetch_rate.seconds
+        load_rate, fetch_rate = self.promoter.load_rate, self.promoter.fetch_rate
+        load, fetch = load_rate.seconds, fetch_rate.seconds
         seconds = [load if block_hash in self._host else load + fetch for block_hash in found]
         num = num_worth_loading(seconds, self.compute_rate.seconds * self._block_size)
         if num < len(found):
-            (self.load_rate if found[num] in self._host else self.fetch_rate).doubt()
+            (load_rate if found[num] in self._host else fetch_rate).doubt()
         return num
 
     # --- the loop -------------------------------------------------------------------------------------------
@@ -142,10 +152,17 @@ class TierManager(Promoter):
         do."""
         self._write_back.on_turn(pool_events, is_idle)
 
+    def on_done(self, done: JobDone) -> None:
+        """Takes in what a thread has copied, or could not copy."""
+        if isinstance(done.job, Load):
+            self.promoter.on_loaded(done.job, done)
+        elif isinstance(done.job, Fetch):
+            self.promoter.on_fetched(done.job, done)
+        else:
+            self._write_back.on_done(done)
+
     def drain_jobs(self) -> list[TierJob]:
-        jobs = self._jobs + self._write_back.drain_jobs()
-        self._jobs = []
-        return jobs
+        return self.promoter.drain_jobs() + self._write_back.drain_jobs()
 
     def drain_events(self) -> list[BlockEvent]:
         """What the directory is to hear of, since the last call."""
@@ -163,15 +180,11 @@ class TierManager(Promoter):
     def is_on_disk(self, block_hash: bytes) -> bool:
         return self._disk is not None and self._disk.is_ready(block_hash)
 
-    @property
-    def is_moving(self) -> bool:
-        return any(promotion.stage in IN_FLIGHT for promotion in self._by_number.values())
-
     def counts(self) -> dict[str, float]:
         disk, disk_capacity = (0, 0) if self._disk is None else (len(self._disk), self._disk.capacity)
         sizes = {"host_blocks": len(self._host), "host_capacity": self._host.capacity}
         sizes |= {"disk_blocks": disk, "disk_capacity": disk_capacity}
-        counts = {**sizes, **vars(self.counters), **vars(self._write_back.counters)}
+        counts = {**sizes, **vars(self.counters), **vars(self.promoter.counters), **vars(self._write_back.counters)}
         return {f"tier_{name}": float(value) for name, value in counts.items()}
 
     # --- integrity ------------------------------------------------------------------------------------------
@@ -181,4 +194,4 @@ class TierManager(Promoter):
         if self._disk is not None:
             self._disk.check_integrity()
         self._write_back.check_integrity()
-        self.check_promotions()
+        self.promoter.check_integrity()

@@ -9,7 +9,6 @@ from functools import partial
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
-from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.scheduling.ports import Taker
 from tandem.kv_connector.tiers.index import TierIndex
@@ -19,36 +18,44 @@ from tandem.kv_connector.tiers.write_back import WriteBack
 
 
 @dataclass
-class TierCounters:
+class PromoterCounters:
     host_hits: int = 0  # blocks
     disk_hits: int = 0
-    host_hit_tokens: int = 0  # of prompts that started here; of what was loaded for peers nothing
-    disk_hit_tokens: int = 0
-    loads_declined: int = 0  # requests for which computing was faster
     loads_failed: int = 0
     disk_dropped: int = 0  # blocks that were not what was written, or could not be read
 
 
 class Promoter:
-    """Carries promotions out; `TierManager` decides on them."""
+    """Carries out what `TierManager` decides on, and answers for it until the request starts or ends."""
 
-    def __init__(self, pool: BlockPool, host: TierIndex, disk: TierIndex | None, batch_blocks: int) -> None:
+    def __init__(self, pool: BlockPool, host: TierIndex, disk: TierIndex | None, write_back: WriteBack) -> None:
         self._pool = pool
         self._host, self._disk = host, disk
+        self._write_back = write_back
         self.load_rate, self.fetch_rate = Rate(), Rate()
-        self.counters = TierCounters()
-        self._events: list[BlockEvent] = []
-        self._write_back = WriteBack(pool, host, disk, self._events.append, batch_blocks)
+        self.counters = PromoterCounters()
         self._promotions: dict[Taker, Promotion] = {}
         self._by_number: dict[int, Promotion] = {}
         self._num_promotions = 0
         self._moving: set[bytes] = set()  # hashes on their way to the host pool from disk, or to the device
         self._jobs: list[TierJob] = []
 
+    # --- questions ------------------------------------------------------------------------------------------
+
+    def promotion_of(self, taker: Taker) -> Promotion | None:
+        return self._promotions.get(taker)
+
+    def is_moving(self, block_hash: bytes) -> bool:
+        return block_hash in self._moving
+
+    @property
+    def is_copying(self) -> bool:
+        return any(promotion.stage in IN_FLIGHT for promotion in self._by_number.values())
+
     # --- promotions -----------------------------------------------------------------------------------------
 
-    def _promote(self, taker: Taker, hits: list[int], parent: bytes | None, wanted: list[bytes]) -> None:
-        """Holds the hits and starts on the blocks after them; they may turn out to be fewer."""
+    def promote(self, taker: Taker, hits: list[int], parent: bytes | None, wanted: list[bytes]) -> bool:
+        """Holds the hits and starts on the blocks after them; they may turn out to be fewer. False: they are none."""
         on_host = [block_hash for block_hash in wanted if block_hash in self._host]
         self._host.pin(on_host)
         fetched, slots, taken = [], [], len(wanted)
@@ -65,7 +72,7 @@ class Promoter:
             slots.append(slot)
         self._host.unpin([block_hash for block_hash in wanted[taken:] if block_hash in on_host])
         if not taken:
-            return
+            return False
         self._num_promotions += 1
         promotion = Promotion(self._num_promotions, hits, parent, wanted[:taken], PromotionStage.FETCHED)
         self._promotions[taker] = self._by_number[promotion.number] = promotion
@@ -80,10 +87,21 @@ class Promoter:
             disk_slots = tuple(self._disk.slot(block_hash) for block_hash in fetched)
             self._jobs.append(Fetch(promotion.number, tuple(fetched), disk_slots, tuple(slots)))
         else:
-            self._load_outside(promotion)
+            self.load_outside(promotion)
+        return True
 
-    def _load_outside(self, promotion: Promotion) -> None:
-        """Starts the loads, unless blocks have to cool down first."""
+    def decline(self, taker: Taker) -> None:
+        """Nothing is promoted for it, and nobody need ask again."""
+        self._promotions[taker] = Promotion(0, [], None, [], PromotionStage.OVER)
+
+    def load_with_step(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> Load:
+        """What a step is to load by itself; its end comes in like that of others."""
+        self.counters.host_hits += len(hashes)
+        self._host.pin(hashes)
+        return self._make_load(hashes, block_ids)
+
+    def load_outside(self, promotion: Promotion) -> None:
+        """Starts the loads of what is fetched, unless blocks have to cool down first."""
         blocks = self._pool.allocate_grantable(len(promotion.hashes))
         if blocks is not None:
             promotion.block_ids = blocks
@@ -93,6 +111,11 @@ class Promoter:
     def _make_load(self, hashes: Sequence[bytes], block_ids: Sequence[int], number: int = 0) -> Load:
         slots = tuple(self._host.slot(block_hash) for block_hash in hashes)
         return Load(number, tuple(hashes), slots, tuple(block_ids))
+
+    def ended(self, taker: Taker) -> None:
+        promotion = self._promotions.pop(taker, None)
+        if promotion is not None:
+            self._let_go(promotion)
 
     def _let_go(self, promotion: Promotion) -> None:
         """Gives back whatever it holds: now, or when its copy has ended."""
@@ -109,16 +132,11 @@ class Promoter:
 
     # --- results --------------------------------------------------------------------------------------------
 
-    def on_done(self, done: JobDone) -> None:
-        """Takes in what a thread has copied, or could not copy."""
-        if isinstance(done.job, Load):
-            self._on_loaded(done.job, done)
-        elif isinstance(done.job, Fetch):
-            self._on_fetched(done.job, done)
-        else:
-            self._write_back.on_done(done)
+    def drain_jobs(self) -> list[TierJob]:
+        jobs, self._jobs = self._jobs, []
+        return jobs
 
-    def _on_loaded(self, job: Load, done: JobDone) -> None:
+    def on_loaded(self, job: Load, done: JobDone) -> None:
         self._host.unpin(job.hashes)
         self.load_rate.measured(len(job.hashes), done.seconds)
         if not job.number:
@@ -148,7 +166,7 @@ class Promoter:
         self._pool.free(promotion.block_ids, None)
         promotion.block_ids = found
 
-    def _on_fetched(self, job: Fetch, done: JobDone) -> None:
+    def on_fetched(self, job: Fetch, done: JobDone) -> None:
         assert self._disk is not None
         promotion = self._by_number[job.number]
         self._disk.unpin(job.hashes)
@@ -177,7 +195,7 @@ class Promoter:
         """block_id -> references to blocks of the pool that are held here."""
         return Counter(block_id for promotion in self._by_number.values() for block_id in promotion.held)
 
-    def check_promotions(self) -> None:
+    def check_integrity(self) -> None:
         for block_id, count in self.references().items():
             assert self._pool.ref_count(block_id) >= count, f"block {block_id} is held here and free"
         moving = [h for p in self._by_number.values() if p.stage is not PromotionStage.LOADED for h in p.hashes]

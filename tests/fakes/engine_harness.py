@@ -147,7 +147,7 @@ class Harness:
         roots = [root_for_salt(salt) for salt in SALTS]
         held = self.external + self.connector.references
         if self.tiers is not None:
-            held += self.tiers.manager.references()
+            held += self.tiers.manager.promoter.references()
             self.tiers.check(roots)
         self.scheduler.check_integrity(held)
         assert self.scheduler.num_faults <= self.num_faults, "a request was given up for an error of ours"

@@ -41,7 +41,7 @@ def test_a_prompt_alone_starts_at_once_and_its_blocks_come_under_its_first_step(
     evicted(harness)
     assert again(harness) == 2
     assert harness.requests["again"].num_cached_tokens == 20
-    assert harness.tiers.manager.counters.host_hits == 5
+    assert harness.tiers.manager.promoter.counters.host_hits == 5
     assert harness.tiers.manager.counters.host_hit_tokens == harness.scheduler.num_cached_tokens == 20
     assert harness.scheduler.num_prompt_tokens == 21 + 22 + 22 + 21
     harness.settle()
@@ -73,7 +73,7 @@ def test_two_requests_for_the_same_blocks_load_them_once() -> None:
         harness.add(name, PROMPT, max_tokens=2)
     harness.run()
     assert harness.runner.num_computed_tokens - before == 4
-    assert harness.tiers.manager.counters.host_hits == 5
+    assert harness.tiers.manager.promoter.counters.host_hits == 5
 
 
 def test_blocks_that_another_request_computes_meanwhile_are_not_held_twice() -> None:
@@ -83,7 +83,7 @@ def test_blocks_that_another_request_computes_meanwhile_are_not_held_twice() -> 
     harness.add("again", PROMPT, max_tokens=2)
     harness.add("apart", PROMPT[: 2 * BLOCK], max_tokens=1, use_prefix_cache=False)
     harness.step()
-    assert harness.tiers.manager.is_moving
+    assert harness.tiers.manager.promoter.is_copying
     harness.run()
     harness.assert_output("again")
     assert harness.requests["again"].num_cached_tokens == 20
@@ -95,9 +95,9 @@ def test_from_disk_by_way_of_the_host_pool() -> None:
     harness = small(3, 32, 1, 0)
     evicted(harness)
     assert again(harness) < 21 - 2 * BLOCK
-    counters = harness.tiers.manager.counters
-    assert counters.disk_hits >= 2
-    assert counters.disk_hit_tokens == counters.disk_hits * BLOCK
+    counters, num_hits = harness.tiers.manager.counters, harness.tiers.manager.promoter.counters.disk_hits
+    assert num_hits >= 2
+    assert counters.disk_hit_tokens == num_hits * BLOCK
     assert counters.host_hit_tokens + counters.disk_hit_tokens == harness.requests["again"].num_cached_tokens
     harness.settle()
     harness.assert_empty()
@@ -112,7 +112,7 @@ def test_a_copy_that_fails_leaves_the_rest_to_be_computed() -> None:
     harness.add("again", PROMPT, max_tokens=2)
     harness.run()
     harness.assert_output("again")
-    assert harness.tiers.manager.counters.loads_failed == 1
+    assert harness.tiers.manager.promoter.counters.loads_failed == 1
     assert harness.requests["again"].num_cached_tokens == 0
     harness.assert_empty()
 
@@ -121,11 +121,11 @@ def test_what_is_computed_faster_is_not_loaded() -> None:
     harness = small(32, 0, 0, 0)
     evicted(harness)
     manager = harness.tiers.manager
-    manager.load_rate.measured(1, 1.0)
+    manager.promoter.load_rate.measured(1, 1.0)
     manager.compute_rate.measured(1, 1e-3)
     assert again(harness) == 22
     assert manager.counters.loads_declined >= 1
-    assert manager.load_rate.seconds < 1.0, "the rate that declines is never measured again"
+    assert manager.promoter.load_rate.seconds < 1.0, "the rate that declines is never measured again"
 
 
 def test_an_aborted_request_lets_go_when_its_load_has_ended() -> None:
@@ -135,9 +135,9 @@ def test_an_aborted_request_lets_go_when_its_load_has_ended() -> None:
     harness.step()
     harness.add("again", PROMPT, max_tokens=2)
     harness.step()
-    assert harness.tiers.manager.is_moving
+    assert harness.tiers.manager.promoter.is_copying
     harness.scheduler.abort(AttemptKey("again", 0))
-    assert harness.tiers.manager.references(), "a block that is written by a load is free"
+    assert harness.tiers.manager.promoter.references(), "a block that is written by a load is free"
     harness.run()
     harness.settle()
     harness.assert_empty()
@@ -153,12 +153,12 @@ def test_running_requests_take_what_is_held_for_one_that_waits() -> None:
     harness.add("again", PROMPT, max_tokens=2, mode="prefill")
     for _ in range(4):
         harness.step()
-    assert len(harness.tiers.manager.references()) == 5
+    assert len(harness.tiers.manager.promoter.references()) == 5
     while not harness.finished.get(("runs", 0)):
         harness.step()
     harness.assert_output("runs")
     assert harness.requests["runs"].num_preemptions == 0
-    assert not harness.tiers.manager.references()
+    assert not harness.tiers.manager.promoter.references()
     harness.connector.parked.clear()
     harness.run()
     assert harness.requests["again"].first_tokens
@@ -171,7 +171,7 @@ def test_flush_forgets_the_tiers_too(lag: int) -> None:
     harness.scheduler.flush()
     harness.settle()
     assert again(harness) == 22
-    assert harness.tiers.manager.counters.host_hits == 0
+    assert harness.tiers.manager.promoter.counters.host_hits == 0
 
 
 def test_pool_and_host_hold_together_what_they_have_room_for() -> None:
@@ -184,7 +184,7 @@ def test_pool_and_host_hold_together_what_they_have_room_for() -> None:
             harness.run()
             harness.settle()
             assert request.num_cached_tokens == (20 if turn else 0)
-    assert harness.tiers.manager.counters.host_hits > 80
+    assert harness.tiers.manager.promoter.counters.host_hits > 80
     harness.assert_empty()
 
 

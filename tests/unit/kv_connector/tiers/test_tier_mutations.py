@@ -13,6 +13,7 @@ from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 from tandem.kv_connector.tiers.manager import TierManager
+from tandem.kv_connector.tiers.promoter import Promoter
 from tandem.kv_connector.tiers.promotions import Promotion, PromotionStage
 from tandem.kv_connector.tiers.write_back import WriteBack
 
@@ -41,13 +42,13 @@ def traffic(seed: int) -> int:
         harness.assert_output(name)
     harness.assert_empty()
     assert harness.tiers is not None
-    return harness.tiers.manager.counters.host_hits
+    return harness.tiers.manager.promoter.counters.host_hits
 
 
 def findable_before_it_is_loaded(patch: Patch) -> None:
-    load_outside = TierManager._load_outside
+    load_outside = Promoter.load_outside
 
-    def early(self: TierManager, promotion: Promotion) -> None:
+    def early(self: Promoter, promotion: Promotion) -> None:
         load_outside(self, promotion)
         parent = promotion.parent
         if promotion.stage is PromotionStage.LOADING:
@@ -55,7 +56,7 @@ def findable_before_it_is_loaded(patch: Patch) -> None:
                 self._pool.register(block_id, block_hash, parent, None)
                 parent = block_hash
 
-    patch.setattr(TierManager, "_load_outside", early)
+    patch.setattr(Promoter, "load_outside", early)
 
 
 def loads_into_blocks_that_cool(patch: Patch) -> None:
@@ -78,15 +79,15 @@ def sources_are_not_pinned(patch: Patch) -> None:
 
 
 def lets_go_of_blocks_that_are_written(patch: Patch) -> None:
-    let_go = TierManager._let_go
+    let_go = Promoter._let_go
 
-    def at_once(self: TierManager, promotion: Promotion) -> None:
+    def at_once(self: Promoter, promotion: Promotion) -> None:
         if promotion.stage is PromotionStage.LOADING:
             self._pool.free(promotion.held, None)
             promotion.hits, promotion.block_ids = [], []
         let_go(self, promotion)
 
-    patch.setattr(TierManager, "_let_go", at_once)
+    patch.setattr(Promoter, "_let_go", at_once)
 
 
 def failed_loads_count_as_loaded(patch: Patch) -> None:
