@@ -11,6 +11,7 @@ from tandem.engine.contracts.wire.parts import Message
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import Send, SinkEffect
 from tandem.kv_connector.protocol.jobs import CloseGrant, OpenGrant, Verify, digest_key
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.outcomes import Commit, Failed, Fetched, NotFetched, Recompute, Released
 from tandem.kv_connector.protocol.sink_table import SinkAction as A
 from tandem.kv_connector.protocol.sink_table import SinkState as S
@@ -104,11 +105,10 @@ class SinkActions:
         request = record.request
         if action is A.END_CANCELLED:
             return
-        if record.most_blocks:
+        if record.kind is HandoffKind.PULL:
             self._end_pull(record, action)
             return
-        if request is None:
-            return
+        assert request is not None, "a claim without its Submit ends in no outcome"
         if action is A.COMMIT:
             assert record.ready is not None
             self._ledger.counters.commits += 1

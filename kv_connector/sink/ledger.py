@@ -11,6 +11,7 @@ from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.sink_table import SinkMachine
 from tandem.kv_connector.protocol.sink_table import SinkState as S
 from tandem.kv_connector.sink.record import OVER, UNTIL_SAFE, SinkRecord
@@ -92,7 +93,7 @@ class SinkLedger:
         request = record.request
         if request is None or not request.prompt.use_prefix_cache:
             return
-        last_full = (request.num_prompt_tokens - 1 - record.follows) // self.block_size
+        last_full = (request.num_prompt_tokens - 1 - (record.kind is HandoffKind.SEQUENCE)) // self.block_size
         found = self.pool.match_prefix(request.block_hashes[: max(0, last_full)])
         if len(found) > len(record.hits):
             self.pool.touch(found)

@@ -11,6 +11,7 @@ from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.wire.handoff import KVClaim, KVGrant
 from tandem.kv_connector.protocol import outcomes
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.sink_table import SinkEvent
 from tandem.kv_connector.protocol.sink_table import SinkState as S
 from tandem.kv_connector.sink.actions import SinkActions
@@ -41,7 +42,7 @@ class SinkLine:
 
     def on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
         """Takes a claim in. A pull's says how much the source has; a repetition must say the same."""
-        if record.most_blocks:
+        if record.kind is HandoffKind.PULL:
             num_blocks, rest = divmod(claim.num_prompt_tokens, self._ledger.block_size)
             fits = not rest and 0 < num_blocks <= record.most_blocks
             if not fits or record.num_tokens not in (0, claim.num_prompt_tokens):
@@ -55,13 +56,13 @@ class SinkLine:
 
     def take_claimed(self, record: SinkRecord) -> None:
         """Sizes a running sequence: its source alone knows how long it may become; it is no shorter than its prompt."""
-        if record.follows and record.num_claimed and record.request is not None:
+        if record.kind is HandoffKind.SEQUENCE and record.num_claimed and record.request is not None:
             record.num_tokens = max(record.num_claimed, record.request.num_prompt_tokens)
             record.num_blocks = self._ledger.num_blocks_of(record.num_tokens)
 
     def settle(self, record: SinkRecord) -> None:
         """Called after any event: queues a new claim, notes an end, grants what can be granted now."""
-        line = self._pulls if record.most_blocks or record.follows else self._queue
+        line = self._queue if record.kind is HandoffKind.PROMPT else self._pulls
         if record.machine.state is S.QUEUED and record not in line:
             line.append(record)
         if record.machine.state in ENDED and not record.closed_at:

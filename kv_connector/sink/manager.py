@@ -17,6 +17,7 @@ from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import SinkEffect
 from tandem.kv_connector.protocol.jobs import Verified
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.peer_effects import Fenced
 from tandem.kv_connector.protocol.sink_table import SinkEvent as E
 from tandem.kv_connector.protocol.sink_table import SinkState as S
@@ -72,7 +73,7 @@ class SinkManager:
         record.num_blocks = self.ledger.num_blocks_of(request.num_prompt_tokens)
         assert submit.peer is not None, "a decode node is told who hands over"
         record.source_id = submit.peer.node_id
-        record.follows = submit.is_running
+        record.kind = HandoffKind.SEQUENCE if submit.is_running else HandoffKind.PROMPT
         self.line.take_claimed(record)
         self.ledger.pin(record)
         num_cached = len(record.hits) * self.ledger.block_size
@@ -91,7 +92,7 @@ class SinkManager:
         self.ledger.at(now)
         record = self.ledger.open(key)
         record.source_id, record.deadline, record.expected_at = source.node_id, deadline, now
-        record.most_blocks = most_blocks
+        record.kind, record.most_blocks = HandoffKind.PULL, most_blocks
         self.actions.run(record, record.machine.on_submit(source.epoch))
 
     def is_unanswered(self, key: AttemptKey) -> bool:
@@ -168,8 +169,7 @@ class SinkManager:
         if record.machine.state in UNTIL_SAFE:
             self._warn_of_long_quarantine(record)
         elif self.ledger.now >= record.deadline:
-            was_asked = record.request is not None or record.most_blocks
-            record.reason = outcomes.DEADLINE if was_asked else outcomes.EARLY
+            record.reason = outcomes.EARLY if record.machine.state is S.EARLY else outcomes.DEADLINE
             self.actions.run(record, record.machine.on(E.DEADLINE))
         if record.machine.state is S.EXPECTING and self.peers.has_stayed_away(record):
             record.reason = outcomes.SOURCE_LOST
@@ -224,7 +224,8 @@ class SinkManager:
                 return False
         if len(set(named)) < len(named) or (self.info.vocab_size and max(tokens, default=0) >= self.info.vocab_size):
             return False
-        return record.follows == (continuation is not None) and record.fits(continuation, self.ledger.block_size)
+        is_right_kind = (record.kind is HandoffKind.SEQUENCE) == (continuation is not None)
+        return is_right_kind and record.fits(continuation, self.ledger.block_size)
 
     def _on_verified(self, record: SinkRecord, event: Verified) -> None:
         record.bad_indices = event.bad_indices

@@ -9,6 +9,7 @@ from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation
 from tandem.engine.scheduling.request import Request
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.sink_table import SinkMachine
 from tandem.kv_connector.protocol.sink_table import SinkState as S
 
@@ -23,14 +24,14 @@ class SinkRecord:
     key: AttemptKey
     machine: SinkMachine
     deadline: float
+    kind: HandoffKind = HandoffKind.PROMPT  # true from when this node asks for it
     source_id: str = ""
     request: Request | None = None
     expected_at: float = 0.0  # when it was submitted
-    num_tokens: int = 0  # to be in the pool at its commit; of a pull known from its claim on
+    num_tokens: int = 0  # to be in the pool at its commit, of a sequence at most; of a pull known from its claim on
     num_blocks: int = 0
     num_claimed: int = 0  # tokens that the claim names
-    follows: bool = False  # of a sequence that runs at its source: `num_tokens` is what it may have at its commit
-    most_blocks: int = 0  # of a pull: so many were asked for; 0: it is no pull
+    most_blocks: int = 0  # that a pull asked for
     hits: list[int] = field(default_factory=list)
     hold: Hold | None = None  # of the hits, while they are a ticket's
     granted: list[int] = field(default_factory=list)

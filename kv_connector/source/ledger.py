@@ -11,6 +11,7 @@ from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.kv_connector.layouts.plan import BlockSizes
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.source_table import SourceMachine
 from tandem.kv_connector.protocol.source_table import SourceState as S
 from tandem.kv_connector.source.record import NO_STEP, OVER, SourceRecord
@@ -49,10 +50,11 @@ class SourceLedger:
         """It is `now`, in monotonic seconds: whoever brings an event says so first."""
         self.now = now
 
-    def add(self, key: AttemptKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
+    def add(self, key: AttemptKey, kind: HandoffKind, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
         assert key not in self.records, "each hand-off is begun once"
         record = self.records[key] = SourceRecord(
             key=key,
+            kind=kind,
             peer=peer,
             num_prompt_tokens=num_tokens,
             num_blocks=-(-num_tokens // self.block_size),

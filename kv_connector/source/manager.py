@@ -23,17 +23,11 @@ from tandem.engine.contracts.wire.handoff import (
     KVResend,
     KVWait,
 )
-from tandem.engine.contracts.wire.parts import (
-    AttemptMessage,
-    Continuation,
-    FirstToken,
-    Message,
-    NodeInfo,
-    PeerRef,
-)
+from tandem.engine.contracts.wire.parts import AttemptMessage, Continuation, Message, NodeInfo, PeerRef
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import Send, SourceEffect
 from tandem.kv_connector.protocol.jobs import Flush, Flushed, PushFailed, ReadySent, Retired
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.peer_effects import PeerFailed
 from tandem.kv_connector.protocol.source_table import SourceEvent as E
 from tandem.kv_connector.protocol.source_table import SourceState as S
@@ -79,7 +73,7 @@ class SourceManager:
 
     def expect(self, key: AttemptKey, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
         """A prompt that will be handed to `peer`; before the scheduler gets it."""
-        self._add(key, peer, num_prompt_tokens, deadline)
+        self._add(key, HandoffKind.PROMPT, peer, num_prompt_tokens, deadline)
 
     def cancel(self, key: AttemptKey, now: float) -> None:
         self.ledger.at(now)
@@ -91,25 +85,16 @@ class SourceManager:
     # --- KV that exists already -----------------------------------------------------------------------------
 
     def offer(
-        self,
-        key: AttemptKey,
-        peer: PeerRef,
-        block_ids: Sequence[int],
-        num_tokens: int,
-        deadline: float,
-        now: float,
-        first_tokens: Sequence[FirstToken] = (),
-        last_step: int = NO_STEP,
+        self, key: AttemptKey, peer: PeerRef, block_ids: Sequence[int], num_tokens: int, deadline: float, now: float
     ) -> None:
-        """Hands the KV of `num_tokens` tokens to `peer`, which expects it: they are in `block_ids`, in order of
-        position, complete once step `last_step` (NO_STEP: none) has run. One reference to each block passes to the
-        hand-off. It claims as soon as `peer` is connected and ends like any other."""
+        """Hands the KV of `num_tokens` tokens, all written, to `peer`, which expects it: they are in `block_ids`, in
+        order of position. One reference to each block passes to the hand-off. It claims as soon as `peer` is connected
+        and ends like any other."""
         self.ledger.at(now)
         assert len(block_ids) == -(-num_tokens // self.ledger.block_size), "the blocks of just these tokens"
-        record = self._add(key, peer, num_tokens, deadline)
+        record = self._add(key, HandoffKind.PULL, peer, num_tokens, deadline)
         record.block_ids, record.owns_blocks = list(block_ids), True
-        record.num_computed_tokens, record.last_step = num_tokens, last_step
-        record.first_tokens = tuple(first_tokens)
+        record.num_computed_tokens = num_tokens
         if self.peers.knows(peer):
             self.peers.claim_offer(record)
 
@@ -127,8 +112,7 @@ class SourceManager:
         tokens of KV when it is handed over. While `is_pushing`, `push_settled` and at last `hand_over` say what there
         is. It ends like any other hand-off."""
         self.ledger.at(now)
-        record = self._add(key, peer, most_tokens, deadline)
-        record.follows = True
+        record = self._add(key, HandoffKind.SEQUENCE, peer, most_tokens, deadline)
         if self.peers.knows(peer):
             self.peers.claim_offer(record)
 
@@ -252,8 +236,8 @@ class SourceManager:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _add(self, key: AttemptKey, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
-        record = self.ledger.add(key, peer, num_tokens, deadline)
+    def _add(self, key: AttemptKey, kind: HandoffKind, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
+        record = self.ledger.add(key, kind, peer, num_tokens, deadline)
         self.peers.open_channel(peer)
         return record
 

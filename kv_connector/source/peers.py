@@ -7,6 +7,7 @@ from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.protocol import outcomes
 from tandem.kv_connector.protocol.effects import SourceEffect
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.peer_effects import CloseChannel, OpenChannel
 from tandem.kv_connector.protocol.source_table import SourceEvent as E
 from tandem.kv_connector.protocol.source_table import SourceState as S
@@ -39,7 +40,7 @@ class SourcePeers:
     def claim_offer(self, record: SourceRecord) -> None:
         """Claims as if for a prompt that was computed, or is being computed, without waiting for its grant."""
         self.note_block_sizes(record)
-        for event in (E.CLAIM, E.START) if record.follows else (E.CLAIM, E.START, E.COMPUTED):
+        for event in (E.CLAIM, E.START, E.COMPUTED) if record.kind is HandoffKind.PULL else (E.CLAIM, E.START):
             self._actions.run(record, record.machine.on(event))
 
     def note_block_sizes(self, record: SourceRecord) -> None:
@@ -54,7 +55,7 @@ class SourcePeers:
         for record in self._ledger.of_sink(info.key):
             if record.machine.state not in OVER:
                 self.open_channel(record.peer)
-            if record.machine.state is S.IDLE and (record.owns_blocks or record.follows):
+            if record.machine.state is S.IDLE and record.kind is not HandoffKind.PROMPT:
                 self.claim_offer(record)
             elif record.machine.state in CLAIMED:  # one that has greeted again after it forgot this node
                 self._actions.run(record, record.machine.on(E.TIMER))

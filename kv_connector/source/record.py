@@ -12,6 +12,7 @@ from tandem.engine.contracts.wire.parts import Continuation, FirstToken, PeerRef
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, WholePush, digest_key
+from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.source_table import SourceMachine
 from tandem.kv_connector.protocol.source_table import SourceState as S
 
@@ -22,6 +23,7 @@ OVER = (S.DRAINED, S.CLOSED)
 @dataclass(eq=False, slots=True)
 class SourceRecord:
     key: AttemptKey
+    kind: HandoffKind
     peer: PeerRef
     num_prompt_tokens: int
     num_blocks: int  # of the prompt, of this node's size
@@ -48,9 +50,8 @@ class SourceRecord:
     resend_indices: tuple[int, ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
     ready: KVReady | None = None
-    follows: bool = False  # a sequence that runs: its length is known when it stands still
-    continuation: Continuation | None = None
-    is_flushed: bool = True  # of a sequence that runs: what was pushed of it has arrived
+    continuation: Continuation | None = None  # of a sequence, when it stands still
+    is_flushed: bool = True  # of a sequence: what was pushed of it has arrived
 
     @property
     def num_sink_blocks(self) -> int:

@@ -1,0 +1,11 @@
+"""What a hand-off is about."""
+
+from __future__ import annotations
+
+import enum
+
+
+class HandoffKind(enum.Enum):
+    PROMPT = "prompt"  # pushed while it is computed, for a request that goes on at the sink
+    PULL = "pull"  # cached blocks that the sink has asked for
+    SEQUENCE = "sequence"  # runs at its source meanwhile: its length is known when it stands still
