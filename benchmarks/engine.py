@@ -27,6 +27,7 @@ from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.running.runner import ModelRunner
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, Prompt, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -87,13 +88,15 @@ class Engine:
             self.runner.capture_decode_steps()
         self.blocks = BlockPool(num_blocks, enable_caching=True)
         scheduler = Scheduler(
-            self.options.scheduler,
-            self.blocks,
-            block_size=block_size,
-            max_model_len=self.loaded.max_model_len,
-            eos_token_ids=(),
-            root_for_salt=lambda salt: root_hash(b"benchmark", salt),
-            limits_prompt_work=True,
+            SchedulerState(
+                self.options.scheduler,
+                self.blocks,
+                block_size=block_size,
+                max_model_len=self.loaded.max_model_len,
+                eos_token_ids=(),
+                root_for_salt=lambda salt: root_hash(b"benchmark", salt),
+                limits_prompt_work=True,
+            )
         )
         self.core = EngineCore(scheduler, self.runner)
         print(f"ready after {time.monotonic() - started:.1f} s, {num_blocks} blocks", flush=True)
@@ -113,7 +116,7 @@ class Engine:
                 index = waiting.pop(0)
                 name = f"{workload.name}-{seed}-{index}"
                 arrivals[name] = time.perf_counter()
-                self.core.scheduler.add(make_request(name, prompts[index], sampling))
+                self.core.scheduler.state.add(make_request(name, prompts[index], sampling))
             for event in self.core.step():
                 now = time.perf_counter()
                 assert not isinstance(event, FailedEvent), event

@@ -34,6 +34,7 @@ from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.requests import Submit, TokenDelta, Tokens
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import DecodeBatch
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
 from tandem.node.control.board import LoopBoard
@@ -91,13 +92,15 @@ class Node:
         pool = BlockPool(self.num_rows * (MAX_MODEL_LEN // BLOCK), enable_caching=True)
         options = SchedulerOptions(max_num_seqs=self.num_rows, max_num_batched_tokens=8192, decode_prompt_budget=2048)
         scheduler = Scheduler(
-            options,
-            pool,
-            block_size=BLOCK,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=(2,),
-            root_for_salt=lambda salt: root_hash(b"benchmark", salt),
-            limits_prompt_work=True,
+            SchedulerState(
+                options,
+                pool,
+                block_size=BLOCK,
+                max_model_len=MAX_MODEL_LEN,
+                eos_token_ids=(2,),
+                root_for_salt=lambda salt: root_hash(b"benchmark", salt),
+                limits_prompt_work=True,
+            )
         )
         book = RequestBook(VOCAB, MAX_MODEL_LEN)
         self.logic = ServingNode(node_info(), book, scheduler, pool, options.max_queue)
@@ -110,7 +113,7 @@ class Node:
         begin = time.thread_time()
         for index, submit in enumerate(submits):
             self.logic.on_control(Received(router_key(index % NUM_ROUTERS), submit), 0.0)
-        while self.logic.scheduler.waiting:
+        while self.logic.scheduler.state.waiting:
             self.step(lambda *_: None)
         return time.thread_time() - begin
 
@@ -121,12 +124,12 @@ class Node:
         output = scheduler.schedule()
         stamps.append(time.thread_time_ns())
         assert output is not None
-        scheduler.pool.step_launched(output.step_id)
+        scheduler.state.pool.step_launched(output.step_id)
         done, self._pending = self._pending, (output, self._runner.execute(output))
         stamps.append(time.thread_time_ns())
-        events = scheduler.take_events()
+        events = scheduler.state.take_events()
         if done is not None:
-            scheduler.pool.step_completed(done[0].step_id)
+            scheduler.state.pool.step_completed(done[0].step_id)
             events += scheduler.update(done[0], done[1].result())
         stamps.append(time.thread_time_ns())
         self.logic.on_engine_events(events)

@@ -27,11 +27,11 @@ class DecodeNode(HandoffNode):
 
     @cached_property
     def _ticket_loads(self) -> TicketLoads:
-        return TicketLoads(self.pool, self.scheduler.tiers, self.scheduler.block_size)
+        return TicketLoads(self.pool, self.scheduler.state.tiers, self.scheduler.state.block_size)
 
     def start(self, entry: AcceptedRequest, now: float) -> None:
         if entry.submit.mode == "decode":
-            self.scheduler.kv.extend_hashes(entry.request)  # a router may leave hashing to the node
+            self.scheduler.state.kv.extend_hashes(entry.request)  # a router may leave hashing to the node
             if not (self._comes_from_afar(entry) and self._ticket_loads.begin(entry, now)):
                 self._expect(entry, now)
         else:
@@ -93,7 +93,7 @@ class DecodeNode(HandoffNode):
             return
         first_tokens = self._close_samples(entry, commit.first_tokens)
         tokens = [(t.sample_index, t.token_id, t.finished) for t in first_tokens]
-        self.scheduler.add_committed(commit.request, list(commit.block_ids), tokens, commit.num_cached_tokens)
+        self.scheduler.state.add_committed(commit.request, list(commit.block_ids), tokens, commit.num_cached_tokens)
 
     def _take_over(self, entry: AcceptedRequest, commit: Commit, continuation: Continuation) -> None:
         """A sequence that ran elsewhere goes on here, behind its newest token."""
@@ -101,7 +101,7 @@ class DecodeNode(HandoffNode):
         known = known_tokens(request, continuation.token_ids)
         (sample,) = request.sample_indices
         self._repeat(entry, continuation)
-        self.scheduler.add_committed(
+        self.scheduler.state.add_committed(
             continued(request, sample, known[:-1]), list(commit.block_ids), [(sample, int(known[-1]), False)]
         )
 
@@ -130,11 +130,11 @@ class DecodeNode(HandoffNode):
         if continuation is not None:
             known = known_tokens(request, continuation.token_ids)
             self._repeat(entry, continuation)
-            self.scheduler.add(continued(request, request.sample_indices[0], known))
+            self.scheduler.state.add(continued(request, request.sample_indices[0], known))
         for token in self._close_samples(entry, recompute.first_tokens):
             if not token.finished:
                 known = known_tokens(request, [token.token_id])
-                self.scheduler.add(continued(request, token.sample_index, known))
+                self.scheduler.state.add(continued(request, token.sample_index, known))
 
 
 def known_tokens(request: Request, output: Sequence[int]) -> np.ndarray:

@@ -11,6 +11,7 @@ from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
@@ -65,18 +66,20 @@ class NodeContext:
         cache, loaded = self.options.cache, self.loaded
         identity_key = loaded.identity.key()
         return Scheduler(
-            self.options.scheduler,
-            self.pool,
-            block_size=cache.block_size,
-            max_model_len=loaded.max_model_len,
-            eos_token_ids=loaded.config.eos_token_ids,
-            root_for_salt=lambda salt: root_hash(identity_key, salt),
-            hash_block_size=cache.hash_block_size,
-            limits_prompt_work=self.options.role != "prefill",
-            connector=connector,
-            prompt_order=self._prompt_order(),
-            tiers=tiers,
-            clock=self.clock,
+            SchedulerState(
+                self.options.scheduler,
+                self.pool,
+                block_size=cache.block_size,
+                max_model_len=loaded.max_model_len,
+                eos_token_ids=loaded.config.eos_token_ids,
+                root_for_salt=lambda salt: root_hash(identity_key, salt),
+                hash_block_size=cache.hash_block_size,
+                limits_prompt_work=self.options.role != "prefill",
+                connector=connector,
+                prompt_order=self._prompt_order(),
+                tiers=tiers,
+                clock=self.clock,
+            )
         )
 
     def _prompt_order(self) -> PromptOrder:

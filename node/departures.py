@@ -74,7 +74,7 @@ class Departures:
         if order.successor in self._departures or self._source.knows(order.successor):
             return False
         entry = self._book.entries.get(order.key)
-        request = self._scheduler.sequence_of(order.key, order.sample_index)
+        request = self._scheduler.state.sequence_of(order.key, order.sample_index)
         problem = ""
         if entry is None or entry.router != router or request is None:
             problem = outcomes.UNKNOWN
@@ -85,7 +85,7 @@ class Departures:
         if problem or request is None:
             self._answer(router, order, problem)
             return False
-        growth = max(GROWTH_BLOCKS * self._scheduler.block_size, LEAST_GROWTH_TOKENS)
+        growth = max(GROWTH_BLOCKS * self._scheduler.state.block_size, LEAST_GROWTH_TOKENS)
         most_tokens = min(request.num_launched_tokens + growth, request.max_num_tokens)
         least_tokens = request.num_launched_tokens
         departure = Departure(order, router, request, most_tokens, request.num_preemptions, least_tokens)
@@ -170,7 +170,7 @@ class Departures:
         self.counters.tokens += request.num_tokens
         self.counters.pause_s += now - departure.paused_at
         del self._departures[departure.key]
-        self._scheduler.abort(order.key, (order.sample_index,))
+        self._scheduler.state.abort(order.key, (order.sample_index,))
         self._book.sample_left(request.key, order.sample_index)
         self._answer(departure.router, order, "")
 

@@ -135,7 +135,7 @@ class NodeProcess:
             self.runner.capture_decode_steps()
         if not self.options.scheduler.decode_prompt_budget:
             most = self.options.scheduler.max_num_batched_tokens
-            self.logic.scheduler.step_times.measured(measure_step_times(self.runner, most))
+            self.logic.scheduler.state.step_times.measured(measure_step_times(self.runner, most))
         self._compilations.warn_from_now()
 
     def serve(self) -> int:
@@ -298,7 +298,7 @@ class NodeProcess:
         self._effects.apply()
         events = self.pool.drain_events()
         if self.tiers is not None:
-            events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.has_work())
+            events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.state.has_work())
         if events and self.publisher is not None:
             self.publisher.publish(events)
 

@@ -43,16 +43,16 @@ class ServingNode:
 
     def start(self, entry: AcceptedRequest, now: float) -> None:
         """Begin an accepted entry; must call `book.accept` or `book.fail`."""
-        self.scheduler.add(entry.request)
+        self.scheduler.state.add(entry.request)
         self.book.accept(entry)
 
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         """The entry has ended in the book: end whatever still works for it."""
-        self.scheduler.abort(entry.request.key)
+        self.scheduler.state.abort(entry.request.key)
 
     def stop_samples(self, entry: AcceptedRequest, samples: Sequence[int]) -> None:
         """Some samples ended, others go on."""
-        self.scheduler.abort(entry.request.key, tuple(samples))
+        self.scheduler.state.abort(entry.request.key, tuple(samples))
 
     def on_peer_message(self, sender: NodeKey, message: Message, now: float) -> None:
         """A hand-off message from another node."""
@@ -106,7 +106,7 @@ class ServingNode:
             elif entry is not None:
                 self.stop_samples(entry, message.sample_indices)
         elif isinstance(message, FlushBlocks):
-            self.scheduler.flush()
+            self.scheduler.state.flush()
         else:
             self.on_peer_message(sender, message, now)
 
@@ -119,7 +119,7 @@ class ServingNode:
         if not known and self.draining:
             self.book.refuse(router, submit, "draining", "the node is draining", retryable=True)
             return
-        if not known and self.scheduler.num_waiting >= self.max_queue:
+        if not known and self.scheduler.state.num_waiting >= self.max_queue:
             self.book.refuse(router, submit, "overloaded", "the node's queue is full", retryable=True)
             return
         entry = self.book.open(router, submit, now)
@@ -159,7 +159,7 @@ class ServingNode:
 
     @property
     def is_empty(self) -> bool:
-        return not self.book.entries and self.handoff_idle and not self.scheduler.has_work()
+        return not self.book.entries and self.handoff_idle and not self.scheduler.state.has_work()
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
         return self.book.drain_outbox() + self.handoff_outbox()
@@ -174,10 +174,10 @@ class ServingNode:
             "requests_accepted": float(self.book.num_accepted),
             "requests_ended": float(self.book.num_ended),
             "blocks_cached": float(self.pool.num_cached),
-            "request_faults": float(self.scheduler.num_faults),
-            "preemptions": float(self.scheduler.num_preemptions),
-            "prompt_tokens": float(self.scheduler.num_prompt_tokens),
-            "cached_tokens": float(self.scheduler.num_cached_tokens),
+            "request_faults": float(self.scheduler.state.num_faults),
+            "preemptions": float(self.scheduler.state.num_preemptions),
+            "prompt_tokens": float(self.scheduler.state.num_prompt_tokens),
+            "cached_tokens": float(self.scheduler.state.num_cached_tokens),
             **self.handoff_counters(),
             **counters,
         }
@@ -185,12 +185,12 @@ class ServingNode:
         return Status(
             node_id=self.info.node_id,
             epoch=self.info.epoch,
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_waiting_tokens=self.scheduler.num_waiting_tokens,
+            num_running=self.scheduler.state.num_running,
+            num_waiting=self.scheduler.state.num_waiting,
+            num_waiting_tokens=self.scheduler.state.num_waiting_tokens,
             num_free_blocks=self.pool.num_free,
             num_blocks=self.pool.num_blocks,
-            block_size=self.scheduler.kv.block_size,
+            block_size=self.scheduler.state.kv.block_size,
             draining=self.draining,
             prefill_s_per_token=self.scheduler.prompt_s_per_token,
             transfer_s_per_token=self._transfer_s_per_token(all_counters),
@@ -208,5 +208,5 @@ class ServingNode:
 
     def check_integrity(self) -> None:
         self.book.check_integrity()
-        self.scheduler.check_integrity()
+        self.scheduler.state.check_integrity()
         self.pool.check_integrity()

@@ -21,7 +21,7 @@ class PrefillNode(HandoffNode):
         super().start(entry, now)
 
     def launch_at(self) -> float:
-        return next_prompt_decision_at(self.scheduler.clock)
+        return next_prompt_decision_at(self.scheduler.state.clock)
 
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         super().stop(entry, now)

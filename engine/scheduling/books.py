@@ -47,7 +47,8 @@ class SchedulerState:
     ) -> None:
         """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
         `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only.
-        `clock` None: nothing is measured."""
+        `clock`: told of every step; None: nothing is measured. ValueError: `block_size` is no multiple of
+        `hash_block_size`."""
         self.options = options
         self.pool = pool
         self.kv = KVAllocator(pool, BlockHasher(block_size, hash_block_size or block_size, root_for_salt))
@@ -212,6 +213,11 @@ class SchedulerState:
             self.finish(sequence)
         return sequences
 
+    def fail_holders(self, code: str, text: str) -> None:
+        """Fails each request of which any sequence has blocks."""
+        for sequences in [each for each in self._requests.values() if any(s.block_ids for s in each)]:
+            self.fail(sequences[0], code, text, retryable=True)
+
     def give_up(self, request: Request, text: str) -> list[Request]:
         """Fails a request for an exception that nobody expected, of work that was for it alone. AssertionError when the
         books don't hold without it: then the exception was about more, and the process must end."""
@@ -236,6 +242,11 @@ class SchedulerState:
             request.slot = -1
         else:
             self.waiting.remove(request)
+
+    def take_events(self) -> list[EngineEvent]:
+        """Events since the last call, those of planning and entering included."""
+        events, self.events = self.events, []
+        return events
 
     # --- counts and checks ----------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class EngineCore:
         return bool(self._unread)
 
     def has_work(self) -> bool:
-        return self.inflight or self.scheduler.has_work()
+        return self.inflight or self.scheduler.state.has_work()
 
     def step(self) -> list[EngineEvent]:
         """One turn of the loop; events of the step that was read."""
@@ -43,12 +43,12 @@ class EngineCore:
         host some time; `between_layers` from within a launch layer by layer, which takes long."""
         output = self.scheduler.schedule()
         if output is not None:
-            self.scheduler.pool.step_launched(output.step_id)
+            self.scheduler.state.pool.step_launched(output.step_id)
             if before_execution is not None:
                 before_execution()
             self._unread.append((output, self._runner.execute(output, between_layers)))
             self.scheduler.pace.executed(output.num_tokens)
-        self._events += self.scheduler.take_events()
+        self._events += self.scheduler.state.take_events()
         self._reads = bool(self._unread) and (len(self._unread) > 1 or output is None or not self._pipelined)
 
     @property
@@ -60,7 +60,7 @@ class EngineCore:
     def read_would_wait(self) -> bool:
         waits = self._reads and not self._unread[0][1].done()
         if waits:
-            self.scheduler.clock.seen_running()
+            self.scheduler.state.clock.seen_running()
         return waits
 
     def read(self) -> list[EngineEvent]:
@@ -82,7 +82,7 @@ class EngineCore:
         self.newest_read = done
         result = handle.result()
         if result.failure is None:
-            self.scheduler.pool.step_completed(done.step_id)
+            self.scheduler.state.pool.step_completed(done.step_id)
         else:
-            self.scheduler.pool.step_failed(done.step_id)
+            self.scheduler.state.pool.step_failed(done.step_id)
         return self.scheduler.update(done, result)

@@ -9,21 +9,15 @@ yet (docs/architecture.md, "The step loop").
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.wire.parts import TokenLogprobs
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
-from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.planner import StepPlanner
-from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
-from tandem.engine.scheduling.prompt_order import PromptOrder
 from tandem.engine.scheduling.request import EngineEvent, PromptLogprobsEvent, Request, RequestState, TokenEvent
 from tandem.engine.scheduling.step import RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.scheduling.step_pace import StepPace
@@ -31,46 +25,16 @@ from tandem.engine.scheduling.step_pace import StepPace
 limited = RateLimited(logging.getLogger(__name__))
 
 
-class Scheduler(SchedulerState):
+class Scheduler:
     """Verbs of the step loop: `schedule`, then `update` with what the runner answered, in the order of steps.
 
-    Requests come by `add` and `add_committed` and go by their last token, `abort` or a FailedEvent.
+    Requests come by `add` and `add_committed` of its `state` and go by their last token, `abort` or a FailedEvent.
     """
 
-    def __init__(
-        self,
-        options: SchedulerOptions,
-        pool: BlockPool,
-        *,
-        block_size: int,
-        max_model_len: int,
-        eos_token_ids: Sequence[int],
-        root_for_salt: Callable[[bytes], bytes],
-        hash_block_size: int = 0,
-        limits_prompt_work: bool = False,
-        connector: KVConnectorScheduler | None = None,
-        prompt_order: PromptOrder | None = None,
-        tiers: LowerTiers | None = None,
-        clock: StepClock | None = None,
-    ) -> None:
-        """The parameters are those of SchedulerState. `clock` is told of every step. ValueError: `block_size` is no
-        multiple of `hash_block_size`."""
-        super().__init__(
-            options,
-            pool,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
-            root_for_salt=root_for_salt,
-            hash_block_size=hash_block_size,
-            limits_prompt_work=limits_prompt_work,
-            connector=connector,
-            prompt_order=prompt_order,
-            tiers=tiers,
-            clock=clock,
-        )
-        self.pace = StepPace(self.clock)
-        self._planner = StepPlanner(self)
+    def __init__(self, state: SchedulerState) -> None:
+        self.state = state
+        self.pace = StepPace(state.clock)
+        self._planner = StepPlanner(state)
         self._launched: dict[int, StepBookings] = {}
         self._next_step = 0
 
@@ -82,14 +46,14 @@ class Scheduler(SchedulerState):
             return None
         step_id = self._next_step
         self._next_step += 1
-        output, launched = StepBuilder(self, step_id).build(plan)
+        output, launched = StepBuilder(self.state, step_id).build(plan)
         self._launched[step_id] = launched
         prompts = [(request, row.num_tokens) for request, row in plan.rows.items() if row.is_prompt]
         launched.is_mixed = 0 < len(prompts) < len(plan.rows)
-        self.prompt_order.launched(prompts)
-        self.clock.launched(step_id, output.num_tokens, sum(num for _, num in prompts))
-        meta = None if self.connector is None else self.connector.build_connector_meta(output)
-        meta = self.tiers.step_meta(step_id, meta)
+        self.state.prompt_order.launched(prompts)
+        self.state.clock.launched(step_id, output.num_tokens, sum(num for _, num in prompts))
+        meta = None if self.state.connector is None else self.state.connector.build_connector_meta(output)
+        meta = self.state.tiers.step_meta(step_id, meta)
         return output if meta is None else msgspec.structs.replace(output, connector_meta=meta)
 
     @property
@@ -101,14 +65,14 @@ class Scheduler(SchedulerState):
         """Takes in what step `output` made, and returns all events since the last call. Tokens of requests that have
         ended meanwhile are dropped."""
         launched = self._launched.pop(output.step_id)
-        seconds = self.clock.completed(output.step_id)
-        if self.step_times.are_measured and launched.is_mixed:
-            self.step_times.observed(output.num_tokens, seconds)
+        seconds = self.state.clock.completed(output.step_id)
+        if self.state.step_times.are_measured and launched.is_mixed:
+            self.state.step_times.observed(output.num_tokens, seconds)
         if result.failure is not None:
             return self._give_up(launched, result.failure)
         for index, (row, request) in enumerate(zip(output.rows, launched.row_requests, strict=True)):
             if row.slot in result.failed_slots and request.state is not RequestState.FINISHED:
-                self.give_up(request, result.failed_slots[row.slot])
+                self.state.give_up(request, result.failed_slots[row.slot])
             if row.prompt_logprobs:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
         logprobs = result.logprobs or [None] * len(output.samples)
@@ -121,26 +85,19 @@ class Scheduler(SchedulerState):
                 self._take_token(request, sample, token_id, entry)
             except Exception:
                 limited.exception("request %s attempt %d failed at a token", *request.key, key="token")
-                self.give_up(request, "the node can't take this request's token in; its log says why")
-        return self.take_events()
+                self.state.give_up(request, "the node can't take this request's token in; its log says why")
+        return self.state.take_events()
 
     def _give_up(self, launched: StepBookings, reason: str) -> list[EngineEvent]:
         """The step was not computed. Whatever has blocks may have found its prefix in those of the step, or be in the
         step that was launched meanwhile: all of it ends here. Another node may have the memory that this one lacks."""
         for request in launched.sampled:
             request.num_in_flight -= 1
-        holders = [sequences for sequences in self._requests.values() if any(s.block_ids for s in sequences)]
-        for sequences in holders:
-            self.fail(sequences[0], "out_of_memory", reason, retryable=True)
-        return self.take_events()
-
-    def take_events(self) -> list[EngineEvent]:
-        """Events since the last call, those of `schedule` and `add` included."""
-        events, self.events = self.events, []
-        return events
+        self.state.fail_holders("out_of_memory", reason)
+        return self.state.take_events()
 
     def assert_empty(self) -> None:
-        super().assert_empty()
+        self.state.assert_empty()
         assert not self._launched, "a launched step was not read"
 
     # --- results --------------------------------------------------------------------------------------------
@@ -152,22 +109,23 @@ class Scheduler(SchedulerState):
         request.prompt_logprobs.update(enumerate(entries, row.start + 1))
         if row.start + row.num_tokens >= request.num_prompt_tokens:
             in_order = tuple(entry for _, entry in sorted(request.prompt_logprobs.items()))
-            self.events.append(PromptLogprobsEvent(request, in_order))
+            self.state.events.append(PromptLogprobsEvent(request, in_order))
             request.prompt_logprobs.clear()
             request.prompt_logprobs_sent = True
 
     def _take_token(self, request: Request, sample: SampleRow, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        reason = stop.finish_reason(request, token_id, sample.output_index, sample.position + 1, self.eos_token_ids)
+        eos = self.state.eos_token_ids
+        reason = stop.finish_reason(request, token_id, sample.output_index, sample.position + 1, eos)
         stop_token_id = token_id if reason == "stop" else None
         event = TokenEvent(request, sample.sample_index, sample.output_index, token_id, reason, stop_token_id, logprobs)
-        self.events.append(event)
+        self.state.events.append(event)
         if request.prompt.mode == "prefill":
             request.first_tokens.append((sample.sample_index, token_id, reason is not None))
             if len(request.first_tokens) == len(request.sample_indices):
-                self.finish(request)
+                self.state.finish(request)
             return
         request.output_token_ids.append(token_id)
         if request.block_ids:
-            self.kv.register_full_blocks(request, request.last_step)
+            self.state.kv.register_full_blocks(request, request.last_step)
         if reason is not None:
-            self.finish(request)
+            self.state.finish(request)

@@ -41,8 +41,8 @@ REFUSED = {
 }
 
 
-class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What makes a prompt of messages, for answers and for /tokenize."""
+class ChatTokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize with messages."""
 
     messages: Messages
     model: str | None = None
@@ -52,11 +52,6 @@ class ChatFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     chat_template: Any = None
-
-
-class ChatTokenizeBody(ChatFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize with messages."""
-
     return_token_strs: bool | None = None
 
 

@@ -87,7 +87,7 @@ def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: b
                 assert results[length].failed is None, results[length].failed
                 assert results[length].output() == greedy.token_ids, f"prompt of {length} tokens"
         if way == "single" and num_blocks == 50:
-            assert nodes[0].process.logic.scheduler.num_preemptions > 0, "the small pool forced no preemption"
+            assert nodes[0].process.logic.scheduler.state.num_preemptions > 0, "the small pool forced no preemption"
         if way != "single":
             commits = nodes[0].process.logic.sink.counters.commits
             assert commits >= len(LENGTHS), "the KV was not handed over"

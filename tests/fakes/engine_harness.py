@@ -15,6 +15,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import Secrecy, root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.prompt_order import PromptOrder
@@ -69,17 +70,19 @@ class Harness:
         self.runner = FakeRunner(self.pool.num_blocks, BLOCK, self.options.max_num_seqs, [EOS])
         self.tiers = None if tiers is None else FakeTiers(self.pool, self.runner, *tiers)
         self.scheduler = Scheduler(
-            self.options,
-            self.pool,
-            block_size=BLOCK,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=[EOS],
-            root_for_salt=root_for_salt,
-            limits_prompt_work=limits_prompt_work,
-            connector=self.connector,
-            prompt_order=prompt_order,
-            tiers=None if self.tiers is None else self.tiers.manager,
-            clock=clock,
+            SchedulerState(
+                self.options,
+                self.pool,
+                block_size=BLOCK,
+                max_model_len=MAX_MODEL_LEN,
+                eos_token_ids=[EOS],
+                root_for_salt=root_for_salt,
+                limits_prompt_work=limits_prompt_work,
+                connector=self.connector,
+                prompt_order=prompt_order,
+                tiers=None if self.tiers is None else self.tiers.manager,
+                clock=clock,
+            )
         )
         self.core = EngineCore(self.scheduler, self.runner, pipelined)
         self.external: Counter[int] = Counter()
@@ -109,7 +112,7 @@ class Harness:
 
     def add(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:
         request = self.request(name, prompt, samples, **settings)
-        self.scheduler.add(request)
+        self.scheduler.state.add(request)
         return request
 
     def commit(self, request: Request, block_ids: list[int]) -> None:
@@ -123,7 +126,7 @@ class Harness:
             if ended:
                 self.finished[request.key.request_id, sample] = "first"
             first_tokens.append((sample, token, ended))
-        self.scheduler.add_committed(request, block_ids, first_tokens)
+        self.scheduler.state.add_committed(request, block_ids, first_tokens)
 
     # --- steps ----------------------------------------------------------------------------------------------
 
@@ -149,8 +152,8 @@ class Harness:
         if self.tiers is not None:
             held += self.tiers.manager.promoter.references()
             self.tiers.check(roots)
-        self.scheduler.check_integrity(held)
-        assert self.scheduler.num_faults <= self.num_faults, "a request was given up for an error of ours"
+        self.scheduler.state.check_integrity(held)
+        assert self.scheduler.state.num_faults <= self.num_faults, "a request was given up for an error of ours"
         self.runner.check_cached(self.pool, roots)
 
     def _take(self, event: EngineEvent) -> None:
@@ -214,7 +217,7 @@ def receive(
 ) -> Request:
     """A peer's KV: hits that the node has, and granted blocks that the peer writes."""
     request = harness.request(name, prompt, samples, mode="decode", **sampling)
-    harness.scheduler.kv.extend_hashes(request)
+    harness.scheduler.state.kv.extend_hashes(request)
     hits = harness.pool.match_prefix(request.block_hashes)
     harness.pool.touch(hits)
     granted = harness.pool.allocate_grantable(-(-len(prompt) // BLOCK) - len(hits))

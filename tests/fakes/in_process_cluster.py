@@ -84,7 +84,7 @@ class Node:
         self._thread.join(2 * PATIENCE_S)
         assert not self._thread.is_alive(), "the node did not drain"
         self.process.logic.check_integrity()
-        assert not self.process.logic.scheduler.num_faults, "a request was given up for an error of ours"
+        assert not self.process.logic.scheduler.state.num_faults, "a request was given up for an error of ours"
 
     def hold_after(self, num_steps: int) -> None:
         """It takes so many more steps; then, until `go_on`, it hears, answers and moves KV but computes nothing."""

@@ -20,6 +20,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -59,12 +60,14 @@ def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
     if loaded.device.type == "cuda":
         runner.capture_decode_steps()
     scheduler = Scheduler(
-        options.scheduler,
-        BlockPool(num_blocks, True),
-        block_size=BLOCK,
-        max_model_len=loaded.max_model_len,
-        eos_token_ids=(),
-        root_for_salt=lambda salt: root_hash(b"test", salt),
+        SchedulerState(
+            options.scheduler,
+            BlockPool(num_blocks, True),
+            block_size=BLOCK,
+            max_model_len=loaded.max_model_len,
+            eos_token_ids=(),
+            root_for_salt=lambda salt: root_hash(b"test", salt),
+        )
     )
     result = _drive(EngineCore(scheduler, runner), spec)
     if ranks is not None:
@@ -81,12 +84,12 @@ def _drive(core: EngineCore, spec: dict[str, Any]) -> dict[str, Any]:
         requests = [_request(f"{turn}-{one['name']}", one) for one in spec["requests"]]
         _run(core, requests, result)
         result["num_cached"] += sum(request.num_cached_tokens for request in requests)
-    return {**result, "num_preemptions": core.scheduler.num_preemptions}
+    return {**result, "num_preemptions": core.scheduler.state.num_preemptions}
 
 
 def _run(core: EngineCore, requests: list[Request], result: dict[str, Any]) -> None:
     for request in requests:
-        core.scheduler.add(request)
+        core.scheduler.state.add(request)
     while core.has_work():
         for event in core.step():
             name = event.request.key.request_id
@@ -95,7 +98,7 @@ def _run(core: EngineCore, requests: list[Request], result: dict[str, Any]) -> N
                 result["ranks"][name] = [entry.rank for entry in event.entries]
             elif isinstance(event, TokenEvent):
                 result["tokens"].setdefault(f"{name}-{event.sample_index}", []).append(event.token_id)
-    core.scheduler.check_integrity()
+    core.scheduler.state.check_integrity()
 
 
 def _request(name: str, one: dict[str, Any]) -> Request:

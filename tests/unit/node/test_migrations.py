@@ -157,7 +157,7 @@ def test_a_cancel_that_overtakes_the_commit_is_no_failure() -> None:
     """The successor's first token makes the router cancel what it followed."""
     leaving = Leaving()
     leaving.hand_over()
-    leaving.harness.scheduler.abort(AttemptKey("r", 0))
+    leaving.harness.scheduler.state.abort(AttemptKey("r", 0))
     leaving.turn()
     assert leaving.source.cancelled
     assert leaving.reasons() == [outcomes.ENDED]

@@ -14,6 +14,7 @@ from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.requests import Accepted, Cancel, Cancelled, FlushBlocks, RequestFailed, Submit
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.node.control.events import PeerLost, Received
 from tandem.node.requests import RequestBook
@@ -26,12 +27,14 @@ INFO = NodeInfo(node_id="node", epoch=7, role="unified")
 def make_node(max_queue: int = 4) -> ServingNode:
     pool = BlockPool(16, True)
     scheduler = Scheduler(
-        SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64),
-        pool,
-        block_size=4,
-        max_model_len=64,
-        eos_token_ids=[7],
-        root_for_salt=lambda salt: root_hash(b"model", salt),
+        SchedulerState(
+            SchedulerOptions(max_num_seqs=4, max_num_batched_tokens=64),
+            pool,
+            block_size=4,
+            max_model_len=64,
+            eos_token_ids=[7],
+            root_for_salt=lambda salt: root_hash(b"model", salt),
+        )
     )
     return ServingNode(INFO, RequestBook(100, 64), scheduler, pool, max_queue)
 
@@ -90,17 +93,17 @@ def test_a_newer_attempt_stops_the_older_ones() -> None:
     answers = say(node, submit("r", attempt=1))
     assert answers == [Cancelled(request_id="r", attempt=0), Accepted(request_id="r", attempt=1)]
     assert set(node.book.entries) == {("r", 1), ("other", 0)}
-    assert node.scheduler.num_waiting == 2
+    assert node.scheduler.state.num_waiting == 2
 
 
 def test_a_lost_router_and_a_passed_deadline_leave_the_scheduler_empty() -> None:
     node = make_node()
     say(node, submit("a", deadline_s=5.0), submit("b"))
     node.on_tick(4.9)
-    assert node.scheduler.num_waiting == 2
+    assert node.scheduler.state.num_waiting == 2
     node.on_tick(5.0)
     assert failure([message for _, message in node.drain_outbox()]) == ("deadline_exceeded", False)
-    assert node.scheduler.num_waiting == 1
+    assert node.scheduler.state.num_waiting == 1
     node.on_control(PeerLost(NodeInfo(node_id="router", epoch=1, role="router"), "silent"), 6.0)
     assert node.is_empty
     assert node.drain_outbox() == []
@@ -110,7 +113,7 @@ def test_a_cancelled_sample_leaves_the_others() -> None:
     node = make_node()
     say(node, submit("r", sample_indices=(0, 1)))
     say(node, Cancel(request_id="r", attempt=0, sample_indices=(0,)))
-    assert node.scheduler.waiting[0].sample_indices == (1,)
+    assert node.scheduler.state.waiting[0].sample_indices == (1,)
     say(node, Cancel(request_id="r", attempt=0, sample_indices=(1,)))
     assert node.is_empty
 
@@ -124,7 +127,7 @@ def test_flush_empties_the_cache_only() -> None:
     assert node.status({}).counters["blocks_cached"] == 1
     say(node, FlushBlocks())
     assert node.status({}).counters["blocks_cached"] == 0
-    assert node.scheduler.num_waiting == 1
+    assert node.scheduler.state.num_waiting == 1
 
 
 def test_a_node_reports_what_it_measured_and_nothing_before() -> None:
@@ -153,14 +156,14 @@ def test_a_far_newer_attempt_stops_the_older_ones_at_once() -> None:
 
 def test_a_request_that_cannot_be_started_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     node = make_node()
-    add = node.scheduler.add
+    add = node.scheduler.state.add
 
     def fail_late(request: object) -> None:
         add(request)  # type: ignore[arg-type]
         raise KeyError("nobody expected this")
 
     with monkeypatch.context() as patch:
-        patch.setattr(node.scheduler, "add", fail_late)
+        patch.setattr(node.scheduler.state, "add", fail_late)
         assert failure(say(node, submit("bad"))) == ("internal_error", True)
     assert node.is_empty
     assert say(node, submit("good")) == [Accepted(request_id="good", attempt=0)]

@@ -17,6 +17,7 @@ from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.manager import SinkManager
@@ -146,10 +147,10 @@ def test_a_pull_cannot_take_the_name_of_a_hand_off():
 def test_what_a_router_says_of_kv_is_not_heard():
     """Whoever is granted blocks is fenced when it is lost; a router is not."""
     node = PullNode("d", 14)
-    scheduler = Scheduler(
+    scheduler = Scheduler(SchedulerState(
         SchedulerOptions(), node.pool, block_size=BLOCK, max_model_len=256, eos_token_ids=[],
         root_for_salt=lambda salt: bytes(16),
-    )  # fmt: skip
+    ))  # fmt: skip
     logic = HandoffNode(
         node.info, RequestBook(100, 64), scheduler, node.pool, 4, node.source, node.sink, node.asker, node.holder
     )

@@ -73,7 +73,7 @@ def test_the_last_step_is_read_when_everything_was_aborted(pipelined: bool) -> N
     harness.add("a", [1, 2], max_tokens=9)
     harness.step()
     assert harness.core.inflight == pipelined
-    harness.scheduler.abort(AttemptKey("a", 0))
+    harness.scheduler.state.abort(AttemptKey("a", 0))
     assert harness.core.has_work() == pipelined
     harness.run()
     assert not harness.core.inflight

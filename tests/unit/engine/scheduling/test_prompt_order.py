@@ -188,7 +188,7 @@ class TestSlackOrder:
         harness = Harness(prompt_order=order, clock=clock.steps, max_num_batched_tokens=8)
         harness.add("a", range(30), max_tokens=3)
         harness.add("b", range(20), samples=(0, 1), max_tokens=3)
-        harness.scheduler.abort(AttemptKey("a", 0))
+        harness.scheduler.state.abort(AttemptKey("a", 0))
         harness.run()
         assert not order._arrivals
         assert clock.steps.running is None

@@ -119,7 +119,7 @@ def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
     """7 ms hold 20 tokens; beside one decode 19 are left, cut to whole blocks. Too slow a device still gets on."""
     for milliseconds, second_step in ((5.0, [1, 16]), (50.0, [1, 4])):
         harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, decode_prompt_budget=5)
-        harness.scheduler.step_times.measured({16: milliseconds / 1e3, 24: milliseconds / 1e3 + 0.004})
+        harness.scheduler.state.step_times.measured({16: milliseconds / 1e3, 24: milliseconds / 1e3 + 0.004})
         harness.add("a", range(9), max_tokens=20)
         assert chunks(harness, 1) == [[9]], "nothing decodes yet: no bound"
         harness.add("b", range(28, 0, -1), max_tokens=2)
@@ -132,12 +132,12 @@ def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
 def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decodes: int, num_prompt_tokens: int) -> None:
     """Up to the next size that was measured, if that is worth a chunk; 20 at most, a block."""
     harness = Harness(num_blocks=400, limits_prompt_work=True, max_num_seqs=64, max_num_batched_tokens=640)
-    times = harness.scheduler.step_times
+    times = harness.scheduler.state.step_times
     times.measured({16: 0.050, 32: 0.060, 64: 0.070})
     planner = harness.scheduler._planner
-    harness.scheduler.block_size = 20
+    harness.scheduler.state.block_size = 20
     assert planner._prompt_budget(num_decodes) == num_prompt_tokens
-    harness.scheduler.block_size = BLOCK
+    harness.scheduler.state.block_size = BLOCK
     for number in range(num_decodes):
         harness.add(f"{number}", [number], max_tokens=20)
     assert harness.scheduler.prompt_s_per_token == pytest.approx(times.seconds(640) / 640)
@@ -176,7 +176,7 @@ def test_step_times_learn_what_serving_adds() -> None:
 def test_only_steps_with_both_kinds_of_work_teach() -> None:
     observed = []
     harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64)
-    times = harness.scheduler.step_times
+    times = harness.scheduler.state.step_times
     times.measured({16: 0.001, 64: 0.001})
     times.observed = lambda tokens, seconds: observed.append(tokens)  # type: ignore[method-assign]
     harness.add("a", range(9), max_tokens=20)

@@ -97,8 +97,8 @@ def test_abort_hands_the_blocks_over_once(moment: int, keeps: bool) -> None:
     request = harness.add("a", range(9), (0, 1), mode="prefill", max_tokens=9)
     for _ in range(moment):
         harness.step()
-    harness.scheduler.abort(AttemptKey("a", 0))
-    harness.scheduler.abort(AttemptKey("a", 0))
+    harness.scheduler.state.abort(AttemptKey("a", 0))
+    harness.scheduler.state.abort(AttemptKey("a", 0))
     harness.check()
     harness.run()
     assert harness.connector.finished == ["a"]
@@ -112,7 +112,7 @@ def test_abort_of_one_sample_leaves_the_others() -> None:
     harness = Harness()
     request = harness.add("a", range(9), (0, 1, 2), mode="prefill", max_tokens=9)
     harness.step()
-    harness.scheduler.abort(AttemptKey("a", 0), (1,))
+    harness.scheduler.state.abort(AttemptKey("a", 0), (1,))
     harness.run()
     assert [sample for sample, _, _ in request.first_tokens] == [0, 2]
     assert ("a", 1) not in harness.tokens

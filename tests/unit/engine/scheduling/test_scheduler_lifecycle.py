@@ -44,8 +44,8 @@ def last_token_in_flight(harness: Harness) -> None:
 
 def preempted_with_a_token_in_flight(harness: Harness) -> None:
     decoding(harness)
-    for request in list(harness.scheduler.running):
-        harness.scheduler.preempt(request)
+    for request in list(harness.scheduler.state.running):
+        harness.scheduler.state.preempt(request)
 
 
 def preempted_and_read(harness: Harness) -> None:
@@ -89,9 +89,9 @@ def test_abort_in_every_state(moment: Callable[[Harness], None], max_num_seqs: i
     moment(harness)
     before = {key: list(tokens) for key, tokens in harness.tokens.items()}
     for _ in range(2):
-        harness.scheduler.abort(AttemptKey("a", 0), samples)
+        harness.scheduler.state.abort(AttemptKey("a", 0), samples)
         harness.check()
-    harness.scheduler.abort(AttemptKey("a", 1))  # another attempt
+    harness.scheduler.state.abort(AttemptKey("a", 1))  # another attempt
     harness.run()
     for sample in range(2):
         if "a" not in harness.requests:
@@ -110,7 +110,7 @@ def test_an_abort_leaves_others_alone(moment: int) -> None:
     harness.add("b", range(9), max_tokens=6)
     for _ in range(moment):
         harness.step()
-    harness.scheduler.abort(AttemptKey("a", 0))
+    harness.scheduler.state.abort(AttemptKey("a", 0))
     harness.run()
     harness.assert_output("b")
     harness.assert_empty()
@@ -120,7 +120,7 @@ def test_an_aborted_requests_blocks_cool_until_its_step_has_run() -> None:
     harness = Harness(num_blocks=4)
     harness.add("a", range(7), max_tokens=6)
     harness.step()
-    harness.scheduler.abort(AttemptKey("a", 0))
+    harness.scheduler.state.abort(AttemptKey("a", 0))
     assert harness.pool.num_free == 4
     assert harness.pool.num_grantable == 2
     harness.step()
@@ -147,7 +147,7 @@ def test_a_sequence_preempted_at_the_size_of_the_pool_fails_and_lets_others_pass
     while len(harness.tokens.get(("a", 0), ())) < 5:
         harness.step()
         if len(harness.tokens.get(("a", 0), ())) == 4:
-            harness.scheduler.preempt(harness.scheduler.running[0])
+            harness.scheduler.state.preempt(harness.scheduler.state.running[0])
     harness.add("b", range(6), max_tokens=3)
     harness.run()
     assert harness.failed == {"a": "too_large_for_pool"}
@@ -209,9 +209,9 @@ def test_an_error_in_what_is_for_one_request_costs_this_one(
     harness = Harness(num_blocks=40, max_num_batched_tokens=64)
     harness.num_faults = 1
     if fails == "planned":
-        failing_once(monkeypatch, harness.scheduler.kv, "cached_prefix", 1)
+        failing_once(monkeypatch, harness.scheduler.state.kv, "cached_prefix", 1)
     elif fails == "asked":
-        failing_once(monkeypatch, harness.scheduler.tiers, "prepare", 1)
+        failing_once(monkeypatch, harness.scheduler.state.tiers, "prepare", 1)
     else:
         failing_once(monkeypatch, stop, "finish_reason", 1)
     harness.add("a", range(22), max_tokens=7)
@@ -226,7 +226,7 @@ def test_an_error_in_what_is_for_one_request_costs_this_one(
 
 def test_an_error_of_planning_after_blocks_have_changed_hands_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Harness(num_blocks=40)
-    failing_once(monkeypatch, harness.scheduler, "enter_batch", 0)
+    failing_once(monkeypatch, harness.scheduler.state, "enter_batch", 0)
     harness.add("a", range(22), max_tokens=7)
     with pytest.raises(KeyError):
         harness.step()

@@ -65,9 +65,9 @@ def test_reads_of_the_cache_can_be_declined_and_salts_are_apart() -> None:
 def test_hashes_beyond_the_prompt_are_not_believed() -> None:
     harness = Harness()
     request = harness.request("a", range(6), max_tokens=8)
-    harness.scheduler.kv.extend_hashes(request)
+    harness.scheduler.state.kv.extend_hashes(request)
     request.block_hashes += [b"x" * 16] * 3
-    harness.scheduler.add(request)
+    harness.scheduler.state.add(request)
     harness.run()
     assert harness.pool.match_prefix([b"x" * 16]) == []
 
@@ -91,7 +91,7 @@ def test_prompt_logprobs_survive_preemption(moment: int) -> None:
     request = harness.add("a", range(14), max_tokens=5, num_prompt_logprobs=0)
     for _ in range(moment):
         harness.step()
-    harness.scheduler.preempt(request)
+    harness.scheduler.state.preempt(request)
     harness.run()
     assert harness.prompt_logprobs == {"a": list(range(1, 14))}
     harness.assert_output("a")
@@ -108,7 +108,7 @@ def test_preemption_loses_no_token(pipelined: bool, caching: bool) -> None:
     for name in "abcd":
         harness.add(name, [ord(name), 1, 2, 3, 4], max_tokens=20)
     harness.run()
-    assert harness.scheduler.num_preemptions > 0
+    assert harness.scheduler.state.num_preemptions > 0
     for name in "abcd":
         harness.assert_output(name)
     harness.assert_empty()
@@ -122,7 +122,7 @@ def test_preempted_in_any_moment_and_stopped_by_a_token_in_flight(moment: int) -
     for _ in range(moment):
         harness.step()
     if request.state is RequestState.RUNNING:
-        harness.scheduler.preempt(request)
+        harness.scheduler.state.preempt(request)
         harness.check()
         assert not request.block_ids
     harness.run()
@@ -135,7 +135,7 @@ def test_a_preempted_request_restarts_when_its_token_has_landed() -> None:
     request = harness.add("a", range(5), max_tokens=9)
     harness.step()
     assert request.num_in_flight == 1
-    harness.scheduler.preempt(request)
+    harness.scheduler.state.preempt(request)
     harness.step()  # nothing is launched; the step in flight is read
     assert (request.state, request.num_in_flight) == (RequestState.PREEMPTED, 0)
     assert len(harness.tokens["a", 0]) == 1
@@ -196,9 +196,9 @@ def test_counts_that_the_status_shows() -> None:
     harness.add("a", range(20), max_tokens=2)
     harness.add("b", range(5), max_tokens=2)
     scheduler = harness.scheduler
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_tokens) == (0, 2, 25)
+    assert (scheduler.state.num_running, scheduler.state.num_waiting, scheduler.state.num_waiting_tokens) == (0, 2, 25)
     harness.step()
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_tokens) == (1, 1, 17)
+    assert (scheduler.state.num_running, scheduler.state.num_waiting, scheduler.state.num_waiting_tokens) == (1, 1, 17)
     harness.run()
-    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_waiting_tokens) == (0, 0, 0)
-    assert not scheduler.has_work()
+    assert (scheduler.state.num_running, scheduler.state.num_waiting, scheduler.state.num_waiting_tokens) == (0, 0, 0)
+    assert not scheduler.state.has_work()

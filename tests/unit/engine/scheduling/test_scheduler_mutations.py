@@ -12,9 +12,9 @@ from engine_harness import BLOCK, Harness
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.scheduling.allocator import KVAllocator
+from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBuilder
 from tandem.engine.scheduling.request import Request, RequestState
-from tandem.engine.scheduling.scheduler import Scheduler
 
 Patch = pytest.MonkeyPatch
 
@@ -32,7 +32,7 @@ def traffic(seed: int) -> None:
             harness.add(f"r{turn}", prompt, samples, max_tokens=chance.randint(1, 12), ignore_eos=eos)
         if chance.random() < 0.1 and harness.requests:
             aborted = chance.choice(list(harness.requests))
-            harness.scheduler.abort(AttemptKey(aborted, 0))
+            harness.scheduler.state.abort(AttemptKey(aborted, 0))
             del harness.requests[aborted]
         blocks = harness.pool.allocate_grantable(2) if chance.random() < 0.2 else None
         if blocks is not None:
@@ -159,13 +159,13 @@ def a_block_is_shared_within_its_own_step(patch: Patch) -> None:
 
 
 def preemption_does_not_wait_for_the_token_in_flight(patch: Patch) -> None:
-    preempt = Scheduler.preempt
+    preempt = SchedulerState.preempt
 
-    def forget(self: Scheduler, request: Request) -> None:
+    def forget(self: SchedulerState, request: Request) -> None:
         preempt(self, request)
         request.num_in_flight = 0
 
-    patch.setattr(Scheduler, "preempt", forget)
+    patch.setattr(SchedulerState, "preempt", forget)
 
 
 def samples_share_a_slot(patch: Patch) -> None:
@@ -181,8 +181,10 @@ def samples_share_a_slot(patch: Patch) -> None:
 
 def overshoot_is_delivered(patch: Patch) -> None:
     patch.setattr("tandem.engine.scheduling.scheduler.RequestState", type("Blind", (), {"FINISHED": None}))
-    finish = Scheduler.finish
-    patch.setattr(Scheduler, "finish", lambda self, r: None if r.state is RequestState.FINISHED else finish(self, r))
+    finish = SchedulerState.finish
+    patch.setattr(
+        SchedulerState, "finish", lambda self, r: None if r.state is RequestState.FINISHED else finish(self, r)
+    )
 
 
 DEVICE = "granted to a peer|foreign KV|never written|two rows write|nobody made|behind a hole|order"

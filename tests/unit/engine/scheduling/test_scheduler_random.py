@@ -128,7 +128,7 @@ class Traffic(RuleBasedStateMachine):
         """Hits are pinned, the rest is granted, written by the peer at once, and committed."""
         harness = self.harness
         request = harness.request(self._name(), prompt, samples, mode="decode", **settings)
-        harness.scheduler.kv.extend_hashes(request)
+        harness.scheduler.state.kv.extend_hashes(request)
         hits = harness.pool.match_prefix(request.block_hashes)
         harness.pool.touch(hits)
         granted = harness.pool.allocate_grantable(-(-len(prompt) // BLOCK) - len(hits))
@@ -146,7 +146,7 @@ class Traffic(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(list(self.harness.requests.values())))
         ended = data.draw(st.sampled_from([(), self.harness.samples[request.key.request_id][:1]]))
-        self.harness.scheduler.abort(request.key, ended)
+        self.harness.scheduler.state.abort(request.key, ended)
         self.aborted |= {(request.key.request_id, sample) for sample in ended or range(8)}
 
     # --- the world around -----------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.harness.scheduler.flush()
+        self.harness.scheduler.state.flush()
 
     @rule(num=st.integers(1, 6))
     def steps(self, num: int) -> None:
@@ -188,9 +188,9 @@ class Traffic(RuleBasedStateMachine):
 
     @rule()
     def preempt(self) -> None:
-        running = [r for r in self.harness.scheduler.running if r.prompt.mode != "prefill"]
+        running = [r for r in self.harness.scheduler.state.running if r.prompt.mode != "prefill"]
         if running:
-            self.harness.scheduler.preempt(running[-1])
+            self.harness.scheduler.state.preempt(running[-1])
 
     @invariant()
     def whole(self) -> None:

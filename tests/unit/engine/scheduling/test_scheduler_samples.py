@@ -62,8 +62,8 @@ def test_a_tail_is_copied_though_its_owner_is_gone(victim: int) -> None:
     harness = Harness(num_blocks=8, max_num_batched_tokens=32)
     harness.add("a", range(6), samples=(0, 1, 2), max_tokens=8)
     harness.step()
-    assert harness.scheduler.num_running == 3
-    harness.scheduler.abort(AttemptKey("a", 0), (victim,))
+    assert harness.scheduler.state.num_running == 3
+    harness.scheduler.state.abort(AttemptKey("a", 0), (victim,))
     harness.check()
     harness.add("b", range(20, 33), max_tokens=3)
     harness.run()
@@ -78,7 +78,7 @@ def test_a_tail_is_copied_though_its_owner_was_preempted(victim: int) -> None:
     harness = Harness()
     harness.add("a", range(6), samples=(0, 1, 2), max_tokens=8)
     harness.step()
-    harness.scheduler.preempt(harness.scheduler.running[victim])
+    harness.scheduler.state.preempt(harness.scheduler.state.running[victim])
     harness.check()
     harness.run()
     for sample in range(3):
@@ -120,7 +120,7 @@ def test_a_committed_tail_outlives_its_owner_until_it_is_copied() -> None:
     """Nothing cools it: without a reference of the copy's own, a peer could be granted it at once."""
     harness = Harness(num_blocks=6)
     receive(harness, "a", list(range(6)), (0, 1), max_tokens=6)
-    harness.scheduler.abort(AttemptKey("a", 0), (0,))
+    harness.scheduler.state.abort(AttemptKey("a", 0), (0,))
     harness.check()
     granted = harness.pool.allocate_grantable(harness.pool.num_grantable)
     assert granted is not None
@@ -203,7 +203,7 @@ def test_committed_requests_ask_for_no_prompt_logprobs_again() -> None:
     harness = Harness()
     request = receive(harness, "a", list(range(10)), max_tokens=6, num_prompt_logprobs=0)
     harness.step()
-    harness.scheduler.preempt(request)
+    harness.scheduler.state.preempt(request)
     harness.run()
     harness.assert_output("a")
     assert harness.prompt_logprobs == {}

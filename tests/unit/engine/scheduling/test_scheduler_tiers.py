@@ -42,8 +42,8 @@ def test_a_prompt_alone_starts_at_once_and_its_blocks_come_under_its_first_step(
     assert again(harness) == 2
     assert harness.requests["again"].num_cached_tokens == 20
     assert harness.tiers.manager.promoter.counters.host_hits == 5
-    assert harness.tiers.manager.counters.host_hit_tokens == harness.scheduler.num_cached_tokens == 20
-    assert harness.scheduler.num_prompt_tokens == 21 + 22 + 22 + 21
+    assert harness.tiers.manager.counters.host_hit_tokens == harness.scheduler.state.num_cached_tokens == 20
+    assert harness.scheduler.state.num_prompt_tokens == 21 + 22 + 22 + 21
     harness.settle()
     harness.assert_empty()
 
@@ -136,7 +136,7 @@ def test_an_aborted_request_lets_go_when_its_load_has_ended() -> None:
     harness.add("again", PROMPT, max_tokens=2)
     harness.step()
     assert harness.tiers.manager.promoter.is_copying
-    harness.scheduler.abort(AttemptKey("again", 0))
+    harness.scheduler.state.abort(AttemptKey("again", 0))
     assert harness.tiers.manager.promoter.references(), "a block that is written by a load is free"
     harness.run()
     harness.settle()
@@ -168,7 +168,7 @@ def test_running_requests_take_what_is_held_for_one_that_waits() -> None:
 def test_flush_forgets_the_tiers_too(lag: int) -> None:
     harness = small(32, 32, lag, 0)
     evicted(harness)
-    harness.scheduler.flush()
+    harness.scheduler.state.flush()
     harness.settle()
     assert again(harness) == 22
     assert harness.tiers.manager.promoter.counters.host_hits == 0

@@ -33,7 +33,7 @@ def traffic(seed: int) -> int:
             harness.add(f"r{turn}", prompt, max_tokens=chance.randint(1, 9), ignore_eos=not eos)
         if chance.random() < 0.1 and harness.requests:
             aborted = chance.choice(list(harness.requests))
-            harness.scheduler.abort(AttemptKey(aborted, 0))
+            harness.scheduler.state.abort(AttemptKey(aborted, 0))
             del harness.requests[aborted]
         harness.step()
     harness.run()
