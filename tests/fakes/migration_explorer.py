@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from handoff_setting import ViolationError
 from migration_nodes import SINK_OVER, SOURCE_OVER, Node
 from migration_setting import MigrationSetting
 from migration_world import World, start
 
 from tandem.kv_connector.protocol.sink_table import SinkEvent, SinkState
 from tandem.kv_connector.protocol.source_table import SourceEvent, SourceState
+from tests.worlds.setting import ViolationError
 
 Event = tuple
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from handoff_setting import ViolationError
 from migration_machines import SmallSinkMachine, SmallSourceMachine
 
 from tandem.engine.contracts.keys import AttemptKey
@@ -22,6 +21,7 @@ from tandem.kv_connector.protocol.outcomes import HandoffCompleted, HandoffFaile
 from tandem.kv_connector.protocol.sink_table import SinkAction, SinkEvent, SinkState
 from tandem.kv_connector.protocol.source_table import SourceAction, SourceEvent, SourceState
 from tandem.node.departures import Departures
+from tests.worlds.setting import ViolationError
 
 SOURCE_OVER = (SourceState.DRAINED, SourceState.CLOSED)
 SINK_OVER = (SinkState.COMMITTED, SinkState.CLOSED, SinkState.REJECTED, SinkState.UNKNOWN)

@@ -11,7 +11,6 @@ import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
-from handoff_setting import ViolationError
 from migration_machines import Machine
 from migration_nodes import Node
 from migration_setting import MigrationSetting
@@ -32,6 +31,7 @@ from tandem.kv_connector.protocol.sink_table import SinkEvent
 from tandem.kv_connector.protocol.source_table import SourceEvent
 from tandem.router.placing.placement import Placement
 from tandem.router.requests.actions import EmitTokens, Fail, Finish, Place, SendToNode
+from tests.worlds.setting import ViolationError
 
 
 @dataclass

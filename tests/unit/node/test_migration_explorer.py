@@ -4,7 +4,6 @@ ends, every pool is whole (docs/verification.md). And faults put there on purpos
 from __future__ import annotations
 
 import pytest
-from handoff_setting import ViolationError
 from migration_explorer import explore
 from migration_machines import Machine
 from migration_setting import ALL_FAULTS, MigrationSetting
@@ -12,6 +11,7 @@ from migration_setting import ALL_FAULTS, MigrationSetting
 from tandem.node.departures import Departures
 from tandem.router.requests.attempts import LiveAttempts
 from tandem.router.requests.moves import Moves
+from tests.worlds.setting import ViolationError
 
 MOVE = ((0, 0, "a", "b"),)
 PAIR = ("a", "b")

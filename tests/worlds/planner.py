@@ -1,0 +1,142 @@
+"""What a node's logic needs of its scheduler, and no more: whoever explores says which request starts, whose step runs
+and whose token comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from tandem.engine.blocks.pool import BlockPool
+from tandem.engine.blocks.reservations import Kind
+from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
+from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.stop import max_num_tokens
+from tests.worlds.setting import BLOCK, hashes_of
+
+
+class Planner:
+    """Stands for Scheduler. Steps complete as soon as they are launched: on a device they only delay what follows."""
+
+    block_size = BLOCK
+
+    def __init__(self, pool: BlockPool, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> None:
+        self.pool, self.connector, self.tiers = pool, connector, tiers
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self.kv = self
+        self._step_id = 0
+
+    # --- for the node's logic -------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def extend_hashes(self, request: Request) -> None:
+        request.block_hashes = hashes_of(request.key.request_id, request.num_tokens // BLOCK)
+
+    def add(self, request: Request) -> None:
+        self.extend_hashes(request)
+        self._adopt(request)
+        self.waiting.append(request)
+
+    def add_committed(
+        self, request: Request, block_ids: list[int], first_tokens: Sequence[tuple], num_cached_tokens: int = 0
+    ) -> None:
+        assert len(block_ids) == -(-request.num_prompt_tokens // BLOCK), "committed KV has a hole"
+        self._adopt(request)
+        request.block_ids, request.num_computed_tokens = block_ids, request.num_prompt_tokens
+        alive = [(sample, token) for sample, token, finished in first_tokens if not finished]
+        if alive:
+            ((sample, token),) = alive  # nobody forks here
+            request.sample_indices = (sample,)
+            request.output_token_ids = [token]
+            self._enter(request)
+        else:
+            self._leave(request)
+
+    def abort(self, key: AttemptKey, samples: Sequence[int] = ()) -> None:
+        for request in [r for r in (*self.waiting, *self.running) if r.key == key]:
+            if not samples or set(request.sample_indices) <= set(samples):
+                self._leave(request)
+
+    def sequence_of(self, key: AttemptKey, sample: int) -> Request | None:
+        every = (*self.running, *self.waiting)
+        return next((each for each in every if each.key == key and each.sample_indices == (sample,)), None)
+
+    def flush(self) -> None:
+        self.pool.flush()
+
+    def check_integrity(self) -> None:
+        for request in self.running:
+            assert all(self.pool.ref_count(block_id) for block_id in request.block_ids), "it runs on freed blocks"
+
+    # --- for who explores -----------------------------------------------------------------------------------
+
+    def start(self, request: Request) -> list[Any]:
+        """If it may; with its first step. The connector is asked also where there is no room: that is harsher."""
+        connector = self.connector if request.prompt.mode == "prefill" else None
+        if connector is not None and connector.get_num_new_matched_tokens(request, 0) is None:
+            return []
+        hits = self.pool.match_prefix(request.block_hashes[: (request.num_tokens - 1) // BLOCK])
+        num_new = -(-request.num_tokens // BLOCK) - len(hits)
+        if not self.pool.reservations.make_room(num_new, Kind.START, request, hits):
+            return []
+        if self.tiers.prepare(request, request.block_hashes, hits, runs_alone=not self.running) is None:
+            return []
+        self.pool.touch(hits)
+        new = self.pool.allocate(num_new)
+        assert new is not None
+        self.tiers.started(request, request.block_hashes)
+        request.block_ids = [*hits, *new]
+        self._enter(request)
+        if connector is None:
+            return []
+        connector.update_state_after_alloc(request, request.block_ids, 0)
+        return self.launch(request)
+
+    def launch(self, request: Request) -> list[Any]:
+        """A step of a prompt: its first block, or all the rest of it. Its jobs for the transfer thread."""
+        self._step_id += 1
+        begin, end = request.num_computed_tokens, request.num_prompt_tokens
+        row = SimpleNamespace(slot=request.slot, start=begin, num_tokens=(end if begin else min(BLOCK, end)) - begin)
+        assert self.connector is not None
+        meta = self.connector.build_connector_meta(SimpleNamespace(step_id=self._step_id, rows=(row,)))  # type: ignore[arg-type]
+        self.pool.step_launched(self._step_id)
+        self.pool.step_completed(self._step_id)
+        request.num_computed_tokens += row.num_tokens
+        return [*meta.whole, *meta.pushes] if meta is not None else []
+
+    def finish(self, request: Request, all_finished: bool = False) -> None:
+        """Its first token has come, or, of a sequence, its last."""
+        if request.prompt.mode == "prefill":
+            request.first_tokens = [(0, 1, all_finished)]
+        self._leave(request)
+
+    # --- inside ---------------------------------------------------------------------------------------------
+
+    def _adopt(self, request: Request) -> None:
+        request.max_num_tokens = max_num_tokens(request, 1 << 20)
+
+    def _enter(self, request: Request) -> None:
+        if request in self.waiting:
+            self.waiting.remove(request)
+        taken = {each.slot for each in self.running}
+        request.state, request.slot = RequestState.RUNNING, min(set(range(len(taken) + 1)) - taken)
+        self.running.append(request)
+
+    def _leave(self, request: Request) -> None:
+        for line in (self.waiting, self.running):
+            if request in line:
+                line.remove(request)
+        request.state, request.slot = RequestState.FINISHED, -1
+        connector = self.connector if request.prompt.mode == "prefill" else None
+        if connector is None or not connector.request_finished(request, request.block_ids):
+            self.pool.free(request.block_ids, None)
+        request.block_ids = []
+        self.tiers.ended(request)
