@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tests.worlds.events import events_of
 from tests.worlds.setting import ViolationError
 
 
@@ -46,7 +47,7 @@ class _Search:
         world = self.universe.world(state)
         world.check()
         is_final = True
-        for event, cost in world.events():
+        for event, cost in events_of(world):
             try:
                 after = self._successor(state, event, cost)
             except AssertionError as error:

@@ -54,10 +54,6 @@ class Transport:
 
     # --- reading --------------------------------------------------------------------------------------------
 
-    def stores(self, key: AttemptKey, source: NodeKey) -> bool:
-        """Whether writes of that life are on their way."""
-        return any(w[2] == key and self._is_of(w[0], source) for w in self.writes)
-
     def can_run(self, owner: Owner, one_sided: bool) -> bool:
         """Finalize, Flush and Retire wait for the writes of their grant, unless the channel is broken."""
         job = self.jobs[owner][0]

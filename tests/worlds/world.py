@@ -7,7 +7,6 @@ a node still hears what was sent to the old one; deadlines, leases, cancels and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ import numpy as np
 
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.handoff import KVCommitted, KVGrant, KVPull, KVRefused, KVRelease, KVWait
+from tandem.engine.contracts.wire.handoff import KVCommitted, KVGrant, KVRefused, KVRelease, KVWait
 from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
 from tandem.engine.contracts.wire.requests import Cancel, Submit
 from tandem.kv_connector.protocol.effects import Send
@@ -23,7 +22,7 @@ from tandem.kv_connector.protocol.jobs import CloseGrant, LayerPush, OpenGrant, 
 from tandem.kv_connector.protocol.outcomes import Commit, HandoffCompleted, HandoffFailed
 from tandem.kv_connector.protocol.peer_effects import AdmitSource, CloseChannel, Fenced, FenceSource
 from tests.worlds.lives import Lives, plain_reason
-from tests.worlds.node import Look, Node, Possible
+from tests.worlds.node import Look, Node
 from tests.worlds.setting import Setting, ViolationError, hashes_of
 from tests.worlds.transport import Push, Transport
 
@@ -167,7 +166,7 @@ class World:
             *self.transport.freeze(),
         )  # fmt: skip
 
-    def key(self, name: str) -> NodeKey:
+    def life(self, name: str) -> NodeKey:
         """The life that it lives now."""
         return NodeKey(name, self.epochs[name])
 
@@ -195,7 +194,7 @@ class World:
             if name == "p" and key not in look.read and any(hasattr(job, "indices") for job in jobs):
                 raise ViolationError(f"source blocks of {key} are freed while a transfer job reads them")
         for grant, _, key in self.transport.writes if self.setting.one_sided else ():
-            is_mine = self.universe.grants[grant].source == self.key("p")
+            is_mine = self.universe.grants[grant].source == self.life("p")
             if is_mine and key not in look.read:
                 raise ViolationError(f"source blocks of {key} are freed while a transfer job reads them")
 
@@ -264,7 +263,7 @@ class World:
         )  # fmt: skip
         self.at(side, "hear", ROUTER, submit)
 
-    def _arrive_cancel(self, side: str, r: int) -> None:
+    def arrive_cancel(self, side: str, r: int) -> None:
         self.pending.discard(("cancel", side, r))
         self.at(side, "hear", ROUTER, Cancel(request_id=f"r{r}", attempt=1))
 
@@ -288,7 +287,7 @@ class World:
     def run_job(self, name: str, key: AttemptKey) -> None:
         event, ready = self.transport.run((name, key), self._can_write(name, key))
         if ready is not None:
-            self.network.add(self.universe.letter(self.key(name), NodeKey("d", ready.sink_epoch), ready))
+            self.network.add(self.universe.letter(self.life(name), NodeKey("d", ready.sink_epoch), ready))
         if event is not None:
             self.at(name, "transfer", event)
 
@@ -301,18 +300,18 @@ class World:
         if grant is None:
             return True
         grant = self.universe.grants[grant] if isinstance(grant, int) else grant
-        barred = self.setting.fences_living and self.transport.is_barred(grant.sink_id, self.key(name))
-        return grant.sink == self.key(grant.sink_id) and not barred and key not in self.transport.refused
+        barred = self.setting.fences_living and self.transport.is_barred(grant.sink_id, self.life(name))
+        return grant.sink == self.life(grant.sink_id) and not barred and key not in self.transport.refused
 
     def land(self, write: tuple, content: str) -> None:
         grant = self.universe.grants[write[0]]
-        lives = grant.sink == self.key(grant.sink_id)
+        lives = grant.sink == self.life(grant.sink_id)
         self.transport.land(write, content, self.setting, self.look(grant.sink_id) if lives else None)
 
     # --- lives ----------------------------------------------------------------------------------------------
 
     def crash(self, name: str) -> None:
-        life, grants, transport = self.key(name), self.universe.grants, self.transport
+        life, grants, transport = self.life(name), self.universe.grants, self.transport
         ends_with = {n for n, g in grants.items() if g.sink == life}
         if self.setting.one_sided:
             ends_with |= {n for n, g in grants.items() if g.source == life}
@@ -327,116 +326,24 @@ class World:
                 self.ends.setdefault((name, AttemptKey(f"r{r}", 1)), "died")
         self.pending = {each for each in self.pending if each[1] != name}
         self.epochs[name] += 1
-        self.nodes[name] = self.universe.born(self.key(name))
+        self.nodes[name] = self.universe.born(self.life(name))
         if name == "d":
             transport.gates, self.refused = frozenset(), set()
             transport.contents = {}
         self.meet()
 
     def meet(self) -> None:
-        self.at("p", "greet", self.key("d"))
-        self.at("d", "greet", self.key("p"))
+        self.at("p", "greet", self.life("d"))
+        self.at("d", "greet", self.life("p"))
 
     def reconnect(self) -> None:
-        self.at("d", "greet", self.key("p"))
+        self.at("d", "greet", self.life("p"))
 
     def end_fence(self, fence: tuple) -> None:
         self.transport.end_fence(fence, self.setting)
         self.at(fence[0], "transfer", Fenced(fence[1]))
 
-    # --- what may happen ------------------------------------------------------------------------------------
-
-    def events(self) -> Iterator[tuple[Event, int]]:
-        """Everything that can happen next, with the faults that it costs.
-
-        Timers fire only while nothing of their hand-off is under way: one that fires earlier puts a second copy of a
-        message beside the first, and that is what the fault "duplicate" does."""
-        busy = self._busy()
-        yield from self._free_events()
-        for name in self.nodes:
-            for each in self.look(name).possible:
-                waits = each.waits_for in busy
-                if (not each.fault and not waits) or self._is_last(name, each, busy):
-                    yield ("at", name, *each.event), 0
-                elif self.faults_left and each.fault in self.setting.faults:
-                    yield ("at", name, *each.event), 1
-        if self.faults_left:
-            for event in self._fault_events():
-                yield event, 1
-
-    def _busy(self) -> set[AttemptKey]:
-        """Hand-offs of which something is under way."""
-        busy = {self.universe.key_of(letter) for letter in self.network}
-        return busy | {key for _, key in self.transport.jobs} | {write[2] for write in self.transport.writes}
-
-    def _is_last(self, name: str, each: Possible, busy: set[AttemptKey]) -> bool:
-        """A node that took its peer for lost without reason tells it nothing: the peer's own deadline ends what is
-        left. Free only where the other side has ended and nothing is under way, so that no deadlock hides behind it."""
-        key, other = each.waits_for, "d" if name == "p" else "p"
-        if key is None or key in busy or not each.fault.endswith("deadline"):
-            return False
-        if key not in self.look(name).open or key in self.look(other).open:
-            return False
-        is_due = any(kind == "submit" and side == other and f"r{r}" == key.request_id for kind, side, r in self.pending)
-        return not is_due and (key in self.look(other).ended or (other, key) in self.ends)
-
-    def _free_events(self) -> Iterator[tuple[Event, int]]:
-        for r, placed in enumerate(self.placed):
-            if placed is None:
-                yield ("place", r), 0
-        for kind, side, r in self.pending:
-            if kind == "submit":
-                yield ("submit", side, r), 0
-            elif ("submit", side, r) not in self.pending:  # a cancel travels behind its submit
-                yield ("_arrive_cancel", side, r), 0
-        for letter in self.network:
-            if isinstance(self.universe.letters[letter][2], KVPull):
-                yield ("hear_pull", letter, True), 0
-                yield ("hear_pull", letter, False), 0
-            else:
-                yield ("deliver", letter), 0
-        for write in self.transport.writes:
-            yield ("land", write, "good"), 0
-        for owner in self.transport.jobs:
-            if self.transport.can_run(owner, self.setting.one_sided):
-                yield ("run_job", *owner), 0
-        for sink in {*self.look("p").sinks.values()} - {self.key("d")}:
-            if ("p", sink) not in self.transport.lost:
-                yield ("at", "p", "lose", sink), 0
-        for source in [NodeKey("p", epoch) for epoch in range(1, self.epochs["p"])]:
-            if ("d", source) not in self.transport.lost:
-                yield ("at", "d", "lose", source), 0
-        for fence in self.transport.fences:
-            if fence[1] != self.key("p") or self.setting.fences_living:
-                yield ("end_fence", fence), 0
-
-    def _fault_events(self) -> Iterator[Event]:
-        faults, transport = self.setting.faults, self.transport
-        if "lose" in faults:
-            yield from (("lose", letter) for letter in self.network)
-        if "duplicate" in faults:
-            for letter in self.network:
-                is_pull = isinstance(self.universe.letters[letter][2], KVPull)
-                yield ("hear_pull", letter, True, True) if is_pull else ("deliver", letter, True)
-        if "corrupt" in faults:
-            yield from (("land", write, "bad") for write in transport.writes)
-        if "crash_source" in faults and self.epochs["p"] < 2:
-            yield ("crash", "p")
-        if "crash_sink" in faults and self.epochs["d"] < 12:
-            yield ("crash", "d")
-        if "cancel" in faults:
-            yield from (("cancel", r) for r, placed in enumerate(self.placed) if placed)
-        is_lost = ("d", self.key("p")) in transport.lost
-        if "suspect_source" in faults and not is_lost:
-            yield ("at", "d", "suspect_source", self.key("p"))
-        if "reconnect" in faults and is_lost:
-            yield ("reconnect",)
-        if "suspect_sink" in faults and self.look("p").sinks:
-            yield ("at", "p", "suspect_sink", self.key("d"))
-        if "push_fails" in faults:
-            for owner in transport.jobs:
-                if transport.can_fail(owner, self.setting.one_sided):
-                    yield ("fail_push", *owner)
+    # --- for who explores -----------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
         getattr(self, event[0])(*event[1:])
