@@ -124,6 +124,7 @@ class Node:
         self.sources: dict[AttemptKey, SourceRec] = {}
         self.sinks: dict[AttemptKey, SinkRec] = {}
         self.ends: list[Any] = []  # of hand-offs, to be told to Migrations
+        self.state = self  # the scheduler's
         self.migrations = Departures(self, self, self)  # type: ignore[arg-type]
         self.send: Callable[[str, tuple], None]
         self.tell: Callable[[Any], None]

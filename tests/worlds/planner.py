@@ -17,7 +17,8 @@ from tests.worlds.setting import BLOCK, hashes_of
 
 
 class Planner:
-    """Stands for Scheduler. Steps complete as soon as they are launched: on a device they only delay what follows."""
+    """Stands for Scheduler and its state. Steps complete as soon as they are launched: on a device they only delay what
+    follows."""
 
     block_size = BLOCK
 
@@ -25,7 +26,7 @@ class Planner:
         self.pool, self.connector, self.tiers = pool, connector, tiers
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.kv = self
+        self.state = self.kv = self
         self._step_id = 0
 
     # --- for the node's logic -------------------------------------------------------------------------------
