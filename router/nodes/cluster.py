@@ -184,7 +184,7 @@ class Cluster:
         if missing := self.missing_roles():
             return f"{missing} is connected"
         nodes = [view for view in self.serving() if view.role != "prefill"]
-        if any(view.takes(num_tokens) for view in nodes):
+        if any(num_tokens <= view.most_tokens for view in nodes):
             return ""
         longest = max(view.info.max_model_len for view in nodes)
         return f"it may have {num_tokens} tokens, and the nodes that are connected take {longest}"

@@ -121,16 +121,18 @@ class _Finder:
         silent: list[NodeView] = []
         num_prompt, num_all = request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
         for node in nodes:
-            if not node.takes(num_prompt + 1 if node.role == "prefill" else num_all):
+            if node.lost or node.draining:
+                continue
+            is_prefill = node.role == "prefill"
+            if node.most_tokens < (num_prompt + 1 if is_prefill else num_all):
                 continue
             if node.silent:
                 silent.append(node)
-            elif not (node.lost or node.draining):
-                (prefills if node.role == "prefill" else decoders).append(node)
+            else:
+                (prefills if is_prefill else decoders).append(node)
         if silent and not (prefills and decoders):
-            rest = [node for node in silent if not (node.lost or node.draining)]
-            prefills = prefills or [node for node in rest if node.role == "prefill"]
-            decoders = decoders or [node for node in rest if node.role != "prefill"]
+            prefills = prefills or [node for node in silent if node.role == "prefill"]
+            decoders = decoders or [node for node in silent if node.role != "prefill"]
         if request.max_tokens == 1 and request.num_samples == 1 and prefills and not request.prompt_logprobs:
             choice = self._choose("prompt", [*prefills, *(n for n in decoders if n.role == "unified")])
             return Placement(choice.node.ref, None, "the first token ends it", (choice,))

@@ -59,7 +59,7 @@ class MigrationPolicy:
         the same role, if one has room. Rebalancing must not turn the difference around."""
         usable = [n for n in nodes if n.role in DECODING and n.usable and not n.silent and n.key != source.key]
         fitting = [node for node in usable if node.model == source.model and _has_room(node, num_tokens)]
-        fitting = [node for node in fitting if node.takes(most_tokens)]
+        fitting = [node for node in fitting if most_tokens <= node.most_tokens]
         if not source.draining:
             size = num_tokens / max(1, source.status.block_size)
             fitting = [node for node in fitting if kv_use(node) + 2 * size / node.status.num_blocks <= kv_use(source)]

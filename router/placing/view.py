@@ -34,6 +34,7 @@ class NodeView:
         "key",
         "lost",
         "model",
+        "most_tokens",
         "num_new_tokens",
         "num_sequences",
         "num_unseen",
@@ -51,6 +52,7 @@ class NodeView:
         self.key = info.key
         self.role = info.role
         self.model = info.identity.key() if info.identity is not None else b""
+        self.most_tokens = info.max_model_len or math.inf  # that a sequence may grow to: its pool may be small
         self.lost = False
         self.silent = False  # for some heartbeats: it may be lost soon, and gets only what nobody else can take
         # ping sequence that was current when placed -> (prompt tokens to compute there, sequences)
@@ -73,10 +75,6 @@ class NodeView:
     @property
     def usable(self) -> bool:
         return not (self.lost or self.draining)
-
-    def takes(self, num_tokens: int) -> bool:
-        """Whether a sequence may grow to so many tokens there: its pool may be smaller than others'."""
-        return not self.info.max_model_len or num_tokens <= self.info.max_model_len
 
     def backlog_s(self, now: float) -> float:
         """Seconds of prompt work that it has, as far as is known."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.router.placing.rebalancing import MOST_FROM_DRAINING, MOST_FROM_FULL, REBALANCE_EVERY_S, MigrationPolicy
@@ -41,7 +39,7 @@ def test_a_draining_unified_node_gives_to_unified_nodes_before_decode_nodes() ->
     assert [view and view.info.node_id for view in chosen] == ["u", "d", None]
     full = [node("u", 99, role="unified"), node("d", 10)]
     assert policy.target(source, full, 64) is full[1]
-    full[1].info = msgspec.structs.replace(full[1].info, max_model_len=512)
+    full[1].most_tokens = 512
     assert policy.target(source, full, 64, 512) is full[1]
     assert policy.target(source, full, 64, 513) is not full[1], "it could not end there as it was asked to"
 

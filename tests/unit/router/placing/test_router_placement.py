@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from tandem.engine.contracts.keys import NodeKey
@@ -40,7 +39,7 @@ def test_long_prompts_use_both_halves() -> None:
 def test_nodes_whose_pool_is_too_small_for_what_it_may_become_are_passed_by() -> None:
     def of_length(role: Role, name: str, length: int) -> NodeView:
         view = node(role, name)
-        view.info = msgspec.structs.replace(view.info, max_model_len=length)
+        view.most_tokens = length
         return view
 
     prefill, small, large = of_length("prefill", "p", 8193), of_length("decode", "d0", 8255), node("decode", "d1")
