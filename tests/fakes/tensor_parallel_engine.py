@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from made_requests import made_request
 from waiting import PATIENCE_S
 
 from tandem.engine.blocks.pool import BlockPool
@@ -24,7 +25,6 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, PromptLogprobsEvent, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
-from tests.fakes.made_requests import made_request
 
 BLOCK = 16
 

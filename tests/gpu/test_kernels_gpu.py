@@ -151,7 +151,7 @@ def test_fp8_writes_match_native_bit_for_bit_and_count() -> None:
     for ops in (TritonOps, NativeOps):
         batch = random_batch((1,), (64,), dtype=torch.bfloat16, cache_dtype=FP8_DTYPE, **SIZES)
         pool = torch.zeros(4, 8, 2, 64, 128, dtype=torch.uint8, device="cuda").view(FP8_DTYPE)
-        kv = replace(batch.kv(0.5, 2.0), key_cache=pool[:, :, 0], value_cache=pool[:, :, 1])
+        kv = batch.kv(0.5, 2.0)._replace(key_cache=pool[:, :, 0], value_cache=pool[:, :, 1])
         before = overflow_counts().get(str(key.device), 0)
         ops.write(key, key, kv, slots)
         counts.append(overflow_counts()[str(key.device)] - before)

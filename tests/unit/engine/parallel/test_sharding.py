@@ -25,7 +25,7 @@ def config_of(kind: str = "llama") -> ModelConfig:
 
 
 def load(folder: Path, shard: Shard | None = None, load_format: str = "auto") -> DecoderModel:
-    group = None if shard is None else TensorParallel(shard, CPU)
+    group = None if shard is None else TensorParallel(shard, CPU, True)
     options = ModelOptions(str(folder), load_format=load_format)  # type: ignore[arg-type]
     return load_model(folder, load_model_config(folder), options, CPU, torch.float32, group=group)
 

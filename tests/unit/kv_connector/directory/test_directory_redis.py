@@ -370,7 +370,7 @@ async def test_nodes_are_found_beside_a_key_of_another_type(server: RedisProcess
 
 @pytest.mark.parametrize("kind", ["sequence", "sequence of another type", "blocks", "blocks of another type"])
 async def test_odd_records_of_one_node_cost_that_node_its_prefixes(server: RedisProcess, kind: str) -> None:
-    client, keys, odd, good = server.client(), KeySpace("t"), ("odd", 5), ("decode-1", 1)
+    client, keys, odd, good = server.client(), KeySpace("t"), NodeKey("odd", 5), NodeKey("decode-1", 1)
     client.sadd(keys.nodes, "odd")
     client.set(keys.node("odd"), encode(record("odd", 5)))
     client.set(keys.sequence(odd), "nonsense" if kind == "sequence" else "1")
@@ -392,7 +392,7 @@ async def test_odd_records_of_one_node_cost_that_node_its_prefixes(server: Redis
 
 
 async def test_a_message_that_cannot_be_taken_in_costs_its_owner_a_snapshot(server: RedisProcess) -> None:
-    owner, keys = ("decode-1", 1), KeySpace("t")
+    owner, keys = NodeKey("decode-1", 1), KeySpace("t")
     async with reading(server.url) as directory:
         with publishing(server.url) as publisher:
             publisher.publish(stored(1))

@@ -145,7 +145,7 @@ def test_a_dead_sinks_memory_is_unmapped(peers, make_node):
     peer.kill()
     writer.join(PATIENCE_S)
     assert isinstance(failures[0], PeerLostError)
-    wait_until(lambda: source.lost == [(peer.info.node_id, peer.info.epoch, "its process exited")])
+    wait_until(lambda: source.lost == [(peer.info.key, "its process exited")])
     wait_until(lambda: not peers_pool & pool_inodes())
     with pytest.raises(PeerLostError):
         channel.flush(grant)

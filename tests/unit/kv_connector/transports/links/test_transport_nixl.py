@@ -14,6 +14,7 @@ import torch
 from waiting import wait_until
 
 from tandem.engine.contracts.errors import ConfigError, PeerLostError, TransportError
+from tandem.engine.contracts.keys import NodeKey
 from tandem.kv_connector.layouts.block_slots import NUM_SLOTS
 from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.links import nixl as nixl_module
@@ -111,7 +112,7 @@ def test_who_says_drained_without_a_flush_loses_its_link_before_it_is_believed(p
         channel.flush(grant)
     with pytest.raises(PeerLostError):
         channel.write(Write(grant, [(1, 4)], None, [64]))
-    assert [lost[:2] for lost in source.lost] == [("d", sink.epoch)]
+    assert [key for key, _ in source.lost] == [NodeKey("d", sink.epoch)]
     assert torch.equal(sink.pool, quiet)
 
 
