@@ -27,7 +27,8 @@ from tests.fakes.handoff_network import World
 from tests.fakes.handoff_nodes import BLOCK, Prefill
 from tests.fakes.made_requests import made_request
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+# The explorer visits these managers breadth-first; here are longer histories than its bounds allow.
+QUICK = settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @QUICK
