@@ -6,12 +6,13 @@ import asyncio
 import json
 import secrets
 from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
 
 import httpx
 
-from tandem.engine.contracts.errors import OverloadedError, TransportError
+from tandem.engine.contracts.errors import OverloadedError, TandemError, TransportError
 from tandem.engine.process.watched import log_only, watched_task
 from tandem.llm.http_errors import error_of
 from tandem.llm.local_server import LocalServer
@@ -126,20 +127,14 @@ class AsyncLLM:
     ) -> RequestOutput:
         """The whole output of one request; waits as the server asks while it is overloaded."""
         params = params or SamplingParams()
-        output = _empty_output(request_id, prompt, params)
-        output.add(await self._post(COMPLETIONS, self._body(prompt, params)))
-        output.finished = True
-        return output
+        return await self._fill(_empty_output(request_id, prompt, params), COMPLETIONS, self._body(prompt, params))
 
     async def complete_chat(
         self, messages: Messages, params: SamplingParams | None = None, request_id: str = "", **fields: Any
     ) -> RequestOutput:
         """`complete` for the answer to a conversation; `fields` as for `chat`."""
         params = params or SamplingParams()
-        output = _empty_output(request_id, "", params)
-        output.add(await self._post(CHAT, self._chat_body(messages, params, fields)))
-        output.finished = True
-        return output
+        return await self._fill(_empty_output(request_id, "", params), CHAT, self._chat_body(messages, params, fields))
 
     def submit(self, prompt: PromptInput, params: SamplingParams | None = None) -> asyncio.Task[RequestOutput]:
         """`complete` as a future, begun at once; cancelling it ends the request."""
@@ -162,39 +157,40 @@ class AsyncLLM:
         asked = {**self._named, "messages": list(messages), "return_token_ids": True}
         return {**asked, **params.as_chat_body(), **fields}
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer to a body. An overloaded server's pauses are kept; other errors are raised."""
-        while True:
-            try:
-                response = await self._client.post(path, json=body)
-            except httpx.HTTPError as error:
-                raise _unreachable(error) from error
-            answer = _json(response)
-            if response.status_code == OverloadedError.status:
-                await asyncio.sleep(_retry_after(response))
-            elif response.status_code != 200:
-                raise error_of(answer, response.status_code)
-            else:
-                return answer
-
-    async def _stream(self, path: str, body: dict[str, Any], events: asyncio.Queue[Any]) -> None:
-        """Puts each event of the answer, or the error that ends it, into the queue."""
+    @asynccontextmanager
+    async def _answer(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
+        """The server's answer to a body, to be read. An overloaded server is asked again after the pause that it names;
+        other refusals are raised, and so is a connection that fails or breaks."""
         try:
             while True:
                 async with self._client.stream("POST", path, json=body) as response:
                     if response.status_code == 200:
-                        async for line in response.aiter_lines():
-                            if line.startswith("data: ") and line != "data: [DONE]":
-                                event = json.loads(line[6:])
-                                events.put_nowait(error_of(event) if "error" in event else event)
+                        yield response
                         return
                     await response.aread()
                 if response.status_code != OverloadedError.status:
-                    events.put_nowait(error_of(_json(response), response.status_code))
-                    return
+                    raise error_of(_json(response), response.status_code)
                 await asyncio.sleep(_retry_after(response))
         except httpx.HTTPError as error:
-            events.put_nowait(_unreachable(error))
+            raise TransportError(f"no answer from the server: {str(error) or type(error).__name__}") from error
+
+    async def _fill(self, output: RequestOutput, path: str, body: dict[str, Any]) -> RequestOutput:
+        async with self._answer(path, body) as response:
+            await response.aread()
+        output.add(_json(response))
+        output.finished = True
+        return output
+
+    async def _stream(self, path: str, body: dict[str, Any], events: asyncio.Queue[Any]) -> None:
+        """Puts each event of the answer, or the error that ends it, into the queue."""
+        try:
+            async with self._answer(path, body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        event = json.loads(line[6:])
+                        events.put_nowait(error_of(event) if "error" in event else event)
+        except TandemError as error:
+            events.put_nowait(error)
 
 
 def _empty_output(request_id: str, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
@@ -218,7 +214,3 @@ def _retry_after(response: httpx.Response) -> float:
         return max(0.0, float(response.headers.get("retry-after", DEFAULT_PAUSE_S)))
     except ValueError:
         return DEFAULT_PAUSE_S
-
-
-def _unreachable(error: httpx.HTTPError) -> TransportError:
-    return TransportError(f"no answer from the server: {str(error) or type(error).__name__}")

@@ -8,7 +8,6 @@ import re
 import secrets
 import subprocess
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from tandem.deploy.launch.child_process import KEPT_LINES, die_with_parent
 from tandem.deploy.options import SERVE_OPTIONS, did_you_mean, own_environment, to_arguments, to_environment
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.process.watched import watched_thread
 
 KILL_AFTER_S = 10.0  # a guess: beyond the drain that the launcher grants its children
 _SERVING = re.compile(r"^serving .* on (http://\S+)$")
@@ -38,15 +38,14 @@ class LocalServer:
         self._environment = own_environment(os.environ) | to_environment(SERVE_OPTIONS, values)
         self._quiet = quiet
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
-        self._found: queue.Queue[str | subprocess.Popen[str] | Exception] = queue.Queue()
+        self._found: queue.Queue[str | subprocess.Popen[str] | BaseException] = queue.Queue()
         # A thread of its own starts the child, reads it, and lives as long: the child dies with the thread.
-        self._reader = threading.Thread(target=self._run, name="tandem-llm-server", daemon=True)
+        self._reader = watched_thread(self._run, "tandem-llm-server", on_failure=self._found.put)
         self._reader.start()
         started = self._found.get()
-        if isinstance(started, Exception):
+        if isinstance(started, BaseException):
             raise started
         assert isinstance(started, subprocess.Popen)
-        self._process = started
         drain_s = float(values.get("drain_s", Timeouts.drain_s))
         self._finalizer = weakref.finalize(self, _end, started, drain_s)
         try:
@@ -65,21 +64,17 @@ class LocalServer:
         self._reader.join(KILL_AFTER_S)
 
     def _run(self) -> None:
-        try:
-            process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=self._environment | {"PYTHONUNBUFFERED": "1"},
-                preexec_fn=die_with_parent,
-                start_new_session=True,
-            )
-        except Exception as error:  # it belongs to whoever waits for the start
-            self._found.put(error)
-            return
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=self._environment | {"PYTHONUNBUFFERED": "1"},
+            preexec_fn=die_with_parent,
+            start_new_session=True,
+        )
         self._found.put(process)
         assert process.stdout is not None
         with process.stdout:

@@ -17,7 +17,7 @@ from tandem.engine.process import watched
 from tandem.engine.process.watched import EXIT_FAULT, lasting_task, log_only, watched_task, watched_thread
 
 ROOT = Path(__file__).resolve().parents[4]
-FOLDERS = ("router", "node", "prefill_node", "decode_node", "kv_connector", "kernels", "engine", "deploy")
+FOLDERS = ("router", "node", "prefill_node", "decode_node", "kv_connector", "kernels", "engine", "deploy", "llm")
 STARTERS = {
     "Thread",
     "Timer",
@@ -32,6 +32,8 @@ STARTERS = {
 ALLOWED = {
     "engine/models/identity.py": "a pool whose results are all read on the spot",
     "deploy/bench/load.py": "a command for people: every task is gathered, and an exception ends the command",
+    "llm/async_llm.py": "a future that its caller has, with whatever ends it",
+    "llm/llm.py": "every task is gathered, and an exception is the caller's",
     "deploy/bench/trace_replay.py": "a command for people: every task is gathered, and an exception ends the command",
 }
 # Threads of nodes, whose processes end with any of them (`end_with_any_thread`).
