@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from wings import WINGS
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("router", "prefill_node", "decode_node", "node", "kv_connector", "kernels", "engine", "deploy", "llm")
 ALLOWED = {
     "kernels": set(),
     "engine": {"kernels"},
@@ -19,7 +19,7 @@ ALLOWED = {
     "prefill_node": {"engine", "kv_connector", "kernels", "node"},
     "decode_node": {"engine", "kv_connector", "kernels", "node"},
     "router": {"engine", "kv_connector"},
-    "deploy": set(FOLDERS) - {"llm"},
+    "deploy": set(WINGS) - {"llm"},
     "llm": {"deploy", "engine"},
 }
 # What a router may import of others: contracts and the directory, nothing that loads a model.
@@ -191,7 +191,7 @@ def folder_of(path: Path) -> str:
     return path.parent.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", WINGS)
 def test_imports_follow_the_arrows(folder: str) -> None:
     files = sources(folder)
     assert files
@@ -203,14 +203,14 @@ def test_imports_follow_the_arrows(folder: str) -> None:
 
 def test_wings_are_imported_under_tandem() -> None:
     """`import kernels` works from the root of the repository and nowhere else."""
-    for folder in FOLDERS:
+    for folder in WINGS:
         for path in sources(folder):
-            bare = [name for name in imports(path) if name.partition(".")[0] in FOLDERS]
+            bare = [name for name in imports(path) if name.partition(".")[0] in WINGS]
             assert not bare, f"{path.relative_to(ROOT)}: import tandem.{bare[0]}"
 
 
 def test_arrows_have_no_cycle() -> None:
-    assert not circles({folder: ALLOWED[folder] - {folder} for folder in FOLDERS if folder != "deploy"})
+    assert not circles({folder: ALLOWED[folder] - {folder} for folder in WINGS if folder != "deploy"})
 
 
 def test_circles_are_found() -> None:
@@ -221,7 +221,7 @@ def test_circles_are_found() -> None:
 def test_modules_import_each_other_in_no_circle() -> None:
     """Type-only imports and those within functions count: a reader follows them, too."""
     graph = {}
-    for folder in FOLDERS:
+    for folder in WINGS:
         for path in sources(folder):
             targets = (file_of(name) for name in imports(path))
             graph[name_of(path)] = {name_of(target) for target in targets if target not in (None, path)}
@@ -254,7 +254,7 @@ def test_folders_import_what_they_may_of_their_wing(folder: str) -> None:
 
 
 def test_a_folder_has_few_modules() -> None:
-    for top in FOLDERS:
+    for top in WINGS:
         for folder in {path.parent for path in sources(top)}:
             modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
             assert len(modules) <= MAX_MODULES, f"{folder.relative_to(ROOT)} has {len(modules)} modules: divide it"

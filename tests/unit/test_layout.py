@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from wings import WINGS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -19,7 +20,6 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WINGS = sorted(path.name for path in (ROOT / "tandem").iterdir() if path.is_symlink())
 
 SHARED_NAMES = {"SamplingParams"}  # what users of the Python interface, and of others like it, call it; and the wire's
 

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from wings import WINGS
+
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("router", "prefill_node", "decode_node", "node", "kv_connector", "kernels", "engine", "deploy")
 # Fields of others that are set all the same: who says that they are set so.
 SET_FROM_OUTSIDE = {
     "deploy/train_demo_model.py": ("tokenizers", {"pre_tokenizer", "decoder", "post_processor"}),
@@ -32,7 +33,7 @@ SET_FROM_OUTSIDE = {
 
 
 def sources() -> list[Path]:
-    return [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for folder in WINGS for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
 @cache

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from waiting import PATIENCE_S
+from wings import WINGS
 
 from tandem.engine.process import watched
 from tandem.engine.process.watched import EXIT_FAULT, lasting_task, log_only, watched_task, watched_thread
 
 ROOT = Path(__file__).resolve().parents[4]
-FOLDERS = ("router", "node", "prefill_node", "decode_node", "kv_connector", "kernels", "engine", "deploy", "llm")
 STARTERS = {
     "Thread",
     "Timer",
@@ -63,7 +63,7 @@ def _name(node: ast.AST) -> str:
 
 def files_that_start() -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for folder in FOLDERS:
+    for folder in WINGS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             lines = list(starters(ast.parse(path.read_text())))
             if lines:
