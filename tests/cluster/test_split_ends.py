@@ -35,7 +35,9 @@ def test_cancel_at_any_moment(way: str, alone: Alone) -> None:
             pair.cancel(result)
         pair.client.wait()
         failures = [result.failed for result in results if result.failed is not None]
-        assert all("cancelled" in failure.message for failure in failures), failures
+        # The decode node may close the grant before the prefill node hears of the cancel: its write is refused then.
+        causes = ("cancelled", "is not open here")
+        assert all(any(cause in failure.message for cause in causes) for failure in failures), failures
         pair.check_whole()
         prompt = random_prompt(90, seed=1)
         assert [pair.run(prompt, GREEDY).output()] == alone.run(prompt, GREEDY), "the nodes do not work any more"
