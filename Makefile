@@ -1,15 +1,21 @@
-# make serve   set everything up and serve the demo model on port 8000     make serve ARGS="--port 9000"
-# make test    set everything up, a redis-server included, and run the tests
-# make dev     what an editor and a type checker need       make check   ruff and mypy
-# make soak    the long campaigns that `make test` leaves out (SOAK_MOMENTS, SOAK_SECONDS, SOAK_SEED: docs/verification.md)
-# make test-gpu    the tests that need a GPU, recorded in tests/gpu/RESULTS.md    make test-gpus   those of several GPUs alone
-#
-# Nothing else needs to be installed by hand before: make, Python >= 3.10 and the system's package manager are enough.
+# Nothing needs to be installed by hand before: make, Python >= 3.10 and the system's package manager are enough.
 # A stamp in .venv/.stamps marks each finished step, so the second run starts at once.
-#
-# TORCH_INDEX   package index for torch, e.g. one that carries CPU builds (without a GPU, PyPI's Linux build is gigabytes):
-#               make test TORCH_INDEX=<address of such an index>
-# TORCH_VERSION exact version to install       PYTHON  interpreter for .venv       TEST_WORKERS  parallel test processes
+
+define HELP
+make serve       set everything up and serve the demo model on port 8000      make serve ARGS="--port 9000"
+make test        set everything up, a redis-server included, and run the tests
+make dev         what an editor and a type checker need
+make check       ruff and mypy
+make soak        the long campaigns that `make test` leaves out (SOAK_MOMENTS, SOAK_SECONDS, SOAK_SEED: docs/verification.md)
+make test-gpu    the tests that need a GPU, recorded in tests/gpu/RESULTS.md
+make test-gpus   those of several GPUs alone
+make clean       take all of that away
+
+TORCH_INDEX    package index for torch, e.g. one that carries CPU builds (without a GPU, PyPI's Linux build is gigabytes):
+               make test TORCH_INDEX=<address of such an index>
+TORCH_VERSION  exact version to install      PYTHON  interpreter for .venv      TEST_WORKERS  parallel test processes
+endef
+export HELP
 
 PYTHON ?=
 TORCH_VERSION ?= 2.13.0
@@ -22,9 +28,12 @@ STAMPS := $(VENV)/.stamps
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 
-.PHONY: serve test dev check soak test-gpu test-gpus clean
-.DEFAULT_GOAL := test
+.PHONY: help serve test dev check soak test-gpu test-gpus clean
+.DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+
+help:
+	@echo "$$HELP"
 
 serve: $(STAMPS)/serve
 	$(BIN)/tandem serve $(ARGS)

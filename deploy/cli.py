@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from tandem.deploy.option import Option
 from tandem.deploy.options import (
     BENCH_OPTIONS,
     EXPLAIN_OPTIONS,
+    FIRST,
     KERNELS_OPTIONS,
     NODE_OPTIONS,
     ROUTER_OPTIONS,
@@ -20,6 +21,7 @@ from tandem.deploy.options import (
     TRACE_OPTIONS,
     Values,
     add_flags,
+    add_foreign_flags,
     build,
     from_command_line,
 )
@@ -33,15 +35,19 @@ PRECEDENCE = (
     "Every option can also be given as TANDEM_<OPTION> in the environment, or in the YAML file of --config; the "
     "command line wins over the environment, the environment over the file."
 )
+ROLES = {
+    "prefill": "computes prompts and hands their KV over",
+    "decode": "takes KV over and makes tokens",
+    "unified": "serves whole requests alone",
+}
 CONFIG_HELP = "YAML file with options by name (max_num_seqs: 32)"
-TRACES_HELP = "in Mooncake's format; against --url, or against simulated nodes"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code: 0, 1 when it failed, 2 for a bad flag, file or folder."""
-    parsed = make_parser().parse_args(arguments)
     raise_descriptor_limit()
     try:
+        parsed = make_parser().parse_args(arguments)
         return parsed.run(parsed)
     except ConfigError as error:
         print(f"tandem: {error.message}", file=sys.stderr)
@@ -56,11 +62,15 @@ def make_parser() -> argparse.ArgumentParser:
         usage="tandem COMMAND [OPTIONS]",
         description="Serve large language models with prefill and decode on separate nodes.",
     )
-    parser.add_argument("--version", action="version", version=f"tandem {version()}")
+    parser.add_argument("--version", action="version", version=f"tandem {version()}", help="say the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def add(
-        name: str, run: Callable[[argparse.Namespace], int], text: str, options: dict[str, Option]
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        text: str,
+        options: dict[str, Option],
+        first: Collection[str] | None = None,
     ) -> argparse.ArgumentParser:
         positional = "".join(f" [{option.name.upper()}]" for option in options.values() if option.is_positional)
         command = commands.add_parser(
@@ -70,19 +80,22 @@ def make_parser() -> argparse.ArgumentParser:
             usage=f"tandem {name}{positional} [OPTIONS]",
             description=f"{text[0].upper()}{text[1:]}.",
             epilog=PRECEDENCE,
+            first=first,
         )
-        add_flags(command, options)
         command.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=CONFIG_HELP)
+        add_flags(command, options)
         command.set_defaults(run=run)
         return command
 
-    add("serve", run_serve, "serve a model: one node and a router, or a local cluster of processes", SERVE_OPTIONS)
-    add("router", run_router, "run a router: HTTP, placement, the life of each request", ROUTER_OPTIONS)
-    add("prefill", _run_node("prefill"), "run a node that computes prompts and hands their KV over", NODE_OPTIONS)
-    add("decode", _run_node("decode"), "run a node that takes KV over and makes tokens", NODE_OPTIONS)
-    add("unified", _run_node("unified"), "run a node that serves whole requests alone", NODE_OPTIONS)
-    bench = add("bench", run_bench, "measure a running server", BENCH_OPTIONS)
-    add_flags(bench.add_argument_group("traces", TRACES_HELP), TRACE_OPTIONS)
+    def add_server(name: str, run: Callable[[argparse.Namespace], int], text: str, options: dict[str, Option]) -> None:
+        add_foreign_flags(add(name, run, text, options, FIRST))
+
+    add_server("serve", run_serve, "serve a model: a node and a router, or a local cluster", SERVE_OPTIONS)
+    add_server("router", run_router, "run a router: HTTP, placement, the life of each request", ROUTER_OPTIONS)
+    for role, text in ROLES.items():
+        add_server(role, _run_node(role), f"run a node that {text}", NODE_OPTIONS)
+    bench_first = {*BENCH_OPTIONS, "trace", "simulate", "config"}
+    add("bench", run_bench, "measure a running server", {**BENCH_OPTIONS, **TRACE_OPTIONS}, bench_first)
     add("explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
     add("kernels", run_kernels, text, KERNELS_OPTIONS)

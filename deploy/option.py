@@ -9,11 +9,11 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from msgspec import Meta
 
-from tandem.deploy.option_help import OPTION_HELP
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, SchedulerOptions, Timeouts
 from tandem.engine.contracts.errors import ConfigError
 
@@ -27,11 +27,13 @@ COMPONENTS: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Option:
-    """One field of one or more components. `meta` holds the bounds of a number."""
+    """One field of one or more components. `meta` holds the bounds of a number, `group` names the component."""
 
     name: str
     kind: type  # int, float, str, bool or tuple (of str)
     default: Any
+    help: str
+    group: str = ""
     choices: tuple[str, ...] = ()
     meta: Meta | None = None
     is_positional: bool = False
@@ -39,11 +41,6 @@ class Option:
     @property
     def flag(self) -> str:
         return "--node" if self.name == "nodes" else "--" + self.name.replace("_", "-")
-
-    @property
-    def help(self) -> str:
-        described = self.meta.description if self.meta is not None else None
-        return described or OPTION_HELP[self.name]
 
     @property
     def help_with_default(self) -> str:
@@ -64,6 +61,9 @@ class Option:
         elif self.kind is tuple:
             parts = given.split(",") if isinstance(given, str) else given
             value = tuple(str(part).strip() for part in parts) if isinstance(parts, list | tuple) else None
+        elif self.choices:
+            text = str(given).lower()
+            value = text if text in self.choices else _AS_CHOICE.get(text)
         else:
             value = _number_or_text(self.kind, given)
         if value is None or (self.choices and value not in self.choices) or not self._is_within(value):
@@ -104,6 +104,15 @@ _KIND_NAMES: dict[type, str] = {
     tuple: "a list",
     str: "text",
 }
+# What vLLM's users call the same.
+_AS_CHOICE = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32", "warn": "warning"}
+# As vLLM reads them: 8k tokens are 8,000, and 8K are 8,192.
+_UNITS = {
+    "": 1,
+    **{unit: 1000**n for n, unit in enumerate("kmgt", 1)},
+    **{unit: 1024**n for n, unit in enumerate("KMGT", 1)},
+}
+_WITH_UNIT = re.compile(r"([+-]?\d+(?:\.\d+)?)([kmgt]?)(?:i?B)?", re.IGNORECASE)
 _BOOLS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -111,30 +120,37 @@ def _number_or_text(kind: type, given: Any) -> Any:
     if isinstance(given, bool) or (kind is int and isinstance(given, float)) or isinstance(given, list | dict):
         return None
     try:
-        return kind(given)
+        return _whole(given) if kind is int and isinstance(given, str) else kind(given)
     except (TypeError, ValueError):
         return None
+
+
+def _whole(text: str) -> int | None:
+    found = _WITH_UNIT.fullmatch(text.strip())
+    if found is None:
+        return None
+    number = Fraction(found[1]) * _UNITS[found[2]]
+    return int(number) if number.denominator == 1 else None
 
 
 def options_of(*components: type, positional: str = "") -> dict[str, Option]:
     """The options of configuration dataclasses; where two share a name, the first one's default holds."""
     found: dict[str, Option] = {}
     for component in components:
+        group = component.__name__.removesuffix("Options").lower()
         hints = typing.get_type_hints(component, include_extras=True)
         for field in dataclasses.fields(component):
             if field.name in COMPONENTS and hints[field.name] is COMPONENTS[field.name]:
                 continue
             if field.name != "role":
-                found.setdefault(field.name, _option(field, hints[field.name], field.name == positional))
+                found.setdefault(field.name, _option(field, hints[field.name], group, field.name == positional))
     return found
 
 
-def _option(field: dataclasses.Field[Any], hint: Any, is_positional: bool) -> Option:
+def _option(field: dataclasses.Field[Any], hint: Any, group: str, is_positional: bool) -> Option:
+    """A hint is Annotated[kind, bounds where there are any, help]."""
+    kind, *notes, text = typing.get_args(hint)
+    choices = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
+    kind = str if choices else typing.get_origin(kind) or kind
     default = "" if field.default is dataclasses.MISSING else field.default
-    meta, choices = None, ()
-    if typing.get_origin(hint) is typing.Annotated:
-        hint, meta = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        hint, choices = str, typing.get_args(hint)
-    kind = tuple if typing.get_origin(hint) is tuple else hint
-    return Option(field.name, kind, default, choices, meta, is_positional)
+    return Option(field.name, kind, default, text, group, choices, notes[0] if notes else None, is_positional)

@@ -15,8 +15,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from tandem.deploy.foreign_names import SAME, SHORT, WITHOUT_COUNTERPART, Foreign, translate
 from tandem.deploy.option import COMPONENTS, Option, options_of
 from tandem.deploy.tool_options import BenchOptions, ExplainOptions, KernelsOptions, TraceOptions
 from tandem.engine.contracts.config import (
@@ -36,6 +37,13 @@ SECRET = ("redis_url", "api_key")  # a URL may hold a password
 # Kubernetes puts these into every container for a Service called tandem or tandem-something.
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)(_\w+)?$|_PORT(_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)?$")
 
+# What the help of a command shows at first.
+FIRST = frozenset({
+    "model", "served_name", "dtype", "max_model_len", "prefill", "decode", "host", "port", "api_key", "chat_template",
+    "tool_call_parser", "reasoning_parser", "device", "tensor_parallel_size", "gpu_memory_utilization", "config",
+    "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "redis_url", "cluster_secret_file", "node_id", "nodes",
+    "log_level",
+})  # fmt: skip
 LIKELY_A_SLIP = 0.75  # a guess: MAX_NUM_SEQ is one, VERSION is none for `revision`
 
 T = TypeVar("T")
@@ -43,21 +51,29 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class LauncherOptions:
+class ClusterOptions:
     """What `tandem serve` takes besides the options of its children."""
 
-    prefill: Count = 0
-    decode: Count = 0
-    prefill_tensor_parallel_size: Count = 0
-    decode_tensor_parallel_size: Count = 0
+    prefill: Annotated[Count, "number of prefill nodes; with --decode: a local cluster instead of a single node"] = 0
+    decode: Annotated[Count, "number of decode nodes; with --prefill: a local cluster instead of a single node"] = 0
+    prefill_tensor_parallel_size: Annotated[Count, "GPUs of each prefill node; 0: as --tensor-parallel-size"] = 0
+    decode_tensor_parallel_size: Annotated[Count, "GPUs of each decode node; 0: as --tensor-parallel-size"] = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An option's value and where it is set."""
+
+    value: Any
+    origin: str
 
 
 NODE_OPTIONS = options_of(ModelOptions, CacheOptions, SchedulerOptions, Timeouts, NodeOptions, positional="model")
 ROUTER_OPTIONS = options_of(ModelOptions, Timeouts, RouterOptions, positional="model")
 _PER_PROCESS = ("node_id", "device_index", "ready_fd", "nodes")
 SERVE_OPTIONS = {
+    **options_of(ModelOptions, ClusterOptions, positional="model"),
     **{name: option for name, option in {**NODE_OPTIONS, **ROUTER_OPTIONS}.items() if name not in _PER_PROCESS},
-    **options_of(LauncherOptions),
 }
 BENCH_OPTIONS, TRACE_OPTIONS = options_of(BenchOptions), options_of(TraceOptions)
 EXPLAIN_OPTIONS = options_of(ExplainOptions, positional="prompt")
@@ -72,24 +88,51 @@ KNOWN_NAMES = frozenset(
 # --- command line -------------------------------------------------------------------------------------------------
 
 
-def add_flags(parser: argparse._ActionsContainer, options: Mapping[str, Option]) -> None:
-    """One flag an option, with its default in the help; flags that were not given leave no attribute."""
+def add_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) -> None:
+    """One flag an option, under each of its names; flags that were not given leave no attribute."""
+    groups: dict[str, argparse._ArgumentGroup] = {}
     for option in options.values():
-        text = option.help_with_default
+        group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
+        arguments: dict[str, Any] = {"default": argparse.SUPPRESS, "help": option.help_with_default}
         if option.is_positional:
-            name = option.name
-            parser.add_argument(name, nargs="?", metavar=name.upper(), default=argparse.SUPPRESS, help=text)
+            group.add_argument(option.name, nargs="?", metavar=option.name.upper(), **arguments)
+            if option.name == "model":
+                group.add_argument("--model", "--model-path", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
             continue
-        arguments: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
         if option.kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction
         elif option.kind is tuple:
             arguments |= {"action": "append", "metavar": "TEXT"}
-        elif option.choices:
-            arguments["choices"] = option.choices
         else:
-            arguments |= {"type": option.from_flag, "metavar": option.kind.__name__.upper().replace("STR", "TEXT")}
-        parser.add_argument(option.flag, **arguments)
+            arguments |= {"type": option.from_flag, "choices": option.choices or None}
+            arguments["metavar"] = None if option.choices else option.kind.__name__.upper().replace("STR", "TEXT")
+        group.add_argument(option.flag, *_other_flags(option.name), dest=option.name, **arguments)
+        for flag in _other_flags(f"not {option.name}"):
+            group.add_argument(
+                flag, dest=option.name, action="store_false", default=argparse.SUPPRESS, help=f"no {option.flag}"
+            )
+
+
+def _other_flags(ours: str) -> list[str]:
+    short = [SHORT[ours]] if ours in SHORT else []
+    return short + ["--" + theirs.replace("_", "-") for theirs, same in SAME.items() if same == ours]
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Takes those without a counterpart, to say why they change nothing, or aren't there."""
+    for name, foreign in WITHOUT_COUNTERPART.items():
+        flags = ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
+        nargs = None if foreign.takes_value else 0
+        parser.add_argument(*flags, action=_Heed, foreign=foreign, nargs=nargs, help=argparse.SUPPRESS)
+
+
+class _Heed(argparse.Action):
+    def __init__(self, foreign: Foreign, **kwargs: Any) -> None:
+        super().__init__(**kwargs, default=argparse.SUPPRESS)
+        self._foreign = foreign
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        self._foreign.heed(str(option_string), values if self._foreign.takes_value else True)
 
 
 def to_arguments(options: Mapping[str, Option], values: Mapping[str, Any]) -> list[str]:
@@ -116,33 +159,39 @@ def to_environment(options: Mapping[str, Option], values: Mapping[str, Any]) -> 
 # --- the three sources ------------------------------------------------------------------------------------------
 
 
-def gather(options: Mapping[str, Option], given: Mapping[str, Any], environ: Mapping[str, str]) -> Values:
-    """The value of every option that is set anywhere. Raises ConfigError that names a wrong or unknown key."""
+def settings(options: Mapping[str, Option], given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Setting]:
+    """Every option that is set anywhere. Raises ConfigError that names a wrong or unknown key."""
     from_env = _read_environment(environ)
-    file = given.get("config") or from_env.pop("config", "")
-    merged: Values = {}
-    for source, origin in ((_read_yaml(Path(file)) if file else {}, f"{file}: {{}}"), (from_env, ENV_PREFIX + "{}")):
-        for name, value in source.items():
-            if name in options and (name != "model" or options[name].is_positional):  # for `bench`, which model to
-                # ask for is a flag alone: there `model` is what is served
-                shown = name.upper() if origin.startswith(ENV_PREFIX) else name
-                merged[name] = options[name].parse(value, origin.format(shown))
+    in_env = from_env.pop("config", None)
+    file = given.get("config") or (in_env.value if in_env else "")
+    found: dict[str, Setting] = {}
+    for source in (_read_yaml(Path(file)) if file else {}, from_env):
+        for name, setting in source.items():
+            # For what talks to a server, which model to ask for is a flag alone: `model` is what is served.
+            if name in options and (name != "model" or options[name].is_positional):
+                found[name] = Setting(options[name].parse(setting.value, setting.origin), setting.origin)
     for name, value in given.items():
         if name in options:
-            merged[name] = tuple(value) if options[name].kind is tuple else value
+            found[name] = Setting(tuple(value) if options[name].kind is tuple else value, "command line")
     if "model" in options and options["model"].is_positional:
-        merged.setdefault("model", str(DEMO_MODEL))
-    return merged
+        found.setdefault("model", Setting(str(DEMO_MODEL), "default"))
+    return found
 
 
-def _read_environment(environ: Mapping[str, str]) -> Values:
-    found: Values = {}
+def gather(options: Mapping[str, Option], given: Mapping[str, Any], environ: Mapping[str, str]) -> Values:
+    """The value of every option that is set anywhere. Raises ConfigError that names a wrong or unknown key."""
+    return {name: setting.value for name, setting in settings(options, given, environ).items()}
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, Setting]:
+    found = {}
     for key, value in environ.items():
         name = key.removeprefix(ENV_PREFIX).lower()
         if not key.startswith(ENV_PREFIX) or _is_service_link(key, value):
             continue
-        if name in KNOWN_NAMES:
-            found[name] = value
+        if name in KNOWN_NAMES or name in SAME:
+            ours, meant = (name, value) if name in KNOWN_NAMES else translate(name, value)
+            found[ours] = Setting(meant, key)
             continue
         text = f"unknown environment variable {key}: no option is called {name}"
         if close := did_you_mean(name, KNOWN_NAMES, LIKELY_A_SLIP):
@@ -155,7 +204,7 @@ def _is_service_link(key: str, value: str) -> bool:
     return bool(_SERVICE_LINK.search(key)) and (key != "TANDEM_PORT" or value.startswith(("tcp://", "udp://")))
 
 
-def _read_yaml(path: Path) -> Values:
+def _read_yaml(path: Path) -> dict[str, Setting]:
     import yaml
 
     try:
@@ -168,10 +217,16 @@ def _read_yaml(path: Path) -> Values:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold options by name, for example `max_num_seqs: 32`")
-    found = {str(key).replace("-", "_"): value for key, value in content.items()}
-    for name in found:
-        if name not in KNOWN_NAMES - {"config"}:
+    found = {}
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name not in KNOWN_NAMES and name in WITHOUT_COUNTERPART:
+            WITHOUT_COUNTERPART[name].heed(f"{path}: {name}", value)
+            continue
+        ours, meant = (name, value) if name in KNOWN_NAMES else translate(name, value)
+        if ours not in KNOWN_NAMES - {"config"}:
             raise ConfigError(f"{path}: unknown key {name}{did_you_mean(name, KNOWN_NAMES)}")
+        found[ours] = Setting(meant, f"{path}: {name}")
     return found
 
 

@@ -1,8 +1,9 @@
 """Frozen configuration, one dataclass a component, built once from command line, environment and YAML.
 
 Precedence: command line, then environment (`TANDEM_<FIELD>`), then the YAML file, then the default here. Unknown
-keys are errors that name the key; nothing mutates a config after it was built. The bounds below hold for what users
-give; classes that are built by code are not checked. Default numbers are guesses, unless one names a measurement.
+keys are errors that name the key; nothing mutates a config after it was built. A field's annotation says all that users
+are told of it: its bounds, which hold for what they give (classes that are built by code are not checked), and its
+help. Default numbers are guesses, unless one names a measurement.
 """
 
 from __future__ import annotations
@@ -19,77 +20,109 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # 0 often stands for "chosen for you"
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Bytes = Annotated[int, Meta(ge=0, le=2**60)]
-Port = Annotated[int, Meta(ge=0, le=65535)]
+Port = Annotated[int, Meta(ge=0, le=65535), "port to listen on; 0: any free one"]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e7)]
+# What several processes take.
+Host = Annotated[str, "address to listen on"]
+RedisUrl = Annotated[
+    str, "redis://host:port/db, a cluster or sentinels (docs/directory.md); `serve` starts one where needed"
+]
+Namespace = Annotated[str, "name of the cluster; clusters of different names can share a Redis"]
+SecretFile = Annotated[str, "file with the cluster's secret; needed wherever a node listens beyond loopback"]
+LeastLogged = Annotated[LogLevel, "the least that is logged; libraries log from warnings on"]
+ReadyFd = Annotated[int, Meta(ge=-1), "file descriptor for what engine/process/launcher_pipe.py tells a launcher"]
+MaxQueue = Annotated[Count, "requests that wait (on a node, or at the router) before more are refused"]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
     """What is served. `model` is a local folder or a hub name; `served_name` what clients call it."""
 
-    model: str
-    served_name: str = ""  # "": the folder's or hub name's last part
-    load_format: LoadFormat = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: the checkpoint's on GPU, float32 on CPU
-    max_model_len: Count = 0  # 0: the model's own
-    revision: str = ""
+    model: Annotated[str, "folder in Hugging Face format, or a hub name; left out: a demo model that ships with Tandem"]
+    served_name: Annotated[str, "name by which clients call the model; default: the last part of MODEL"] = ""
+    load_format: Annotated[LoadFormat, "dummy makes up weights from config.json alone, for benchmarks"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        "type of weights and KV; auto: the checkpoint's on a GPU, float32 on a CPU",
+    ] = "auto"
+    max_model_len: Annotated[Count, "longest prompt plus output, in tokens; 0: the model's own limit"] = 0
+    revision: Annotated[str, "hub revision to load; empty: the default branch"] = ""
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    block_size: Positive = 64  # tokens; a multiple of hash_block_size
-    hash_block_size: Positive = 64  # tokens; equal in the whole cluster
-    num_blocks: Count = 0  # 0: from kv_cache_memory_bytes, or from free memory
-    kv_cache_memory_bytes: Bytes = 0
-    gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.90
-    enable_prefix_caching: bool = True
-    # What the pool has no room for goes there (docs/tiers.md). -1: up to 16 GiB a GPU node, 256 MiB a CPU node; 0: none
-    host_tier_bytes: Annotated[int, Meta(ge=-1, le=2**60)] = -1
-    host_tier_dtype: Literal["auto", "fp8_e4m3"] = "auto"  # fp8_e4m3: half of the bytes, and of the precision
-    disk_tier_bytes: Bytes = 0  # 0: none; needs a host tier and disk_tier_dir
-    disk_tier_dir: str = ""
-    # auto: the dtype that is computed in. May differ between nodes: KV is converted when it is handed over.
-    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"] = "auto"
-    kv_scales: str = ""  # fp8: a JSON file of each layer's scales (engine/device/kv_encoding.py); "": 1.0
+    block_size: Annotated[Positive, "tokens of a KV block; a multiple of --hash-block-size"] = 64
+    hash_block_size: Annotated[Positive, "tokens of a block hash; equal in the whole cluster"] = 64
+    num_blocks: Annotated[Count, "KV blocks of the pool; 0: sized by --kv-cache-memory-bytes or by free memory"] = 0
+    kv_cache_memory_bytes: Annotated[Bytes, "size of the KV pool; 0: sized by free memory"] = 0
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1), "share of the GPU's memory that a node may take, weights included"
+    ] = 0.90
+    enable_prefix_caching: Annotated[bool, "reuse the KV of prompts that begin alike"] = True
+    host_tier_bytes: Annotated[
+        int,
+        Meta(ge=-1, le=2**60),
+        "host memory for KV that the pool has no room for; -1: up to 16 GiB, on a CPU 256 MiB; 0: none",
+    ] = -1
+    host_tier_dtype: Annotated[
+        Literal["auto", "fp8_e4m3"],
+        "as what the tiers keep KV; fp8_e4m3: in half of the bytes, restored to 3 bits of mantissa",
+    ] = "auto"
+    disk_tier_bytes: Annotated[Bytes, "disk space for KV that host memory has no room for; 0: none"] = 0
+    disk_tier_dir: Annotated[str, "folder of the disk tier; kept when the node ends, several nodes may share it"] = ""
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"],
+        "what this node keeps KV as; auto: as --dtype. Nodes may differ: KV is converted on the way",
+    ] = "auto"
+    kv_scales: Annotated[str, 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0'] = ""
 
 
 @dataclass(frozen=True)
 class SchedulerOptions:
-    max_num_seqs: Count = 0  # 0: 256 on a GPU, 64 on a CPU
-    max_num_batched_tokens: Count = 0  # tokens a step, decodes and prompt chunks together; 0: 8192 or 2048
-    max_prefill_chunk: Count = 0  # 0: only bounded by the budget
-    contended_prefill_chunk: Count = 0  # prompt tokens of a step while several prompts wait; 0: 2048 on a prefill node
-    # Prefill nodes: prompts that can have their first token this long after they came go first, in order of deadline.
-    ttft_target_ms: Count = 300
-    share_prefixes: bool = True  # decode rows with the same leading blocks read them once, where that pays
-    max_queue: Count = 4096  # requests waiting on a node before it refuses more
-    # Prompt tokens mixed into a step while others decode; 0: on a decode node with a GPU what fits `itl_budget_ms`,
-    # else 256 on a decode node (short tails, recompute) and 2048 on a single one.
-    decode_prompt_budget: Count = 0
-    # How long a step with prompt work may take on a decode node: docs/measurements.md#the-gap-of-a-hand-off.
-    itl_budget_ms: Annotated[float, Meta(gt=0, le=1e6)] = 6.0
-    # Prefill nodes: share of the pool that finished KV without a grant may fill before prompts wait for a grant.
-    parked_kv_fraction: Share = 0.25
-    # Decode nodes: share of the pool kept free for growth of running requests when granting.
-    growth_headroom: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+    max_num_seqs: Annotated[Count, "sequences that run at the same time on a node; 0: 256 on a GPU, 64 on a CPU"] = 0
+    max_num_batched_tokens: Annotated[
+        Count, "tokens of one step, decodes and prompt chunks together; 0: 8192 on a GPU, 2048 on a CPU"
+    ] = 0
+    max_prefill_chunk: Annotated[Count, "longest prompt chunk of one step; 0: --max-num-batched-tokens"] = 0
+    contended_prefill_chunk: Annotated[Count, "longest chunk while several prompts wait; 0: 2048 on a prefill node"] = 0
+    ttft_target_ms: Annotated[
+        Count, "prefill nodes: prompts that can have their first token in this time go first; 0: by arrival"
+    ] = 300
+    share_prefixes: Annotated[
+        bool, "decode rows with the same leading blocks read those once a group where that pays (GPU)"
+    ] = True
+    max_queue: MaxQueue = 4096
+    decode_prompt_budget: Annotated[
+        Count,
+        "prompt tokens of a step while others decode; 0: by --itl-budget-ms on a decode node's GPU, else 256 on a "
+        "decode node and 2048 on a single one",
+    ] = 0
+    # docs/measurements.md#the-gap-of-a-hand-off
+    itl_budget_ms: Annotated[
+        float, Meta(gt=0, le=1e6), "decode nodes: a step with prompt work takes at most this long; measured at start"
+    ] = 6.0
+    parked_kv_fraction: Annotated[Share, "prefill nodes: share of the pool for KV that has no destination yet"] = 0.25
+    growth_headroom: Annotated[
+        float, Meta(ge=0, lt=1), "decode nodes: share of the pool kept free for the growth of running requests"
+    ] = 0.1
 
 
 @dataclass(frozen=True)
 class Timeouts:
     """Durations in seconds."""
 
-    heartbeat_s: PositiveSeconds = 0.5
-    peer_lost_s: PositiveSeconds = 5.0  # silence after which a peer counts as lost
-    connect_s: PositiveSeconds = 10.0
-    grant_lease_s: PositiveSeconds = 60.0
-    resend_s: PositiveSeconds = 0.5  # an unanswered verb is sent again after this
-    request_s: PositiveSeconds = 600.0
-    drain_s: Seconds = 60.0
-    quarantine_warn_s: PositiveSeconds = 10.0
-    migrate_s: Seconds = 10.0  # how long handing a running sequence to another node may take
-    pull_s: Seconds = 0.5  # how long a request waits at least for a prefix from a peer before it is computed
+    heartbeat_s: Annotated[PositiveSeconds, "seconds between heartbeats of connected processes"] = 0.5
+    peer_lost_s: Annotated[PositiveSeconds, "silence after which a process counts as lost"] = 5.0
+    connect_s: Annotated[PositiveSeconds, "longest wait for a connection's handshake"] = 10.0
+    grant_lease_s: Annotated[PositiveSeconds, "how long a prefill node may take to fill blocks it was granted"] = 60.0
+    resend_s: Annotated[PositiveSeconds, "an unanswered control message is sent again after this"] = 0.5
+    request_s: Annotated[PositiveSeconds, "deadline of a request"] = 600.0
+    drain_s: Annotated[Seconds, "longest time that running requests get to finish after SIGTERM"] = 60.0
+    quarantine_warn_s: Annotated[PositiveSeconds, "blocks that stay in quarantine longer are logged"] = 10.0
+    migrate_s: Annotated[Seconds, "seconds that handing a running sequence to another node may take"] = 10.0
+    pull_s: Annotated[Seconds, "how long a request waits at least for a prefix from a peer, not to compute it"] = 0.5
 
 
 @dataclass(frozen=True)
@@ -101,59 +134,89 @@ class NodeOptions:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
-    node_id: str = ""  # "": role and a random suffix
-    host: str = "127.0.0.1"
-    port: Port = 0  # 0: any free port
-    advertise_host: str = ""  # by which peers and routers reach this node, if that is not `host`
-    device: Device = "auto"
-    device_index: Count = 0
-    tensor_parallel_size: Positive = 1  # GPUs of this node, from device_index on
-    attention_backend: str = "auto"
-    cuda_graphs: bool = True  # decode steps replay captured graphs; off: every step runs kernel by kernel
-    transport: str = "auto"  # or a name out of kv_connector/transports/selection.py
-    redis_url: str = ""  # "": no Redis (single node, or routers given --node)
-    namespace: str = "tandem"
-    cluster_secret_file: str = ""
-    log_level: LogLevel = "info"
-    ready_fd: Annotated[int, Meta(ge=-1)] = -1  # a file descriptor for what engine/process/launcher_pipe.py says
-    num_threads: Count = 0  # torch CPU threads; 0: torch's default
-    fault_injection: str = ""  # tests only, see kv_connector/transports/faults.py
-    digests: bool = True
-    handoff_trace: str = ""  # a folder for the times of each hand-off's stages, see kv_connector/transfer/trace.py
+    node_id: Annotated[str, "name of this node, unique in the cluster; default: its role and a random suffix"] = ""
+    host: Host = "127.0.0.1"
+    port: Port = 0
+    advertise_host: Annotated[
+        str,
+        "host by which others reach this node, on the ports on which it listens (where it listens on all interfaces, "
+        "or behind a relay); default: --host",
+    ] = ""
+    device: Annotated[Device, "auto: the GPU where there is one"] = "auto"
+    device_index: Annotated[Count, "which of the visible GPUs"] = 0
+    tensor_parallel_size: Annotated[
+        Positive, "GPUs of one node, from --device-index on; each holds a share of the weights and KV heads"
+    ] = 1
+    attention_backend: Annotated[str, "auto: the best that this machine has; or the name of one"] = "auto"
+    cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True
+    transport: Annotated[str, "how KV travels between nodes: auto, local, shm, cuda_ipc, nixl, ucx or tcp"] = "auto"
+    redis_url: RedisUrl = ""
+    namespace: Namespace = "tandem"
+    cluster_secret_file: SecretFile = ""
+    log_level: LeastLogged = "info"
+    ready_fd: ReadyFd = -1
+    num_threads: Annotated[Count, "CPU threads of torch in a node; 0: torch's default, shared by local nodes"] = 0
+    fault_injection: Annotated[str, "tests only: faults to inject into KV transfers"] = ""
+    digests: Annotated[bool, "check KV digests before a hand-off is committed"] = True
+    handoff_trace: Annotated[str, "debugging only: folder for the times of each hand-off's stages, a file a node"] = ""
 
 
 @dataclass(frozen=True)
 class RouterOptions:
     """One router (several worker processes share the port)."""
 
-    model: ModelOptions  # for the tokenizer and for sampling defaults
-    host: str = "127.0.0.1"
+    model: ModelOptions
+    host: Host = "127.0.0.1"
     port: Port = 8000
-    workers: Annotated[int, Meta(ge=0, le=1024)] = 0  # 0: one for four cores, at most 8
-    nodes: tuple[str, ...] = ()  # control addresses; empty: discover through Redis
-    redis_url: str = ""
-    namespace: str = "tandem"
-    cluster_secret_file: str = ""
+    workers: Annotated[
+        int, Meta(ge=0, le=1024), "router processes that share the port; 0: one for four cores, at most 8"
+    ] = 0
+    nodes: Annotated[tuple[str, ...], "control address of a node, repeatable; default: discovered through Redis"] = ()
+    redis_url: RedisUrl = ""
+    namespace: Namespace = "tandem"
+    cluster_secret_file: SecretFile = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    max_attempts: Positive = 3
-    max_body_bytes: Annotated[int, Meta(ge=1, le=2**60)] = 8 << 20
-    max_queue: Count = 1024  # requests without a node before 429
-    max_nodes: Positive = 2048  # connections of one process to nodes; a guess, ZMQ's sockets suffice for 5,000
-    max_connections: Count = 0  # of clients to one process; 0: what its descriptors allow beside those for nodes
-    http_header_s: PositiveSeconds = 20.0  # from a connection, or a request's first byte, until its head is whole
-    http_body_s: PositiveSeconds = 60.0  # from then until its body is
-    http_keep_alive_s: PositiveSeconds = 75.0  # until the next request of a connection
-    stream_queue: Positive = 1024  # undelivered events of one stream before its client counts as stuck
-    placement: PlacementName = "prefix_aware"
-    # Running sequences go from a decode node to one whose KV pool is less full by this share of it; 0: never.
-    rebalance_kv: Share = 0.0
-    local_tail_tokens: Count = 256  # an uncached tail up to this may be computed on the decode node itself
-    api_keys_file: str = ""
-    # Whose generation_config.json says how to sample where a request doesn't: auto (the model's), none, or a folder.
-    generation_config: str = "auto"
-    api_key: str = field(default="", repr=False)  # the only key, in place of a file
-    chat_template: str = ""  # a file or the template itself, in place of the model's own
-    tool_call_parser: str = "auto"  # a name of router/chat/parsers.py, auto or none
-    reasoning_parser: str = "auto"
-    log_level: LogLevel = "info"
-    ready_fd: Annotated[int, Meta(ge=-1)] = -1
+    max_attempts: Annotated[Positive, "attempts for a request whose nodes fail"] = 3
+    max_body_bytes: Annotated[int, Meta(ge=1, le=2**60), "largest request body"] = 8 << 20
+    max_queue: MaxQueue = 1024
+    # ZMQ's sockets suffice for 5,000 nodes.
+    max_nodes: Annotated[
+        Positive, "nodes that one router process connects to; others wait until one of them leaves"
+    ] = 2048
+    max_connections: Annotated[
+        Count, "clients connected to one router process; 0: what its descriptors allow beside those for nodes"
+    ] = 0
+    http_header_s: Annotated[PositiveSeconds, "how long a client may take until its request's head is whole"] = 20.0
+    http_body_s: Annotated[PositiveSeconds, "how long it may then take until the body is whole"] = 60.0
+    http_keep_alive_s: Annotated[PositiveSeconds, "how long a connection may be idle between two requests"] = 75.0
+    stream_queue: Annotated[Positive, "undelivered events of one stream after which its client counts as stuck"] = 1024
+    placement: Annotated[PlacementName, "how nodes are chosen for requests (docs/placement.md)"] = "prefix_aware"
+    rebalance_kv: Annotated[
+        Share, "move running sequences to a decode node whose KV pool is less full by this share of it (0: off)"
+    ] = 0.0
+    local_tail_tokens: Annotated[
+        Count, "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner"
+    ] = 256
+    api_keys_file: Annotated[
+        str, "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication"
+    ] = ""
+    generation_config: Annotated[
+        str, "sampling defaults of requests: the model's own (auto), OpenAI's (none) or those of a folder"
+    ] = "auto"
+    api_key: Annotated[
+        str, "the only API key; better as TANDEM_API_KEY, since command lines are for every local user to see"
+    ] = field(default="", repr=False)
+    chat_template: Annotated[
+        str, "Jinja template of conversations: a file, or the template itself; left out: the model's own"
+    ] = ""
+    tool_call_parser: Annotated[
+        str,
+        "how the model writes calls of tools: hermes, mistral, deepseek_v3, openai, llama3_json, none; auto: as its "
+        "chat template does",
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        "how the model marks its reasoning: qwen3, deepseek_r1, openai_gptoss, none; auto: as its chat template does",
+    ] = "auto"
+    log_level: LeastLogged = "info"
+    ready_fd: ReadyFd = -1

@@ -28,7 +28,7 @@ PHRASES = (
     "sequences of a decode or single node go on at another one, KV and all",
     "then gets 429 with Retry-After",
     "`/metrics` says why steps were slow",
-    "`tandem COMMAND --help` explains every option",
+    "`tandem COMMAND --help=all` explains every option",
     "each is also an environment variable",
     "A variable that is nearly an option's ends the command",
     "`tandem serve` drains on Ctrl-C, SIGTERM and SIGHUP",

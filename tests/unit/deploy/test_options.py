@@ -14,15 +14,17 @@ from typing import Any
 import pytest
 
 from tandem.deploy.cli import main, make_parser
+from tandem.deploy.foreign_names import SAME, SHORT, WITHOUT_COUNTERPART
 from tandem.deploy.launch import launcher
 from tandem.deploy.launch.cluster_plan import plan_cluster, plan_single_node
 from tandem.deploy.option import Option
-from tandem.deploy.option_help import OPTION_HELP
 from tandem.deploy.options import (
     BENCH_OPTIONS,
     DEMO_MODEL,
     EXPLAIN_OPTIONS,
+    FIRST,
     KERNELS_OPTIONS,
+    KNOWN_NAMES,
     NODE_OPTIONS,
     ROUTER_OPTIONS,
     SERVE_OPTIONS,
@@ -166,7 +168,7 @@ def test_numbers_have_bounds(command: str, name: str, value: str, complaint: str
     assert ended.value.code == 2
     errors = capsys.readouterr().err
     assert complaint in errors
-    assert len(errors.splitlines()) == 2, "a line of usage and the fault"
+    assert len(errors.splitlines()) == 1
     with pytest.raises(ConfigError, match=f"TANDEM_{name.upper()} is "):
         values_of(command, environ={f"TANDEM_{name.upper()}": value})
     file = tmp_path / "options.yaml"
@@ -222,13 +224,91 @@ def test_serve_gives_each_child_what_is_its_own() -> None:
     assert set(router.arguments) == {"m", "--port=9", "--max-queue=7", "--workers=2"}
 
 
-# README says: "`tandem COMMAND --help` explains every option"
-def test_every_field_has_help_and_every_help_a_field() -> None:
-    assert set(OPTION_HELP) == set(NODE_OPTIONS) | set(ROUTER_OPTIONS) | set(SERVE_OPTIONS)
-    for command in COMMANDS:
-        with pytest.raises(SystemExit) as ended:
-            main([command, "--help"])
-        assert ended.value.code == 0
+def help_of(capsys: Any, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    return str(capsys.readouterr().out)
+
+
+# README says: "`tandem COMMAND --help=all` explains every option"
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_explains_every_option(command: str, capsys: Any) -> None:
+    first, everything = help_of(capsys, command, "--help"), help_of(capsys, command, "--help=all")
+    for option in COMMANDS[command].values():
+        assert option.help, option.name
+        assert (option.name.upper() if option.is_positional else option.flag) in everything
+    assert len(first) <= len(everything)
+
+
+def test_help_begins_with_what_people_use_first(capsys: Any) -> None:
+    assert set(KNOWN_NAMES) >= FIRST
+    first, about = help_of(capsys, "serve", "--help"), help_of(capsys, "serve", "--help=heartbeat")
+    flags = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
+    assert 15 <= len(flags) <= 25
+    assert "--port" in flags
+    assert "--grant-lease-s" not in first
+    assert "--heartbeat-s" in about
+    assert "--port" not in about
+
+
+# --- names that others use ----------------------------------------------------------------------------------------
+
+
+def test_options_go_by_the_names_that_others_use(tmp_path: Path) -> None:
+    vllm = ("--model", "m", "--served-model-name", "x", "-tp", "2", "--max-model-len", "8k", "--enforce-eager")
+    ours = ("m", "--served-name", "x", "--tensor-parallel-size", "2", "--max-model-len", "8000", "--no-cuda-graphs")
+    assert values_of("serve", *vllm) == values_of("serve", *ours)
+    assert values_of("serve", "--kv-cache-dtype", "fp8", "--dtype", "half", "--log-level", "DEBUG") == {
+        "model": str(DEMO_MODEL),
+        "kv_cache_dtype": "fp8_e4m3",
+        "dtype": "float16",
+        "log_level": "debug",
+    }
+    file = tmp_path / "vllm.yaml"
+    file.write_text("served-model-name: x\nenforce-eager: true\nmax-model-len: 8K\nseed: 0\n")
+    expected = {"model": str(DEMO_MODEL), "served_name": "x", "cuda_graphs": False, "max_model_len": 8192}
+    assert values_of("serve", "--config", str(file)) == expected
+    environ = {"TANDEM_SERVED_MODEL_NAME": "x", "TANDEM_ENFORCE_EAGER": "1", "TANDEM_MAX_MODEL_LEN": "8192"}
+    assert values_of("serve", environ=environ) == expected
+
+
+def test_every_name_of_others_leads_to_an_option_or_to_none() -> None:
+    assert {ours.removeprefix("not ") for ours in SAME.values()} <= KNOWN_NAMES
+    assert not set(SAME) & (KNOWN_NAMES | set(WITHOUT_COUNTERPART))
+    assert not (set(WITHOUT_COUNTERPART) - {"seed"}) & KNOWN_NAMES
+    assert set(SHORT) <= KNOWN_NAMES | set(WITHOUT_COUNTERPART)
+
+
+def test_what_changes_nothing_is_said_and_what_is_not_there_refused(tmp_path: Path, capsys: Any) -> None:
+    plain = {"model": str(DEMO_MODEL)}
+    assert values_of("serve", "--trust-remote-code", "-pp", "1", "--seed", "3", "--task", "generate") == plain
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert said[0].startswith("tandem: --trust-remote-code changes nothing here: code that comes with a model")
+    for arguments in (["--quantization", "awq"], ["-pp", "2"], ["--enable-lora"], ["--task", "embed"]):
+        assert main(["serve", *arguments]) == 2
+        assert f"{arguments[0]} can't be had here: " in capsys.readouterr().err
+    file = tmp_path / "vllm.yaml"
+    file.write_text("trust-remote-code: false\nenable-lora: false\n")
+    assert values_of("serve", "--config", str(file)) == plain
+    assert capsys.readouterr().err == ""
+    file.write_text("enable-lora: true\n")
+    with pytest.raises(ConfigError, match="enable_lora can't be had here"):
+        values_of("serve", "--config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("8k", 8000), ("8K", 8192), ("1.5k", 1500), ("4GiB", 4 << 30), ("16G", 16 << 30), ("12", 12), ("-1", -1)],
+)
+def test_whole_numbers_have_units(text: str, number: int) -> None:
+    assert SERVE_OPTIONS["host_tier_bytes"].parse(text, "it") == number
+
+
+@pytest.mark.parametrize("text", ["8x", "1.5", "k", "1e3", "0.0001k", ""])
+def test_what_is_no_whole_number_is_refused(text: str) -> None:
+    assert refuses(SERVE_OPTIONS["host_tier_bytes"], text)
 
 
 def test_help_says_what_a_default_of_zero_means() -> None:
@@ -279,7 +359,7 @@ def test_the_command_line_starts_without_torch() -> None:
     ("arguments", "complaint"),
     [
         (["serve", "--no-such-flag"], "unknown option --no-such-flag"),
-        (["serve", "--served-model-name", "foo"], "unknown option --served-model-name; did you mean --served-name?"),
+        (["serve", "--served-nam", "foo"], "unknown option --served-nam; did you mean --served-name?"),
         (["serve", "--max-num-seq=3"], "unknown option --max-num-seq; did you mean --max-num-seqs?"),
         (["serve", "--api-keys", "keys"], "unknown option --api-keys; did you mean --api-key"),
         (["bench", "--num-request", "3"], "did you mean --num-requests?"),
@@ -292,7 +372,7 @@ def test_unknown_flags_end_with_exit_code_two(arguments: list[str], complaint: s
     assert ended.value.code == 2
     errors = capsys.readouterr().err
     assert complaint in errors
-    assert len(errors.splitlines()) == 2, "a line of usage and the fault"
+    assert len(errors.splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["version"]])

@@ -1,0 +1,135 @@
+"""What options are called elsewhere: vLLM's names and SGLang's, and for `bench` those of their load generators.
+
+Of an option of theirs there is one of ours, or it changes nothing here, which is said once, or it asks for what isn't
+there, and is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.engine.contracts.errors import ConfigError
+
+# Ours by theirs; "not …": the opposite.
+SAME: dict[str, str] = {
+    "served_model_name": "served_name",
+    "model_path": "model",
+    "context_length": "max_model_len",
+    "num_gpu_blocks_override": "num_blocks",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "max_running_requests": "max_num_seqs",
+    "long_prefill_token_threshold": "max_prefill_chunk",
+    "chunked_prefill_size": "max_prefill_chunk",
+    "disable_radix_cache": "not enable_prefix_caching",
+    "disable_cascade_attn": "not share_prefixes",
+    "enforce_eager": "not cuda_graphs",
+    "disable_cuda_graph": "not cuda_graphs",
+    "tp_size": "tensor_parallel_size",
+    "api_server_count": "workers",
+    "base_url": "url",
+    "num_prompts": "num_requests",
+    "request_rate": "rate",
+    "max_concurrency": "concurrency",
+    "random_input_len": "input_tokens",
+    "random_output_len": "output_tokens",
+}
+SHORT: dict[str, str] = {"tensor_parallel_size": "-tp", "quantization": "-q", "pipeline_parallel_size": "-pp"} | {
+    "data_parallel_size": "-dp",
+    "compilation_config": "-O",
+}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An option without a counterpart. `harmless`: its values that change nothing; None: every one of them."""
+
+    why: str
+    harmless: tuple[str, ...] | None = None
+    takes_value: bool = True
+
+    def heed(self, shown: str, value: Any) -> None:
+        """Says that `shown`, as it was given, changes nothing. Raises ConfigError where it would."""
+        is_off = not self.takes_value and str(value).lower() in ("false", "0")
+        if self.harmless is not None and str(value).lower() not in self.harmless and not is_off:
+            raise ConfigError(f"{shown} can't be had here: {self.why}")
+        if self.harmless is None and not is_off:
+            print(f"tandem: {shown} changes nothing here: {self.why}", file=sys.stderr)
+
+
+def _flag(why: str) -> Foreign:
+    return Foreign(why, takes_value=False)
+
+
+def _refused(why: str, *harmless: str) -> Foreign:
+    return Foreign(why, harmless)
+
+
+def _refused_flag(why: str) -> Foreign:
+    return Foreign(why, (), takes_value=False)
+
+
+_MERGE = "merge the adapter into the weights, and serve those"
+_TEXT_ONLY = "models take text alone"
+_OWN_TOKENIZER = "a model's tokenizer is the tokenizer.json in its folder"
+WITHOUT_COUNTERPART: dict[str, Foreign] = {
+    # change nothing
+    "trust_remote_code": _flag("code that comes with a model is never run; a model that needs its own is refused"),
+    "enable_chunked_prefill": _flag("prompts are always computed in chunks (--max-prefill-chunk)"),
+    "enable_auto_tool_choice": _flag("tools may be called wherever the chat template knows of them"),
+    "enable_prompt_tokens_details": _flag("`usage` always says how many prompt tokens were cached"),
+    "async_scheduling": _flag("steps are always launched ahead"),
+    "disable_log_requests": _flag("requests are not logged"),
+    "disable_log_stats": _flag("there are no periodic lines; /metrics has the figures"),
+    "disable_uvicorn_access_log": _flag("requests are not logged"),
+    "disable_frontend_multiprocessing": _flag("--workers says how many processes take requests"),
+    "disable_custom_all_reduce": _flag("sums over GPUs are chosen for the machine"),
+    "seed": Foreign("a request that sends no `seed` draws at random; one with a seed always draws the same"),
+    "swap_space": Foreign("--host-tier-bytes says how much host memory KV may take"),
+    "distributed_executor_backend": Foreign("the GPUs of a node are processes on one host"),
+    "max_seq_len_to_capture": Foreign("graphs are captured for every length (--no-cuda-graphs: none)"),
+    "max_parallel_loading_workers": Foreign("weights are read in parallel"),
+    "uvicorn_log_level": Foreign("--log-level sets it for everything"),
+    "compilation_config": Foreign("kernels and graphs are chosen for the machine; `tandem kernels` shows them"),
+    # change nothing at these values, and are refused at others
+    "tokenizer_mode": _refused(_OWN_TOKENIZER, "auto", "fast", "hf"),
+    "pipeline_parallel_size": _refused("layers are not spread over GPUs; --tensor-parallel-size spreads each", "1"),
+    "data_parallel_size": _refused("start a cluster of several nodes: --prefill N --decode M", "1"),
+    "cpu_offload_gb": _refused("weights stay on the GPU; --host-tier-bytes takes KV to host memory", "0", "0.0"),
+    "runner": _refused("what a model can do is read off it", "auto", "generate"),
+    "task": _refused("what a model can do is read off it", "auto", "generate"),
+    "model_impl": _refused("models run in Tandem's own code", "auto"),
+    "response_role": _refused("answers are the assistant's", "assistant"),
+    "chat_template_content_format": _refused(_TEXT_ONLY, "auto", "string"),
+    "scheduling_policy": _refused(
+        "--ttft-target-ms says which prompts go first, and requests have a `priority`", "fcfs"
+    ),
+    # refused
+    "tokenizer": _refused(f"{_OWN_TOKENIZER}; put another one there"),
+    "tokenizer_revision": _refused(_OWN_TOKENIZER),
+    "quantization": _refused("weights are served in bf16, fp16 or fp32; --kv-cache-dtype fp8_e4m3 halves the KV"),
+    "hf_token": _refused("set HF_TOKEN in the environment, where other users don't see it"),
+    "hf_overrides": _refused("change config.json in the model's folder"),
+    "rope_scaling": _refused("change config.json in the model's folder"),
+    "rope_theta": _refused("change config.json in the model's folder"),
+    "download_dir": _refused("set HF_HOME in the environment"),
+    "override_generation_config": _refused("write them into a folder's generation_config.json: --generation-config"),
+    "enable_expert_parallel": _refused_flag("models with experts can't be served"),
+    "enable_lora": _refused_flag(_MERGE),
+    "lora_modules": _refused(_MERGE),
+    "speculative_config": _refused("no tokens are guessed ahead"),
+    "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
+    "limit_mm_per_prompt": _refused(_TEXT_ONLY),
+    "mm_processor_kwargs": _refused(_TEXT_ONLY),
+    "log_config_file": _refused("--log-level and --log-format say what is logged, and how"),
+}
+
+
+def translate(name: str, value: Any) -> tuple[str, Any]:
+    """Our name for an option and what its value means under it; as they are where nobody calls one of ours so."""
+    ours = SAME.get(name, name)
+    if not ours.startswith("not "):
+        return ours, value
+    opposite = {"true": "false", "false": "true", "1": "0", "0": "1"}
+    return ours.removeprefix("not "), opposite.get(str(value).lower(), value)
