@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+import string
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,13 @@ from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
 from tandem.router.chat.conversation import as_templates_expect
+from tandem.router.chat.deltas import CallArguments, CallStart, Delta, OutputParser, Reasoning, merged
 from tandem.router.chat.parsers import CALL_PARSERS, NONE, choose_parsers
 from tandem.router.chat.template_source import ChatTemplates
 from tandem.router.text.completion import ModelFacts, tokenize_text
 from tandem.router.text.tokenizer import Tokenizer
+
+_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +36,14 @@ class Chat:
         self.parsers = choose_parsers(options.tool_call_parser, options.reasoning_parser, self._templates.source)
         self.shown_ids = tokenizer.special_ids(self.parsers.markers)
 
-    @property
-    def has_short_call_ids(self) -> bool:
-        return self.parsers.calls != NONE and CALL_PARSERS[self.parsers.calls].has_short_ids
+    def output(self, body: ChatBody, prompt: str) -> ChatOutput:
+        """What reads one answer to `prompt`."""
+        return ChatOutput(self.parsers.make(body.callable_names, prompt), body)
+
+    def call_id(self) -> str:
+        if self.parsers.calls != NONE and CALL_PARSERS[self.parsers.calls].has_short_ids:
+            return "".join(secrets.choice(_LETTERS) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
 
     def check_tools(self, body: ChatBody) -> None:
         """Raises InvalidRequestError when calls of tools could be neither asked for nor read."""
@@ -69,3 +79,34 @@ class Chat:
         else:
             text = template.render(messages, variables)
         return ChatPrompt(text, tokenize_text(text, self._tokenizer, facts, bool(body.add_special_tokens)))
+
+
+class ChatOutput:
+    """One answer's text on its way through the parser; counts what is reasoning, by pieces."""
+
+    def __init__(self, parser: OutputParser, body: ChatBody) -> None:
+        self._parser = parser
+        self._one_call = body.parallel_tool_calls is False
+        self._hides_reasoning = body.include_reasoning is False
+        self.num_calls = self.num_reasoning_tokens = 0
+
+    @property
+    def is_reasoning(self) -> bool:
+        return self._parser.is_reasoning
+
+    def read(self, text: str, num_tokens: int, is_last: bool) -> list[Delta]:
+        deltas = self._parser.feed(text)
+        if self._parser.is_reasoning:
+            self.num_reasoning_tokens += num_tokens
+        if is_last:
+            deltas += self._parser.finish()
+        return merged([delta for delta in deltas if self._is_shown(delta)])
+
+    def _is_shown(self, delta: Delta) -> bool:
+        if isinstance(delta, CallStart | CallArguments):
+            self.num_calls = max(self.num_calls, delta.index + 1)
+            return delta.index == 0 or not self._one_call
+        return not (isinstance(delta, Reasoning) and self._hides_reasoning)
+
+    def finish_reason(self, said: str) -> str:
+        return "tool_calls" if said == "stop" and self.num_calls else said

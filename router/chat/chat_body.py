@@ -114,6 +114,12 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
 def parse_chat(raw: bytes) -> ChatBody:
     """Raises InvalidRequestError; `param` names the field."""
     body = parse_body(ChatBody, raw)
+    check_chat(body)
+    return body
+
+
+def check_chat(body: ChatBody) -> None:
+    """Raises InvalidRequestError for what isn't built, and for fields that contradict each other."""
     for field, why in REFUSED.items():
         if getattr(body, field) is not None:
             _bad(field, f"{field} is not supported: {why}")
@@ -125,7 +131,6 @@ def parse_chat(raw: bytes) -> ChatBody:
         _bad("top_logprobs", "top_logprobs is only allowed when logprobs is true")
     _check_tool_choice(body)
     check_opening(body)
-    return body
 
 
 def _check_tool_choice(body: ChatBody) -> None:

@@ -44,7 +44,7 @@ def _message(message: Fields, place: str, knows_developer: bool) -> dict[str, An
         _bad("messages", f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     if role == "developer" and not knows_developer:
         found["role"] = "system"
-    found["content"] = _text(found.get("content", ""), f"{place}.content")
+    found["content"] = plain_text(found.get("content", ""), f"{place}.content")
     if REASONING not in found and isinstance(found.get("reasoning"), str):
         found[REASONING] = found["reasoning"]
     if calls := found.pop("tool_calls", None):
@@ -55,7 +55,8 @@ def _message(message: Fields, place: str, knows_developer: bool) -> dict[str, An
     return found
 
 
-def _text(content: Any, place: str) -> str:
+def plain_text(content: Any, place: str) -> str:
+    """Content that is text or a list of text parts. Raises InvalidRequestError that names its place."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError, UnavailableError
 from tandem.engine.process.version import version
 from tandem.router.chat.chat import Chat
-from tandem.router.http.asked import chat_reader, completion_reader
+from tandem.router.http.asked import chat_reader, completion_reader, responses_reader
 from tandem.router.http.explain import add_explain_route
 from tandem.router.http.generation_endpoint import GenerationEndpoint
 from tandem.router.http.http_io import error_headers, our_fault
@@ -56,7 +56,11 @@ class App:
 def make_app(service: CompletionService, keys: ApiKeys, chat: Chat) -> App:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     limit = service.options.max_body_bytes
-    readers = {"/v1/completions": completion_reader(service), "/v1/chat/completions": chat_reader(service, chat)}
+    readers = {
+        "/v1/completions": completion_reader(service),
+        "/v1/chat/completions": chat_reader(service, chat),
+        "/v1/responses": responses_reader(service, chat),
+    }
     endpoints = {path: GenerationEndpoint(service, keys, read) for path, read in readers.items()}
     for path, endpoint in endpoints.items():  # for every method that `App` does not send there itself: 405
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))

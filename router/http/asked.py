@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.chat import Chat
-from tandem.router.chat.chat_body import parse_chat
+from tandem.router.chat.chat_body import ChatBody, parse_chat
 from tandem.router.http.chat_responses import ChatFormat
 from tandem.router.http.responses import AnswerFormat, CompletionFormat
 from tandem.router.requests.service import CompletionService
+from tandem.router.responses.body import parse_responses, renamed
+from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
 from tandem.router.text.api_keys import Tenant
 from tandem.router.text.completion import PromptPlan, check_model
 from tandem.router.text.openai_api import CompletionBody
@@ -40,19 +42,51 @@ def completion_reader(service: CompletionService) -> AskReader:
 def chat_reader(service: CompletionService, chat: Chat) -> AskReader:
     async def read(raw: bytes, tenant: Tenant) -> Asked:
         asked = parse_chat(raw)
-        body = asked.as_completion()
-        facts = await service.awaited_facts()
-        check_model(body.model, facts)
-        chat.check_tools(asked)
-        try:
-            prompt = await service.encoder.apart(len(raw), lambda: chat.prompt(asked, facts))
-            plans = service.plan_prompts(body, [prompt.text], [prompt.token_ids], tenant, facts.max_model_len)
-        except InvalidRequestError as error:
-            if error.param != "prompt":
-                raise
-            raise type(error)(error.message, param="messages") from error  # as its client calls it
+        planned = await _plan_chat(service, chat, asked, len(raw), tenant)
         completion_id = f"chatcmpl-{uuid.uuid4().hex}"
-        plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids) for plan in plans]
-        return Asked(completion_id, body, plans, ChatFormat(completion_id, asked, facts, chat, prompt.text))
+        form = ChatFormat(completion_id, asked, service.facts(), chat, planned.prompt)
+        return Asked(completion_id, planned.body, planned.plans, form)
 
     return read
+
+
+def responses_reader(service: CompletionService, chat: Chat) -> AskReader:
+    async def read(raw: bytes, tenant: Tenant) -> Asked:
+        body = parse_responses(raw)
+        asked = body.as_chat()
+        try:
+            planned = await _plan_chat(service, chat, asked, len(raw), tenant)
+        except InvalidRequestError as error:
+            raise renamed(error) from error
+        response_id = f"resp_{uuid.uuid4().hex}"
+        answer = ResponsesAnswer(asked, chat, planned.prompt)
+        form = ResponsesFormat(response_id, service.facts().name, body, planned.plans[0].sampling, answer)
+        return Asked(response_id, planned.body, planned.plans, form)
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedChat:
+    body: CompletionBody
+    plans: list[PromptPlan]
+    prompt: str
+
+
+async def _plan_chat(
+    service: CompletionService, chat: Chat, asked: ChatBody, num_bytes: int, tenant: Tenant
+) -> _PlannedChat:
+    """`num_bytes`: of the conversation's body. Raises as CompletionService.plan does."""
+    body = asked.as_completion()
+    facts = await service.awaited_facts()
+    check_model(body.model, facts)
+    chat.check_tools(asked)
+    try:
+        prompt = await service.encoder.apart(num_bytes, lambda: chat.prompt(asked, facts))
+        plans = service.plan_prompts(body, [prompt.text], [prompt.token_ids], tenant, facts.max_model_len)
+    except InvalidRequestError as error:
+        if error.param != "prompt":
+            raise
+        raise type(error)(error.message, param="messages") from error  # as its client calls it
+    plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids) for plan in plans]
+    return _PlannedChat(body, plans, prompt.text)

@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Iterable
 from typing import Any
 
-from tandem.router.chat.chat import Chat
+from tandem.engine.contracts.errors import TandemError
+from tandem.router.chat.chat import Chat, ChatOutput
 from tandem.router.chat.chat_body import ChatBody
-from tandem.router.chat.deltas import CallArguments, CallStart, ChatMessage, Content, Delta, Reasoning, merged
-from tandem.router.http.responses import encode, frame, head, usage_end
+from tandem.router.chat.deltas import CallStart, ChatMessage, Content, Delta, Reasoning
+from tandem.router.http.responses import DONE, encode, error_event, frame, head, usage_end
 from tandem.router.requests.sample_output import ChatLogprobs, Piece
 from tandem.router.text.completion import ModelFacts
-
-_LETTERS = string.ascii_letters + string.digits
-
-
-class ChatOutput:
-    """One choice's text on its way through the parser; counts what is reasoning, by pieces."""
-
-    def __init__(self, body: ChatBody, chat: Chat, prompt: str) -> None:
-        self._parser = chat.parsers.make(body.callable_names, prompt)
-        self._one_call = body.parallel_tool_calls is False
-        self._hides_reasoning = body.include_reasoning is False
-        self.num_calls = self.num_reasoning_tokens = 0
-
-    def read(self, piece: Piece) -> list[Delta]:
-        deltas = self._parser.feed(piece.text)
-        if self._parser.is_reasoning:
-            self.num_reasoning_tokens += len(piece.token_ids)
-        if piece.finish_reason is not None:
-            deltas += self._parser.finish()
-        return merged([delta for delta in deltas if self._is_shown(delta)])
-
-    def _is_shown(self, delta: Delta) -> bool:
-        if isinstance(delta, CallStart | CallArguments):
-            self.num_calls = max(self.num_calls, delta.index + 1)
-            return delta.index == 0 or not self._one_call
-        return not (isinstance(delta, Reasoning) and self._hides_reasoning)
-
-    def finish_reason(self, said: str) -> str:
-        return "tool_calls" if said == "stop" and self.num_calls else said
 
 
 class ChatFormat:
     """Answers to one conversation."""
 
     def __init__(self, completion_id: str, body: ChatBody, facts: ModelFacts, chat: Chat, prompt: str) -> None:
-        self._id, self._facts, self._body, self._chat, self._prompt = completion_id, facts, body, chat, prompt
+        self._id, self._facts, self._body, self.chat, self._prompt = completion_id, facts, body, chat, prompt
         self._outputs: list[ChatOutput] = []
         self._counts_reasoning = chat.parsers.reasoning != "none"
 
     def output(self) -> ChatOutput:
-        self._outputs.append(ChatOutput(self._body, self._chat, self._prompt))
+        self._outputs.append(self.chat.output(self._body, self._prompt))
         return self._outputs[-1]
-
-    def call_id(self) -> str:
-        if self._chat.has_short_call_ids:
-            return "".join(secrets.choice(_LETTERS) for _ in range(9))
-        return f"call_{secrets.token_hex(12)}"
 
     def choice(self) -> ChatChoice:
         return ChatChoice(self, bool(self._body.return_token_ids))
@@ -89,7 +54,7 @@ class ChatChoice:
         self._finish_reason: str | None = None
 
     def add(self, piece: Piece) -> None:
-        self._message.add(self._output.read(piece))
+        self._message.add(self._output.read(piece.text, len(piece.token_ids), piece.finish_reason is not None))
         if self._with_token_ids:
             self._token_ids += piece.token_ids
         if piece.logprobs is not None:
@@ -117,7 +82,7 @@ class ChatChoice:
             found["content"] = said.content or None
             found["tool_calls"] = [
                 {
-                    "id": self._form.call_id(),
+                    "id": self._form.chat.call_id(),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -130,7 +95,7 @@ class ChatEventWriter:
     """Server-sent events of one answer. A choice begins with its role and ends with its reason."""
 
     def __init__(self, form: ChatFormat, head_dict: dict[str, Any], include_usage: bool, with_token_ids: bool) -> None:
-        self._form, self._with_token_ids = form, with_token_ids
+        self._form, self._include_usage, self._with_token_ids = form, include_usage, with_token_ids
         self._start, self._end = frame(head_dict, include_usage)
         self._outputs: dict[int, ChatOutput] = {}
         self._plain: dict[int, bytes] = {}  # per choice, all that comes before the text of most events
@@ -146,7 +111,7 @@ class ChatEventWriter:
             output = self._outputs[index] = self._form.output()
             self._plain[index] = self._start + b'{"index":%d,"delta":{"content":' % index
             events.append(self._event(index, {"role": "assistant", "content": ""}, extra, end))
-        deltas = output.read(piece)
+        deltas = output.read(piece.text, len(piece.token_ids), piece.finish_reason is not None)
         beside: dict[str, Any] = {}  # what the first event of a piece says besides
         if piece.logprobs is not None:
             beside["logprobs"] = piece.logprobs
@@ -163,8 +128,11 @@ class ChatEventWriter:
             events.append(self._event(index, {}, reason, end))
         return b"".join(events)
 
-    def usage(self, usage_dict: dict[str, Any]) -> bytes:
-        return self._start + usage_end(usage_dict)
+    def end(self, usage_dict: dict[str, Any]) -> bytes:
+        return (self._start + usage_end(usage_dict) if self._include_usage else b"") + DONE
+
+    def failed(self, error: TandemError) -> bytes:
+        return error_event(error)
 
     def _event(self, index: int, delta: dict[str, Any], extra: dict[str, Any] | None, end: bytes) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **(extra or {})}
@@ -178,7 +146,7 @@ class ChatEventWriter:
                 yield {"reasoning_content": delta.text, "reasoning": delta.text}
             elif isinstance(delta, CallStart):
                 function = {"name": delta.name, "arguments": ""}
-                call = {"index": delta.index, "id": self._form.call_id(), "type": "function", "function": function}
+                call = {"index": delta.index, "id": self._form.chat.call_id(), "type": "function", "function": function}
                 yield {"tool_calls": [call]}
             else:
                 yield {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.text}}]}

@@ -164,16 +164,14 @@ class EventStream(_Listener):
         self._num_open -= 1
         if self._num_open or self._closed:
             return
-        if self._body.includes_usage:
-            self._push(self._writer.usage(self._usage()))
-        self._push(responses.DONE)
+        self._push(self._writer.end(self._usage()))
         self._close()
 
     def failed(self, prompt_index: int, error: TandemError) -> None:
         if self._closed:
             return
         if self._has_output:
-            self._push(responses.error_event(error))
+            self._push(self._writer.failed(error))
         else:
             self._early_error = error
         self._close()

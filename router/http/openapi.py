@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.engine.process.version import version
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
+from tandem.router.responses.body import ResponsesBody
 from tandem.router.text.openai_api import CompletionBody, DetokenizeBody, TokenizeBody
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -26,12 +27,13 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 def description() -> dict[str, Any]:
     """OpenAPI 3.1. Structures whose fields are refused with a reason show them as taking null alone."""
-    kinds = (CompletionBody, ChatBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody, ErrorAnswer)
+    kinds = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody, ErrorAnswer)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     _show_prompts(schemas)
     paths = {
         "/v1/completions": _post("Complete prompts", CompletionBody, streams=True),
         "/v1/chat/completions": _post("Answer a conversation", ChatBody, streams=True),
+        "/v1/responses": _post("Answer items of a conversation", ResponsesBody, streams=True),
         "/tokenize": _post("Token ids of a text, or of a conversation", TokenizeBody, ChatTokenizeBody),
         "/detokenize": _post("Text of token ids", DetokenizeBody),
         "/explain": _post("What each node would cost for a completion now", CompletionBody),

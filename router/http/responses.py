@@ -33,7 +33,11 @@ class AnswerWriter(Protocol):
     ) -> bytes:
         """The events of a piece of choice `index`, perhaps none. `extra` goes into its choice, `usage` is so far."""
 
-    def usage(self, usage_dict: dict[str, Any]) -> bytes: ...
+    def end(self, usage_dict: dict[str, Any]) -> bytes:
+        """What stands at the end of a stream of which all choices have ended."""
+
+    def failed(self, error: TandemError) -> bytes:
+        """Ends a stream that had begun, so that nobody takes it for a success."""
 
 
 class AnswerFormat(Protocol):
@@ -122,7 +126,7 @@ class EventWriter:
 
     def __init__(self, head_dict: dict[str, Any], include_usage: bool, with_token_ids: bool) -> None:
         self._start, self._end = frame(head_dict, include_usage)
-        self._with_token_ids = with_token_ids
+        self._include_usage, self._with_token_ids = include_usage, with_token_ids
         self._plain: dict[int, bytes] = {}  # per choice, all that comes before the text of most events
         self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._end
 
@@ -147,8 +151,11 @@ class EventWriter:
             choice |= extra
         return b"".join((self._start, encode(choice), self._end if usage is None else usage_end(usage)))
 
-    def usage(self, usage_dict: dict[str, Any]) -> bytes:
-        return self._start + usage_end(usage_dict)
+    def end(self, usage_dict: dict[str, Any]) -> bytes:
+        return (self._start + usage_end(usage_dict) if self._include_usage else b"") + DONE
+
+    def failed(self, error: TandemError) -> bytes:
+        return error_event(error)
 
 
 def frame(head_dict: dict[str, Any], include_usage: bool) -> tuple[bytes, bytes]:
@@ -164,5 +171,5 @@ def usage_end(usage_dict: dict[str, Any]) -> bytes:
 
 
 def error_event(error: TandemError) -> bytes:
-    """Ends a stream that had begun; no [DONE] follows, so that nobody takes it for a success."""
+    """No [DONE] follows."""
     return b"data: " + error_body(error) + b"\n\n"

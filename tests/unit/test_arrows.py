@@ -37,6 +37,7 @@ WITHIN = {
     "router/placing": set(),
     "router/text": set(),
     "router/chat": {"router/text"},
+    "router/responses": {"router/text", "router/chat", "router/requests"},
 }
 # They take events and the time and return decisions: no tensors, sockets, threads or clocks. README.md of each wing.
 PURE_FOLDERS = (
@@ -118,6 +119,9 @@ PURE_MODULES = (
     "router/requests/moves.py",
     "router/requests/parts.py",
     "router/requests/submits.py",
+    "router/responses/body.py",
+    "router/responses/input_items.py",
+    "router/responses/output_items.py",
 )
 IO_MODULES = {"torch", "zmq", "asyncio", "redis", "socket", "threading", "subprocess", "uvloop", "time"}
 MAX_MODULES = 15  # in a folder

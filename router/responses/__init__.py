@@ -1,0 +1,1 @@
+"""`/v1/responses`: items in, items and events out; between them a conversation like any other."""

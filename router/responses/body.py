@@ -1,0 +1,148 @@
+"""The body of /v1/responses, and the conversation that it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
+from msgspec import Meta
+
+from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.chat.chat_body import ChatBody, MaxTokens, check_chat
+from tandem.router.responses.input_items import messages_of, tools_of
+from tandem.router.text.openai_api import GenerationBody, NumLogprobs, parse_body
+
+LOGPROBS = "message.output_text.logprobs"
+NOT_STORED = "responses aren't stored here: send the items of the earlier ones as `input`"
+# What would change the answer and isn't built: field -> why, and what to do.
+REFUSED = {
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+    "prompt": "there are no stored prompts here; send its text",
+    "background": "an answer ends with its connection; leave it out",
+    "context_management": "nothing is compacted here; send what the model is to read",
+    "moderation": "this server moderates nothing; leave it out",
+    "prompt_logprobs": "an answer has no place for them; use /v1/chat/completions",
+    "return_token_ids": "an answer has no place for them; use /v1/chat/completions",
+}
+# Fields of a conversation -> what this body calls them.
+NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text",
+    "verbosity": "text",
+    "reasoning_effort": "reasoning",
+}
+
+
+class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Summaries aren't made: the reasoning itself is part of the answer."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/responses as it is on the wire."""
+
+    input: Annotated[str, Meta(min_length=1)] | Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    n: Literal[1] | None = None
+    instructions: str | None = None
+    max_output_tokens: MaxTokens | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    top_logprobs: NumLogprobs | None = None
+    include: list[str] | None = None
+    truncation: Literal["disabled"] | None = None
+    # extensions
+    chat_template_kwargs: dict[str, Any] | None = None
+    # accepted, since they change nothing here
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    max_tool_calls: int | None = None
+    # refused, with what to do
+    previous_response_id: Any = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = None
+    context_management: Any = None
+    moderation: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.top_logprobs is not None or LOGPROBS in (self.include or ())
+
+    def as_chat(self) -> ChatBody:
+        """The same as a conversation. Raises InvalidRequestError; `param` names the field as this body has it."""
+        try:
+            chat = self._as_chat()
+            check_chat(chat)
+        except InvalidRequestError as error:
+            raise renamed(error) from error
+        return chat
+
+    def _as_chat(self) -> ChatBody:
+        shared = {field: getattr(self, field) for field in GenerationBody.__struct_fields__}
+        text = self.text or TextOptions()
+        return ChatBody(
+            **shared,
+            messages=messages_of(self.input, self.instructions),
+            max_completion_tokens=self.max_output_tokens,
+            logprobs=self.wants_logprobs,
+            top_logprobs=self.top_logprobs,
+            tools=tools_of(self.tools or ()) or None,
+            tool_choice=_tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=_response_format(text.format),
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+def parse_responses(raw: bytes) -> ResponsesBody:
+    """Raises InvalidRequestError; `param` names the field."""
+    body = parse_body(ResponsesBody, raw)
+    for field, why in REFUSED.items():
+        if getattr(body, field):
+            _bad(field, f"{field} is not supported: {why}")
+    return body
+
+
+def renamed(error: InvalidRequestError) -> InvalidRequestError:
+    """The same error, whose field is as this body calls it."""
+    return type(error)(error.message, param=NAMES.get(error.param or "", error.param))
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") != "function":
+        kind = str(choice.get("type"))[:64]
+        _bad("tool_choice", f"tool_choice.type is {kind!r}; it must be none, auto, required or a function's name")
+    return {"type": "function", "function": {"name": choice.get("name")}}
+
+
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The same as chat has it: the schema one level deeper."""
+    if given is None or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+def _bad(param: str, message: str) -> NoReturn:
+    raise InvalidRequestError(message, param=param)
