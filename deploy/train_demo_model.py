@@ -25,6 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM
 
 BOS, EOS = "<s>", "</s>"
+# It answers nothing, it continues text: so it continues a conversation's.
+CHAT_TEMPLATE = '{{ bos_token }}{{ messages | map(attribute="content") | select | join("\\n\\n") }}'
 PROSE_WEIGHT = 2  # docstrings and topics are a small part of the bytes and most of what people type; a guess
 EVALUATE_EVERY = 100  # steps; the weights kept are those that did best on the held-out text; a guess
 
@@ -205,6 +207,7 @@ def save(out: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
         "eos_token": EOS,
         "model_max_length": model.config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
@@ -242,6 +245,7 @@ def main() -> None:
         "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "size on disk": f"{size / 1e6:.2f} MB",
         "context": f"{arguments.context} tokens",
+        "chat template": "the messages' texts, to be continued",
         "tokenizer": f"byte-level BPE, {tokenizer.get_vocab_size()} entries, trained on the same text",
         "trained on": f"CPython's standard library (source, docstrings, pydoc topics)"
         f"{' and documentation' if arguments.docs else ''}; {len(ids):,} tokens, prose {PROSE_WEIGHT} times",

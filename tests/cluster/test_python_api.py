@@ -15,9 +15,8 @@ from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, errors
 
 PROMPTS = ["def read_lines(path):", [5, 6, 7], {"prompt": "Return a new"}]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 CONVERSATION = [{"role": "user", "content": "def read_lines(path):"}]
-SMALL = {"num_blocks": 128, "max_num_seqs": 8, "quiet": True, "chat_template": TEMPLATE}
+SMALL = {"num_blocks": 128, "max_num_seqs": 8, "quiet": True}
 
 
 def texts(outputs: list[RequestOutput]) -> list[tuple[list[int], str, list[int], str | None]]:
