@@ -203,6 +203,12 @@ class RouterOptions:
     generation_config: Annotated[
         str, "sampling defaults of requests: the model's own (auto), OpenAI's (none) or those of a folder"
     ] = "auto"
+    strict_requests: Annotated[
+        bool, "refuse bodies with unknown fields, which else are left out and named in the log"
+    ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, "serve /tokenizer_info: special tokens and chat template, for lm-eval's remote tokenizer"
+    ] = False
     api_key: Annotated[
         str, "the only API key; better as TANDEM_API_KEY, since command lines are for every local user to see"
     ] = field(default="", repr=False)

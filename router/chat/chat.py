@@ -36,6 +36,10 @@ class Chat:
         self.parsers = choose_parsers(options.tool_call_parser, options.reasoning_parser, self._templates.source)
         self.shown_ids = tokenizer.special_ids(self.parsers.markers)
 
+    @property
+    def tokenizer_info(self) -> dict[str, Any]:
+        return self._templates.tokenizer_info
+
     def output(self, body: ChatBody, prompt: str) -> ChatOutput:
         """What reads one answer to `prompt`."""
         return ChatOutput(self.parsers.make(body.callable_names, prompt), body)

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.conversation import tool_names
+from tandem.router.text.body_reader import NOT_FORCED, BodyReader
 from tandem.router.text.openai_api import (
     CompletionBody,
     GenerationBody,
@@ -25,20 +26,6 @@ Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
-NOT_FORCED = "output can't be forced into a grammar here yet; leave it out"
-# What would change the answer and isn't built: field -> why, and what to do.
-REFUSED = {
-    "audio": "this server makes text alone; leave it out",
-    "web_search_options": "this server searches nothing; leave it out, or offer a search as one of `tools`",
-    "functions": "it has been replaced by `tools`",
-    "function_call": "it has been replaced by `tool_choice`",
-    "chat_template": "templates are the operator's: start the router with --chat-template",
-    "structured_outputs": NOT_FORCED,
-    "guided_json": NOT_FORCED,
-    "guided_regex": NOT_FORCED,
-    "guided_choice": NOT_FORCED,
-    "guided_grammar": NOT_FORCED,
-}
 
 
 class ChatTokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +38,6 @@ class ChatTokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
-    chat_template: Any = None
     return_token_strs: bool | None = None
 
 
@@ -83,17 +69,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prediction: dict[str, Any] | None = None
-    # refused, with what to do
-    audio: Any = None
-    web_search_options: Any = None
-    functions: Any = None
-    function_call: Any = None
-    chat_template: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     verbosity: Literal["medium"] | None = None
 
     @property
@@ -111,18 +86,15 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
         return body
 
 
-def parse_chat(raw: bytes) -> ChatBody:
+def parse_chat(bodies: BodyReader, raw: bytes) -> ChatBody:
     """Raises InvalidRequestError; `param` names the field."""
-    body = parse_body(ChatBody, raw)
+    body = bodies.read(ChatBody, raw)
     check_chat(body)
     return body
 
 
 def check_chat(body: ChatBody) -> None:
     """Raises InvalidRequestError for what isn't built, and for fields that contradict each other."""
-    for field, why in REFUSED.items():
-        if getattr(body, field) is not None:
-            _bad(field, f"{field} is not supported: {why}")
     if (body.response_format or {"type": "text"}).get("type") != "text":
         _bad("response_format", f"response_format is not supported beyond text: {NOT_FORCED}")
     if set(body.modalities or ()) - {"text"}:
@@ -160,13 +132,11 @@ def check_opening(body: ChatBody | ChatTokenizeBody) -> None:
         _bad("chat_template_kwargs", f"chat_template_kwargs may not hold {name}, which has a place of its own")
 
 
-def parse_tokenize(raw: bytes) -> TokenizeBody | ChatTokenizeBody:
+def parse_tokenize(bodies: BodyReader, raw: bytes) -> TokenizeBody | ChatTokenizeBody:
     """A body of /tokenize is one of both, by which of `messages` and `prompt` it has. Raises InvalidRequestError."""
     if not parse_body(_Peek, raw).messages:
-        return parse_body(TokenizeBody, raw)
-    body = parse_body(ChatTokenizeBody, raw)
-    if body.chat_template is not None:
-        _bad("chat_template", f"chat_template is not supported: {REFUSED['chat_template']}")
+        return bodies.read(TokenizeBody, raw)
+    body = bodies.read(ChatTokenizeBody, raw)
     tool_names(body.tools or ())
     check_opening(body)
     return body

@@ -24,6 +24,10 @@ class ChatTemplates:
     def __init__(self, folder: Path, given: str = "") -> None:
         config = read_json_object(folder / "tokenizer_config.json") or {}
         special = _special_tokens(config, read_json_object(folder / "special_tokens_map.json") or {})
+        self._facts: dict[str, Any] = {
+            name: value for name, value in config.items() if isinstance(value, str | int | float)
+        }
+        self._facts |= special
         self._made: dict[str, ChatTemplate] = {}
         self._problem = (
             "the model has no chat template; start the router with --chat-template FILE, or use /v1/completions"
@@ -42,6 +46,12 @@ class ChatTemplates:
     def source(self) -> str:
         """The text of all of them."""
         return "\n".join(template.source for template in self._made.values())
+
+    @property
+    def tokenizer_info(self) -> dict[str, Any]:
+        """What tokenizer_config.json says in single values, special tokens as text, and the template of plain chat."""
+        template = self.choose(has_tools=False).source if self._made else None
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **self._facts, "chat_template": template}
 
     def choose(self, has_tools: bool) -> ChatTemplate:
         """Raises InvalidRequestError when there is none."""

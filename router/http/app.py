@@ -19,7 +19,7 @@ from tandem.router.http.asked import chat_reader, completion_reader, responses_r
 from tandem.router.http.explain import add_explain_route
 from tandem.router.http.generation_endpoint import GenerationEndpoint
 from tandem.router.http.http_io import error_headers, our_fault
-from tandem.router.http.model_routes import add_model_routes, add_tokenizer_routes, json_answer
+from tandem.router.http.model_routes import READ, add_model_routes, add_tokenizer_routes, json_answer
 from tandem.router.http.openapi import description
 from tandem.router.http.request_ids import with_request_id
 from tandem.router.requests.service import CompletionService
@@ -73,30 +73,34 @@ def make_app(service: CompletionService, keys: ApiKeys, chat: Chat) -> App:
 
 
 def _add_state_routes(app: FastAPI, service: CompletionService) -> None:
-    @app.get("/health")
+    @app.api_route("/", methods=READ)
+    async def root() -> Response:
+        return json_answer({"server": "tandem", "version": version(), "api": "/v1", "description": "/openapi.json"})
+
+    @app.api_route("/health", methods=READ)
     async def health() -> Response:
         return json_answer({"status": "ok"})
 
-    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.api_route("/ping", methods=[*READ, "POST"])
     async def ping() -> Response:
         return json_answer({"status": "ok"})
 
-    @app.get("/openapi.json")
+    @app.api_route("/openapi.json", methods=READ)
     async def openapi() -> Response:
-        return json_answer(description())
+        return json_answer(description(service.options.strict_requests))
 
-    @app.get("/version")
+    @app.api_route("/version", methods=READ)
     async def get_version() -> Response:
         return json_answer({"version": version()})
 
-    @app.get("/ready")
+    @app.api_route("/ready", methods=READ)
     async def ready() -> Response:
         if not service.cluster.ready:
             raise UnavailableError(f"not ready: {service.cluster.missing()}")
         nodes = [{"node_id": view.info.node_id, "role": view.info.role} for view in service.cluster.serving()]
         return json_answer({"status": "ready", "nodes": nodes})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 

@@ -33,18 +33,18 @@ AskReader = Callable[[bytes, Tenant], Awaitable[Asked]]
 def completion_reader(service: CompletionService) -> AskReader:
     async def read(raw: bytes, tenant: Tenant) -> Asked:
         body, plans = await service.plan(raw, tenant)
-        completion_id = f"cmpl-{uuid.uuid4().hex}"
-        return Asked(completion_id, body, plans, CompletionFormat(completion_id, body, service.facts()))
+        completion_id, shown_id = _ids("cmpl-", body)
+        return Asked(completion_id, body, plans, CompletionFormat(shown_id, body, service.facts()))
 
     return read
 
 
 def chat_reader(service: CompletionService, chat: Chat) -> AskReader:
     async def read(raw: bytes, tenant: Tenant) -> Asked:
-        asked = parse_chat(raw)
+        asked = parse_chat(service.bodies, raw)
         planned = await _plan_chat(service, chat, asked, len(raw), tenant)
-        completion_id = f"chatcmpl-{uuid.uuid4().hex}"
-        form = ChatFormat(completion_id, asked, service.facts(), chat, planned.prompt)
+        completion_id, shown_id = _ids("chatcmpl-", planned.body)
+        form = ChatFormat(shown_id, asked, service.facts(), chat, planned.prompt)
         return Asked(completion_id, planned.body, planned.plans, form)
 
     return read
@@ -52,7 +52,7 @@ def chat_reader(service: CompletionService, chat: Chat) -> AskReader:
 
 def responses_reader(service: CompletionService, chat: Chat) -> AskReader:
     async def read(raw: bytes, tenant: Tenant) -> Asked:
-        body = parse_responses(raw)
+        body = parse_responses(service.bodies, raw)
         asked = body.as_chat()
         try:
             planned = await _plan_chat(service, chat, asked, len(raw), tenant)
@@ -88,5 +88,11 @@ async def _plan_chat(
         if error.param != "prompt":
             raise
         raise type(error)(error.message, param="messages") from error  # as its client calls it
-    plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids) for plan in plans]
+    plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids | plan.shown_ids) for plan in plans]
     return _PlannedChat(body, plans, prompt.text)
+
+
+def _ids(kind: str, body: CompletionBody) -> tuple[str, str]:
+    """A request's own id, and the one that its client reads: clients' need not be unique, and nodes don't see them."""
+    own = kind + uuid.uuid4().hex
+    return own, own if body.request_id is None else kind + body.request_id

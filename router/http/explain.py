@@ -1,8 +1,8 @@
-"""Why requests go where they go: the session a client names, the header that tells, and `POST /explain`."""
+"""Why requests go where they go: the header that tells, and `POST /explain`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -15,16 +15,7 @@ from tandem.router.requests.generation import Generation
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.api_keys import ApiKeys
 
-SESSION_HEADER, PLACEMENT_HEADER = b"x-session-id", b"x-tandem-placement"
-MAX_SESSION_BYTES = 256  # a guess: far above any name
-
-
-def session_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The session that the client names, "" when it names none. What is beyond the longest name is left out."""
-    for name, value in headers:
-        if name == SESSION_HEADER:
-            return value[:MAX_SESSION_BYTES].decode("latin-1")
-    return ""
+PLACEMENT_HEADER = b"x-tandem-placement"
 
 
 def placement_headers(generations: Sequence[Generation]) -> list[tuple[bytes, bytes]]:

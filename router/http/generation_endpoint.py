@@ -10,13 +10,14 @@ from starlette.types import Receive, Scope, Send
 from tandem.engine.contracts.errors import ClientGoneError, TandemError
 from tandem.engine.process.watched import log_only, watched_task
 from tandem.router.http.asked import Asked, AskReader
-from tandem.router.http.explain import placement_headers, session_of
+from tandem.router.http.explain import placement_headers
 from tandem.router.http.http_io import JSON_TYPE, our_fault, read_body, send_error, send_whole, wait_for_disconnect
 from tandem.router.http.http_protocol import Client
 from tandem.router.http.listeners import Collector, EventStream
 from tandem.router.requests.generation import Generation
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.api_keys import ApiKeys
+from tandem.router.text.request_headers import RequestHeaders, read_headers
 
 logger = logging.getLogger(__name__)
 
@@ -42,24 +43,25 @@ class GenerationEndpoint:
                 status = ClientGoneError.status
                 return
             status = 500
-            logger.error("%s failed", scope["path"], exc_info=error)
+            logger.error("%s failed (%s)", scope["path"], read_headers(scope["headers"]), exc_info=error)
             await send_error(send, our_fault())  # refused, and the connection closed, once a stream has begun
         finally:
             self._service.metrics.responses.labels(str(status)).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant = self._keys.check(scope["headers"])
+        tenant, headers = self._keys.check(scope["headers"]), read_headers(scope["headers"])
         raw = await read_body(scope, receive, self._service.options.max_body_bytes)
         asked = await self._read(raw, tenant)
+        logger.debug("%s: %s", asked.completion_id, headers)
         if asked.body.stream:
-            await self._stream(asked, scope, receive, send)
+            await self._stream(asked, headers, _client(scope), receive, send)
         else:
-            await self._collect(asked, scope, receive, send)
+            await self._collect(asked, headers, receive, send)
 
-    async def _collect(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
-        service, session = self._service, session_of(scope["headers"])
+    async def _collect(self, asked: Asked, said: RequestHeaders, receive: Receive, send: Send) -> None:
+        service = self._service
         collector = Collector(asked, service.tokenizer)
-        generations = service.start(asked.completion_id, asked.body, asked.plans, collector, session)
+        generations = service.start(asked.completion_id, asked.body, asked.plans, collector, said)
         collector.follow(generations)
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
@@ -70,13 +72,13 @@ class GenerationEndpoint:
             self._end(generations, watcher)
         await send_whole(send, 200, response, headers)
 
-    async def _stream(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
-        service, client, session = self._service, _client(scope), session_of(scope["headers"])
+    async def _stream(self, asked: Asked, said: RequestHeaders, client: Client, receive: Receive, send: Send) -> None:
+        service = self._service
         generations: list[Generation] = []
 
         def give_up_on_client() -> None:
             service.metrics.stuck_clients.inc()
-            logger.warning("%s: the client does not read its stream; aborted", asked.completion_id)
+            logger.warning("%s: the client does not read its stream; aborted (%s)", asked.completion_id, said)
             service.abort(generations, ClientGoneError("the client stopped reading"))
             client.abort()
 
@@ -87,7 +89,7 @@ class GenerationEndpoint:
             limit=service.options.stream_queue,
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )
-        generations = service.start(asked.completion_id, asked.body, asked.plans, stream, session)
+        generations = service.start(asked.completion_id, asked.body, asked.plans, stream, said)
         stream.follow(generations)
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))

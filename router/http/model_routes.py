@@ -14,7 +14,9 @@ from tandem.router.http.http_io import read_body
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.api_keys import ApiKeys
 from tandem.router.text.completion import ModelFacts, check_model, check_text
-from tandem.router.text.openai_api import DetokenizeBody, TokenizeBody, parse_body
+from tandem.router.text.openai_api import DetokenizeBody, TokenizeBody
+
+READ = ["GET", "HEAD"]
 
 
 def json_answer(value: Any) -> Response:
@@ -35,12 +37,12 @@ def add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, cr
             "permission": [],
         }
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def list_models(request: Request) -> Response:
         keys.check(request.headers.raw)
         return json_answer({"object": "list", "data": [await card()]})
 
-    @app.get("/v1/models/{model_id:path}")
+    @app.api_route("/v1/models/{model_id:path}", methods=READ)
     async def get_model(model_id: str, request: Request) -> Response:
         keys.check(request.headers.raw)
         check_model(model_id, await service.awaited_facts())
@@ -56,10 +58,17 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys
         check_text(body.prompt, facts)
         return service.tokenizer.encode(body.prompt, body.add_special_tokens)
 
+    if service.options.enable_tokenizer_info_endpoint:
+
+        @app.api_route("/tokenizer_info", methods=READ)
+        async def tokenizer_info(request: Request) -> Response:
+            keys.check(request.headers.raw)
+            return json_answer(chat.tokenizer_info)
+
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         keys.check(request.headers.raw)
-        body = parse_tokenize(raw := await read_body(request.scope, request.receive, limit))
+        body = parse_tokenize(service.bodies, raw := await read_body(request.scope, request.receive, limit))
         facts = await service.awaited_facts()
         check_model(body.model, facts)
 
@@ -74,7 +83,7 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         keys.check(request.headers.raw)
-        body = parse_body(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
+        body = service.bodies.read(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
         facts = await service.awaited_facts()
         check_model(body.model, facts)
         if max(body.tokens, default=0) >= facts.vocab_size:

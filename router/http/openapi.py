@@ -9,6 +9,7 @@ import msgspec
 from tandem.engine.process.version import version
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
 from tandem.router.responses.body import ResponsesBody
+from tandem.router.text.body_reader import REFUSED
 from tandem.router.text.openai_api import CompletionBody, DetokenizeBody, TokenizeBody
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -25,11 +26,13 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
-def description() -> dict[str, Any]:
-    """OpenAPI 3.1. Structures whose fields are refused with a reason show them as taking null alone."""
+def description(is_strict: bool) -> dict[str, Any]:
+    """OpenAPI 3.1. Fields that are refused with a reason are shown as taking null alone."""
     kinds = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody, ErrorAnswer)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     _show_prompts(schemas)
+    for kind in kinds[:-1]:
+        _show_other_fields(schemas[kind.__name__], is_strict)
     paths = {
         "/v1/completions": _post("Complete prompts", CompletionBody, streams=True),
         "/v1/chat/completions": _post("Answer a conversation", ChatBody, streams=True),
@@ -57,6 +60,14 @@ def _show_prompts(schemas: dict[str, Any]) -> None:
     text = {"type": "string", "minLength": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, ids)]
     schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, ids, *lists]}
+
+
+def _show_other_fields(schema: dict[str, Any], is_strict: bool) -> None:
+    """What becomes of fields that the structure lacks."""
+    if not is_strict:
+        del schema["additionalProperties"]
+    for field, why in REFUSED.items():
+        schema["properties"].setdefault(field, {"type": "null", "description": f"Not supported: {why}."})
 
 
 def _parameter(name: str) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from tandem.router.requests.machine import RequestMachine
 from tandem.router.requests.sample_output import ChatLogprobs, Piece, SampleOutput, TextLogprobs
 from tandem.router.text.completion import PromptPlan, echo_text
 from tandem.router.text.openai_api import CompletionBody
-from tandem.router.text.tokenizer import PROMPT_TAIL, Tokenizer
+from tandem.router.text.request_headers import RequestHeaders
+from tandem.router.text.tokenizer import PROMPT_TAIL, TokenIdNames, Tokenizer
 
 
 class GenerationListener(Protocol):
@@ -56,13 +57,13 @@ class GenerationFactory:
         plan: PromptPlan,
         listener: GenerationListener,
         now: float,
-        session: str = "",
+        said: RequestHeaders,
     ) -> Generation:
         samples = self._samples(body, plan)
-        machine = RequestMachine(self._spec(request_id, body, plan, session), now)
+        machine = RequestMachine(self._spec(request_id, body, plan, said), now)
         return Generation(index, plan, machine, samples, listener, now, last_token_at=[0.0] * body.num_generated)
 
-    def _spec(self, request_id: str, body: CompletionBody, plan: PromptPlan, session: str) -> RequestSpec:
+    def _spec(self, request_id: str, body: CompletionBody, plan: PromptPlan, said: RequestHeaders) -> RequestSpec:
         timeouts = self._options.timeouts
         return RequestSpec(
             request_id=request_id,
@@ -73,9 +74,9 @@ class GenerationFactory:
             use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
             secrecy=plan.secrecy,
             cache_share=plan.cache_share,
-            session=session,
+            session=said.session,
             max_attempts=self._options.max_attempts,
-            deadline_s=timeouts.request_s,
+            deadline_s=min(timeouts.request_s, body.timeout or timeouts.request_s, said.timeout_s),
             queue_s=timeouts.connect_s,
             accept_s=timeouts.connect_s,
         )
@@ -83,15 +84,17 @@ class GenerationFactory:
     def _samples(self, body: CompletionBody, plan: PromptPlan) -> list[SampleOutput]:
         prompt_tail = plan.token_ids[-PROMPT_TAIL:].tolist()
         offset = len(echo_text(plan, self._tokenizer)) if body.echo else 0
+        names = TokenIdNames(self._tokenizer) if body.return_tokens_as_token_ids else self._tokenizer
         return [
             SampleOutput(
-                self._tokenizer,
+                names,
                 self._tokenizer.detokenizer(prompt_tail, plan.shown_ids),
                 body.stops,
                 body.logprobs,
                 plan.sampling.min_tokens,
                 offset,
                 ChatLogprobs if plan.is_chat else TextLogprobs,
+                bool(body.include_stop_str_in_output),
             )
             for _ in range(body.num_generated)
         ]

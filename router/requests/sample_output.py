@@ -9,8 +9,9 @@ from typing import Any
 from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
 from tandem.router.requests.actions import EmitTokens
 from tandem.router.text.detokenizer import Detokenizer, StopSearch
-from tandem.router.text.tokenizer import Tokenizer
+from tandem.router.text.tokenizer import TokenIdNames, Tokenizer
 
+TokenNames = Tokenizer | TokenIdNames
 LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
 
@@ -24,7 +25,7 @@ class TextLogprobs:
     text_offset: list[int] = field(default_factory=list)
 
     def append(
-        self, tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs | None, num_top: int, offset: int
+        self, tokenizer: TokenNames, token_id: int, entry: TokenLogprobs | None, num_top: int, offset: int
     ) -> None:
         text = tokenizer.token_text(token_id)
         self.tokens.append(text)
@@ -55,7 +56,7 @@ class ChatLogprobs:
     refusal: None = None
 
     def append(
-        self, tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs | None, num_top: int, offset: int
+        self, tokenizer: TokenNames, token_id: int, entry: TokenLogprobs | None, num_top: int, offset: int
     ) -> None:
         if entry is None:
             return
@@ -64,12 +65,11 @@ class ChatLogprobs:
         self.content.append(self._row(tokenizer, token_id, entry.logprobs[0]) | {"top_logprobs": top})
 
     @staticmethod
-    def _row(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-        raw = tokenizer.token_bytes(token_id)
+    def _row(tokenizer: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": raw.decode(errors="replace"),
+            "token": tokenizer.chat_text(token_id),
             "logprob": max(logprob, LOWEST_LOGPROB),
-            "bytes": list(raw),
+            "bytes": list(tokenizer.token_bytes(token_id)),
         }
 
     def extend(self, other: ChatLogprobs) -> None:
@@ -91,16 +91,17 @@ class SampleOutput:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TokenNames,
         detokenizer: Detokenizer,
         stops: Sequence[str],
         num_logprobs: int | None,
         min_tokens: int,
         text_offset: int,
         make_logprobs: Callable[[], TextLogprobs | ChatLogprobs] = TextLogprobs,
+        shows_stop: bool = False,
     ) -> None:
         self._tokenizer, self._detokenizer, self._make_logprobs = tokenizer, detokenizer, make_logprobs
-        self._search = StopSearch(stops)
+        self._search, self._shows_stop = StopSearch(stops, shows_stop), shows_stop
         self._num_logprobs, self._min_tokens = num_logprobs, min_tokens
         self._offset = text_offset  # kept for log-probabilities alone
         self._is_plain = num_logprobs is None and not stops
@@ -124,7 +125,7 @@ class SampleOutput:
         for i, token_id in enumerate(emitted.token_ids):
             self._note_logprobs(piece, token_id, None if emitted.logprobs is None else emitted.logprobs[i])
             self.num_tokens += 1
-            if i == last and emitted.stop_token_id is not None:
+            if i == last and emitted.stop_token_id is not None and not self._shows_stop:
                 break  # a token that ends the output is no part of its text
             if self._add_text(piece, self._detokenizer.feed(token_id)):
                 piece.token_ids = emitted.token_ids[: i + 1]
@@ -164,7 +165,7 @@ class SampleOutput:
 
 
 def echo_logprobs(
-    tokenizer: Tokenizer, prompt_token_ids: list[int], entries: Sequence[TokenLogprobs], num_top: int
+    tokenizer: TokenNames, prompt_token_ids: list[int], entries: Sequence[TokenLogprobs], num_top: int
 ) -> TextLogprobs:
     """The prompt's half of the log-probability object; its first token has no prediction."""
     logprobs, offset = TextLogprobs(), 0

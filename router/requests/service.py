@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import OverloadedError, TandemError, UnavailableError
@@ -19,15 +20,25 @@ from tandem.router.requests.generation import Generation, GenerationFactory, Gen
 from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.rebalancer import Rebalancer
 from tandem.router.text.api_keys import Tenant
-from tandem.router.text.completion import DEFAULT_MAX_TOKENS, ModelFacts, PromptPlan, check_model, plan_prompts
-from tandem.router.text.openai_api import CompletionBody, Prompts, parse_body, parse_prompts
+from tandem.router.text.body_reader import BodyReader
+from tandem.router.text.completion import (
+    DEFAULT_MAX_TOKENS,
+    ModelFacts,
+    PromptPlan,
+    check_model,
+    last_tokens,
+    plan_prompts,
+)
+from tandem.router.text.openai_api import CompletionBody, Prompts, parse_prompts
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.prompt_encoder import PromptEncoder
+from tandem.router.text.request_headers import RequestHeaders
 from tandem.router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
 
+NOTHING_SAID = RequestHeaders()
 LOOK_FOR_FACTS_S = 0.02  # a guess: nobody notices it at a router's start
 
 
@@ -46,7 +57,7 @@ class CompletionService:
     ) -> None:
         self._privacy, self._defaults = privacy, defaults
         self.options, self.cluster, self.tokenizer, self.metrics = options, cluster, tokenizer, metrics
-        self.encoder = PromptEncoder(tokenizer)
+        self.encoder, self.bodies = PromptEncoder(tokenizer), BodyReader(options.strict_requests)
         self._factory = GenerationFactory(options, tokenizer)
         self._clock = clock
         self.num_awaiting_facts = 0  # requests that came before any node
@@ -87,7 +98,7 @@ class CompletionService:
     async def plan(self, raw: bytes, tenant: Tenant) -> tuple[CompletionBody, list[PromptPlan]]:
         """Validates and tokenizes a body of /v1/completions. Raises InvalidRequestError, ModelNotFoundError,
         UnavailableError or OverloadedError."""
-        body = parse_body(CompletionBody, raw)
+        body = self.bodies.read(CompletionBody, raw)
         prompts = parse_prompts(body.prompt)
         facts = await self.awaited_facts()
         check_model(body.model, facts)
@@ -103,7 +114,12 @@ class CompletionService:
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[PromptPlan]:
         """Raises InvalidRequestError and UnavailableError."""
-        plans = plan_prompts(body, prompts, prompt_ids, self.facts(), self._defaults, default_max_tokens)
+        facts = self.facts()
+        if body.truncate_prompt_tokens is not None:
+            prompts = prompt_ids = [last_tokens(ids, body, self.tokenizer, facts) for ids in prompt_ids]
+        plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults, default_max_tokens)
+        if body.skip_special_tokens is False:
+            plans = [replace(plan, shown_ids=self.tokenizer.all_special_ids) for plan in plans]
         return [self._privacy.apply(plan, tenant, body.cache_salt or "") for plan in plans]
 
     def start(
@@ -112,7 +128,7 @@ class CompletionService:
         body: CompletionBody,
         plans: Sequence[PromptPlan],
         listener: GenerationListener,
-        session: str = "",
+        said: RequestHeaders = NOTHING_SAID,
     ) -> list[Generation]:
         """Sends every prompt on its way. Raises OverloadedError when too many wait for a node already."""
         num_waiting = len(self._dispatcher.waiting)
@@ -120,7 +136,7 @@ class CompletionService:
             raise OverloadedError(f"{num_waiting} requests are waiting for a node; try again later")
         names = [completion_id] if len(plans) == 1 else [f"{completion_id}-p{i}" for i in range(len(plans))]
         generations = [
-            self._factory.make(name, i, body, plan, listener, self._clock(), session)
+            self._factory.make(name, i, body, plan, listener, self._clock(), said)
             for i, (name, plan) in enumerate(zip(names, plans, strict=True))
         ]
         try:

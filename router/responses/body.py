@@ -10,7 +10,8 @@ from msgspec import Meta
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.chat_body import ChatBody, MaxTokens, check_chat
 from tandem.router.responses.input_items import messages_of, tools_of
-from tandem.router.text.openai_api import GenerationBody, NumLogprobs, parse_body
+from tandem.router.text.body_reader import BodyReader
+from tandem.router.text.openai_api import GenerationBody, NumLogprobs
 
 LOGPROBS = "message.output_text.logprobs"
 NOT_STORED = "responses aren't stored here: send the items of the earlier ones as `input`"
@@ -114,9 +115,9 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
 
-def parse_responses(raw: bytes) -> ResponsesBody:
+def parse_responses(bodies: BodyReader, raw: bytes) -> ResponsesBody:
     """Raises InvalidRequestError; `param` names the field."""
-    body = parse_body(ResponsesBody, raw)
+    body = bodies.read(ResponsesBody, raw)
     for field, why in REFUSED.items():
         if getattr(body, field):
             _bad(field, f"{field} is not supported: {why}")

@@ -83,7 +83,23 @@ def check_text(text: str, facts: ModelFacts) -> None:
 
 
 def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:
-    return plan.text if plan.text is not None else tokenizer.decode(plan.token_ids.tolist())
+    if plan.text is not None:
+        return plan.text
+    return tokenizer.decode(plan.token_ids.tolist(), skip_special_tokens=not plan.shown_ids)
+
+
+def last_tokens(token_ids: list[int], body: CompletionBody, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
+    """What `truncate_prompt_tokens` leaves of a prompt: its end, and before it the special tokens with which the
+    tokenizer begins every text."""
+    most = body.truncate_prompt_tokens
+    if most == -1:
+        most = facts.max_model_len - max(1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
+    if most is None or len(token_ids) <= most:
+        return token_ids
+    added = tokenizer.encode("")
+    num_kept = next((i for i, (a, b) in enumerate(zip(added, token_ids, strict=False)) if a != b), len(added))
+    num_kept = min(num_kept, max(0, most))
+    return token_ids[:num_kept] + token_ids[len(token_ids) - (most - num_kept) :]
 
 
 def plan_prompts(

@@ -99,12 +99,13 @@ class MarkedDetokenizer:
 class StopSearch:
     """Finds the first stop string to be completed, across borders of tokens; `feed` returns (text, found).
 
-    Only what may be the beginning of a stop string is held back; the text ends before the stop string.
+    Only what may be the beginning of a stop string is held back; the text ends before the stop string, or with it if
+    it `is_shown`.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], is_shown: bool = False) -> None:
         assert all(stops), "an empty stop string matches everywhere"
-        self._stops = tuple(stops)
+        self._stops, self._is_shown = tuple(stops), is_shown
         self._longest = max(map(len, stops), default=0)
         self._held = ""
 
@@ -125,9 +126,9 @@ class StopSearch:
         return text
 
     def _first_completed(self, window: str) -> int | None:
-        """Start of the match that ends first (the longest of those), as if characters came one by one."""
+        """Where the text ends by the match that ends first (the longest of those), as if characters came one by one."""
         matches = [(at + len(stop), at) for stop in self._stops if (at := window.find(stop)) >= 0]
-        return min(matches)[1] if matches else None
+        return min(matches)[0 if self._is_shown else 1] if matches else None
 
     def _beginning_at_end(self, window: str) -> int:
         for length in range(min(self._longest - 1, len(window)), 0, -1):

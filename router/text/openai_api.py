@@ -1,15 +1,17 @@
 """The bodies that clients send: schema, strict validation, and errors that name the field.
 
 Beyond OpenAI's API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens, return_token_ids,
-priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens.
+priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens, skip_special_tokens,
+include_stop_str_in_output, truncate_prompt_tokens, return_tokens_as_token_ids, request_id, timeout.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Hashable
 from functools import cache
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -64,6 +66,12 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     use_prefix_cache: bool | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     add_special_tokens: bool | None = None  # those that the tokenizer itself puts before or after a prompt
+    skip_special_tokens: bool | None = None  # false: they are part of the text
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None  # how many last ones stay; -1: fit
+    return_tokens_as_token_ids: bool | None = None  # "token_id:7" in place of log-probabilities' texts
+    request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None  # part of the answer's id
+    timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds, if that is less than --request-s
 
     @property
     def includes_usage(self) -> bool:
@@ -75,10 +83,11 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
 
     prompt: msgspec.Raw
     max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None  # the same, and stronger
     best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
-    suffix: Any = None
+    suffix: str | None = None
 
     @property
     def num_samples(self) -> int:
@@ -106,7 +115,12 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     model: str | None = None
 
 
+class UnknownFieldError(InvalidRequestError):
+    """A body has a field that its structure lacks."""
+
+
 Body = TypeVar("Body", bound=msgspec.Struct)
+T = TypeVar("T")
 Prompts = list[str] | list[list[int]]
 
 _decoder = cache(msgspec.json.Decoder)
@@ -118,15 +132,23 @@ _decode_id_lists = msgspec.json.Decoder(list[list[TokenId]]).decode
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
     """Raises InvalidRequestError; `param` names the field when the fault lies in one."""
-    try:
-        parsed: Body = _decoder(kind).decode(body)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(_readable(str(error)), param=_field_of(str(error))) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON in UTF-8: {error}") from None
+    parsed = decode(kind, body)
     if isinstance(parsed, CompletionBody):
+        if parsed.max_completion_tokens is not None:
+            msgspec.structs.force_setattr(parsed, "max_tokens", parsed.max_completion_tokens)
         check_combinations(parsed)
     return parsed
+
+
+def decode(kind: type[T], body: bytes) -> T:
+    """Any type out of JSON; raises as `parse_body` does."""
+    try:
+        return cast(T, _decoder(cast(Hashable, kind)).decode(body))
+    except msgspec.ValidationError as error:
+        what = UnknownFieldError if "contains unknown field" in str(error) else InvalidRequestError
+        raise what(_readable(str(error)), param=_field_of(str(error))) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON in UTF-8: {error}") from None
 
 
 def parse_prompts(raw: msgspec.Raw) -> Prompts:
@@ -160,10 +182,12 @@ _PROMPT_KINDS = "prompt is a string, a list of strings, a list of token ids, or 
 
 def check_combinations(body: CompletionBody) -> None:
     """Raises InvalidRequestError for fields that are right each by itself, but not together."""
-    if body.suffix is not None:
+    if body.suffix:
         _bad("suffix", "suffix is not supported: the served models only continue text")
     if body.stop == "":
         _bad("stop", "a stop string must not be empty")
+    if body.truncate_prompt_tokens == 0:
+        _bad("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1 for as many as fit")
     if body.max_tokens == 0 and not body.echo:
         _bad("max_tokens", "max_tokens must be at least 1 (0 is only allowed together with echo)")
     if body.stream_options is not None and not body.stream:

@@ -74,12 +74,20 @@ class Tokenizer:
         text = _text_of(raw)
         return text if text is not None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def chat_text(self, token_id: int) -> str:
+        """The same as chat reports it: what is no whole character as U+FFFD."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
     def token_bytes(self, token_id: int) -> bytes:
         """What one token adds to the text, special or not."""
         if not self._is_byte_level:
             return self.decode([token_id], skip_special_tokens=False).encode()
         table = self._token_bytes_with_special
         return table[token_id] if token_id < len(table) else b""
+
+    @property
+    def all_special_ids(self) -> frozenset[int]:
+        return self._special_ids
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
         """Ids of those texts that are special tokens: other text never yields them, and the output lacks theirs."""
@@ -115,6 +123,18 @@ class Tokenizer:
     @cached_property
     def _token_texts(self) -> list[str | None]:
         return [_text_of(raw) for raw in self._token_bytes]
+
+
+class TokenIdNames:
+    """Names tokens by their ids in reports of log-probabilities, where their texts could not be told apart."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.token_bytes, self.detokenizer = tokenizer.token_bytes, tokenizer.detokenizer
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    chat_text = token_text
 
 
 def _text_of(raw: bytes) -> str | None:

@@ -46,6 +46,9 @@ PHRASES = (
     "(called in parallel, streamed)",
     "`--chat-template` brings another",
     "Errors have OpenAI's shape and name the field",
+    "accepted and named in the log once",
+    "`--strict-requests` refuses those",
+    "`/tokenizer_info` with `--enable-tokenizer-info-endpoint`",
     "Bodies are JSON (415",
     "at most 8 MiB (413)",
 )

@@ -13,6 +13,7 @@ from tandem.engine.contracts.config import ModelOptions, RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.chat_body import ChatBody, parse_chat, parse_tokenize
+from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.completion import ModelFacts
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -49,12 +50,12 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 @pytest.mark.parametrize("read", [parse_chat, parse_tokenize])
 @pytest.mark.parametrize("number", [1500, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_body_becomes_a_prompt_or_one_error(chat: Chat, read: object, number: int) -> None:
-    facts = ModelFacts("m", 512, VOCAB_SIZE)
+    facts, bodies = ModelFacts("m", 512, VOCAB_SIZE), BodyReader()
     valid = BODIES if read is parse_chat else [SHARED, {**SHARED, "continue_final_message": True}, {"prompt": "a"}]
     num_read = 0
     for data in json_cases(random.Random(number), valid, number):
         with contextlib.suppress(InvalidRequestError):
-            body = read(data)  # type: ignore[operator]
+            body = read(bodies, data)  # type: ignore[operator]
             if hasattr(body, "messages"):
                 assert chat.prompt(body, facts).token_ids
             if isinstance(body, ChatBody):

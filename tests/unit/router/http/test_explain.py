@@ -12,7 +12,7 @@ from waiting import wait_until
 from stand_in_node import StandInNode
 from tandem.deploy.bench.sse_client import HttpError, post_json
 from tandem.deploy.cli import main
-from tandem.router.http.explain import session_of
+from tandem.router.text.request_headers import read_headers
 
 
 @pytest.fixture(scope="module")
@@ -86,5 +86,5 @@ def test_explain_refuses_what_completions_refuse(router: RouterInThread) -> None
 
 
 def test_long_session_names_are_cut() -> None:
-    assert session_of([(b"x-session-id", b"x" * 1000)]) == "x" * 256
-    assert session_of([(b"host", b"h")]) == ""
+    assert read_headers([(b"x-session-id", b"x" * 1000)]).session == "x" * 256
+    assert read_headers([(b"host", b"h")]).session == ""

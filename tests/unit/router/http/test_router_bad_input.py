@@ -62,7 +62,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("n", 0), ("n", -1), ("n", 129), ("n", 1.0), ("n", "2"),
     ("best_of", 0), ("best_of", 129), ("logprobs", -1), ("logprobs", 21), ("logprobs", True),
     ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", [1]), ("stop", 1), ("stop", {}),
-    ("seed", "x"), ("seed", 1.5), ("seed", 1 << 64), ("suffix", "end"), ("suffix", ""), ("stream", "yes"),
+    ("seed", "x"), ("seed", 1.5), ("seed", 1 << 64), ("suffix", "end"), ("suffix", 1), ("stream", "yes"),
     ("stream", 1),
     ("stream_options", {}), ("stream_options", []), ("echo", "yes"), ("user", 5), ("priority", 1 << 40),
     ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0), ("min_p", -0.1), ("top_k", -2),
@@ -73,7 +73,12 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stop_token_ids", [0] * 65), ("stop", "z" * 1025), ("stop", ["z" * 1025]), ("stop", ["a", None]),
     ("model", 7), ("use_prefix_cache", 0), ("best_of", True), ("priority", "high"), ("priority", 1.5),
     ("prompt", ["a", [1]]), ("prompt", [[1], "a"]), ("prompt", [[1], 2]), ("prompt", [None]), ("prompt", [1] * 50_000),
-    ("return_token_ids", "x"), ("prompt_logprobs", 21), ("unknown", 1), ("model\u00e9", 1), ("", 1), ("messages", []),
+    ("return_token_ids", "x"), ("prompt_logprobs", 21),
+    ("messages", [{}]), ("max_new_tokens", 5),
+    ("temprature", 1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("timeout", 0),
+    ("request_id", ""), ("request_id", "a b"), ("allowed_token_ids", [1]), ("bad_words", ["a"]),
+    ("use_beam_search", True), ("guided_json", {}),
+    ("extra_body", {"top_k": 1}), ("max_completion_tokens", -1), ("skip_special_tokens", 0),
 ]  # fmt: skip
 
 
@@ -89,7 +94,8 @@ def test_the_error_names_the_field(router: RouterInThread, field: str, value: An
     [
         ({"n": 3, "best_of": 2}, "best_of"),
         ({"n": 1, "best_of": 2, "stream": True}, "best_of"),
-        ({"stream": True, "stream_options": {"x": 1}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_use": True}}, "stream_options"),
+        ({"max_tokens": 4, "max_completion_tokens": 513}, "max_tokens"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"max_tokens": 4, "min_tokens": 5}, "min_tokens"),
         ({"prompt": [5] * 500, "max_tokens": 13}, "max_tokens"),

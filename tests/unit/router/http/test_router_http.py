@@ -277,6 +277,13 @@ def test_state_and_metrics(router: RouterInThread, node: StandInNode) -> None:
     assert 'tandem_router_prompts_ended_total{outcome="finished"}' in text
 
 
+def test_what_monitors_ask_has_a_head(router: RouterInThread) -> None:
+    for path in ("/", "/health", "/ping", "/ready", "/version", "/v1/models", "/v1/models/stand-in", "/openapi.json"):
+        whole, head = router.client.get(path), router.client.head(path)
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(whole.content))
+
+
 def test_token_metrics_count_every_token_once(router: RouterInThread) -> None:
     def figures() -> dict[str, float]:
         lines = (line.rpartition(" ") for line in router.client.get("/metrics").text.splitlines() if line[0] != "#")
@@ -293,7 +300,8 @@ def test_token_metrics_count_every_token_once(router: RouterInThread) -> None:
 
 def test_paths_and_methods_that_are_not_there(router: RouterInThread) -> None:
     for method, path, status in [
-        ("GET", "/", 404),
+        ("GET", "/v2", 404),
+        ("GET", "/tokenizer_info", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/v1/chat/completions", 405),
         ("GET", "/v1/completions", 405),

@@ -20,6 +20,7 @@ from tandem.router.requests.sample_output import Piece
 from tandem.router.responses.body import parse_responses
 from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
 from tandem.router.responses.input_items import messages_of
+from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.completion import ModelFacts
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -44,10 +45,10 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 
 @pytest.mark.parametrize("number", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_a_body_becomes_a_prompt_or_one_error(chat: Chat, number: int) -> None:
-    facts, num_read = ModelFacts("m", 512, VOCAB_SIZE), 0
+    facts, bodies, num_read = ModelFacts("m", 512, VOCAB_SIZE), BodyReader(), 0
     for data in json_cases(random.Random(number), BODIES, number):
         with contextlib.suppress(InvalidRequestError):
-            body = parse_responses(data).as_chat()
+            body = parse_responses(bodies, data).as_chat()
             assert chat.prompt(body, facts).token_ids
             assert body.as_completion().num_samples == 1
             num_read += 1
@@ -68,7 +69,7 @@ def test_what_an_assistant_did_in_one_go_is_one_message() -> None:
 
 
 def form_of(chat: Chat, **fields: Any) -> ResponsesFormat:
-    body = parse_responses(msgspec.json.encode({"input": "a", "tools": [TOOL], **fields}))
+    body = parse_responses(BodyReader(), msgspec.json.encode({"input": "a", "tools": [TOOL], **fields}))
     return ResponsesFormat("resp_1", "m", body, SamplingParams(), ResponsesAnswer(body.as_chat(), chat, "a"))
 
 

@@ -1,0 +1,51 @@
+"""What a request's headers say about it: whose it is, how long it may take, and by which names logs know it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.engine.contracts.errors import InvalidRequestError
+
+REQUEST_ID = b"x-request-id"
+MAX_SESSION_BYTES = 256  # a guess: far above any name
+_TRACE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")  # W3C Trace Context, any version
+
+
+@dataclass(slots=True)
+class RequestHeaders:
+    session: str = ""  # requests of one session go to the same nodes
+    timeout_s: float = math.inf
+    request_id: str = ""
+    trace_id: str = ""
+
+    def __str__(self) -> str:
+        return f"request id {self.request_id}" + (f", trace {self.trace_id}" if self.trace_id else "")
+
+
+def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
+    """Names are in lower case, as ASGI has them. What is beyond the longest name of a session is left out. Raises
+    InvalidRequestError for X-Request-Timeout."""
+    found = RequestHeaders()
+    for name, value in headers:
+        if name == b"x-session-id":
+            found.session = value[:MAX_SESSION_BYTES].decode("latin-1")
+        elif name == REQUEST_ID:
+            found.request_id = value.decode("latin-1")
+        elif name == b"x-request-timeout":
+            found.timeout_s = _seconds(value)
+        elif name == b"traceparent" and (trace := _TRACE.fullmatch(value)):
+            found.trace_id = trace[1].decode()
+    return found
+
+
+def _seconds(value: bytes) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise InvalidRequestError("X-Request-Timeout is a number of seconds above 0", param="X-Request-Timeout")
+    return seconds
