@@ -42,7 +42,7 @@ FIRST = frozenset({
     "model", "served_name", "dtype", "max_model_len", "prefill", "decode", "host", "port", "api_key", "chat_template",
     "tool_call_parser", "reasoning_parser", "device", "tensor_parallel_size", "gpu_memory_utilization", "config",
     "kv_cache_dtype", "max_num_seqs", "max_num_batched_tokens", "redis_url", "cluster_secret_file", "node_id", "nodes",
-    "log_level",
+    "log_level", "log_format",
 })  # fmt: skip
 LIKELY_A_SLIP = 0.75  # a guess: MAX_NUM_SEQ is one, VERSION is none for `revision`
 

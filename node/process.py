@@ -29,6 +29,7 @@ from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
+from tandem.engine.process.process_name import name_process
 from tandem.engine.process.watched import end_process, end_with_any_thread
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
@@ -72,7 +73,8 @@ logger = logging.getLogger(__name__)
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
     """Serves until drained by SIGTERM. Exit code: 0, 1 when the node could not start, 2 for a bad configuration, and 70
     when the engine or a thread failed."""
-    start_log(options.log_level)
+    start_log(options.log_level, options.log_format)
+    name_process(options.node_id or options.role)
     end_with_any_thread()
     try:
         process = NodeProcess(options, make_logic)
@@ -128,10 +130,12 @@ class NodeProcess:
         """Compiles every kernel and captures every graph that serving needs; on CUDA this takes seconds."""
         if self.loaded.device.type == "cuda":
             torch.cuda.set_device(self.loaded.device)  # another node of this process may have set another
+        self.launcher.doing("warming up")
         self.runner.warmup()
         if self.tiers is not None:
             self.tiers.warm_up()
         if self.options.cuda_graphs and self.loaded.device.type == "cuda":
+            self.launcher.doing("capturing graphs")
             self.runner.capture_decode_steps()
         if not self.options.scheduler.decode_prompt_budget:
             most = self.options.scheduler.max_num_batched_tokens

@@ -70,7 +70,16 @@ def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, launcher: Lau
         loaded.device,
         _attention_backend(loaded),
     )
-    launcher.ready(node_id=info.node_id, address=info.control_address, pid=os.getpid())
+    launcher.ready(
+        node_id=info.node_id,
+        address=info.control_address,
+        pid=os.getpid(),
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        num_kv_tokens=num_blocks * loaded.layout.block_size,
+        kv_bytes=num_blocks * loaded.layout.stride_bytes * loaded.layout.tp_size,
+        max_model_len=info.max_model_len,
+    )
 
 
 def _attention_backend(loaded: LoadedModel) -> str:

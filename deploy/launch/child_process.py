@@ -30,7 +30,7 @@ def die_with_parent() -> None:
 class ChildProcess:
     """Runs `command` plus `arguments` plus `--ready-fd N` in a session of its own; reads without blocking.
 
-    `environment` adds to this process's own; `write` gets the child's lines of output.
+    `environment` adds to this process's own; `write` gets the child's name and each line of its output.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ChildProcess:
         command: Sequence[str],
         arguments: Sequence[str],
         environment: Mapping[str, str],
-        write: Callable[[str], None],
+        write: Callable[[str, str], None],
     ) -> None:
         self.name = name
         self._write = write
@@ -89,11 +89,11 @@ class ChildProcess:
         return [line for line in lines if isinstance(line, dict)]
 
     def forward_output(self) -> None:
-        """Passes complete lines on, marked with the child's name."""
+        """Passes complete lines on."""
         for line in self._read("output"):
             text = line.decode(errors="replace").rstrip()
             self._lines.append(text)
-            self._write(f"[{self.name}] {text}")
+            self._write(self.name, text)
 
     def last_words(self) -> str:
         return "\n".join(self._lines)

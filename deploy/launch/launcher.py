@@ -15,6 +15,7 @@ import re
 import secrets
 import select
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from types import FrameType
@@ -24,11 +25,13 @@ from tandem.deploy.launch.child_process import ChildProcess
 from tandem.deploy.launch.cluster_plan import NODES, ChildPlan, plan_cluster, plan_single_node
 from tandem.deploy.launch.console import Console
 from tandem.deploy.launch.preflight import check_redis, check_router
+from tandem.deploy.launch.summary import summary
 from tandem.deploy.launch.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
 from tandem.deploy.redis_server import RedisServer, free_port
 from tandem.engine.contracts.config import RouterOptions, Timeouts
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_folder import served_name
+from tandem.engine.process.process_log import chosen_format
 from tandem.router.process.port import bind
 
 POLL_MS = 100  # a guess: how late the end of a child may be seen
@@ -45,11 +48,13 @@ def serve(values: Mapping[str, Any]) -> int:
     if (num_prefill > 0) != (num_decode > 0):
         raise ConfigError("--prefill and --decode go together: a local cluster needs at least one node of each")
     check_router(values)
+    values = {**values, "log_format": chosen_format(values.get("log_format", "auto"), sys.stderr)}
+    console = Console(log_format=values["log_format"])
     url = values.get("redis_url", "")
     if url and num_prefill:
         check_redis(url)
     elif url:
-        Console().say("a single node needs no Redis: --redis-url is not used without --prefill and --decode")
+        console.say("a single node needs no Redis: --redis-url is not used without --prefill and --decode")
     # Bound from here on and never listening: a taken port is found now, port 0 becomes one for good, and the system
     # gives it to nobody who asks for any, neither while weights are loaded nor while a router starts again.
     port = values.get("port", RouterOptions.port)
@@ -79,8 +84,8 @@ class Launcher:
             self._supervisor.add(plan.name, plan.stage)
         self._children: dict[str, ChildProcess] = {}
         self._ready_lines: dict[str, dict[str, Any]] = {}
-        self._loaded: dict[str, float] = {}
-        self._console = Console()
+        self._busy: dict[str, str] = {}
+        self._console = Console(log_format=values.get("log_format", "auto"))
         self._stop_requests = 0
         self._next_redis_check = 0.0
         self._announcing = False
@@ -113,9 +118,9 @@ class Launcher:
             if code is not None:
                 child.close()
                 del self._children[name]
-                self._loaded.pop(name, None)
+                self._busy.pop(name, None)
                 self._carry_out(self._supervisor.exited(name, code, time.monotonic(), child.last_words()))
-        self._console.progress(self._loaded, time.monotonic())
+        self._console.progress(self._busy, time.monotonic())
         self._keep_redis(time.monotonic())
         if self._announcing:
             self._announce_when_ready()
@@ -133,10 +138,10 @@ class Launcher:
         now = time.monotonic()
         if "beat" in said:
             self._supervisor.beat(name, now)
-        elif "loaded" in said:
-            self._loaded[name] = said["loaded"]
+        elif "doing" in said:
+            self._busy[name] = str(said["doing"])
         else:
-            self._loaded.pop(name, None)
+            self._busy.pop(name, None)
             self._ready_lines[name] = said
             self._carry_out(self._supervisor.ready(name, now))
 
@@ -191,9 +196,10 @@ class Launcher:
         elif plan.stage == NODES:
             # None that the system may give to a connection while the node is down: its successor could not bind.
             arguments.append(f"--port={free_port()}")
-        self._children[plan.name] = ChildProcess(
-            plan.name, plan.command, arguments, plan.environment, self._console.line
-        )
+        self._children[plan.name] = ChildProcess(plan.name, plan.command, arguments, plan.environment, self._write)
+
+    def _write(self, name: str, text: str) -> None:
+        self._console.child_line(name, text, time.monotonic())
 
     def _announce_when_ready(self) -> None:
         """Every process is up; the line comes when the router has also met its nodes."""
@@ -202,9 +208,12 @@ class Launcher:
         self._announcing = False
         host = str(self._values.get("host", RouterOptions.host))
         shown = f"[{host}]" if ":" in host else host
+        url = f"http://{shown}:{_port(self._ready_lines['router'])}"
         name = served_name(self._values["model"], self._values.get("served_name", ""))
+        for line in summary(name, url, self._ready_lines):
+            self._console.say(line)
         with contextlib.suppress(OSError):
-            print(f"serving {name} on http://{shown}:{_port(self._ready_lines['router'])}", flush=True)
+            print(f"serving {name} on {url}", flush=True)
 
     def _ask_router(self, path: str) -> tuple[int, str]:
         """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`."""

@@ -17,6 +17,7 @@ Device = Literal["auto", "cpu", "cuda"]
 PlacementName = Literal["round_robin", "least_loaded", "power_of_two", "prefix_aware"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "plain", "color", "json"]
 Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]  # 0 often stands for "chosen for you"
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Bytes = Annotated[int, Meta(ge=0, le=2**60)]
@@ -32,6 +33,7 @@ RedisUrl = Annotated[
 Namespace = Annotated[str, "name of the cluster; clusters of different names can share a Redis"]
 SecretFile = Annotated[str, "file with the cluster's secret; needed wherever a node listens beyond loopback"]
 LeastLogged = Annotated[LogLevel, "the least that is logged; libraries log from warnings on"]
+HowLogged = Annotated[LogFormat, "auto: short and coloured on a terminal, else plain; json: an object a line"]
 ReadyFd = Annotated[int, Meta(ge=-1), "file descriptor for what engine/process/launcher_pipe.py tells a launcher"]
 MaxQueue = Annotated[Count, "requests that wait (on a node, or at the router) before more are refused"]
 
@@ -154,6 +156,7 @@ class NodeOptions:
     namespace: Namespace = "tandem"
     cluster_secret_file: SecretFile = ""
     log_level: LeastLogged = "info"
+    log_format: HowLogged = "auto"
     ready_fd: ReadyFd = -1
     num_threads: Annotated[Count, "CPU threads of torch in a node; 0: torch's default, shared by local nodes"] = 0
     fault_injection: Annotated[str, "tests only: faults to inject into KV transfers"] = ""
@@ -225,4 +228,5 @@ class RouterOptions:
         "how the model marks its reasoning: qwen3, deepseek_r1, openai_gptoss, none; auto: as its chat template does",
     ] = "auto"
     log_level: LeastLogged = "info"
+    log_format: HowLogged = "auto"
     ready_fd: ReadyFd = -1

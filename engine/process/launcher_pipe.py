@@ -14,9 +14,9 @@ class LauncherPipe:
     """The writing end, `fd`; -1: nobody listens. Never blocks and never raises: a reader that stands still or is gone
     costs lines, and each line is short enough to be written as a whole.
 
-    {"loaded": 0.25}            while weights are loaded, of 1
-    {"address": …} or {"port": …}   once, when the process serves
-    {"beat": 1}                 from then on with each heartbeat
+    {"doing": "loading weights 25%"}   before it serves
+    {"address": …} or {"port": …}      once, when the process serves, and what else there is to say of it
+    {"beat": 1}                        from then on with each heartbeat
     """
 
     def __init__(self, fd: int) -> None:
@@ -34,7 +34,10 @@ class LauncherPipe:
         return self._fd >= 0
 
     def loaded(self, fraction: float) -> None:
-        self._write({"loaded": round(fraction, 4)})
+        self.doing(f"loading weights {fraction:.0%}")
+
+    def doing(self, what: str) -> None:
+        self._write({"doing": what})
 
     def ready(self, **said: Any) -> None:
         self._write(said)

@@ -1,19 +1,24 @@
 """How every process of Tandem writes its log: to standard error, a line with time and place for each record.
 
+On a terminal lines are short and coloured, for machines they may be JSON (--log-format).
 What may go wrong again and again is said through RateLimited, or, where a library says it, behind a RateLimitFilter.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from typing import TextIO
 
-from tandem.engine.contracts.config import LogLevel
+from tandem.engine.contracts.config import LogFormat, LogLevel
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+COLOURS = {"DEBUG": 2, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 35}  # of a terminal: dim, green, yellow, …
 REPEAT_S = 30.0  # between two lines about the same; a guess: often enough to be seen while it lasts
 MAX_KINDS = 1_000  # of lines that are remembered; beyond, the oldest may be said too often; a guess
 
@@ -81,9 +86,46 @@ class RateLimitFilter(logging.Filter):
         return num_held is not None
 
 
-def start_log(level: LogLevel = "info") -> None:
-    """May be called again, with another level. Libraries speak from warnings on."""
-    logging.basicConfig(level=logging.WARNING, format=FORMAT, stream=sys.stderr)
+class ShortFormatter(logging.Formatter):
+    """Lines for people at a terminal: the time of day, the level by colour, where it is said, what."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        colour, name = COLOURS.get(record.levelname, 0), record.name.removeprefix("tandem.")
+        head = f"\x1b[2m{self.formatTime(record, '%H:%M:%S')}\x1b[0m \x1b[{colour}m{record.levelname:7}\x1b[0m"
+        return f"{head} \x1b[2m{name}:\x1b[0m {super().format(record)}"
+
+
+class JsonFormatter(logging.Formatter):
+    """An object a line: time (UTC, ISO 8601), level, logger, message, and the traceback of an exception."""
+
+    converter = staticmethod(time.gmtime)
+
+    def format(self, record: logging.LogRecord) -> str:
+        said = {
+            "time": f"{self.formatTime(record, '%Y-%m-%dT%H:%M:%S')}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said)
+
+
+def chosen_format(wanted: LogFormat, stream: TextIO) -> LogFormat:
+    """What auto is for `stream`: color on a terminal, unless NO_COLOR asks for none (no-color.org), else plain."""
+    if wanted != "auto":
+        return wanted
+    return "color" if stream.isatty() and not os.environ.get("NO_COLOR") else "plain"
+
+
+def start_log(level: LogLevel = "info", log_format: LogFormat = "auto") -> None:
+    """May be called again, with another level or format. Libraries speak from warnings on."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    kinds = {"plain": logging.Formatter(FORMAT), "color": ShortFormatter(), "json": JsonFormatter()}
+    for handler in logging.getLogger().handlers:
+        if type(handler) is logging.StreamHandler:  # not one that a test or a program around us has put there
+            handler.setFormatter(kinds[chosen_format(log_format, sys.stderr)])
     logging.getLogger("tandem").setLevel(level.upper())
 
 

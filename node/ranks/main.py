@@ -12,6 +12,7 @@ import sys
 from dataclasses import replace
 
 from tandem.engine.process.process_log import start_log
+from tandem.engine.process.process_name import name_process
 
 _PR_SET_PDEATHSIG = 1
 logger = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ def _run(commands: socket.socket) -> None:
     setup = receive_setup(commands)
     if setup is None:
         return
-    start_log(setup.options.log_level)
+    start_log(setup.options.log_level, setup.options.log_format)
+    name_process(f"{setup.options.node_id or setup.options.role} {setup.rank}")
     options = replace(setup.options, device_index=setup.options.device_index + setup.rank)
     loaded = load(options, Membership(Shard(setup.rank, options.tensor_parallel_size), setup.port))
     options = with_device_defaults(options, loaded.device)

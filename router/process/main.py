@@ -15,6 +15,7 @@ import uvloop
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
+from tandem.engine.process.process_name import name_process
 from tandem.router.placing.siblings import Seat
 from tandem.router.process.port import bind
 from tandem.router.process.sources import open_sources
@@ -33,7 +34,8 @@ def run_router(options: RouterOptions) -> int:
 
     When connections are accepted, `ready_fd` gets one line of JSON, `{"port": …}`, and then heartbeats.
     """
-    start_log(options.log_level)
+    start_log(options.log_level, options.log_format)
+    name_process("router")
     launcher = LauncherPipe(options.ready_fd)
     options = replace(options, workers=options.workers or default_workers(os.cpu_count() or 1))
     if options.workers > 1:
@@ -68,7 +70,8 @@ def run_worker(
     on_beat: Callable[[], None],
 ) -> None:
     """One of several worker processes, with a listening socket of its own on the shared port."""
-    start_log(options.log_level)
+    start_log(options.log_level, options.log_format)
+    name_process(f"router {seat.index}")
     sock = bind(options.host, port, share_port=True)
     _run(Worker(options, router_id, seat), options, sock, on_serving, on_beat)
 

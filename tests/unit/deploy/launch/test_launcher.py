@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -19,7 +18,6 @@ import redis
 from waiting import PATIENCE_S, is_gone, wait_until
 
 from tandem.deploy.launch.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
-from tandem.deploy.launch.console import LINE_EVERY_S, Console
 from tandem.deploy.redis_server import PORTS, RedisServer, answers
 from tandem.engine.contracts.errors import ConfigError
 
@@ -189,32 +187,11 @@ def test_it_says_what_it_drains(launch: Callable[..., LauncherProcess]) -> None:
     assert "tandem: draining 3 requests; stop again to kill" in errors
 
 
-def test_load_progress_is_a_line_on_a_terminal_and_now_and_then_one_elsewhere() -> None:
-    terminal, plain = io.StringIO(), io.StringIO()
-    terminal.isatty = lambda: True  # type: ignore[method-assign]
-    for stream in (terminal, plain):
-        console = Console(stream)
-        for now, loaded in (
-            (0, {"b": 0.25, "a": 0.5}),
-            (1, {"b": 0.3, "a": 1.0}),
-            (LINE_EVERY_S, {"b": 0.5}),
-            (12, {}),
-        ):
-            console.progress(loaded, now)
-            console.line(f"other {now}")
-    assert [line for line in plain.getvalue().splitlines() if "other" not in line] == ["tandem: loading weights: b 50%"]
-    drawn = [part for part in re.split(r"\r\x1b\[K|\n", terminal.getvalue()) if "loading" in part]
-    assert list(dict.fromkeys(drawn)) == [
-        "loading weights: a 50%, b 25%", "loading weights: a 100%, b 30%", "loading weights: b 50%"
-    ]  # fmt: skip
-    assert terminal.getvalue().endswith("\r\x1b[Kother 12\n"), "nothing is left of it"
-
-
 def test_progress_reaches_the_launcher(launch: Callable[..., LauncherProcess], tmp_path: Path) -> None:
     launcher = launch({"node": "loading", "router": "serve"}, progress_every_s=0.1)
     assert launcher.process.stderr is not None
     said = iter(launcher.process.stderr.readline, "")
-    assert any("loading weights: node 50%" in line for line in said)
+    assert any("tandem: node: loading weights 50%" in line for line in said)
     (tmp_path / "go").touch()
     assert launcher.first_line().startswith("serving")
     assert launcher.stop()[0] == 0
