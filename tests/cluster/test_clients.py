@@ -1,0 +1,166 @@
+"""Clients that people have, against a split cluster; those that aren't installed are left out. docs/clients.md tells
+what they showed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from router_in_thread import RouterInThread
+from scripted_model import SCRIPTS, make_scripted_model
+
+from in_process_cluster import Node, node_options
+from tandem.engine.contracts.config import Timeouts
+
+pytestmark = pytest.mark.slow
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or it looks for a newer one on the Internet
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo_model"
+ASKED: list[Any] = [{"role": "user", "content": "What is two and two?"}]
+WEATHER = {"city": 'Paris, "F"', "days": [1, 2]}
+TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+ROWS = [
+    {"question": "def read_lines(", "choices": ["path):", "class", "import"], "answer": 0},
+    {"question": "import", "choices": [" os", " banana", " ::"], "answer": 0},
+    {"question": "Return a new", "choices": [" string", " def", " x!"], "answer": 0},
+]
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+def split(folder: Path) -> Iterator[RouterInThread]:
+    nodes = [Node(node_options(role, folder)) for role in ("prefill", "decode")]
+    addresses = tuple(node.info.control_address for node in nodes)
+    with RouterInThread(folder, addresses, timeouts=Timeouts(), local_tail_tokens=0) as router:
+        yield router.wait_ready()
+    for node in nodes:
+        node.stop()
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, _ = make_scripted_model(tmp_path_factory.mktemp("models") / "scripted")
+    for router in split(folder):
+        yield f"{router.url}/v1"
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[str]:
+    for router in split(DEMO):
+        yield f"{router.url}/v1"
+
+
+def says(script: str) -> dict[str, Any]:
+    return {"chat_template_kwargs": {"script": script}}
+
+
+def test_litellm(scripted: str) -> None:
+    litellm = pytest.importorskip("litellm")
+    fields: dict[str, Any] = {"model": "openai/scripted", "api_base": scripted, "api_key": "none"}
+    answer = litellm.completion(messages=ASKED, n=2, logprobs=True, top_logprobs=1, seed=1, **fields)
+    assert [choice.message.content for choice in answer.choices] == [SCRIPTS["hello"]] * 2
+    chunks = litellm.completion(messages=ASKED, stream=True, **fields)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == SCRIPTS["hello"]
+    called = litellm.completion(messages=ASKED, tools=[TOOL], extra_body=says("call"), **fields).choices[0].message
+    assert json.loads(called.tool_calls[0].function.arguments) == WEATHER
+    assert called.reasoning_content == "I need both."
+    said = litellm.text_completion(**{**fields, "model": "text-completion-openai/scripted"}, prompt="x", max_tokens=3)
+    assert said.usage.completion_tokens == 3
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(messages=ASKED, temperature=3.0, **fields)
+
+
+def test_litellm_responses(scripted: str) -> None:
+    litellm = pytest.importorskip("litellm")
+    pytest.importorskip("mcp")  # litellm's own responses need it
+    fields = {"model": "openai/scripted", "api_base": scripted, "api_key": "none", "input": "What?"}
+    assert litellm.responses(**fields).output[0].content[0].text == SCRIPTS["hello"]
+    kinds = [str(event.type.value) for event in litellm.responses(**fields, stream=True)]
+    assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
+
+
+def test_langchain(scripted: str) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    fields = {"base_url": scripted, "api_key": "none", "model": "scripted"}
+    for more in ({}, {"use_responses_api": True}):
+        chat = langchain.ChatOpenAI(**fields, **more)
+        assert chat.invoke("What?").text == SCRIPTS["hello"]
+        assert "".join(part.text for part in chat.stream("What?")) == SCRIPTS["hello"]
+        assert [answer.text for answer in chat.batch(["a", "b"])] == [SCRIPTS["hello"]] * 2
+        caller = langchain.ChatOpenAI(**fields, **more, extra_body=says("call")).bind_tools([TOOL])
+        calls = caller.invoke("What?").tool_calls
+        assert [(call["name"], call["args"]) for call in calls] == [("get_weather", WEATHER), ("get_time", {})]
+    assert len(langchain.OpenAI(**fields, max_tokens=3).generate(["a", "b"]).generations) == 2
+
+
+def test_instructor(scripted: str) -> None:
+    instructor = pytest.importorskip("instructor")
+    import openai
+
+    client = instructor.from_openai(openai.OpenAI(base_url=scripted, api_key="none"), mode=instructor.Mode.MD_JSON)
+    found = client.chat.completions.create(
+        model="scripted", response_model=Person, messages=ASKED, extra_body=says("json"), max_retries=0
+    )
+    assert (found.name, found.age) == ("Ada", 36)
+
+
+def tasks(folder: Path) -> list[dict[str, Any]]:
+    """A choice by likelihood, greedy text, and the perplexity of texts."""
+    data = folder / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, ROWS)))
+    of_all = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+    asks = {**of_all, "doc_to_text": "{{question}}", "target_delimiter": ""}
+    greedy = {"until": ["\n\n\n"], "max_gen_toks": 12, "do_sample": False, "temperature": 0}
+    choice = {"doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "acc"}]}
+    text = {"doc_to_target": "x", "generation_kwargs": greedy, "metric_list": [{"metric": "exact_match"}]}
+    whole = {"doc_to_text": "", "doc_to_target": "{{question}}", "metric_list": [{"metric": "bits_per_byte"}]}
+    return [
+        {"task": "choice", "output_type": "multiple_choice", **asks, **choice},
+        {"task": "text", "output_type": "generate_until", **asks, **text},
+        {"task": "likelihood", "output_type": "loglikelihood_rolling", **of_all, **whole},
+    ]
+
+
+def test_lm_eval_has_the_numbers_of_transformers(demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_eval = pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")  # its own way to transformers needs it
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+
+    def run(model: str, arguments: dict[str, Any], some: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        said = lm_eval.simple_evaluate(model, arguments, tasks=some, log_samples=True, bootstrap_iters=0, **more)
+        return {
+            name: [sample["resps"] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+            for name, samples in said["samples"].items()
+        }
+
+    shared = {"add_bos_token": True, "max_length": 2048}
+    tokenizer = {"tokenizer": str(DEMO), "tokenizer_backend": "huggingface", "num_concurrent": 2, **shared}
+    asked = {"model": "demo_model", "base_url": f"{demo}/completions"}
+    ours = run("local-completions", {**asked, **tokenizer}, tasks(tmp_path))
+    hf = run("hf", {"pretrained": str(DEMO), "dtype": "float32", **shared}, tasks(tmp_path), device="cpu")
+    assert ours["text"] == hf["text"]
+    assert [[pair[0][1] for pair in row] for row in ours["choice"]] == [
+        [pair[0][1] for pair in row] for row in hf["choice"]
+    ]
+    for name in ("choice", "likelihood"):
+        for mine, theirs in zip(flat(ours[name]), flat(hf[name]), strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-3)
+    asked["base_url"] = f"{demo}/chat/completions"
+    chat = run("local-chat-completions", asked, tasks(tmp_path)[1:2], apply_chat_template=True)
+    assert chat["text"] == hf["text"]
+
+
+def flat(found: Any) -> Iterator[float]:
+    if isinstance(found, list | tuple):
+        for each in found:
+            yield from flat(each)
+    else:
+        yield float(found)
