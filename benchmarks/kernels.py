@@ -23,7 +23,15 @@ from torch.nn import functional
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.check.cache_cases import copy_case, digest_case, gather_case, push_case, random_pool, swap_case
 from tandem.kernels.check.kernel_cases import Case, Shape
-from tandem.kernels.check.layer_cases import FILTERS, greedy_case, norm_case, rope_case, sampling_case, silu_case
+from tandem.kernels.check.layer_cases import (
+    FILTERS,
+    greedy_case,
+    mask_case,
+    norm_case,
+    rope_case,
+    sampling_case,
+    silu_case,
+)
 from tandem.kernels.check.measure import Limits, measure_limits, median_seconds
 from tandem.kernels.sampling import sampling
 
@@ -69,6 +77,7 @@ def rows_of(shape: Shape, small: bool) -> Iterator[tuple[str, Callable[[], Row]]
         yield "silu", lambda n=count: Row(silu_case(shape, n, MLP), torch_silu(shape, n))
     for count in (4, 8) if small else (1, 64, 256):
         yield "greedy", lambda n=count: Row(greedy_case(shape, n, vocabulary), torch_argmax(shape, n, vocabulary))
+        yield "masks", lambda n=count: Row(mask_case(shape, n, vocabulary))
         for filters in FILTERS:
             yield "sampling", partial(sampling_row, shape, count, vocabulary, filters)
 
@@ -189,7 +198,7 @@ def main() -> None:
         "--only",
         default="",
         metavar="NAME",
-        help="rope, digest, copy, gather, push, swap, norm, silu, greedy or sampling",
+        help="rope, digest, copy, gather, push, swap, norm, silu, greedy, masks or sampling",
     )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: small sizes, to try it out")
     parser.add_argument("--targets", action="store_true", help="the table of targets, needs a GPU")

@@ -27,6 +27,7 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
@@ -37,6 +38,9 @@ from tandem.engine.running.step_measure import measure_step_times
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.ports import LowerTiers, NoTiers
 from tandem.engine.scheduling.turn_times import TurnTimes
+from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.guides import Guides
+from tandem.engine.structured.workshop import GrammarWorkshop
 from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kernels.check.compilations import CompilationCounter
 from tandem.kv_connector.layouts.plan import check_hello
@@ -49,7 +53,7 @@ from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.carry_out import Effects, is_urgent
 from tandem.node.context import NodeContext, make_clock
 from tandem.node.control.board import LoopBoard
-from tandem.node.control.events import ControlEvent, Received
+from tandem.node.control.events import ControlEvent, PeerLost, Received
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
@@ -120,6 +124,8 @@ class NodeProcess:
         self._outgoing = Outgoing(sockets.wake, None if self.trace is None else partial(self.trace.message, "sent"))
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
+        self.grammars = Grammars(self.loaded.folder, self.loaded.config.vocab_size, self.loaded.config.eos_token_ids)
+        self._workshop = GrammarWorkshop(self.grammars)
         self.runner = self._make_runner(memory)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
@@ -210,6 +216,7 @@ class NodeProcess:
             self.loaded.config.eos_token_ids,
             self.worker,
             self.ranks,
+            Guides(self.grammars),
         )
 
     def _make_control(self, sockets: ControlSockets) -> ControlPlane:
@@ -296,7 +303,13 @@ class NodeProcess:
         if self.trace is not None and message is not None:
             self.trace.message("received", message)
         self.transfer.hear(message)
-        self._inbox.put(event)
+        pass_on = partial(self._inbox.put, event)
+        if isinstance(message, Submit) and message.sampling.grammar:
+            self._workshop.prepare(message.sampling.grammar, pass_on)
+        elif isinstance(event, PeerLost) and event.info.role == "router":
+            self._workshop.prepare("", pass_on)  # behind what that router asked for
+        else:
+            pass_on()
 
     def _after_turn(self) -> None:
         self._effects.apply()
@@ -312,6 +325,7 @@ class NodeProcess:
             if self.publisher is not None:
                 self.publisher.close()
             self.control.stop()
+            self._workshop.stop()
             self.transfer.stop(2.0)
             if self.trace is not None:
                 self.trace.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -36,6 +37,7 @@ class LoadedModel:
     identity: ModelIdentity
     max_model_len: int
     served_name: str
+    folder: Path
 
 
 def choose_device(options: NodeOptions) -> torch.device:
@@ -106,7 +108,7 @@ def load(
     if kept.dtype != dtype:
         model.keep_kv_as(layout.group)
     served = served_name(options.model.model, options.model.served_name)
-    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served)
+    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder)
 
 
 def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:

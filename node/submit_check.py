@@ -14,6 +14,7 @@ import numpy as np
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.structured.grammars import MAX_GRAMMAR_BYTES
 
 MAX_ID_CHARS = 512  # a guess, as the next: far above what routers send
 MAX_SALT_BYTES = 64  # a guess
@@ -97,6 +98,8 @@ def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[s
         yield f"a token id of logit_bias is outside of [0, {vocab_size})"
     if not all(math.isfinite(value) for _, value in params.logit_bias):
         yield "a value of logit_bias is not a number"
+    if len(params.grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+        yield f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes"
     if not all(0 <= token_id < vocab_size for token_id in params.stop_token_ids):
         yield f"a stop token id is outside of [0, {vocab_size})"
 

@@ -28,6 +28,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""  # what the output must follow, as engine/structured reads it; "": anything
 
     @property
     def greedy(self) -> bool:

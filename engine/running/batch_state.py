@@ -43,6 +43,7 @@ SETTINGS = np.dtype(
         ("num_prompt_logprobs", np.int64),  # -1: off
         ("penalised", np.bool_),
         ("edited", np.bool_),  # has logit_bias or min_tokens
+        ("guided", np.bool_),  # follows a grammar
         ("plain", np.bool_),  # greedy and asks for nothing that the sampler would have to do
     ]
 )
@@ -215,6 +216,7 @@ class BatchState:
             random=_random_settings(random, sent[10:]) if random.size else None,
             logprob_row_L=sent[2] if with_logprobs.size else None,
             max_num_logprobs=max(int(rows["num_logprobs"].max()), 0),
+            is_guided=bool(rows["guided"].any()),
         )
         return batch, sent[0], sent[1]
 
@@ -270,7 +272,8 @@ def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) 
         -1 if params.num_prompt_logprobs is None else params.num_prompt_logprobs,
         penalised,
         edited,
-        params.greedy and not penalised and not edited and params.num_logprobs is None,
+        bool(params.grammar),
+        params.greedy and not penalised and not edited and params.num_logprobs is None and not params.grammar,
     )
 
 

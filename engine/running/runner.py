@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.device.upload import upload
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.running.prompt_logprobs import prompt_logprobs
 from tandem.engine.running.runner_needs import Followers, Model
-from tandem.engine.running.sampler import Logprobs, SamplingBatch, sample
+from tandem.engine.running.sampler import Logprobs, SamplingBatch, TokenMasks, sample
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.running.step_pieces import StepPiece, split_step
 from tandem.engine.running.step_result import NO_MEMORY, HostLogprobs, LaunchedStep, to_host
 from tandem.engine.running.warm_up import every_way_to_sample, extreme_steps
 from tandem.engine.scheduling.ports import BetweenLayers, KVConnectorWorker
 from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.structured.guides import GuidedSamples, Guides
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.blocks.cache_ops import copy_blocks
 from tandem.kernels.products import matmul
@@ -49,9 +53,10 @@ class ModelRunner:
         eos_token_ids: Sequence[int],
         worker_connector: KVConnectorWorker | None = None,
         followers: Followers | None = None,
+        guides: Guides | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
-        `followers` are told of everything that is run here, before it is."""
+        `followers` are told of everything that is run here, before it is. `guides`: who draws tokens needs them."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -59,6 +64,8 @@ class ModelRunner:
         self.device = pool.device
         self._connector = worker_connector
         self._followers = followers
+        self._guides = guides
+        self._newest: LaunchedStep | None = None
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
         self.max_model_len = max_model_len
@@ -80,9 +87,13 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput, between_layers: BetweenLayers | None = None) -> LaunchedStep:
         """Launches one step, in the order of effect that `SchedulerOutput` states. Raises OutOfMemoryError in a group,
         where the process must end then: the other ranks compute the step as one, and wait for this one's part."""
+        if self._newest is not None:
+            self._newest.sample()  # its tokens are this step's input
         if self._followers is not None:
             self._followers.announce("step", output)
         failed_slots = self.state.apply(output.new_slots, output.block_appends)
+        if self._guides is not None:
+            self._guides.apply(output.new_slots, output.forks)
         if output.copies:
             copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
             copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
@@ -95,10 +106,15 @@ class ModelRunner:
             self._compute(output, step)
         if connector is not None and (output.connector_meta is not None or not is_replayed):
             connector.wait_for_save()
+        if not step.is_put_off:
+            self._mark_end(step)
+        self._newest = step
+        return step
+
+    def _mark_end(self, step: LaunchedStep) -> None:
         if self.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
-        return step
 
     def _replay(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
         """A decode step or small chunks of prompts, by replaying a graph. False: this step is none for a graph, or the
@@ -197,10 +213,45 @@ class ModelRunner:
             return self.model(inputs.input_ids_T, inputs.positions_T, wanted)
 
     def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
+        """Draws tokens: at once, or where some must follow grammars when the step before is known."""
+        step.guided = None if self._guides is None else self._guides.of(samples)
+        if step.guided is None:
+            self._draw(samples, logits_NV, step)
+            return
+        step.put_off(partial(self._draw_guided, samples, logits_NV, step, step.guided, self._newest))
+        if self.model.group is not None:
+            step.sample()  # what the ranks exchange keeps its order, and what follows a step waits for all of them
+
+    @torch.inference_mode()
+    def _draw_guided(
+        self,
+        samples: Sequence[SampleRow],
+        logits_NV: torch.Tensor,
+        step: LaunchedStep,
+        guided: GuidedSamples,
+        before: LaunchedStep | None,
+    ) -> None:
+        """Fills the masks, while the device computes the logits, and draws."""
+        if before is not None:
+            before.tell_guides()
+        host_MW = torch.empty(guided.mask_shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        guided.fill(host_MW.numpy())
+        [row_M] = upload([np.array(guided.indices, np.int64)], self.device)
+        masks = TokenMasks(row_M, host_MW.to(self.device, non_blocking=True))
+        try:
+            self._draw(samples, logits_NV, step, masks)
+        except torch.OutOfMemoryError as error:
+            self._on_out_of_memory(len(samples), error)
+            step.fail(NO_MEMORY)
+        self._mark_end(step)
+
+    def _draw(
+        self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep, masks: TokenMasks | None = None
+    ) -> None:
         """Samples, writes the tokens into the slots' tables and starts their way to the host. Counting them comes last:
         it alone may not happen twice when memory runs out and the step is run again."""
         batch, slot_N, position_N = self.state.sampling_batch(samples)
-        token_N, logprobs = self._choose(logits_NV, batch)
+        token_N, logprobs = self._choose(logits_NV, replace(batch, masks=masks))
         self.state.write_tokens(slot_N, position_N, token_N)
         step.token_ids = to_host(token_N)
         if logprobs is not None:
@@ -238,7 +289,7 @@ class ModelRunner:
             hidden_TH = self._forward(inputs, None)
             self._forward(inputs, self._inputs.last_tokens(inputs, range(len(rows))))
             logits_NV = self.model.project(hidden_TH[:num_samples])
-            for batch in every_way_to_sample(num_samples, self.device):
+            for batch in every_way_to_sample(num_samples, self.model.vocab_size, self.device):
                 self._choose(logits_NV, batch)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -1,14 +1,14 @@
 """Logits to tokens and log-probabilities, for rows of mixed settings in one batch. Nothing here waits for the device.
 
-Order: logit_bias, min_tokens (EOS and stop ids are banned until then), repetition / presence / frequency penalties,
-then temperature, top_k, top_p, min_p and Gumbel-max (`kernels/sampling/sampling.py`). Greedy rows take the argmax of
-the penalised logits, the lowest id on ties. Log-probabilities are those of the model itself: log_softmax of the logits
-before any of this.
+Order: logit_bias, min_tokens (EOS and stop ids are banned until then), repetition / presence / frequency penalties, the
+masks of grammars, then temperature, top_k, top_p, min_p and Gumbel-max (`kernels/sampling/sampling.py`). Greedy rows
+take the argmax of the penalised logits, the lowest id on ties. Log-probabilities are those of the model itself:
+log_softmax of the logits before any of this.
 
 Which rows need what is decided on the host (`batch_state.py`), so a batch pays only for what its rows ask for.
 
 Shape legend: N sampled rows, P rows with penalties, L rows with logprobs, K most logprobs asked for, E sparse entries,
-V vocabulary.
+M rows with masks, W words of a mask, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.sampling.sampling import sample_tokens
+from tandem.kernels.sampling.token_masks import ban_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,14 @@ class Penalties:
     frequency_P: torch.Tensor
     output_counts_PV: torch.Tensor
     in_prompt_PV: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens rows may take: `row_M` int64; `mask_MW` int32, bit t % 32 of word t // 32 for the token t."""
+
+    row_M: torch.Tensor
+    mask_MW: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +77,14 @@ class SamplingBatch:
     random: RandomSettings | None = None
     logprob_row_L: torch.Tensor | None = None  # int64
     max_num_logprobs: int = 0
+    is_guided: bool = False  # some row follows a grammar; whoever draws has its mask
+    masks: TokenMasks | None = None
 
     @property
     def is_greedy(self) -> bool:
         """Every row takes the most likely token, and nothing else is asked."""
-        return self.edits is None and self.penalties is None and self.random is None and self.logprob_row_L is None
+        is_edited = self.edits is not None or self.penalties is not None or self.is_guided
+        return not is_edited and self.random is None and self.logprob_row_L is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +105,14 @@ def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
     raw_LV = None if batch.logprob_row_L is None else logits_NV.index_select(0, batch.logprob_row_L).float()
     if batch.edits is not None or batch.penalties is not None:
         logits_NV = logits_NV.to(torch.float32, copy=True)
+    elif batch.masks is not None:
+        logits_NV = logits_NV.clone()
     if batch.edits is not None:
         logits_NV.index_put_((batch.edits.row_E, batch.edits.token_E), batch.edits.value_E, accumulate=True)
     if batch.penalties is not None:
         _apply_penalties(logits_NV, batch.penalties)
+    if batch.masks is not None:
+        ban_tokens(logits_NV, batch.masks.row_M, batch.masks.mask_MW)
     token_N = argmax_tokens(logits_NV) if batch.random is None else _draw(logits_NV, batch.random)
     if raw_LV is None:
         return token_N, None

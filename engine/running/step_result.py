@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from tandem.engine.contracts.wire.parts import TokenLogprobs
 from tandem.engine.running.sampler import Logprobs
 from tandem.engine.scheduling.step import RunnerOutput
+from tandem.engine.structured.guides import GuidedSamples
 
 NO_MEMORY = "the device has no memory left for a step; give the node less with --gpu-memory-utilization"
 
@@ -59,20 +60,54 @@ class LaunchedStep:
     event: torch.cuda.Event | None = None
     failure: str | None = None
     failed_slots: dict[int, str] = field(default_factory=dict)
+    guided: GuidedSamples | None = None
+    _draw_later: Callable[[], None] | None = None
+
+    def put_off(self, draw: Callable[[], None]) -> None:
+        """Leaves the drawing of its tokens for `sample`. In place of what was put off before."""
+        self._draw_later = draw
+
+    @property
+    def is_put_off(self) -> bool:
+        return self._draw_later is not None
+
+    def sample(self) -> None:
+        if self._draw_later is not None:
+            draw, self._draw_later = self._draw_later, None
+            draw()
+
+    def tell_guides(self) -> None:
+        """Tells its samples' guides what was drawn; blocks until that is on the host. Idempotent."""
+        self.sample()
+        if self.guided is not None and self.token_ids is not None:
+            self._wait()
+            self.guided.take(self.token_ids.numpy())
 
     def fail(self, reason: str) -> None:
         """Marks a step of which nothing was computed; the requests of the step end with this reason."""
         self.failure, self.token_ids, self.logprobs, self.prompt_logprobs = reason, None, None, ()
 
     def done(self) -> bool:
-        return self.event is None or self.event.query()
+        return not self.is_put_off and (self.event is None or self.event.query())
+
+    def _wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
 
     def result(self) -> RunnerOutput:
         """Blocks until the tokens are on the host. Raises what the device raises."""
-        if self.event is not None:
-            self.event.synchronize()
+        self.tell_guides()
+        self._wait()
         tokens = np.empty(0, np.int32) if self.token_ids is None else self.token_ids.numpy().astype(np.int32)
-        output = RunnerOutput(self.step_id, tokens, failure=self.failure, failed_slots=self.failed_slots)
+        ended, misled = (set(), {}) if self.guided is None else (self.guided.ended, self.guided.failed)
+        output = RunnerOutput(
+            self.step_id,
+            tokens,
+            failure=self.failure,
+            failed_slots=self.failed_slots,
+            ended=ended,
+            misled=misled,
+        )
         if self.logprobs is not None:
             output.logprobs = [None] * len(tokens)
             for sample, entry in self.logprobs.entries():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tandem.engine.running.sampler import LogitEdits, RandomSettings, SamplingBatch
+from tandem.engine.running.sampler import LogitEdits, RandomSettings, SamplingBatch, TokenMasks
 from tandem.engine.scheduling.step import ScheduledRow
 
 
@@ -27,17 +27,19 @@ def extreme_steps(
         yield [ScheduledRow(0, 0, 1)]
 
 
-def every_way_to_sample(num_rows: int, device: torch.device) -> Iterator[SamplingBatch]:
-    """Greedy, drawn, drawn with filters, each of logits as they are and of edited ones. Where nothing is compiled, only
-    the one that needs most."""
+def every_way_to_sample(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[SamplingBatch]:
+    """Greedy, drawn, drawn with filters, each of logits as they are and of edited ones, and under masks. Where nothing
+    is compiled, only the one that needs most."""
     zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
     half = torch.full((num_rows,), 0.5, device=device)
     rows = torch.arange(num_rows, device=device)
     edits = LogitEdits(rows, zeros, half)
+    masks = TokenMasks(rows, torch.full((num_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device))
     unfiltered, filtered = (
         RandomSettings(half, zeros + 8, half, half, rows, zeros, zeros, filtered=kind) for kind in (False, True)
     )
     if device.type == "cuda":
         yield from (SamplingBatch(changed, random=kind) for changed in (None, edits) for kind in (None, unfiltered))
         yield SamplingBatch(random=filtered)
-    yield SamplingBatch(edits, random=filtered, logprob_row_L=rows, max_num_logprobs=8)
+        yield SamplingBatch(is_guided=True, masks=masks)
+    yield SamplingBatch(edits, random=filtered, logprob_row_L=rows, max_num_logprobs=8, is_guided=True, masks=masks)

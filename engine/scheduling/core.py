@@ -64,11 +64,14 @@ class EngineCore:
         return waits
 
     def read(self) -> list[EngineEvent]:
-        """Second half: waits for the step before the one that was launched. All events since the last call."""
+        """Second half: waits for the step before the one that was launched, whose tokens may say what this one may
+        draw. All events since the last call."""
         events, self._events = self._events, []
         self.newest_read = None
         if self._reads:
             events += self._read_oldest()
+        for _, handle in self._unread:
+            handle.sample()
         return events
 
     def read_ended(self) -> list[EngineEvent]:

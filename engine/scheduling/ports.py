@@ -22,6 +22,9 @@ class StepHandle(Protocol):
 
     step_id: int
 
+    def sample(self) -> None:
+        """Launches the drawing of tokens where it was left for when the step before has been read. Idempotent."""
+
     def result(self) -> RunnerOutput: ...
 
     def done(self) -> bool: ...

@@ -77,12 +77,16 @@ class Scheduler:
                 self._take_prompt_logprobs(request, row, result.prompt_logprobs.get(index, []))
         logprobs = result.logprobs or [None] * len(output.samples)
         token_ids = result.token_ids.tolist()
-        for sample, request, token_id, entry in zip(output.samples, launched.sampled, token_ids, logprobs, strict=True):
+        sampled = zip(output.samples, launched.sampled, token_ids, logprobs, strict=True)
+        for index, (sample, request, token_id, entry) in enumerate(sampled):
             request.num_in_flight -= 1
             if request.state is RequestState.FINISHED or sample.sample_index not in request.sample_indices:
                 continue
+            if index in result.misled:
+                self.state.fail(request, "invalid_request", result.misled[index])
+                continue
             try:
-                self._take_token(request, sample, token_id, entry)
+                self._take_token(request, sample, token_id, entry, index in result.ended)
             except Exception:
                 limited.exception("request %s attempt %d failed at a token", *request.key, key="token")
                 self.state.give_up(request, "the node can't take this request's token in; its log says why")
@@ -113,10 +117,14 @@ class Scheduler:
             request.prompt_logprobs.clear()
             request.prompt_logprobs_sent = True
 
-    def _take_token(self, request: Request, sample: SampleRow, token_id: int, logprobs: TokenLogprobs | None) -> None:
+    def _take_token(
+        self, request: Request, sample: SampleRow, token_id: int, logprobs: TokenLogprobs | None, ends_grammar: bool
+    ) -> None:
         eos = self.state.eos_token_ids
         reason = stop.finish_reason(request, token_id, sample.output_index, sample.position + 1, eos)
         stop_token_id = token_id if reason == "stop" else None
+        if ends_grammar:
+            reason = "stop"
         event = TokenEvent(request, sample.sample_index, sample.output_index, token_id, reason, stop_token_id, logprobs)
         self.state.events.append(event)
         if request.prompt.mode == "prefill":

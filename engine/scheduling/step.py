@@ -11,6 +11,7 @@ dataclasses, and they go to other ranks as they are.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -152,3 +153,5 @@ class RunnerOutput:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failure: str | None = None  # why nothing was computed: the step's requests end with it
     failed_slots: dict[int, str] = field(default_factory=dict)  # whose sequence alone ends, and why
+    ended: Collection[int] = ()  # samples whose token is the last that their grammar has room for
+    misled: Mapping[int, str] = field(default_factory=dict)  # samples whose grammar can't be followed, and why

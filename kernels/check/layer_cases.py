@@ -15,6 +15,7 @@ from tandem.kernels.check.sample_batches import LAYER, NUM_LAYERS
 from tandem.kernels.products import fused_ops, matmul
 from tandem.kernels.reference import sampling
 from tandem.kernels.sampling.sampling import sample_tokens
+from tandem.kernels.sampling.token_masks import ban_tokens
 
 EPSILON = 1e-5
 CHECKED_ROWS = 4  # of a sampled batch, against the slow definition; a guess
@@ -128,6 +129,24 @@ def sampling_case(shape: Shape, num_rows: int, vocabulary: int, filters: str = "
 
     name = f"sampling, {filters}" if filters else "sampling"
     return Case(name, f"{num_rows} x {vocabulary}", logits.numel() * shape.dtype.itemsize, False, run, error, 0.0)
+
+
+def mask_case(shape: Shape, num_rows: int, vocabulary: int) -> Case:
+    """Half of the tokens banned, by a bit each. Its work is to read each bit and to write what is banned."""
+    logits = shape.random(num_rows, vocabulary)
+    rows = torch.arange(num_rows, device=shape.device)
+    words = torch.randint(-(1 << 31), 1 << 31, (num_rows, -(-vocabulary // 32)), device=shape.device).to(torch.int32)
+
+    def run() -> torch.Tensor:
+        ban_tokens(logits, rows, words)
+        return logits
+
+    def error() -> float:
+        few = (logits[:1].cpu(), torch.zeros(1, dtype=torch.int64), words[:1].cpu())
+        return (run()[:1].cpu() != sampling.ban_tokens(*few)).double().mean().item()
+
+    work = words.numel() * 4 + logits.numel() * shape.dtype.itemsize // 2
+    return Case("token masks", f"{num_rows} x {vocabulary}", work, False, run, error, 0.0)
 
 
 def greedy_case(shape: Shape, num_rows: int, vocabulary: int) -> Case:

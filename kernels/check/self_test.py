@@ -15,7 +15,15 @@ from tandem.kernels.api.backend import AttentionBackend
 from tandem.kernels.api.selection import load_backend, order_for, rank_backends, select_backend
 from tandem.kernels.check.cache_cases import copy_case, digest_case, gather_case, push_case, swap_case
 from tandem.kernels.check.kernel_cases import Case, Shape, decode_case, prefill_case
-from tandem.kernels.check.layer_cases import greedy_case, norm_case, product_case, rope_case, sampling_case, silu_case
+from tandem.kernels.check.layer_cases import (
+    greedy_case,
+    mask_case,
+    norm_case,
+    product_case,
+    rope_case,
+    sampling_case,
+    silu_case,
+)
 from tandem.kernels.check.measure import Limits, median_seconds
 from tandem.kernels.products import fused_ops, matmul
 
@@ -149,6 +157,7 @@ def _cases(shape: Shape, backends: list[type[AttentionBackend]]) -> Iterator[tup
     for filters in ("", "both"):
         name = "sampling, top-k + top-p" if filters else "sampling"
         yield name, partial(sampling_case, shape, *work.sampled, filters)
+    yield "token masks", partial(mask_case, shape, *work.sampled)
     yield "copy of blocks", partial(copy_case, shape, *work.blocks)
     yield "digest of blocks", partial(digest_case, shape, *work.blocks)
     yield "gather of a layer", partial(gather_case, shape, *work.blocks, layer=1)

@@ -77,3 +77,13 @@ def _split_mix(z: int) -> int:
 
 def _as_int64(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
+
+
+def ban_tokens(logits_NV: torch.Tensor, row_M: torch.Tensor, mask_MW: torch.Tensor) -> torch.Tensor:
+    """Twin of `token_masks.ban_tokens`, token by token -> [N, V]."""
+    masked_NV = logits_NV.clone()
+    for row, words in zip(row_M.tolist(), mask_MW.tolist(), strict=True):
+        for token in range(logits_NV.shape[1]):
+            if not words[token // 32] >> (token % 32) & 1:
+                masked_NV[row, token] = float("-inf")
+    return masked_NV

@@ -19,6 +19,7 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 
 LENGTHS = (1, 17, 64, 130)
 NUM_TOKENS = 24
+GRAMMAR = "start: /[a-z ]{10,20}/"
 NUM_BLOCKS = 14  # each prompt fits, all of them with their output don't
 
 
@@ -30,6 +31,7 @@ def requests() -> list[dict[str, Any]]:
     return [
         *greedy,
         {"name": "drawn", "prompt": random_prompt(20, 1), **drawn},
+        {"name": "guided", "prompt": random_prompt(25, 3), **drawn, "max_tokens": 40, "grammar": GRAMMAR},
         {"name": "penalised", "prompt": random_prompt(30, 2), "max_tokens": 12, **penalised},
     ]
 

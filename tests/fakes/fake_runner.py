@@ -44,6 +44,8 @@ class FakeHandle:
     def done(self) -> bool:
         return False
 
+    def sample(self) -> None: ...
+
     def result(self) -> RunnerOutput:
         """Only now does the step run: everything the host did meanwhile came before it."""
         return self._runner.run_until(self.step_id)

@@ -43,6 +43,8 @@ def options_of(spec: dict[str, Any], size: int) -> NodeOptions:
 
 def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
     from tandem.engine.running.runner import ModelRunner
+    from tandem.engine.structured.grammars import Grammars
+    from tandem.engine.structured.guides import Guides
     from tandem.kv_connector.transports.node_transports import NodeTransports
     from tandem.node.pool import allocate_node_pool
     from tandem.node.ranks.leader import start_ranks
@@ -53,8 +55,9 @@ def run_engine(spec: dict[str, Any], size: int) -> dict[str, Any]:
     loaded = load(options, None if ranks is None else ranks.membership)
     num_blocks = size_pool(loaded, options)
     pool = allocate_node_pool(loaded, num_blocks, NodeTransports([]), ranks).own
+    guides = Guides(Grammars(loaded.folder, loaded.config.vocab_size, loaded.config.eos_token_ids))
     runner = ModelRunner(
-        loaded.model, pool, options.scheduler, BLOCK, loaded.max_model_len, (), None, ranks
+        loaded.model, pool, options.scheduler, BLOCK, loaded.max_model_len, (), None, ranks, guides
     )  # fmt: skip
     runner.warmup()
     if loaded.device.type == "cuda":

@@ -13,6 +13,7 @@ from tandem.engine.running.sampler import LogitEdits, Penalties, RandomSettings,
 from tandem.kernels.check.compilations import CompilationCounter
 from tandem.kernels.reference import sampling as reference
 from tandem.kernels.sampling.sampling import _sample_eagerly, sample_tokens
+from tandem.kernels.sampling.token_masks import ban_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -154,3 +155,30 @@ def to_gpu(part: object) -> object:
         if isinstance(value, torch.Tensor) or hasattr(value, "__dataclass_fields__")
     }
     return replace(part, **moved)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2048, 128_256, 151_937])
+def test_masks_ban_what_the_definition_bans(size: int, dtype: torch.dtype) -> None:
+    logits = random_logits(64, size, dtype)
+    rows = torch.randperm(64, device="cuda")[:9]
+    words = torch.randint(-(1 << 31), 1 << 31, (9, -(-size // 32)), device="cuda").to(torch.int32)
+    words[0] = -1
+    expected = logits.cpu().clone()
+    ban_tokens(expected, rows.cpu(), words.cpu())  # the eager path, whose own twin is in tests/kernels
+    ban_tokens(logits, rows, words)
+    assert torch.equal(logits.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_tokens_are_drawn_from_the_few_that_masks_leave(name: str) -> None:
+    """As grammars do: of 128 thousand tokens a handful is left."""
+    logits = random_logits(64, VOCABULARY, torch.bfloat16)
+    settings = settings_of(64, 0.8, *FILTERS[name])
+    settings[0][::7] = 0.0
+    words = torch.zeros(64, VOCABULARY // 32, dtype=torch.int32, device="cuda")
+    words[torch.arange(64), torch.randint(0, VOCABULARY // 32, (64,))] = 5
+    ban_tokens(logits, torch.arange(64, device="cuda"), words)
+    tokens = sample_tokens(logits, *settings)
+    assert torch.equal(tokens.cpu(), reference.sample_tokens(logits.cpu(), *(each.cpu() for each in settings)))
+    assert bool(((words[torch.arange(64), tokens // 32] >> (tokens % 32)) & 1).all())

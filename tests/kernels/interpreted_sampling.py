@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.kernels.reference import sampling as reference
-from tandem.kernels.triton_kernels.sampling import sampling, sampling_limits
+from tandem.kernels.triton_kernels.sampling import sampling, sampling_limits, token_masks
 
 FILTERS: dict[str, tuple[int, float, float]] = {
     "none": (0, 1.0, 0.0),
@@ -28,6 +28,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling_limits, "LIMITS_BLOCK", 128)
     monkeypatch.setattr(sampling_limits, "LISTED_AT_ONCE", 4)
     monkeypatch.setattr(sampling, "PARTS_BLOCK", 128)
+    monkeypatch.setattr(token_masks, "MASK_BLOCK", 256)
 
 
 def settings_of(rows: int, temperature: float, top_k: int, top_p: float, min_p: float) -> tuple[torch.Tensor, ...]:
@@ -105,3 +106,30 @@ def test_a_low_temperature_takes_the_best() -> None:
 def test_scores_too_close_for_fp32_are_compared_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "NOISE_ERROR", sampling.tl.constexpr(1e9))
     check(torch.randn(3, 400), settings_of(3, 1.0, 50, 0.9, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 700, 1301])
+def test_masks_ban_what_the_twin_bans(size: int, dtype: torch.dtype) -> None:
+    """The last word may reach beyond the vocabulary, and a mask beyond the last word; rows without one stay."""
+    logits = torch.randn(5, size).to(dtype)
+    rows = torch.tensor([4, 0, 2])
+    masks = torch.randint(-(1 << 31), 1 << 31, (3, size // 32 + 2), dtype=torch.int64).to(torch.int32)
+    masks[1] = -1
+    expected = reference.ban_tokens(logits, rows, masks)
+    token_masks.ban_tokens_triton(logits, rows, masks)
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["none", "top-p-most", "all"])
+def test_tokens_are_drawn_from_the_few_that_a_mask_leaves(name: str) -> None:
+    logits = torch.randn(4, 1301) * 3
+    masks = torch.zeros(4, 41, dtype=torch.int32)
+    for row, allowed in enumerate(([7], [0, 1300], [31, 32, 33, 640], range(100, 140))):
+        for token in allowed:
+            masks[row, token // 32] |= torch.tensor(1 << token % 32).to(torch.int32)
+    token_masks.ban_tokens_triton(logits, torch.arange(4), masks)
+    check(logits, settings_of(4, 0.8, *FILTERS[name]))
+    tokens = torch.empty(4, dtype=torch.int64)
+    sampling.sample_triton(logits, *settings_of(4, 0.8, *FILTERS[name]), tokens, True)
+    assert all(masks[row, token // 32] >> (token % 32) & 1 for row, token in enumerate(tokens.tolist()))

@@ -15,13 +15,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from tandem.kernels.triton_kernels.sampling import sampling, sampling_groups, sampling_limits  # noqa: E402
+from tandem.kernels.triton_kernels.sampling import (  # noqa: E402
+    sampling,
+    sampling_groups,
+    sampling_limits,
+    token_masks,
+)
 
 TYPES = {
     "temperatures": "*fp32", "top_ks": "*i64", "top_ps": "*fp32", "min_ps": "*fp32", "cuts": "*fp32",
     "peaks": "*fp32", "masses": "*fp32", "listed": "*i32", "last_ids": "*i32",
     "seeds": "*i64", "sample_indices": "*i64", "output_indices": "*i64", "scores": "*fp64",
-    "places": "*i32", "tokens": "*i64",
+    "places": "*i32", "tokens": "*i64", "rows": "*i64", "masks": "*i32",
 }  # fmt: skip
 PARTS = {"MAX_SPLITS": sampling.MAX_SPLITS, "BLOCK": sampling.PARTS_BLOCK}
 CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
@@ -41,6 +46,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], int]] = {
     ),
     "parts": (sampling.sampling_parts_kernel, {**PARTS, "FILTERED": False}, sampling.PARTS_WARPS),
     "parts-filtered": (sampling.sampling_parts_kernel, {**PARTS, "FILTERED": True}, sampling.PARTS_WARPS),
+    "masks": (token_masks.ban_tokens_kernel, {"BLOCK": token_masks.MASK_BLOCK}, token_masks.MASK_WARPS),
     "whole": (sampling.sampling_whole_kernel, {"MAX_SPLITS": sampling.MAX_SPLITS}, 2),
 }
 

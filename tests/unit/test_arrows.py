@@ -26,6 +26,7 @@ ALLOWED = {
 ROUTER_MAY = ("engine.contracts", "engine.process", "kv_connector.directory")
 # A folder within a wing that imports these folders of its wing alone (and, of other wings, what its wing may).
 WITHIN = {
+    "engine/structured": {"engine/contracts", "engine/process", "engine/scheduling"},
     "engine/process": {"engine/contracts"},
     "engine/contracts": set(),
     "engine/blocks": {"engine/contracts"},

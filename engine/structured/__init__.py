@@ -1,0 +1,1 @@
+"""Grammars that output is held to: compiled for the model's tokenizer, followed token by token."""

@@ -1,0 +1,88 @@
+"""What a request may hold its output to, compiled for one model's tokenizer. No torch.
+
+A grammar is text as llguidance reads it: Lark, or a JSON object with a list of Lark grammars and JSON schemas. The
+library is loaded by the first one: who never sees a grammar pays nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+MAX_GRAMMAR_BYTES = 1 << 18  # a guess, as the next three: far above what people write, and bounded for nodes
+MAX_LEXER_STATES = 1 << 16  # of one grammar, 1 to 2 KB each
+MAX_KEPT = 64
+MAX_THREADS = 8
+MAX_SHOWN = 400  # characters of an error
+
+
+class Grammars:
+    """Compiles grammars and keeps the latest. Any thread may ask; no interpreter lock is held meanwhile."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """`vocab_size`: of the logits, which may be wider than the tokenizer's."""
+        self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, list(eos_token_ids)
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def __contains__(self, grammar: str) -> bool:
+        return grammar in self._kept
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A matcher at its beginning, the caller's own. ValueError: why it can't be followed."""
+        with self._lock:
+            kept = self._kept.get(grammar)
+            if kept is not None:
+                self._kept.move_to_end(grammar)
+        if kept is None:
+            kept = self._compile(grammar)
+            with self._lock:
+                self._kept[grammar] = kept
+                if len(self._kept) > MAX_KEPT:
+                    self._kept.popitem(last=False)
+        if kept.is_error():
+            raise ValueError(shown(kept.get_error()))
+        return kept.deep_copy()
+
+    @property
+    def num_words(self) -> int:
+        """Words of 32 bits in the mask of one row."""
+        return -(-self._vocab_size // 32)
+
+    @cached_property
+    def executor(self) -> LLExecutor:
+        """The threads that fill masks."""
+        from llguidance import LLExecutor
+
+        return LLExecutor(num_threads=min(MAX_THREADS, os.cpu_count() or 1))
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"a grammar may have {MAX_GRAMMAR_BYTES} bytes at most")
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        try:
+            text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
+            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"this model's tokenizer knows no grammars: {shown(str(error))}") from error
+
+
+def shown(error: str) -> str:
+    """What a client may read of a matcher's error: what is wrong, not the parser's state."""
+    return error.partition("\n<state>")[0].strip()[:MAX_SHOWN]

@@ -1,0 +1,147 @@
+"""Where each sample of the batch stands in its grammar, and what it may say next.
+
+A step's masks are filled when the tokens of the step before are known, while the device computes its logits; a token
+is taken when the host hears of it. A sample's state is a function of its grammar and its output so far, so it is made
+anew wherever a sequence enters a slot: after a hand-off, a move, a preemption, or in the next attempt.
+
+M guided samples of a step, W words of a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tandem.engine.scheduling.step import ForkSlot, NewSlot, SampleRow
+from tandem.engine.structured.grammars import Grammars, shown
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class Guide:
+    """One sample's place in its grammar. `error`: why it can't go on, "" while it can."""
+
+    __slots__ = ("error", "has_ended", "matcher")
+
+    def __init__(self, matcher: LLMatcher | None, error: str = "") -> None:
+        self.matcher, self.error, self.has_ended = matcher, error, False
+
+    @classmethod
+    def behind(cls, grammars: Grammars, grammar: str, output: Sequence[int]) -> Guide:
+        """A guide that has taken `output`."""
+        try:
+            matcher = grammars.matcher(grammar)
+        except ValueError as error:
+            return cls(None, f"the grammar can't be followed: {error}")
+        if output and not matcher.consume_tokens(list(output)):
+            return cls(None, f"the output so far doesn't follow the grammar: {shown(matcher.get_error())}")
+        return cls(matcher, "the output so far has ended its grammar" if matcher.is_stopped() else "")
+
+    def copy(self) -> Guide:
+        return Guide(None if self.matcher is None else self.matcher.deep_copy(), self.error)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a say in the next token. What is drawn after an end or an error is dropped."""
+        return not self.has_ended and not self.error
+
+    def check(self, has_mask: bool) -> None:
+        """After a mask was filled. `has_mask`: some token is in it."""
+        assert self.matcher is not None
+        if self.matcher.is_error():
+            self.error = f"the grammar can't be followed further: {shown(self.matcher.get_error())}"
+        elif not has_mask:
+            self.error = "the grammar can't be followed further: no token of this model continues it"
+
+    def take(self, token_id: int) -> None:
+        assert self.matcher is not None
+        if self.matcher.consume_token(token_id):
+            self.has_ended = self.matcher.is_stopped()
+        else:
+            self.error = f"the grammar was left: {shown(self.matcher.get_error())}"
+
+
+class GuidedSamples:
+    """The samples of one step that follow grammars: `indices` in the step's samples. After `take`: which of those have
+    ended, and which failed and why."""
+
+    def __init__(self, grammars: Grammars, indices: list[int], guides: list[Guide]) -> None:
+        self._grammars, self.indices, self._guides = grammars, indices, guides
+        self.ended: set[int] = set()
+        self.failed: dict[int, str] = {}
+        self._was_taken = False
+
+    @property
+    def mask_shape(self) -> tuple[int, int]:
+        return len(self.indices), self._grammars.num_words
+
+    def fill(self, masks_MW: np.ndarray) -> None:
+        """Writes int32 masks, whose bit t % 32 of word t // 32 allows the token t. At least one is allowed."""
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        matchers = [(guide.matcher, i) for i, guide in enumerate(self._guides) if guide.is_open and guide.matcher]
+        if matchers:
+            fill_next_token_bitmask_par(self._grammars.executor, matchers, masks_MW)
+        has_any_M = np.any(masks_MW, axis=1).tolist()
+        for i, guide in enumerate(self._guides):
+            if guide.is_open and guide.matcher is not None:
+                guide.check(has_any_M[i])
+            if not guide.is_open:
+                masks_MW[i] = -1
+
+    def take(self, token_ids: np.ndarray) -> None:
+        """`token_ids`: of all samples of the step. Idempotent."""
+        if self._was_taken:
+            return
+        self._was_taken = True
+        for index, guide in zip(self.indices, self._guides, strict=True):
+            if guide.is_open:
+                guide.take(int(token_ids[index]))
+            if guide.error:
+                self.failed[index] = guide.error
+            elif guide.has_ended:
+                self.ended.add(index)
+
+
+class Guides:
+    """The guides of a runner's slots. A prompt's samples may share a slot: each of them has a guide."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._first: dict[int, Guide] = {}  # by slot, as it was entered
+        self._of_sample: dict[tuple[int, int], Guide] = {}  # by slot and sample index
+
+    def apply(self, new_slots: Sequence[NewSlot], forks: Sequence[ForkSlot]) -> None:
+        """Takes in what enters the batch; whatever had those slots before is forgotten."""
+        for new in new_slots:
+            self._forget(new.slot)
+            if new.sampling.grammar:
+                output = new.token_ids[new.num_prompt_tokens :].tolist()
+                self._first[new.slot] = Guide.behind(self._grammars, new.sampling.grammar, output)
+        for fork in forks:
+            self._forget(fork.slot)
+            if fork.parent_slot in self._first:
+                self._first[fork.slot] = self._first[fork.parent_slot].copy()
+
+    def of(self, samples: Sequence[SampleRow]) -> GuidedSamples | None:
+        """Those of `samples` that follow a grammar; None: none does."""
+        if not self._first:
+            return None
+        indices = [i for i, sample in enumerate(samples) if sample.slot in self._first]
+        if not indices:
+            return None
+        guides = [self._guide(samples[i].slot, samples[i].sample_index) for i in indices]
+        return GuidedSamples(self._grammars, indices, guides)
+
+    def _guide(self, slot: int, sample_index: int) -> Guide:
+        guide = self._of_sample.get((slot, sample_index))
+        if guide is None:
+            guide = self._of_sample[slot, sample_index] = self._first[slot].copy()
+        return guide
+
+    def _forget(self, slot: int) -> None:
+        if self._first.pop(slot, None) is not None:
+            self._of_sample = {key: guide for key, guide in self._of_sample.items() if key[0] != slot}
