@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError, UnavailableError
@@ -28,6 +29,9 @@ from tandem.router.text.openai_api import error_body
 
 logger = logging.getLogger(__name__)
 
+DOCS_PAGE = Path(__file__).with_name("docs.html").read_bytes()
+DOCS_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
+
 
 class _NotFoundError(InvalidRequestError):
     status, code = 404, "not_found"
@@ -42,6 +46,10 @@ class App:
 
     def __init__(self, endpoints: Mapping[str, GenerationEndpoint], rest: FastAPI) -> None:
         self._endpoints, self._rest = endpoints, rest
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        return self._rest.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -75,7 +83,7 @@ def make_app(service: CompletionService, keys: ApiKeys, chat: Chat) -> App:
 def _add_state_routes(app: FastAPI, service: CompletionService) -> None:
     @app.api_route("/", methods=READ)
     async def root() -> Response:
-        return json_answer({"server": "tandem", "version": version(), "api": "/v1", "description": "/openapi.json"})
+        return json_answer({"server": "tandem", "version": version(), "api": "/v1", "description": "/docs"})
 
     @app.api_route("/health", methods=READ)
     async def health() -> Response:
@@ -87,7 +95,11 @@ def _add_state_routes(app: FastAPI, service: CompletionService) -> None:
 
     @app.api_route("/openapi.json", methods=READ)
     async def openapi() -> Response:
-        return json_answer(description(service.options.strict_requests))
+        return json_answer(description(service.options))
+
+    @app.api_route("/docs", methods=READ)
+    async def docs() -> Response:
+        return Response(DOCS_PAGE, media_type="text/html", headers={"content-security-policy": DOCS_POLICY})
 
     @app.api_route("/version", methods=READ)
     async def get_version() -> Response:

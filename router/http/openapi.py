@@ -6,13 +6,21 @@ from typing import Any
 
 import msgspec
 
+from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.process.version import version
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
 from tandem.router.responses.body import ResponsesBody
-from tandem.router.text.body_reader import REFUSED
-from tandem.router.text.openai_api import CompletionBody, DetokenizeBody, TokenizeBody
+from tandem.router.text.body_reader import REFUSED, SAYS_NOTHING
+from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, DetokenizeBody, TokenizeBody
 
 _REFERENCE = "#/components/schemas/{name}"
+BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
+HEADERS = {
+    "X-Request-Id": "comes back with the answer, and stands in the log",
+    "X-Request-Timeout": "seconds until the request ends with 504, if that is sooner than the server's own limit",
+    "X-Session-Id": "requests of one session go to the same nodes",
+    "traceparent": "W3C Trace Context; its trace id stands in the log",
+}
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
@@ -26,32 +34,41 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
     error: ErrorObject
 
 
-def description(is_strict: bool) -> dict[str, Any]:
-    """OpenAPI 3.1. Fields that are refused with a reason are shown as taking null alone."""
-    kinds = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody, ErrorAnswer)
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
+def description(options: RouterOptions) -> dict[str, Any]:
+    """OpenAPI 3.1. Fields that are refused with a reason are shown as taking alone what says that they aren't used."""
+    _, schemas = msgspec.json.schema_components((*BODIES, ErrorAnswer), ref_template=_REFERENCE)
     _show_prompts(schemas)
-    for kind in kinds[:-1]:
-        _show_other_fields(schemas[kind.__name__], is_strict)
+    for kind in BODIES:
+        _show_other_fields(schemas[kind.__name__], options.strict_requests)
+    components = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    info = {"title": "Tandem", "version": version()}
+    security: list[dict[str, list[str]]] = [{"key": []}] if options.api_key or options.api_keys_file else []
+    return {"openapi": "3.1.0", "info": info, "security": security, "paths": _paths(options), "components": components}
+
+
+def _paths(options: RouterOptions) -> dict[str, Any]:
+    ping = "The same, by another name"
     paths = {
         "/v1/completions": _post("Complete prompts", CompletionBody, streams=True),
         "/v1/chat/completions": _post("Answer a conversation", ChatBody, streams=True),
         "/v1/responses": _post("Answer items of a conversation", ResponsesBody, streams=True),
+        "/v1/models": _get("The served model, as a list"),
+        "/v1/models/{model_id}": _get("The served model", parameters=[_parameter("model_id", "path")]),
         "/tokenize": _post("Token ids of a text, or of a conversation", TokenizeBody, ChatTokenizeBody),
         "/detokenize": _post("Text of token ids", DetokenizeBody),
         "/explain": _post("What each node would cost for a completion now", CompletionBody),
-        "/v1/models": _get("The served model, as a list"),
-        "/v1/models/{model_id}": _get("The served model", [_parameter("model_id")]),
-        "/health": _get("Whether the router lives"),
-        "/ping": _get("The same, by another name"),
-        "/ready": _get("Whether requests can be served"),
-        "/version": _get("Tandem's version"),
-        "/metrics": _get("Prometheus metrics", kind="text/plain"),
-        "/openapi.json": _get("This description"),
+        "/health": _get("Whether the router lives", is_open=True),
+        "/ping": _get(ping, is_open=True) | {"post": _operation(ping, is_open=True)},
+        "/ready": _get("Whether requests can be served", is_open=True),
+        "/version": _get("Tandem's version", is_open=True),
+        "/metrics": _get("Prometheus metrics", "text/plain", is_open=True),
+        "/": _get("What this server is", is_open=True),
+        "/docs": _get("This description, for people", "text/html", is_open=True),
+        "/openapi.json": _get("This description", is_open=True),
     }
-    components = {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
-    info = {"title": "Tandem", "version": version()}
-    return {"openapi": "3.1.0", "info": info, "security": [{}, {"key": []}], "paths": paths, "components": components}
+    if options.enable_tokenizer_info_endpoint:
+        paths["/tokenizer_info"] = _get("Special tokens and chat template")
+    return paths
 
 
 def _show_prompts(schemas: dict[str, Any]) -> None:
@@ -66,34 +83,41 @@ def _show_other_fields(schema: dict[str, Any], is_strict: bool) -> None:
     """What becomes of fields that the structure lacks."""
     if not is_strict:
         del schema["additionalProperties"]
+    nothing = [msgspec.json.decode(value) for value in SAYS_NOTHING]
     for field, why in REFUSED.items():
-        schema["properties"].setdefault(field, {"type": "null", "description": f"Not supported: {why}."})
+        schema["properties"].setdefault(field, {"enum": nothing, "description": f"Not supported: {why}."})
 
 
-def _parameter(name: str) -> dict[str, Any]:
-    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+def _parameter(name: str, place: str, text: str = "") -> dict[str, Any]:
+    kind = {"type": "number", "minimum": LEAST_TIMEOUT_S} if name == "X-Request-Timeout" else {"type": "string"}
+    return {"name": name, "in": place, "required": place == "path", "schema": kind, "description": text}
 
 
 def _get(
-    summary: str, parameters: list[dict[str, Any]] | None = None, kind: str = "application/json"
+    summary: str,
+    kind: str = "application/json",
+    is_open: bool = False,
+    parameters: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    answers = {"200": {"description": "it is so", "content": {kind: {}}}, "default": _error()}
-    return {"get": {"summary": summary, "responses": answers} | ({"parameters": parameters} if parameters else {})}
+    operation = _operation(summary, kind, is_open=is_open) | ({"parameters": parameters} if parameters else {})
+    return {"get": operation, "head": operation}
+
+
+def _operation(summary: str, *kinds: str, is_open: bool = False) -> dict[str, Any]:
+    """`is_open`: asks nobody for a key."""
+    content: dict[str, Any] = {kind: {} for kind in kinds or ("application/json",)}
+    answers = {"200": {"description": "the answer", "content": content}, "default": _error()}
+    return {"summary": summary, "responses": answers} | ({"security": []} if is_open else {})
 
 
 def _post(summary: str, *bodies: type, streams: bool = False) -> dict[str, Any]:
     references = [{"$ref": _REFERENCE.format(name=body.__name__)} for body in bodies]
     schema = references[0] if len(references) == 1 else {"anyOf": references}
-    content: dict[str, Any] = {"application/json": {}}
+    operation = _operation(summary, "application/json", *["text/event-stream"] * streams)
+    operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if streams:
-        content["text/event-stream"] = {}
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-            "responses": {"200": {"description": "the answer", "content": content}, "default": _error()},
-        }
-    }
+        operation["parameters"] = [_parameter(name, "header", text) for name, text in HEADERS.items()]
+    return {"post": operation}
 
 
 def _error() -> dict[str, Any]:

@@ -71,7 +71,7 @@ REFUSED = {
     "prompt_embeds": "prompts are text or token ids; leave it out",
     "kv_transfer_params": "hand-offs are the servers' own business; leave it out",
 }
-SAYS_NOTHING: tuple[Any, ...] = (None, False, "", [])  # values by which clients say that they don't use a field
+SAYS_NOTHING = (b"null", b"false", b'""', b"[]")  # by which clients say that they don't use a field
 
 
 class BodyReader:
@@ -101,7 +101,7 @@ class BodyReader:
     def _leave_out(self, name: str, value: msgspec.Raw, within: str, known: dict[str, Any]) -> None:
         why, said = None if within else REFUSED.get(name), decode(Any, bytes(value))
         if why is not None:
-            if said not in SAYS_NOTHING:
+            if msgspec.json.encode(said) not in SAYS_NOTHING:
                 _bad(name, f"{name} is not supported: {why}")
             return
         if close := difflib.get_close_matches(name, known, n=1, cutoff=LIKELY_A_SLIP):

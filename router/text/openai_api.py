@@ -22,6 +22,7 @@ MAX_SAMPLES = 128  # a guess, as are the next four: above what clients ask for, 
 MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
+LEAST_TIMEOUT_S = 0.1  # deadlines are looked at so often
 MAX_BIASES = 4096
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -71,7 +72,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None  # how many last ones stay; -1: fit
     return_tokens_as_token_ids: bool | None = None  # "token_id:7" in place of log-probabilities' texts
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None  # part of the answer's id
-    timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds, if that is less than --request-s
+    timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S)] | None = None  # seconds, if that is less than --request-s
 
     @property
     def includes_usage(self) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.text.openai_api import LEAST_TIMEOUT_S
 
 REQUEST_ID = b"x-request-id"
 MAX_SESSION_BYTES = 256  # a guess: far above any name
@@ -46,6 +47,8 @@ def _seconds(value: bytes) -> float:
         seconds = float(value)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise InvalidRequestError("X-Request-Timeout is a number of seconds above 0", param="X-Request-Timeout")
+    if not seconds >= LEAST_TIMEOUT_S:
+        raise InvalidRequestError(
+            f"X-Request-Timeout is in seconds, from {LEAST_TIMEOUT_S} on", param="X-Request-Timeout"
+        )
     return seconds

@@ -47,6 +47,7 @@ PHRASES = (
     "`--chat-template` brings another",
     "Errors have OpenAI's shape and name the field",
     "accepted and named in the log once",
+    "`/docs` shows it offline",
     "`--strict-requests` refuses those",
     "`/tokenizer_info` with `--enable-tokenizer-info-endpoint`",
     "Bodies are JSON (415",

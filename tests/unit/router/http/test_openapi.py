@@ -1,0 +1,84 @@
+"""/openapi.json says what there is, and nothing else; /docs shows it without anything from elsewhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router_in_thread import VOCAB_SIZE, RouterInThread
+from starlette.routing import Route
+
+from stand_in_node import StandInNode
+from tandem.router.chat.chat import Chat
+from tandem.router.http.app import make_app
+from tandem.router.text.api_keys import ApiKeys
+
+
+@pytest.fixture(scope="module")
+def router(folder: Path) -> Iterator[RouterInThread]:
+    node = StandInNode(vocab_size=VOCAB_SIZE).start()
+    with RouterInThread(folder, (node.address,), enable_tokenizer_info_endpoint=True) as router:
+        yield router.wait_ready()
+    node.stop()
+
+
+@pytest.fixture(scope="module")
+def found(router: RouterInThread) -> dict[str, Any]:
+    described: dict[str, Any] = router.client.get("/openapi.json").json()
+    return described
+
+
+def test_every_path_and_method_is_described(router: RouterInThread, folder: Path, found: dict[str, Any]) -> None:
+    service = router.worker.service
+    app = make_app(service, ApiKeys("", lambda name: b""), Chat(folder, service.tokenizer, service.options))
+    served = {}
+    for route in app.routes:
+        assert isinstance(route, Route)
+        served[route.path.replace(":path", "")] = {method.lower() for method in route.methods or ()}
+    assert {path: set(methods) for path, methods in found["paths"].items()} == served
+
+
+def test_what_is_described_is_served(router: RouterInThread, found: dict[str, Any]) -> None:
+    assert found["openapi"] == "3.1.0"
+    for path, methods in found["paths"].items():
+        for method, operation in methods.items():
+            answer = router.client.request(method, path.replace("{model_id}", "stand-in"))
+            assert answer.status_code == (400 if "requestBody" in operation else 200), f"{method} {path}"
+            kind = answer.headers["content-type"].partition(";")[0]
+            assert kind in operation["responses"]["200"]["content"]
+
+
+def test_bodies_are_those_that_are_checked(found: dict[str, Any]) -> None:
+    schemas = found["components"]["schemas"]
+    named = str(found).split("#/components/schemas/")[1:]
+    assert {name.partition("'")[0] for name in named} <= schemas.keys()
+    chat = schemas["ChatBody"]
+    assert chat["required"] == ["messages"]
+    assert chat["properties"]["temperature"]["anyOf"][0]["maximum"] == 2
+    assert chat["properties"]["audio"]["enum"] == [None, False, "", []]
+    assert "additionalProperties" not in chat
+    assert "security" not in found["paths"]["/v1/models"]["get"]
+
+
+def test_a_router_with_a_key_says_so(folder: Path) -> None:
+    with RouterInThread(folder, (), api_key="sk-1", strict_requests=True) as router:
+        found = router.client.get("/openapi.json").json()
+        assert found["security"] == [{"key": []}]
+        assert found["components"]["schemas"]["ChatBody"]["additionalProperties"] is False
+        for path, methods in found["paths"].items():
+            if "get" in methods and path != "/ready":
+                answer = router.client.get(path.replace("{model_id}", "stand-in"))
+                is_open = methods["get"].get("security") == []
+                assert answer.status_code == (200 if is_open else 401), path
+
+
+# README says: "`/docs` shows it offline"
+def test_the_page_takes_nothing_from_elsewhere(router: RouterInThread) -> None:
+    answer = router.client.get("/docs")
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert re.findall(r"(?:src|href)=\W*[^\s>]*", answer.text) == ['href="openapi.json"']
+    assert "//" not in re.sub(r"<!DOCTYPE[^>]*>", "", answer.text), "an address of another server"
