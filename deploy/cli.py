@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from tandem.deploy.command_parser import CommandParser
 from tandem.deploy.option import Option
 from tandem.deploy.options import (
     BENCH_OPTIONS,
+    CHAT_OPTIONS,
+    COMPLETE_OPTIONS,
     EXPLAIN_OPTIONS,
     FIRST,
     KERNELS_OPTIONS,
@@ -46,8 +49,11 @@ CONFIG_HELP = "YAML file with options by name (max_num_seqs: 32)"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code: 0, 1 when it failed, 2 for a bad flag, file or folder."""
     raise_descriptor_limit()
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        parsed = make_parser().parse_args(arguments)
+        if given[:1] == ["config"] and given[1:] not in (["-h"], ["--help"]):
+            return show_config(given[1:])
+        parsed = make_parser().parse_args(given or ["--help"])
         return parsed.run(parsed)
     except ConfigError as error:
         print(f"tandem: {error.message}", file=sys.stderr)
@@ -84,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=CONFIG_HELP)
         add_flags(command, options)
-        command.set_defaults(run=run)
+        command.set_defaults(run=run, options=options)
         return command
 
     def add_server(name: str, run: Callable[[argparse.Namespace], int], text: str, options: dict[str, Option]) -> None:
@@ -99,8 +105,50 @@ def make_parser() -> argparse.ArgumentParser:
     add("explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
     add("kernels", run_kernels, text, KERNELS_OPTIONS)
+    add("chat", run_chat, "talk with a running server", CHAT_OPTIONS)
+    add("complete", run_complete, "have a running server complete a text", COMPLETE_OPTIONS)
+    config = commands.add_parser(
+        "config",
+        usage="tandem config [COMMAND] [OPTIONS of COMMAND]",
+        help="show what is in force for a command (default: serve), and where it is set",
+    )
+    config.add_argument("command", nargs="?", choices=sorted(commands.choices), help="with its options")
+    completion = commands.add_parser("completion", help="print completions of this command for a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"))
+    completion.set_defaults(run=run_completion)
     commands.add_parser("version", help="say the version").set_defaults(run=run_version)
     return parser
+
+
+def show_config(given: Sequence[str]) -> int:
+    from tandem.deploy.config_report import report
+
+    is_named = bool(given) and not given[0].startswith("-")
+    name, rest = (given[0], given[1:]) if is_named else ("serve", given)
+    parsed = make_parser().parse_args([name, *rest])
+    if "options" not in parsed:
+        raise ConfigError(f"`tandem {name}` has no options")
+    print(report(name, parsed.options, vars(parsed), os.environ))
+    return 0
+
+
+def run_completion(arguments: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(make_parser(), arguments.shell))
+    return 0
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    from tandem.deploy import talk
+
+    return talk.run_chat(filled(CHAT_OPTIONS, arguments))
+
+
+def run_complete(arguments: argparse.Namespace) -> int:
+    from tandem.deploy import talk
+
+    return talk.run_complete(filled(COMPLETE_OPTIONS, arguments))
 
 
 def run_version(arguments: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tandem.deploy.bench.sse_client import HttpError, get_json, post_json
+from tandem.deploy.bench.sse_client import HttpError, model_to_ask, post_json
 from tandem.engine.contracts.errors import ConfigError
 
 COLUMNS = (
@@ -52,8 +52,11 @@ def _prompt(arguments: argparse.Namespace) -> str:
 
 
 async def _ask(arguments: argparse.Namespace, text: str) -> dict[str, Any]:
-    model = (await get_json(arguments.url, "/v1/models", arguments.api_key))["data"][0]["id"]
-    body = {"model": model, "prompt": text, "max_tokens": arguments.max_tokens}
+    body = {
+        "model": await model_to_ask(arguments.url, arguments.api_key),
+        "prompt": text,
+        "max_tokens": arguments.max_tokens,
+    }
     answer: dict[str, Any] = await post_json(arguments.url, "/explain", body, arguments.api_key)
     return answer
 

@@ -16,6 +16,7 @@ from tandem.engine.contracts.errors import ConfigError
 SAME: dict[str, str] = {
     "served_model_name": "served_name",
     "model_path": "model",
+    "model_name": "model",
     "context_length": "max_model_len",
     "num_gpu_blocks_override": "num_blocks",
     "mem_fraction_static": "gpu_memory_utilization",

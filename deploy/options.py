@@ -19,7 +19,14 @@ from typing import Annotated, Any, TypeVar
 
 from tandem.deploy.foreign_names import SAME, SHORT, WITHOUT_COUNTERPART, Foreign, translate
 from tandem.deploy.option import COMPONENTS, Option, options_of
-from tandem.deploy.tool_options import BenchOptions, ExplainOptions, KernelsOptions, TraceOptions
+from tandem.deploy.tool_options import (
+    BenchOptions,
+    ChatOptions,
+    CompleteOptions,
+    ExplainOptions,
+    KernelsOptions,
+    TraceOptions,
+)
 from tandem.engine.contracts.config import (
     CacheOptions,
     Count,
@@ -78,11 +85,11 @@ SERVE_OPTIONS = {
 BENCH_OPTIONS, TRACE_OPTIONS = options_of(BenchOptions), options_of(TraceOptions)
 EXPLAIN_OPTIONS = options_of(ExplainOptions, positional="prompt")
 KERNELS_OPTIONS = options_of(KernelsOptions)
-KNOWN_NAMES = frozenset(
-    {"config"}.union(
-        NODE_OPTIONS, ROUTER_OPTIONS, SERVE_OPTIONS, BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, KERNELS_OPTIONS
-    )
-)
+CHAT_OPTIONS = options_of(ChatOptions, positional="message")
+COMPLETE_OPTIONS = options_of(CompleteOptions, positional="prompt")
+_SERVERS = (SERVE_OPTIONS, NODE_OPTIONS, ROUTER_OPTIONS)
+_TOOLS = (BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS, COMPLETE_OPTIONS)
+KNOWN_NAMES = frozenset({"config"}.union(*_SERVERS, *_TOOLS))
 
 
 # --- command line -------------------------------------------------------------------------------------------------
@@ -97,7 +104,7 @@ def add_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) ->
         if option.is_positional:
             group.add_argument(option.name, nargs="?", metavar=option.name.upper(), **arguments)
             if option.name == "model":
-                group.add_argument("--model", "--model-path", help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+                group.add_argument("--model", *_other_flags("model"), help=argparse.SUPPRESS, default=argparse.SUPPRESS)
             continue
         if option.kind is bool:
             arguments["action"] = argparse.BooleanOptionalAction

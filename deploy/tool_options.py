@@ -1,4 +1,4 @@
-"""Options of the commands that measure and explain: `bench`, `explain`, `kernels`. Their help is beside the bounds."""
+"""Options of the commands that talk to servers, measure and explain."""
 
 from __future__ import annotations
 
@@ -50,6 +50,27 @@ class TraceOptions:
     find_speed: Annotated[bool, "find the highest speed factor that keeps --ttft-target"] = False
     ttft_target: Annotated[float, Meta(gt=0, le=1e7), "seconds at p90, and for goodput"] = 2.0
     tpot_target: Annotated[float, Meta(gt=0, le=1e7), "seconds, for goodput"] = 0.05
+
+
+@dataclass(frozen=True)
+class TalkOptions:
+    url: Annotated[str, "server to ask"] = URL
+    model: Annotated[str, "model name to ask for; default: the first that the server lists"] = ""
+    api_key: Annotated[str, "sent as a bearer token; better as TANDEM_API_KEY"] = ""
+    max_tokens: Annotated[Count, "longest answer; 0: as the server likes it (`complete`: 128)"] = 0
+    temperature: Annotated[float, Meta(ge=-1, le=100), "-1: the server's default"] = -1.0
+    top_p: Annotated[float, Meta(ge=-1, le=1), "-1: the server's default"] = -1.0
+
+
+@dataclass(frozen=True)
+class ChatOptions(TalkOptions):
+    message: Annotated[str, "ask this alone; left out: a conversation, or what standard input holds"] = ""
+    system_prompt: Annotated[str, "what the conversation begins with"] = ""
+
+
+@dataclass(frozen=True)
+class CompleteOptions(TalkOptions):
+    prompt: Annotated[str, "complete this alone; left out: what is typed, or what standard input holds"] = ""
 
 
 @dataclass(frozen=True)

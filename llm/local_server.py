@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.deploy.foreign_names import WITHOUT_COUNTERPART, translate
 from tandem.deploy.launch.child_process import KEPT_LINES, die_with_parent
 from tandem.deploy.options import SERVE_OPTIONS, did_you_mean, own_environment, to_arguments, to_environment
 from tandem.engine.contracts.config import Timeouts
@@ -99,7 +100,11 @@ def _end(process: subprocess.Popen[str], drain_s: float) -> None:
 def _values(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What `tandem serve` is started with. ConfigError names an option that it doesn't have, or a wrong value."""
     values: dict[str, Any] = {"host": "127.0.0.1", "port": 0} | ({"model": model} if model else {})
-    for name, value in options.items():
+    for given, meant in options.items():
+        if given in WITHOUT_COUNTERPART:
+            WITHOUT_COUNTERPART[given].heed(given, meant)
+            continue
+        name, value = translate(given, meant)
         if name in _OWN:
             raise ConfigError(f"{name} is for a server that others ask: start it with `tandem serve` and give url=")
         if name not in SERVE_OPTIONS:

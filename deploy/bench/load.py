@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from tandem.deploy.bench.sse_client import HttpError, get_json, stream_events
-from tandem.engine.contracts.errors import ConfigError
+from tandem.deploy.bench.sse_client import HttpError, model_to_ask, stream_events
 
 PERCENTILES = (50, 90, 99)
 T = TypeVar("T")
@@ -58,10 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    try:
-        model = arguments.model or (await get_json(arguments.url, "/v1/models", arguments.api_key))["data"][0]["id"]
-    except (OSError, HttpError, ValueError, LookupError) as error:
-        raise ConfigError(f"{arguments.url} does not answer as it should: {error}; check --url and --api-key") from None
+    model = await model_to_ask(arguments.url, arguments.api_key, arguments.model)
     bodies = make_bodies(arguments, model)
     started = time.monotonic()
 

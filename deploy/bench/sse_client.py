@@ -12,11 +12,21 @@ from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from tandem.engine.contracts.errors import ConfigError
+
 MAX_LINE_BYTES = 1 << 22  # a guess: far above an event with log-probabilities
 
 
 class HttpError(Exception):
     """The server refused, or broke off."""
+
+
+async def model_to_ask(url: str, api_key: str, wished: str = "") -> str:
+    """`wished`, else the first model that the server lists. Raises ConfigError where it doesn't answer."""
+    try:
+        return wished or str((await get_json(url, "/v1/models", api_key))["data"][0]["id"])
+    except (OSError, HttpError, ValueError, LookupError) as error:
+        raise ConfigError(f"{url} does not answer as it should: {error}; check --url and --api-key") from None
 
 
 async def get_json(url: str, path: str, api_key: str = "") -> Any:
@@ -79,7 +89,8 @@ async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 def _head(method: str, url: str, path: str, api_key: str, num_bytes: int) -> bytes:
     parts = urlsplit(url)
-    lines = [f"{method} {parts.path.rstrip('/')}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
+    base = parts.path.rstrip("/").removesuffix("/v1")  # as OpenAI's clients want it
+    lines = [f"{method} {base}{path} HTTP/1.1", f"Host: {parts.netloc}", "Connection: close"]
     if num_bytes:
         lines += ["Content-Type: application/json", f"Content-Length: {num_bytes}"]
     if api_key:
@@ -102,9 +113,17 @@ async def _body(reader: asyncio.StreamReader, headers: dict[bytes, bytes] | None
         parts = _plain(reader, int(headers.get(b"content-length", b"-1")))
     if status[1] != b"200":
         text = b"".join([part async for part in parts]).decode(errors="replace")
-        raise HttpError(f"HTTP {status[1].decode()}: {text[:300]}")
+        raise HttpError(f"HTTP {status[1].decode()}: {_message_of(text)[:300]}")
     async for part in parts:
         yield part
+
+
+def _message_of(body: str) -> str:
+    """What an error says, in OpenAI's shape; else the body itself."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -23,7 +23,7 @@ from tandem.deploy.bench.node_figures import (
     read_nodes,
     read_when_still,
 )
-from tandem.deploy.bench.sse_client import HttpError, get_json, post_json
+from tandem.deploy.bench.sse_client import HttpError, model_to_ask, post_json
 from tandem.deploy.bench.trace import TraceRequest, faster, pooled_hit_rate, read_trace
 from tandem.deploy.bench.trace_report import Targets
 from tandem.engine.contracts.errors import ConfigError
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _replay(arguments: argparse.Namespace, url: str, requests: Sequence[TraceRequest]) -> dict[str, Any]:
     key = arguments.api_key
     try:
-        model = arguments.model or (await get_json(url, "/v1/models", key))["data"][0]["id"]
+        model = await model_to_ask(url, key, arguments.model)
         body = {"model": model, "prompt": [0], "max_tokens": 1}
         placement = (await post_json(url, "/explain", body, key))["placement"]
         before = await read_nodes(url, key)

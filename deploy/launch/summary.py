@@ -16,7 +16,7 @@ def summary(model: str, url: str, ready_lines: Mapping[str, Mapping[str, Any]]) 
     return [
         f"{model} answers up to {context:,} tokens of prompt and output",
         *(f"  {name:{width}}  {_describe(said)}" for name, said in nodes.items()),
-        f"  API at {url}/v1 (docs/http.md), figures at {url}/metrics; talk to it: tandem chat --url {url}",
+        f"  API at {url}/v1 (docs/http.md), figures at {url}/metrics; try: tandem chat --url {url}",
     ]
 
 

@@ -51,7 +51,7 @@ async def split() -> tuple[list[RequestOutput], RequestOutput]:
 
 def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
     before = children()
-    with LLM(**SMALL) as llm:
+    with LLM(**SMALL, enforce_eager=True, trust_remote_code=True) as llm:
         single = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [output.prompt for output in single] == [PROMPTS[0], None, "Return a new"]
         assert all(output.finished and output.outputs[0].cumulative_logprob < 0 for output in single)

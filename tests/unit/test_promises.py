@@ -31,6 +31,7 @@ PHRASES = (
     "`tandem COMMAND --help=all` explains every option",
     "each is also an environment variable",
     "A variable that is nearly an option's ends the command",
+    "`tandem config` shows what is in force and where it comes from",
     "`tandem serve` drains on Ctrl-C, SIGTERM and SIGHUP",
     "says how many requests it waits for",
     "say why one went where",
