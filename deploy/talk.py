@@ -18,19 +18,19 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 def run_chat(arguments: argparse.Namespace) -> int:
     """A conversation, or the answer to one message where that is given or standard input is no terminal."""
-    return _run(Chat(arguments, _model(arguments)), arguments.message)
+    return _run(Conversation(arguments, _model(arguments)), arguments.message)
 
 
 def run_complete(arguments: argparse.Namespace) -> int:
     """Completions of a prompt, of what standard input holds, or of each that is typed."""
-    return _run(Completion(arguments, _model(arguments)), arguments.prompt)
+    return _run(CompletedTexts(arguments, _model(arguments)), arguments.prompt)
 
 
 def _model(arguments: argparse.Namespace) -> str:
     return asyncio.run(model_to_ask(arguments.url, arguments.api_key, arguments.model))
 
 
-def _run(talk: Chat | Completion, given: str) -> int:
+def _run(talk: Conversation | CompletedTexts, given: str) -> int:
     """1 when an answer did not come whole."""
     if given or not sys.stdin.isatty():
         return 0 if talk.say(given or sys.stdin.read()) else 1
@@ -135,7 +135,7 @@ class Talk:
         raise HttpError("the stream ended without [DONE]")
 
 
-class Chat(Talk):
+class Conversation(Talk):
     path = "/v1/chat/completions"
 
     def __init__(self, options: argparse.Namespace, model: str) -> None:
@@ -168,7 +168,7 @@ class Chat(Talk):
         return text
 
 
-class Completion(Talk):
+class CompletedTexts(Talk):
     path = "/v1/completions"
 
     def body(self, text: str) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Terminal(io.StringIO):
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     router: RouterInThread, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("tandem.deploy.talk.Chat.show", interrupt)
+    monkeypatch.setattr("tandem.deploy.talk.Conversation.show", interrupt)
     assert talk(router, "chat", "the fox") == 0
     assert "(stopped)" in capsys.readouterr().out
 
