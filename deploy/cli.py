@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.deploy.command_parser import CommandParser
+from tandem.deploy.foreign_names import BENCH_WITHOUT_COUNTERPART, WITHOUT_COUNTERPART
 from tandem.deploy.option import Option
 from tandem.deploy.options import (
     BENCH_OPTIONS,
@@ -94,14 +95,15 @@ def make_parser() -> argparse.ArgumentParser:
         return command
 
     def add_server(name: str, run: Callable[[argparse.Namespace], int], text: str, options: dict[str, Option]) -> None:
-        add_foreign_flags(add(name, run, text, options, FIRST))
+        add_foreign_flags(add(name, run, text, options, FIRST), WITHOUT_COUNTERPART)
 
     add_server("serve", run_serve, "serve a model: a node and a router, or a local cluster", SERVE_OPTIONS)
     add_server("router", run_router, "run a router: HTTP, placement, the life of each request", ROUTER_OPTIONS)
     for role, text in ROLES.items():
         add_server(role, _run_node(role), f"run a node that {text}", NODE_OPTIONS)
     bench_first = {*BENCH_OPTIONS, "trace", "simulate", "config"}
-    add("bench", run_bench, "measure a running server", {**BENCH_OPTIONS, **TRACE_OPTIONS}, bench_first)
+    bench = add("bench", run_bench, "measure a running server", {**BENCH_OPTIONS, **TRACE_OPTIONS}, bench_first)
+    add_foreign_flags(bench, BENCH_WITHOUT_COUNTERPART)
     add("explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
     add("kernels", run_kernels, text, KERNELS_OPTIONS)
@@ -187,6 +189,8 @@ def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
 
 def run_bench(arguments: argparse.Namespace) -> int:
     arguments = filled({**BENCH_OPTIONS, **TRACE_OPTIONS}, arguments)
+    if arguments.simulate and (arguments.json or arguments.output):
+        raise ConfigError("a simulation prints its table alone: leave --json and --output out")
     if arguments.trace and arguments.simulate:
         from tandem.deploy.bench.trace_simulation import run
     elif arguments.trace:

@@ -16,7 +16,7 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, first: Collection[str] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **{**kwargs, "allow_abbrev": False, "add_help": False})
+        super().__init__(*args, **{**kwargs, "allow_abbrev": False, "add_help": False, "formatter_class": _Formatter})
         self._first = first
         what = "what people use first; all: every option; WORD: those about it" if first is not None else "this text"
         self.add_argument("-h", "--help", action=_Help, nargs="?", metavar="WORD", help=what)
@@ -68,6 +68,16 @@ class CommandParser(argparse.ArgumentParser):
         if not name.startswith("-"):
             self.error(f"unexpected argument {name!r}")
         self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+
+
+class _Formatter(argparse.HelpFormatter):
+    """What an option takes is said once, behind all of its names."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        takes = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {takes}"
 
 
 class _Help(argparse.Action):

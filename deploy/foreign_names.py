@@ -35,6 +35,15 @@ SAME: dict[str, str] = {
     "max_concurrency": "concurrency",
     "random_input_len": "input_tokens",
     "random_output_len": "output_tokens",
+    "sharegpt_output_len": "output_tokens",
+    "random_prefix_len": "shared_prefix",
+    "dataset_name": "dataset",
+    "backend": "endpoint",
+    "request_format": "endpoint",
+    "target": "url",
+    "max_requests": "num_requests",
+    "result_filename": "output",
+    "output_path": "output",
 }
 SHORT: dict[str, str] = {"tensor_parallel_size": "-tp", "quantization": "-q", "pipeline_parallel_size": "-pp"} | {
     "data_parallel_size": "-dp",
@@ -124,6 +133,18 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "limit_mm_per_prompt": _refused(_TEXT_ONLY),
     "mm_processor_kwargs": _refused(_TEXT_ONLY),
     "log_config_file": _refused("--log-level and --log-format say what is logged, and how"),
+}
+BENCH_WITHOUT_COUNTERPART: dict[str, Foreign] = {
+    "ignore_eos": _flag("answers are always as long as was asked for"),
+    "save_result": _flag("--output FILE saves the report"),
+    "disable_tqdm": _flag("progress is drawn on terminals alone"),
+    "trust_remote_code": _flag("no model is loaded"),
+    "tokenizer": Foreign("the server counts tokens"),
+    "percentile_metrics": Foreign("the report has them all"),
+    "metric_percentiles": Foreign("the report has 50, 90 and 99"),
+    "burstiness": _refused("arrivals are Poisson's", "1", "1.0"),
+    "random_range_ratio": _refused("random prompts are of one length", "0", "0.0"),
+    "goodput": _refused("only traces have targets: --trace FILE --ttft-target S --tpot-target S"),
 }
 
 

@@ -105,7 +105,10 @@ _KIND_NAMES: dict[type, str] = {
     str: "text",
 }
 # What vLLM's users call the same.
-_AS_CHOICE = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32", "warn": "warning"}
+_AS_CHOICE = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32", "warn": "warning"} | {
+    **dict.fromkeys(("vllm", "openai", "sglang", "/v1/completions"), "completions"),
+    **dict.fromkeys(("openai-chat", "sglang-oai-chat", "/v1/chat/completions", "chat_completions"), "chat"),
+}
 # As vLLM reads them: 8k tokens are 8,000, and 8K are 8,192.
 _UNITS = {
     "": 1,

@@ -125,9 +125,9 @@ def _other_flags(ours: str) -> list[str]:
     return short + ["--" + theirs.replace("_", "-") for theirs, same in SAME.items() if same == ours]
 
 
-def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+def add_foreign_flags(parser: argparse.ArgumentParser, foreign_options: Mapping[str, Foreign]) -> None:
     """Takes those without a counterpart, to say why they change nothing, or aren't there."""
-    for name, foreign in WITHOUT_COUNTERPART.items():
+    for name, foreign in foreign_options.items():
         flags = ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
         nargs = None if foreign.takes_value else 0
         parser.add_argument(*flags, action=_Heed, foreign=foreign, nargs=nargs, help=argparse.SUPPRESS)

@@ -16,14 +16,19 @@ URL = "http://127.0.0.1:8000"
 class BenchOptions:
     url: Annotated[str, "server to measure"] = URL
     model: Annotated[str, "model name to ask for; default: the first that the server lists"] = ""
+    endpoint: Annotated[Literal["completions", "chat"], "what to ask"] = "completions"
+    dataset: Annotated[Literal["random", "sharegpt"], "sharegpt: first questions of a file's conversations"] = "random"
+    dataset_path: Annotated[str, "the file, JSON in ShareGPT's format"] = ""
     num_requests: Annotated[Positive, "requests in all"] = 100
-    concurrency: Annotated[Positive, "closed loop: in flight"] = 8
-    rate: Annotated[float, Meta(ge=0, le=1e6), "open loop instead: Poisson arrivals a second"] = 0.0
-    input_tokens: Annotated[Positive, "prompt length"] = 128
-    output_tokens: Annotated[Positive, "tokens to ask for"] = 64
+    concurrency: Annotated[Count, "at most so many in flight; 0: 8, with --rate as many as come"] = 0
+    rate: Annotated[float, Meta(ge=0), "open loop: Poisson arrivals a second; inf: all at once; 0: closed loop"] = 0.0
+    input_tokens: Annotated[Positive, "length of random prompts"] = 128
+    output_tokens: Annotated[Count, "tokens to ask for; 0: 64, with sharegpt about as many as were answered"] = 0
     shared_prefix: Annotated[Count, "prompt tokens that all requests share"] = 0
     vocab_size: Annotated[Positive, "random ids stay below"] = 1000
     seed: Annotated[int, "of prompts and arrivals"] = 0
+    json: Annotated[bool, "print the report as JSON instead of a table"] = False
+    output: Annotated[str, "file for the report, as JSON"] = ""
     timeout: Annotated[float, Meta(gt=0, le=1e7), "seconds for one request"] = 600.0
     api_key: Annotated[str, "sent as a bearer token; better as TANDEM_API_KEY"] = ""
 

@@ -1,7 +1,6 @@
-"""`tandem bench`: streams completions from a server and prints latencies and throughput as JSON.
+"""`tandem bench`: streams completions or chats from a server and reports latencies and throughput.
 
-Closed loop (a fixed number in flight) or open loop (Poisson arrivals, which show queueing honestly). Prompts are
-random token ids, so nothing is tokenized and nothing but `--shared-prefix` hits a cache.
+Closed loop (a fixed number in flight) or open loop (Poisson arrivals, which show queueing honestly).
 
     ttft_s  request sent -> first token        itl_s  gaps between the events of a stream
     e2e_s   request sent -> end of stream      tpot_s (last token - first token) / (tokens - 1), per request
@@ -14,14 +13,20 @@ import asyncio
 import json
 import math
 import random
+import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from tqdm import tqdm
+
+from tandem.deploy.bench.report import publish
 from tandem.deploy.bench.sse_client import HttpError, model_to_ask, stream_events
+from tandem.deploy.bench.workload import make_bodies
 
 PERCENTILES = (50, 90, 99)
+DEFAULT_CONCURRENCY = 8
 T = TypeVar("T")
 
 
@@ -49,52 +54,62 @@ class RequestTimes:
         return (self.event_times[-1] - self.event_times[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else math.nan
 
 
+@dataclass
+class Measurement:
+    """What has been measured so far; it outlives a Ctrl-C."""
+
+    samples: list[RequestTimes] = field(default_factory=list)  # in the order of their ends
+    model: str = ""
+    started_at: float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        return summarize(self.samples, time.monotonic() - self.started_at) | {"model": self.model}
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 when a request failed. Raises ConfigError when the server can't be reached."""
-    report = asyncio.run(_measure(arguments))
-    print(json.dumps(report, indent=2))
-    return 1 if report["num_failed"] else 0
+    """Prints the report; 1 when a request failed, 130 when Ctrl-C ended it, which loses what was under way alone.
+    Raises ConfigError when the server can't be reached."""
+    measured = Measurement()
+    is_whole = False
+    try:
+        asyncio.run(_measure(arguments, measured))
+        is_whole = True
+    except KeyboardInterrupt:
+        if not measured.samples:
+            raise
+    report = measured.report() | ({} if is_whole else {"interrupted": True})
+    publish(report, arguments)
+    return (1 if report["num_failed"] else 0) if is_whole else 130
 
 
-async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    model = await model_to_ask(arguments.url, arguments.api_key, arguments.model)
-    bodies = make_bodies(arguments, model)
-    started = time.monotonic()
+async def _measure(arguments: argparse.Namespace, measured: Measurement) -> None:
+    measured.model = await model_to_ask(arguments.url, arguments.api_key, arguments.model)
+    bodies = make_bodies(arguments, measured.model)
+    # Standard error, where people watch; rates are those of the report.
+    with tqdm(total=len(bodies), unit="request", disable=not sys.stderr.isatty()) as bar:
 
-    async def one(body: dict[str, Any]) -> RequestTimes:
-        return await request_once(arguments.url, body, arguments.api_key, arguments.timeout)
+        async def one(body: dict[str, Any]) -> RequestTimes:
+            sample = await request_once(arguments.url, body, arguments.api_key, arguments.timeout)
+            measured.samples.append(sample)
+            bar.update()
+            return sample
 
-    if arguments.rate > 0:
-        samples = await open_loop(one, bodies, arguments.rate, random.Random(arguments.seed + 1))
-    else:
-        samples = await closed_loop(one, bodies, arguments.concurrency)
-    return summarize(samples, time.monotonic() - started) | {"model": model}
+        measured.started_at = time.monotonic()
+        most = arguments.concurrency or (len(bodies) if arguments.rate else DEFAULT_CONCURRENCY)
+        if 0 < arguments.rate < math.inf:
+            free = asyncio.Semaphore(most)
 
+            async def when_free(body: dict[str, Any]) -> RequestTimes:
+                async with free:
+                    return await one(body)
 
-def make_bodies(arguments: argparse.Namespace, model: str) -> list[dict[str, Any]]:
-    rng = random.Random(arguments.seed)
-
-    def random_ids(number: int) -> list[int]:
-        return [rng.randrange(arguments.vocab_size) for _ in range(number)]
-
-    shared = random_ids(min(arguments.shared_prefix, arguments.input_tokens))
-    return [
-        {
-            "model": model,
-            "prompt": shared
-            + [rng.randrange(arguments.vocab_size) for _ in range(arguments.input_tokens - len(shared))],
-            "max_tokens": arguments.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        for _ in range(arguments.num_requests)
-    ]
+            await open_loop(when_free, bodies, arguments.rate, random.Random(arguments.seed + 1))
+        else:
+            await closed_loop(one, bodies, most)
 
 
 async def request_once(url: str, body: dict[str, Any], api_key: str = "", timeout_s: float = 600.0) -> RequestTimes:
-    """Streams one completion. `body` asks for `stream` and for usage."""
+    """Streams one completion or, with `messages`, one chat. `body` asks for `stream` and for usage."""
     sample = RequestTimes(sent_at=time.monotonic())
     try:
         await asyncio.wait_for(_follow(url, body, api_key, sample), timeout_s)
@@ -107,19 +122,26 @@ async def request_once(url: str, body: dict[str, Any], api_key: str = "", timeou
 
 
 async def _follow(url: str, body: dict[str, Any], api_key: str, sample: RequestTimes) -> None:
-    async for data in stream_events(url, "/v1/completions", body, api_key, sample.headers):
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    async for data in stream_events(url, path, body, api_key, sample.headers):
         if data == b"[DONE]":
             return
         event = json.loads(data)
         if "error" in event:
             raise HttpError(event["error"].get("message", "the stream ended with an error"))
-        if event.get("choices"):
+        if any(map(_has_tokens, event.get("choices") or ())):
             sample.event_times.append(time.monotonic())
         if event.get("usage"):
             usage = event["usage"]
             sample.num_tokens, sample.num_prompt_tokens = usage["completion_tokens"], usage.get("prompt_tokens", 0)
             sample.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     raise HttpError("the stream ended without [DONE]")
+
+
+def _has_tokens(choice: dict[str, Any]) -> bool:
+    """Whether an event brings some: a chat's first one only says who speaks."""
+    delta = choice.get("delta")
+    return delta is None or any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 
 
 async def closed_loop(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from tandem.deploy.bench.node_figures import (
     read_nodes,
     read_when_still,
 )
+from tandem.deploy.bench.report import publish
 from tandem.deploy.bench.sse_client import HttpError, model_to_ask, post_json
 from tandem.deploy.bench.trace import TraceRequest, faster, pooled_hit_rate, read_trace
 from tandem.deploy.bench.trace_report import Targets
@@ -30,11 +30,11 @@ from tandem.engine.contracts.errors import ConfigError
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a report as JSON; 1 when a request failed. Raises ConfigError when server or trace can't be read."""
+    """Prints a report; 1 when a request failed. Raises ConfigError when server or trace can't be read."""
     requests = faster(read_trace(arguments.trace, arguments.limit), arguments.speed)
     reports = [asyncio.run(_replay(arguments, url, requests)) for url in (arguments.url, *arguments.compare)]
     report = {**reports[0], **({"compared_with": reports[1:]} if arguments.compare else {})}
-    print(json.dumps(report, indent=2))
+    publish(report, arguments)
     return 1 if any(each["num_failed"] for each in reports) else 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tandem.deploy.cli import main, make_parser
-from tandem.deploy.foreign_names import SAME, SHORT, WITHOUT_COUNTERPART
+from tandem.deploy.foreign_names import BENCH_WITHOUT_COUNTERPART, SAME, SHORT, WITHOUT_COUNTERPART
 from tandem.deploy.launch import launcher
 from tandem.deploy.launch.cluster_plan import plan_cluster, plan_single_node
 from tandem.deploy.option import Option
@@ -158,7 +158,7 @@ def test_tools_take_environment_and_file_too(tmp_path: Path) -> None:
         ("decode", "heartbeat_s", "0", "a number, more than 0"),
         ("decode", "heartbeat_s", "nan", "--heartbeat-s"),
         ("decode", "request_s", "inf", "--request-s"),
-        ("bench", "concurrency", "0", "a whole number, at least 1"),
+        ("bench", "num_requests", "0", "a whole number, at least 1"),
         ("kernels", "rows", "0", "--rows"),
     ],
 )
@@ -183,7 +183,8 @@ def test_every_number_has_bounds_that_its_default_keeps() -> None:
             assert option.meta is not None, option.name
             assert option.parse(option.default, "default") == option.default
             assert refuses(option, "-2"), option.name
-            assert option.kind is int or (refuses(option, "nan") and refuses(option, "inf")), option.name
+            assert option.kind is int or refuses(option, "nan"), option.name
+            assert option.kind is int or refuses(option, "inf") or option.name == "rate", "all at once"
 
 
 def refuses(option: Option, text: str) -> bool:
@@ -275,6 +276,7 @@ def test_options_go_by_the_names_that_others_use(tmp_path: Path) -> None:
 
 def test_every_name_of_others_leads_to_an_option_or_to_none() -> None:
     assert {ours.removeprefix("not ") for ours in SAME.values()} <= KNOWN_NAMES
+    assert not set(BENCH_WITHOUT_COUNTERPART) & ({*BENCH_OPTIONS, *TRACE_OPTIONS} | set(SAME))
     assert not set(SAME) & (KNOWN_NAMES | set(WITHOUT_COUNTERPART))
     assert not (set(WITHOUT_COUNTERPART) - {"seed"}) & KNOWN_NAMES
     assert set(SHORT) <= KNOWN_NAMES | set(WITHOUT_COUNTERPART)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from waiting import PATIENCE_S, soon
 
-from tandem.deploy.bench.load import RequestTimes, distribution, make_bodies, summarize
+from tandem.deploy.bench.load import RequestTimes, distribution, summarize
+from tandem.deploy.bench.workload import make_bodies
 from tandem.deploy.cli import filled, main, make_parser
 from tandem.deploy.options import BENCH_OPTIONS
 
@@ -25,6 +29,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.in_flight = 0
         self.most_in_flight = 0
         self.answer: Callable[[asyncio.StreamWriter], Any] = self.stream
@@ -33,6 +38,7 @@ class StandIn:
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            self.paths.append(head.split()[1])
             if head.startswith("GET /v1/models"):
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(MODELS) + MODELS)
             else:
@@ -98,7 +104,7 @@ def stand_in() -> Iterator[tuple[StandIn, str]]:
 
 
 def bench(capsys: Any, url: str, *flags: str) -> tuple[int, dict[str, Any]]:
-    code = main(["bench", "--url", url, *flags])
+    code = main(["bench", "--url", url, "--json", *flags])
     return code, json.loads(capsys.readouterr().out)
 
 
@@ -115,6 +121,79 @@ def test_closed_loop_measures_what_the_server_does(stand_in: tuple[StandIn, str]
     assert report["e2e_s"]["mean"] >= report["ttft_s"]["mean"] + (NUM_TOKENS - 1) * report["itl_s"]["mean"] - 1e-6
     assert server.most_in_flight == 3
     assert all(len(body["prompt"]) == 5 and body["ignore_eos"] and body["stream"] for body in server.bodies)
+
+
+def test_people_get_a_table_and_a_file_the_rest(stand_in: tuple[StandIn, str], tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "report.json"
+    assert main(["bench", "--url", f"{stand_in[1]}/v1", "--num-requests", "2", "--output", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["milliseconds", "mean", "p50", "p90", "p99", "max"]
+    assert [line.split("  ")[0] for line in lines[1:5]] == [
+        "first token", "each token after it", "gap between events", "whole request"
+    ]  # fmt: skip
+    report = json.loads(file.read_text())
+    assert f"{1e3 * report['ttft_s']['p50']:,.1f}" in lines[1].split()
+    assert "num requests" in lines[6]
+    assert main(["bench", "--url", stand_in[1], "--num-requests", "1", "--output", "/no/where"]) == 2
+    captured = capsys.readouterr()
+    assert "can't write --output /no/where" in captured.err
+    assert json.loads(captured.out)["num_requests"] == 1, "what was measured is not thrown away"
+
+
+def test_the_names_of_other_load_generators(stand_in: tuple[StandIn, str], capsys: Any) -> None:
+    server, url = stand_in
+    vllm = ["bench", "--base-url", url, "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--json"]
+    vllm += ["--num-prompts", "3", "--request-rate", "inf", "--max-concurrency", "2", "--random-input-len", "6"]
+    vllm += ["--random-output-len", "7", "--dataset-name", "random", "--ignore-eos", "--save-result", "--seed", "1"]
+    assert main(vllm) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["num_requests"] == 3
+    assert "--save-result changes nothing here: --output FILE saves the report" in captured.err
+    assert set(server.paths) == {"/v1/models", "/v1/chat/completions"}
+    assert server.most_in_flight == 2
+    for body in server.bodies:
+        (message,) = body["messages"]
+        assert (message["role"], len(message["content"].split()), body["max_tokens"]) == ("user", 6, 7)
+
+
+def test_an_open_loop_has_a_bound_where_one_is_given(stand_in: tuple[StandIn, str], capsys: Any) -> None:
+    server, url = stand_in
+    code, report = bench(capsys, url, "--num-requests", "8", "--rate", "1000", "--max-concurrency", "3")
+    assert (code, report["num_requests"]) == (0, 8)
+    assert server.most_in_flight <= 3
+
+
+def test_conversations_of_people(stand_in: tuple[StandIn, str], tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "sharegpt.json"
+    turns = [("human", "Why?"), ("gpt", "b" * 40), ("human", "And?")]
+    asked = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    file.write_text(json.dumps([asked, {"conversations": []}, {"id": 3}]))
+    flags = ["--dataset-name", "sharegpt", "--dataset-path", str(file), "--num-prompts", "2"]
+    assert bench(capsys, stand_in[1], *flags)[0] == 0
+    assert [(body["prompt"], body["max_tokens"]) for body in stand_in[0].bodies] == [("Why?", 10)] * 2
+    assert bench(capsys, stand_in[1], *flags, "--output-tokens", "3")[0] == 0
+    assert stand_in[0].bodies[-1]["max_tokens"] == 3
+    for content, complaint in (("{}", "no conversation"), ("[3]", "ShareGPT's format"), ("[", "ShareGPT's format")):
+        file.write_text(content)
+        assert main(["bench", "--url", stand_in[1], *flags]) == 2
+        assert complaint in capsys.readouterr().err
+    assert main(["bench", "--url", stand_in[1], "--dataset", "sharegpt", "--dataset-path", "/no"]) == 2
+    assert "can't read --dataset-path" in capsys.readouterr().err
+
+
+def test_ctrl_c_reports_what_was_measured(stand_in: tuple[StandIn, str], capsys: Any) -> None:
+    server, url = stand_in
+    answer = server.answer
+
+    async def interrupt(writer: asyncio.StreamWriter) -> None:
+        if len(server.bodies) > 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(PATIENCE_S)  # its end is that of the connection
+        await answer(writer)
+
+    server.answer = interrupt
+    code, report = bench(capsys, url, "--num-requests", "50", "--concurrency", "1")
+    assert (code, report["num_requests"], report["num_failed"], report["interrupted"]) == (130, 3, 0, True)
 
 
 def test_open_loop_does_not_wait_for_answers(stand_in: tuple[StandIn, str], capsys: Any) -> None:

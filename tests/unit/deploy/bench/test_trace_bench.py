@@ -243,7 +243,19 @@ def test_a_trace_is_replayed_against_a_server(
     router: RouterInThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "trace", conversations(4, 2, gap_s=1.0))
-    flags = ["--trace", path, "--url", router.url, "--speed", "8", "--vocab-size", "300", "--trace-scale", "0.1"]
+    flags = [
+        "--trace",
+        path,
+        "--url",
+        router.url,
+        "--speed",
+        "8",
+        "--vocab-size",
+        "300",
+        "--trace-scale",
+        "0.1",
+        "--json",
+    ]
     assert main(["bench", *flags, "--compare", router.url, "--tpot-target", "9"]) == 0
     first = json.loads(capsys.readouterr().out)
     (second,) = first.pop("compared_with")

@@ -1,0 +1,53 @@
+"""A benchmark's report: a table for people, JSON for programs, a file for later."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tandem.deploy.explain import table
+from tandem.engine.contracts.errors import ConfigError
+
+_TIMES = {
+    "ttft_s": "first token",
+    "tpot_s": "each token after it",
+    "itl_s": "gap between events",
+    "e2e_s": "whole request",
+}
+
+
+def publish(report: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Prints it, and writes it where --output says. Raises ConfigError where that can't be written."""
+    text = json.dumps(report, indent=2)
+    if arguments.output:
+        try:
+            Path(arguments.output).write_text(text + "\n")
+        except OSError as error:
+            print(text)  # what took minutes to measure is not thrown away
+            raise ConfigError(f"can't write --output {arguments.output}: {error.strerror}") from None
+    print(text if arguments.json else as_table(report))
+
+
+def as_table(report: Mapping[str, Any]) -> str:
+    """Times in milliseconds; below them whatever else the report has, a line each."""
+    times = [(words, report[name]) for name, words in _TIMES.items() if report.get(name)]
+    parts = []
+    if times:
+        columns = list(times[0][1])
+        rows = [[words, *(f"{1e3 * measured[column]:,.1f}" for column in columns)] for words, measured in times]
+        parts.append(table(["milliseconds", *columns], rows))
+    rest = [(name, value) for name, value in report.items() if name not in _TIMES and value not in ([], {})]
+    width = max(len(name) for name, _ in rest)
+    parts.append("\n".join(f"{name.replace('_', ' '):{width}}  {_shown(value)}" for name, value in rest))
+    return "\n\n".join(parts)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(_shown, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    return f"{value:,}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
