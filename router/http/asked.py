@@ -58,9 +58,9 @@ def responses_reader(service: CompletionService, chat: Chat) -> AskReader:
             planned = await _plan_chat(service, chat, asked, len(raw), tenant)
         except InvalidRequestError as error:
             raise renamed(error) from error
-        response_id = f"resp_{uuid.uuid4().hex}"
+        response_id, shown_id = _ids("resp_", planned.body)
         answer = ResponsesAnswer(asked, chat, planned.prompt)
-        form = ResponsesFormat(response_id, service.facts().name, body, planned.plans[0].sampling, answer)
+        form = ResponsesFormat(shown_id, service.facts().name, body, planned.plans[0].sampling, answer)
         return Asked(response_id, planned.body, planned.plans, form)
 
     return read

@@ -14,18 +14,8 @@ from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.openai_api import GenerationBody, NumLogprobs
 
 LOGPROBS = "message.output_text.logprobs"
-NOT_STORED = "responses aren't stored here: send the items of the earlier ones as `input`"
-# What would change the answer and isn't built: field -> why, and what to do.
-REFUSED = {
-    "previous_response_id": NOT_STORED,
-    "conversation": NOT_STORED,
-    "prompt": "there are no stored prompts here; send its text",
-    "background": "an answer ends with its connection; leave it out",
-    "context_management": "nothing is compacted here; send what the model is to read",
-    "moderation": "this server moderates nothing; leave it out",
-    "prompt_logprobs": "an answer has no place for them; use /v1/chat/completions",
-    "return_token_ids": "an answer has no place for them; use /v1/chat/completions",
-}
+# Fields of every body that makes tokens for which an answer here has no place.
+WITHOUT_PLACE = ("prompt_logprobs", "return_token_ids")
 # Fields of a conversation -> what this body calls them.
 NAMES = {
     "messages": "input",
@@ -76,13 +66,6 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     max_tool_calls: int | None = None
-    # refused, with what to do
-    previous_response_id: Any = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool | None = None
-    context_management: Any = None
-    moderation: Any = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -118,9 +101,9 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
 def parse_responses(bodies: BodyReader, raw: bytes) -> ResponsesBody:
     """Raises InvalidRequestError; `param` names the field."""
     body = bodies.read(ResponsesBody, raw)
-    for field, why in REFUSED.items():
+    for field in WITHOUT_PLACE:
         if getattr(body, field):
-            _bad(field, f"{field} is not supported: {why}")
+            _bad(field, f"{field} is not supported: an answer has no place for it; use /v1/chat/completions")
     return body
 
 

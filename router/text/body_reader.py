@@ -20,6 +20,7 @@ LIKELY_A_SLIP = 0.8  # of 1, a guess: temprature is one, user_id is none for `us
 
 NOT_FORCED = "output can't be forced into a grammar here yet; leave it out"
 NO_SAMPLER = "this way to sample isn't built; leave it out"
+NOT_STORED = "nothing is stored here; send the items of earlier responses as `input`"
 CALLED_MAX_TOKENS = "it is called `max_tokens`"
 # What would change the answer and isn't built, in the words of OpenAI's, vLLM's and others' clients: field -> why, and
 # what to do. A structure that has the field takes it, whatever stands here.
@@ -46,6 +47,11 @@ REFUSED = {
     "function_call": "it has been replaced by `tool_choice`",
     "audio": "this server makes text alone; leave it out",
     "web_search_options": "this server searches nothing; leave it out, or offer a search as one of `tools`",
+    "previous_response_id": NOT_STORED,
+    "conversation": NOT_STORED,
+    "background": "an answer ends with its connection; leave it out",
+    "context_management": "nothing is compacted here; send what the model is to read",
+    "moderation": "this server moderates nothing; leave it out",
     "chat_template": "templates are the operator's: start the router with --chat-template",
     "response_format": NOT_FORCED,
     "structured_outputs": NOT_FORCED,
