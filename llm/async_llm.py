@@ -18,7 +18,7 @@ from tandem.llm.http_errors import error_of
 from tandem.llm.local_server import LocalServer
 from tandem.llm.outputs import CompletionOutput, RequestOutput
 from tandem.llm.params import SamplingParams
-from tandem.llm.prompts import PromptInput, read_prompt
+from tandem.llm.prompts import PromptInput, read_prompt, refuse
 
 START_S = 600.0  # a guess: large models from slow disks
 REQUEST_S = 3600.0  # a guess: above what a server grants a request, which ends it first
@@ -34,7 +34,8 @@ class AsyncLLM:
 
     `AsyncLLM(model)` starts a single node of its own, `AsyncLLM(model, prefill=1, decode=1)` a split cluster; further
     keywords are the options of `tandem serve` (`max_model_len=4096`). `AsyncLLM(url=...)` asks a server that runs,
-    with its `api_key` where it wants one. Raises ConfigError, and TransportError where nobody answers at `url`.
+    with its `api_key` where it wants one. Raises ConfigError for options. `ready`, or the first request, or `async
+    with` waits until the server is up.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class AsyncLLM:
                 raise ValueError(f"{', '.join(options)}: options of a server that this call starts; {url} has its own")
         else:
             self._server = LocalServer(model, options, start_s, quiet)
-            url, api_key = self._server.url, self._server.api_key
+            api_key = self._server.api_key
             model = ""  # it serves one, under whatever name
         self._named = {"model": model} if model else {}
         self._client = httpx.AsyncClient(
@@ -64,7 +65,23 @@ class AsyncLLM:
         )
         self._running: dict[str, asyncio.Task[Any]] = {}
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether its server is up, as far as is known without asking it."""
+        return self._server is None or bool(self._server.url)
+
+    async def ready(self) -> None:
+        """Raises ConfigError when a server of its own can't start."""
+        if self._server is not None and not self.is_ready:
+            await asyncio.to_thread(self._server.wait_ready)
+            self._client.base_url = httpx.URL(self._server.url)
+
     async def __aenter__(self) -> AsyncLLM:
+        try:
+            await self.ready()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -154,6 +171,7 @@ class AsyncLLM:
         return {**self._named, "prompt": read_prompt(prompt), "return_token_ids": True, **params.as_body()}
 
     def _chat_body(self, messages: Messages, params: SamplingParams, fields: dict[str, Any]) -> dict[str, Any]:
+        refuse(fields)
         asked = {**self._named, "messages": list(messages), "return_token_ids": True}
         return {**asked, **params.as_chat_body(), **fields}
 
@@ -161,6 +179,7 @@ class AsyncLLM:
     async def _answer(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
         """The server's answer to a body, to be read. An overloaded server is asked again after the pause that it names;
         other refusals are raised, and so is a connection that fails or breaks."""
+        await self.ready()
         try:
             while True:
                 async with self._client.stream("POST", path, json=body) as response:

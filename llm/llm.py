@@ -11,12 +11,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
-from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.engine.process.watched import log_only, watched_thread
 from tandem.llm.async_llm import AsyncLLM
 from tandem.llm.outputs import RequestOutput
 from tandem.llm.params import SamplingParams
-from tandem.llm.prompts import PromptInput, read_prompts
+from tandem.llm.prompts import PromptInput, read_prompts, refuse
 
 MAX_AT_A_TIME = 512  # a guess: more than nodes run at a time, fewer than a router's queue holds
 T = TypeVar("T")
@@ -36,6 +35,11 @@ class LLM:
         self._closed = False
         try:
             self._llm = AsyncLLM(model, **arguments)
+            try:
+                self._wait(self._llm.ready())
+            except BaseException:
+                self._wait(self._llm.aclose())
+                raise
         except BaseException:
             self._stop_loop()
             raise
@@ -70,8 +74,7 @@ class LLM:
 
         The first error ends the others, too. Raises the errors of `tandem.errors`; ValueError for what is no prompt.
         """
-        if lora_request is not None:
-            raise InvalidRequestError("no adapters are served; merge it into the weights", param="lora_request")
+        refuse({"lora_request": lora_request})
         return self._all(self._llm.complete, read_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(

@@ -8,6 +8,8 @@ import re
 import secrets
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -26,10 +28,10 @@ _OWN = ("model", "host", "port", "api_key", "api_keys_file")
 
 
 class LocalServer:
-    """Starts with its construction and is ready when that returns; `close` drains it and waits for its end.
+    """Starts with its construction and answers after `wait_ready`; `close` drains it and waits for its end.
 
     `options` are those of `tandem serve` by their names (`max_model_len=4096`). It ends with this process, too, however
-    that ends. ConfigError: an option is unknown, or the server ended before it was ready, with its last words.
+    that ends. Raises ConfigError for an unknown option.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], start_s: float, quiet: bool) -> None:
@@ -37,7 +39,9 @@ class LocalServer:
         values = {**_values(model, options), "api_key": self.api_key}
         self._command = [sys.executable, "-m", "tandem.deploy.cli", "serve", *to_arguments(SERVE_OPTIONS, values)]
         self._environment = own_environment(os.environ) | to_environment(SERVE_OPTIONS, values)
-        self._quiet = quiet
+        self.url = ""  # until it is ready
+        self._quiet, self._ready_by = quiet, time.monotonic() + start_s
+        self._start_s, self._readiness = start_s, threading.Lock()
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
         self._found: queue.Queue[str | subprocess.Popen[str] | BaseException] = queue.Queue()
         # A thread of its own starts the child, reads it, and lives as long: the child dies with the thread.
@@ -49,15 +53,24 @@ class LocalServer:
         assert isinstance(started, subprocess.Popen)
         drain_s = float(values.get("drain_s", Timeouts.drain_s))
         self._finalizer = weakref.finalize(self, _end, started, drain_s)
-        try:
-            url = self._found.get(timeout=start_s)
-        except queue.Empty:
-            self.close()
-            raise ConfigError(f"the server was not ready after {start_s:g} s; give it longer with start_s") from None
-        if not isinstance(url, str) or not url:
-            self.close()
-            raise ConfigError("the server ended before it was ready:\n" + "\n".join(self._last_words))
-        self.url = url
+
+    def wait_ready(self) -> None:
+        """Any thread may wait. Raises ConfigError when the server ended before it was ready, with its last words, or
+        took too long; it has ended then."""
+        with self._readiness:
+            if self.url:
+                return
+            try:
+                url = self._found.get(timeout=max(0.0, self._ready_by - time.monotonic()))
+            except queue.Empty:
+                self.close()
+                problem = f"the server was not ready after {self._start_s:g} s; give it longer with start_s"
+                raise ConfigError(problem) from None
+            if not isinstance(url, str) or not url:
+                self._found.put("")  # for who asks again
+                self.close()
+                raise ConfigError("the server ended before it was ready:\n" + "\n".join(self._last_words))
+            self.url = url
 
     def close(self) -> None:
         """Idempotent: SIGTERM drains what is under way, SIGKILL follows where that takes too long."""

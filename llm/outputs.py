@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token's log-probability. `rank`: 1 the likeliest at its place; None is below all that was asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+Logprobs: TypeAlias = list[dict[int, Logprob]]  # of each token its own, first, and its best rivals', by their ids
 
 
 @dataclass
 class CompletionOutput:
-    """One sample. `logprobs`, where they were asked for: of each token its own and its best rivals', by their text.
+    """One sample, with `logprobs` where they were asked for.
 
     Of an answer in a conversation: `text` is its content, `reasoning` what the model thought before, where the server
     tells them apart, and `tool_calls` what it wants to be called, as the chat API says it.
@@ -18,8 +30,7 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[str, float]] | None = None
-    token_logprobs: list[float] | None = None
+    logprobs: Logprobs | None = None
     finish_reason: str | None = None
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -27,7 +38,9 @@ class CompletionOutput:
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum over the sample's tokens, where log-probabilities were asked for."""
-        return None if self.token_logprobs is None else sum(self.token_logprobs)
+        if self.logprobs is None:
+            return None
+        return sum(next(iter(row.values())).logprob for row in self.logprobs)
 
     def add(self, choice: Mapping[str, Any]) -> None:
         """Takes a choice of a response, or of one event of a stream."""
@@ -39,9 +52,8 @@ class CompletionOutput:
         self.token_ids += choice.get("token_ids") or ()
         self.finish_reason = choice["finish_reason"] or self.finish_reason
         if (logprobs := choice.get("logprobs")) is not None:
-            tops, chosen = _of_text(logprobs) if "token_logprobs" in logprobs else _of_chat(logprobs)
-            self.logprobs = [*(self.logprobs or ()), *tops]
-            self.token_logprobs = [*(self.token_logprobs or ()), *chosen]
+            rows = logprobs["top_logprobs"] if "top_logprobs" in logprobs else _rows_of_chat(logprobs)
+            self.logprobs = [*(self.logprobs or ()), *map(_by_id, rows)]
 
     def _add_message(self, said: Mapping[str, Any]) -> None:
         self.text += said.get("content") or ""
@@ -57,14 +69,27 @@ class CompletionOutput:
                 function[name] += call["function"].get(name) or ""
 
 
-def _of_text(logprobs: Mapping[str, Any]) -> tuple[list[dict[str, float]], list[float]]:
-    return logprobs["top_logprobs"], logprobs["token_logprobs"]
-
-
-def _of_chat(logprobs: Mapping[str, Any]) -> tuple[list[dict[str, float]], list[float]]:
+def _rows_of_chat(logprobs: Mapping[str, Any]) -> list[dict[str, float]]:
+    """The same as completions have them: a token's own first."""
     entries = logprobs["content"] or ()
-    tops = [{top["token"]: top["logprob"] for top in (entry, *reversed(entry["top_logprobs"]))} for entry in entries]
-    return tops, [entry["logprob"] for entry in entries]
+    return [{top["token"]: top["logprob"] for top in (entry, *entry["top_logprobs"])} for entry in entries]
+
+
+def _by_id(row: Mapping[str, float]) -> dict[int, Logprob]:
+    """A token's own and its rivals' by their ids, of "token_id:7:text"."""
+    by_rank = sorted(row, key=lambda name: -row[name])
+    ranks: dict[str, int | None] = {name: rank for rank, name in enumerate(by_rank, 1)}
+    if len(row) > 1 and next(iter(row)) == by_rank[-1]:
+        ranks[by_rank[-1]] = None  # it may be far below
+    found = {}
+    for name, logprob in row.items():
+        _, token_id, text = name.split(":", 2)
+        found[int(token_id)] = Logprob(logprob, ranks[name], text)
+    return found
+
+
+def _of_prompt(row: Mapping[str, Mapping[str, Any]]) -> dict[int, Logprob]:
+    return {int(token_id): Logprob(**said) for token_id, said in row.items()}
 
 
 @dataclass
@@ -76,7 +101,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # of the first token there is none
     num_cached_tokens: int | None = None
 
     def add(self, answer: Mapping[str, Any]) -> None:
@@ -84,7 +109,8 @@ class RequestOutput:
         for choice in answer["choices"]:
             self.outputs[choice["index"]].add(choice)
             self.prompt_token_ids = choice.get("prompt_token_ids") or self.prompt_token_ids
-            self.prompt_logprobs = choice.get("prompt_logprobs") or self.prompt_logprobs
+            if (table := choice.get("prompt_logprobs")) is not None:
+                self.prompt_logprobs = [row and _of_prompt(row) for row in table]
         if usage := answer.get("usage"):
             self.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 

@@ -42,6 +42,8 @@ class SamplingParams:
         body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.logit_bias is not None:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if self.logprobs is not None:
+            body["return_tokens_as_token_ids"] = "with_text"
         return {
             name: value if isinstance(value, str | Mapping) or not isinstance(value, Sequence) else list(value)
             for name, value in body.items()

@@ -5,13 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from tandem.engine.contracts.errors import InvalidRequestError
+
 PromptInput: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
 _KINDS = 'a prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
 
 
+_TEXT_ALONE = "models take text alone"
+_NO_ADAPTERS = "no adapters are served; merge it into the weights"
+# Fields of prompts, and arguments of calls, that other engines have: what to do instead.
+REFUSED = {
+    "lora_request": _NO_ADAPTERS,
+    "multi_modal_data": _TEXT_ALONE,
+    "multi_modal_uuids": _TEXT_ALONE,
+    "mm_processor_kwargs": _TEXT_ALONE,
+    "prompt_embeds": "prompts are text or token ids",
+    "encoder_prompt": "models with an encoder of their own aren't served",
+    "cache_salt": "it is one of SamplingParams",
+}
+
+
+def refuse(given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequestError for the first field that is set and can't be served."""
+    for name in REFUSED.keys() & given.keys():
+        if given[name] is not None:
+            raise InvalidRequestError(f"{name} is not supported: {REFUSED[name]}", param=name)
+
+
 def read_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | list[int]]:
-    """Each prompt as its text or its token ids. ValueError where one is neither."""
+    """Each prompt as its text or its token ids. Raises ValueError where one is neither, InvalidRequestError where it
+    has what can't be served."""
     if isinstance(prompts, str | Mapping) or _are_token_ids(prompts):
         return [read_prompt(prompts)]  # type: ignore[arg-type]
     if not isinstance(prompts, Iterable):
@@ -21,7 +45,8 @@ def read_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[str | lis
 
 def read_prompt(prompt: PromptInput) -> str | list[int]:
     if isinstance(prompt, Mapping):
-        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        refuse(prompt)
+        unknown = {name for name in prompt if prompt[name] is not None} - {"prompt", "prompt_token_ids"}
         if unknown:
             raise ValueError(f"a prompt with {', '.join(sorted(unknown))} can't be served: {_KINDS}")
         prompt = prompt.get("prompt_token_ids") or prompt.get("prompt") or ""

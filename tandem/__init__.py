@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tandem.llm.async_llm import AsyncLLM as AsyncLLM
     from tandem.llm.llm import LLM as LLM
     from tandem.llm.outputs import CompletionOutput as CompletionOutput
+    from tandem.llm.outputs import Logprob as Logprob
     from tandem.llm.outputs import RequestOutput as RequestOutput
     from tandem.llm.params import SamplingParams as SamplingParams
 
@@ -21,10 +22,11 @@ _WHERE = {
     "AsyncLLM": "tandem.llm.async_llm",
     "SamplingParams": "tandem.llm.params",
     "RequestOutput": "tandem.llm.outputs",
+    "Logprob": "tandem.llm.outputs",
     "CompletionOutput": "tandem.llm.outputs",
     "errors": "tandem.engine.contracts.errors",
 }
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "errors"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "errors"]
 
 
 def __getattr__(name: str) -> Any:

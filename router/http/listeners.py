@@ -15,7 +15,7 @@ from tandem.router.http.responses import AnswerChoice
 from tandem.router.requests.generation import Generation
 from tandem.router.requests.sample_output import Piece, echo_logprobs, prompt_logprobs_table
 from tandem.router.text.completion import echo_text
-from tandem.router.text.tokenizer import TokenIdNames, Tokenizer
+from tandem.router.text.tokenizer import Tokenizer, names_of
 
 
 class _Listener:
@@ -43,7 +43,7 @@ class _Listener:
         plan, logprobs = self._plans[prompt_index], None
         if self._body.logprobs is not None:
             entries = self._entries.get(prompt_index, ())
-            names = TokenIdNames(self._tokenizer) if self._body.return_tokens_as_token_ids else self._tokenizer
+            names = names_of(self._tokenizer, self._body.return_tokens_as_token_ids)
             logprobs = echo_logprobs(names, plan.token_ids.tolist(), entries, self._body.logprobs)
         return Piece(echo_text(plan, self._tokenizer), (), logprobs, None)
 

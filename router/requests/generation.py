@@ -15,7 +15,7 @@ from tandem.router.requests.sample_output import ChatLogprobs, Piece, SampleOutp
 from tandem.router.text.completion import PromptPlan, echo_text
 from tandem.router.text.openai_api import CompletionBody
 from tandem.router.text.request_headers import RequestHeaders
-from tandem.router.text.tokenizer import PROMPT_TAIL, TokenIdNames, Tokenizer
+from tandem.router.text.tokenizer import PROMPT_TAIL, Tokenizer, names_of
 
 
 class GenerationListener(Protocol):
@@ -84,7 +84,7 @@ class GenerationFactory:
     def _samples(self, body: CompletionBody, plan: PromptPlan) -> list[SampleOutput]:
         prompt_tail = plan.token_ids[-PROMPT_TAIL:].tolist()
         offset = len(echo_text(plan, self._tokenizer)) if body.echo else 0
-        names = TokenIdNames(self._tokenizer) if body.return_tokens_as_token_ids else self._tokenizer
+        names = names_of(self._tokenizer, body.return_tokens_as_token_ids)
         return [
             SampleOutput(
                 names,

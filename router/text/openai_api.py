@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import Hashable
 from functools import cache
-from typing import Annotated, NoReturn, TypeVar, cast
+from typing import Annotated, Literal, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -70,7 +70,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool | None = None  # false: they are part of the text
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None  # how many last ones stay; -1: fit
-    return_tokens_as_token_ids: bool | None = None  # "token_id:7" in place of log-probabilities' texts
+    # "token_id:7" in place of log-probabilities' texts, or "token_id:7:text"
+    return_tokens_as_token_ids: bool | Literal["with_text"] | None = None
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None  # part of the answer's id
     timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S)] | None = None  # seconds, if that is less than --request-s
 

@@ -126,15 +126,22 @@ class Tokenizer:
 
 
 class TokenIdNames:
-    """Names tokens by their ids in reports of log-probabilities, where their texts could not be told apart."""
+    """Names tokens by their ids in reports of log-probabilities, where their texts could not be told apart; the texts
+    follow the ids where they are wanted, too."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, with_text: bool) -> None:
         self.token_bytes, self.detokenizer = tokenizer.token_bytes, tokenizer.detokenizer
+        self._text = tokenizer.chat_text if with_text else None
 
     def token_text(self, token_id: int) -> str:
-        return f"token_id:{token_id}"
+        return f"token_id:{token_id}" if self._text is None else f"token_id:{token_id}:{self._text(token_id)}"
 
     chat_text = token_text
+
+
+def names_of(tokenizer: Tokenizer, by_id: bool | str | None) -> Tokenizer | TokenIdNames:
+    """What names tokens where a body asks for `return_tokens_as_token_ids` as `by_id` says."""
+    return TokenIdNames(tokenizer, by_id == "with_text") if by_id else tokenizer
 
 
 def _text_of(raw: bytes) -> str | None:

@@ -32,7 +32,9 @@ def children() -> set[int]:
 
 
 async def split() -> tuple[list[RequestOutput], RequestOutput]:
-    async with AsyncLLM(prefill=1, decode=1, **SMALL) as llm:
+    llm = AsyncLLM(prefill=1, decode=1, **SMALL)
+    assert not llm.is_ready, "its construction waited, and held up everybody's event loop"
+    async with llm:
         outputs = await asyncio.gather(*(llm.submit(prompt, GREEDY) for prompt in PROMPTS))
         long = SamplingParams(max_tokens=1000, n=2, ignore_eos=True)
         async for aborted in llm.generate("def read", long, "r1"):
@@ -56,7 +58,11 @@ def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
         assert [output.prompt for output in single] == [PROMPTS[0], None, "Return a new"]
         assert all(output.finished and output.outputs[0].cumulative_logprob < 0 for output in single)
         (said,) = llm.chat(CONVERSATION, GREEDY)
-        assert said.outputs[0].logprobs
+        (row, *_) = said.outputs[0].logprobs or ()
+        assert next(iter(row)) == said.outputs[0].token_ids[0]
+        [(token_id, likeliest), *_] = (single[0].outputs[0].logprobs or [{}])[0].items()
+        assert (token_id, likeliest.rank) == (single[0].outputs[0].token_ids[0], 1)
+        assert single[0].outputs[0].text.startswith(likeliest.decoded_token)
         assert said.outputs[0].text
         single.append(said)
         both = llm.generate(["a", "b"], [SamplingParams(max_tokens=1, n=2), SamplingParams(max_tokens=3)])

@@ -17,7 +17,7 @@ from tandem.engine.contracts.errors import (
 )
 from tandem.llm.http_errors import error_of
 from tandem.llm.local_server import LocalServer
-from tandem.llm.outputs import CompletionOutput, RequestOutput
+from tandem.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from tandem.llm.params import SamplingParams
 from tandem.llm.prompts import read_prompts
 from tandem.router.text.openai_api import CompletionBody, error_body, parse_body
@@ -39,10 +39,18 @@ def test_prompts_are_read_in_all_their_forms(given: Any, read: list[Any]) -> Non
     assert read_prompts(given) == read
 
 
-@pytest.mark.parametrize("given", [3, [3.5], [[1, "a"]], {"prompt": 5}, [{"multi_modal_data": {}}], [True]])
+@pytest.mark.parametrize("given", [3, [3.5], [[1, "a"]], {"prompt": 5}, [{"images": []}], [True]])
 def test_what_is_no_prompt_is_refused_in_words(given: Any) -> None:
     with pytest.raises(ValueError, match="prompt"):
         read_prompts(given)
+
+
+def test_what_only_other_engines_serve_is_refused_by_name() -> None:
+    for name in ("multi_modal_data", "lora_request", "prompt_embeds"):
+        assert read_prompts([{"prompt": "a", name: None}]) == ["a"]
+        with pytest.raises(InvalidRequestError, match=name) as raised:
+            read_prompts([{"prompt": "a", name: {}}])
+        assert raised.value.param == name
 
 
 def test_every_setting_is_a_field_that_the_server_takes() -> None:
@@ -57,21 +65,25 @@ def test_every_setting_is_a_field_that_the_server_takes() -> None:
 
     body = parse_body(CompletionBody, msgspec.json.encode({"prompt": "p", **params.as_body()}))
     assert (body.n, body.best_of, body.stops, body.logit_bias) == (2, 3, ["x", "y"], {"7": -1.0})
-    assert set(SamplingParams.__dataclass_fields__) == set(params.as_body())
+    assert {*SamplingParams.__dataclass_fields__, "return_tokens_as_token_ids"} == set(params.as_body())
     assert SamplingParams().as_body() == {"n": 1, "max_tokens": 16}
 
 
 def test_pieces_add_up_to_an_output() -> None:
     output = RequestOutput("r", "p", [], [CompletionOutput(0), CompletionOutput(1)])
-    logprobs = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}], "text_offset": [0]}
+    row = {"token_id:1:a": -2.5, "token_id:7:b:c": -0.5, "token_id:8:": -1.5}
+    logprobs = {"tokens": ["token_id:1:a"], "token_logprobs": [-2.5], "top_logprobs": [row], "text_offset": [0]}
     first = {"index": 0, "text": "a", "finish_reason": None, "logprobs": logprobs, "token_ids": [1]}
-    output.add({"choices": [{**first, "prompt_token_ids": [9]}], "usage": None})
+    table = [None, {"9": {"logprob": -3.0, "rank": 4, "decoded_token": "x"}}]
+    output.add({"choices": [{**first, "prompt_token_ids": [9], "prompt_logprobs": table}], "usage": None})
     output.add({"choices": [{**first, "finish_reason": "stop"}]})
     output.add({"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 3}}})
     sample = output.outputs[0]
     assert (sample.text, sample.token_ids, sample.finish_reason) == ("aa", [1, 1], "stop")
-    assert sample.cumulative_logprob == -1.0
-    assert sample.logprobs == [{"a": -0.5}] * 2
+    assert sample.cumulative_logprob == -5.0
+    found = {1: Logprob(-2.5, None, "a"), 7: Logprob(-0.5, 1, "b:c"), 8: Logprob(-1.5, 2, "")}
+    assert sample.logprobs == [found] * 2
+    assert output.prompt_logprobs == [None, {9: Logprob(-3.0, 4, "x")}]
     assert (output.prompt_token_ids, output.num_cached_tokens) == ([9], 3)
     output.end("abort")
     assert [each.finish_reason for each in output.outputs] == ["stop", "abort"]
@@ -79,7 +91,8 @@ def test_pieces_add_up_to_an_output() -> None:
 
 def test_messages_and_their_deltas_add_up_alike() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}
-    entry = {"token": "x", "logprob": -1.0, "top_logprobs": [{"token": "x", "logprob": -1.0}]}
+    named = {"token": "token_id:3:x", "logprob": -1.0}
+    entry = {**named, "top_logprobs": [named]}
     message = {"content": "yes", "reasoning_content": "hm", "tool_calls": [call]}
     whole, streamed = CompletionOutput(0), CompletionOutput(0)
     whole.add(
@@ -100,7 +113,7 @@ def test_messages_and_their_deltas_add_up_alike() -> None:
     end = {"delta": {}, "finish_reason": "tool_calls", "logprobs": {"content": [entry]}, "token_ids": [1, 2]}
     streamed.add(end)
     assert streamed == whole
-    assert (whole.tool_calls, whole.reasoning, whole.logprobs) == ([call], "hm", [{"x": -1.0}])
+    assert (whole.tool_calls, whole.reasoning, whole.logprobs) == ([call], "hm", [{3: Logprob(-1.0, 1, "x")}])
 
 
 @pytest.mark.parametrize(
