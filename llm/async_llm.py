@@ -98,25 +98,25 @@ class AsyncLLM:
             await asyncio.to_thread(self._server.close)
 
     async def generate(
-        self, prompt: PromptInput, params: SamplingParams | None = None, request_id: str = ""
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, request_id: str = ""
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output each time that it grew, the same object; the last one is `finished`.
 
         Leaving the loop, or `abort`, ends the request at the server, too. Raises the errors of `tandem.errors`.
         """
-        params = params or SamplingParams()
-        output = _empty_output(request_id, prompt, params)
-        async for grown in self._grow(output, COMPLETIONS, self._body(prompt, params)):
+        sampling_params = sampling_params or SamplingParams()
+        output = _empty_output(request_id, prompt, sampling_params)
+        async for grown in self._grow(output, COMPLETIONS, self._body(prompt, sampling_params)):
             yield grown
 
     async def chat(
-        self, messages: Messages, params: SamplingParams | None = None, request_id: str = "", **fields: Any
+        self, messages: Messages, sampling_params: SamplingParams | None = None, request_id: str = "", **fields: Any
     ) -> AsyncIterator[RequestOutput]:
         """`generate` for the answer to a conversation. `fields` are others of the chat API: `tools`, `tool_choice`,
         `chat_template_kwargs`, `add_generation_prompt` ..."""
-        params = params or SamplingParams()
-        output = _empty_output(request_id, "", params)
-        async for grown in self._grow(output, CHAT, self._chat_body(messages, params, fields)):
+        sampling_params = sampling_params or SamplingParams()
+        output = _empty_output(request_id, "", sampling_params)
+        async for grown in self._grow(output, CHAT, self._chat_body(messages, sampling_params, fields)):
             yield grown
 
     async def _grow(self, output: RequestOutput, path: str, body: dict[str, Any]) -> AsyncIterator[RequestOutput]:
@@ -140,23 +140,27 @@ class AsyncLLM:
             del self._running[request_id]
 
     async def complete(
-        self, prompt: PromptInput, params: SamplingParams | None = None, request_id: str = ""
+        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, request_id: str = ""
     ) -> RequestOutput:
         """The whole output of one request; waits as the server asks while it is overloaded."""
-        params = params or SamplingParams()
-        return await self._fill(_empty_output(request_id, prompt, params), COMPLETIONS, self._body(prompt, params))
+        sampling_params = sampling_params or SamplingParams()
+        return await self._fill(
+            _empty_output(request_id, prompt, sampling_params), COMPLETIONS, self._body(prompt, sampling_params)
+        )
 
     async def complete_chat(
-        self, messages: Messages, params: SamplingParams | None = None, request_id: str = "", **fields: Any
+        self, messages: Messages, sampling_params: SamplingParams | None = None, request_id: str = "", **fields: Any
     ) -> RequestOutput:
         """`complete` for the answer to a conversation; `fields` as for `chat`."""
-        params = params or SamplingParams()
-        return await self._fill(_empty_output(request_id, "", params), CHAT, self._chat_body(messages, params, fields))
+        sampling_params = sampling_params or SamplingParams()
+        return await self._fill(
+            _empty_output(request_id, "", sampling_params), CHAT, self._chat_body(messages, sampling_params, fields)
+        )
 
-    def submit(self, prompt: PromptInput, params: SamplingParams | None = None) -> asyncio.Task[RequestOutput]:
+    def submit(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> asyncio.Task[RequestOutput]:
         """`complete` as a future, begun at once; cancelling it ends the request."""
         request_id = secrets.token_hex(8)
-        task = asyncio.create_task(self.complete(prompt, params, request_id))
+        task = asyncio.create_task(self.complete(prompt, sampling_params, request_id))
         self._running[request_id] = task
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
         return task
@@ -167,13 +171,13 @@ class AsyncLLM:
         if task := self._running.get(request_id):
             task.cancel()
 
-    def _body(self, prompt: PromptInput, params: SamplingParams) -> dict[str, Any]:
-        return {**self._named, "prompt": read_prompt(prompt), "return_token_ids": True, **params.as_body()}
+    def _body(self, prompt: PromptInput, sampling_params: SamplingParams) -> dict[str, Any]:
+        return {**self._named, "prompt": read_prompt(prompt), "return_token_ids": True, **sampling_params.as_body()}
 
-    def _chat_body(self, messages: Messages, params: SamplingParams, fields: dict[str, Any]) -> dict[str, Any]:
+    def _chat_body(self, messages: Messages, sampling_params: SamplingParams, fields: dict[str, Any]) -> dict[str, Any]:
         refuse(fields)
         asked = {**self._named, "messages": list(messages), "return_token_ids": True}
-        return {**asked, **params.as_chat_body(), **fields}
+        return {**asked, **sampling_params.as_chat_body(), **fields}
 
     @asynccontextmanager
     async def _answer(self, path: str, body: dict[str, Any]) -> AsyncIterator[httpx.Response]:
@@ -212,10 +216,10 @@ class AsyncLLM:
             events.put_nowait(error)
 
 
-def _empty_output(request_id: str, prompt: PromptInput, params: SamplingParams) -> RequestOutput:
+def _empty_output(request_id: str, prompt: PromptInput, sampling_params: SamplingParams) -> RequestOutput:
     request_id = request_id or secrets.token_hex(8)
     given = read_prompt(prompt)
-    samples = [CompletionOutput(index) for index in range(params.n)]
+    samples = [CompletionOutput(index) for index in range(sampling_params.n)]
     if isinstance(given, str):
         return RequestOutput(request_id, given, [], samples)
     return RequestOutput(request_id, None, given, samples)
