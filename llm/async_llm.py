@@ -57,8 +57,8 @@ class AsyncLLM:
             api_key = self._server.api_key
             model = ""  # it serves one, under whatever name
         self._named = {"model": model} if model else {}
+        self._url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.AsyncClient(
-            base_url=url.rstrip("/").removesuffix("/v1"),
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(REQUEST_S, connect=CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -74,7 +74,7 @@ class AsyncLLM:
         """Raises ConfigError when a server of its own can't start."""
         if self._server is not None and not self.is_ready:
             await asyncio.to_thread(self._server.wait_ready)
-            self._client.base_url = httpx.URL(self._server.url)
+            self._url = self._server.url
 
     async def __aenter__(self) -> AsyncLLM:
         try:
@@ -186,7 +186,7 @@ class AsyncLLM:
         await self.ready()
         try:
             while True:
-                async with self._client.stream("POST", path, json=body) as response:
+                async with self._client.stream("POST", self._url + path, json=body) as response:
                     if response.status_code == 200:
                         yield response
                         return
