@@ -118,6 +118,9 @@ def make_parser() -> argparse.ArgumentParser:
     completion = commands.add_parser("completion", help="print completions of this command for a shell")
     completion.add_argument("shell", choices=("bash", "zsh", "fish", "tcsh"))
     completion.set_defaults(run=run_completion)
+    hash_key = commands.add_parser("hash-key", help="say an API key as its hash, for a keys file (docs/keys.md)")
+    hash_key.add_argument("--new", action="store_true", help="make a key up, too")
+    hash_key.set_defaults(run=run_hash_key)
     commands.add_parser("version", help="say the version").set_defaults(run=run_version)
     return parser
 
@@ -156,6 +159,12 @@ def run_complete(arguments: argparse.Namespace) -> int:
 def run_version(arguments: argparse.Namespace) -> int:
     print(f"tandem {version()}")
     return 0
+
+
+def run_hash_key(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.hash_key import run
+
+    return run(arguments.new)
 
 
 def run_serve(arguments: argparse.Namespace) -> int:

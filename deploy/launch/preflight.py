@@ -18,8 +18,8 @@ def check_router(values: Mapping[str, Any]) -> None:
     """Checks that a router of these options could start: keys, secret, tokenizer, chat template, sampling defaults.
     Raises ConfigError."""
     from tandem.engine.contracts.generation_config import sampling_defaults
+    from tandem.router.access.api_keys import ApiKeys
     from tandem.router.chat.chat import Chat
-    from tandem.router.text.api_keys import ApiKeys
     from tandem.router.text.tokenizer import Tokenizer
 
     options = build(RouterOptions, values)

@@ -201,7 +201,8 @@ class RouterOptions:
         Count, "uncached prompt tails of up to so many tokens are the decode node's where it is done sooner"
     ] = 256
     api_keys_file: Annotated[
-        str, "file with one API key a line, or YAML `key: tenant` (docs/security.md); empty: no authentication"
+        str,
+        "file with one API key a line, or YAML with tenants, scopes, limits (docs/keys.md); empty: none is asked for",
     ] = ""
     generation_config: Annotated[
         str, "sampling defaults of requests: the model's own (auto), OpenAI's (none) or those of a folder"

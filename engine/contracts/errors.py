@@ -4,6 +4,7 @@ TandemError                    500 server_error
 ├── InvalidRequestError        400 invalid_request_error   the client's fault; `param` names the field
 │   ├── ModelNotFoundError     404                         no model of that name is served
 │   ├── AuthenticationError    401 authentication_error
+│   ├── ScopeError             403 permission_error        the key may do other things alone
 │   └── BodyTooLargeError      413
 ├── ConfigError (ValueError)   -                           bad flag, file or folder: ends the process with a remedy
 │   └── CheckpointError        -                           the model folder can't be served; names the file
@@ -13,6 +14,7 @@ TandemError                    500 server_error
 ├── TransportError             -                           bytes could not be moved; retried or recomputed
 │   └── PeerLostError          -                           the peer is gone or fenced
 ├── OverloadedError            429 rate_limit_error        queues are full; `retry_after_s` says when to come back
+│   └── RateLimitError         429                         the key has used up what it may, for now
 ├── UnavailableError           503 service_unavailable     not now; `retry_after_s` says when to come back
 │   └── NoNodeError            503                         no node could take the request in time
 ├── DeadlineError              504 timeout                 the request's deadline passed
@@ -53,6 +55,10 @@ class ModelNotFoundError(InvalidRequestError):
 
 class AuthenticationError(InvalidRequestError):
     status, type, code = 401, "authentication_error", "invalid_api_key"
+
+
+class ScopeError(InvalidRequestError):
+    status, type, code = 403, "permission_error", "insufficient_scope"
 
 
 class BodyTooLargeError(InvalidRequestError):
@@ -99,6 +105,10 @@ class OverloadedError(TandemError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0, request_id: str | None = None) -> None:
         super().__init__(message, request_id=request_id)
         self.retry_after_s = retry_after_s
+
+
+class RateLimitError(OverloadedError):
+    code = "rate_limit_exceeded"
 
 
 class UnavailableError(TandemError):

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError, UnavailableError
 from tandem.engine.process.version import version
+from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.http.asked import chat_reader, completion_reader, responses_reader
 from tandem.router.http.explain import add_explain_route
@@ -24,7 +25,6 @@ from tandem.router.http.model_routes import READ, add_model_routes, add_tokenize
 from tandem.router.http.openapi import description
 from tandem.router.http.request_ids import with_request_id
 from tandem.router.requests.service import CompletionService
-from tandem.router.text.api_keys import ApiKeys
 from tandem.router.text.openai_api import error_body
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class App:
         await self._rest(scope, receive, send)
 
 
-def make_app(service: CompletionService, keys: ApiKeys, chat: Chat) -> App:
+def make_app(service: CompletionService, gate: Gate, chat: Chat) -> App:
     app = FastAPI(title="Tandem", docs_url=None, redoc_url=None, openapi_url=None)
     limit = service.options.max_body_bytes
     readers = {
@@ -69,13 +69,13 @@ def make_app(service: CompletionService, keys: ApiKeys, chat: Chat) -> App:
         "/v1/chat/completions": chat_reader(service, chat),
         "/v1/responses": responses_reader(service, chat),
     }
-    endpoints = {path: GenerationEndpoint(service, keys, read) for path, read in readers.items()}
+    endpoints = {path: GenerationEndpoint(service, gate, read) for path, read in readers.items()}
     for path, endpoint in endpoints.items():  # for every method that `App` does not send there itself: 405
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
-    add_model_routes(app, service, keys, int(time.time()))
-    add_tokenizer_routes(app, service, keys, chat)
+    add_model_routes(app, service, gate, int(time.time()))
+    add_tokenizer_routes(app, service, gate, chat)
     _add_state_routes(app, service)
-    add_explain_route(app, service, keys, limit)
+    add_explain_route(app, service, gate, limit)
     _add_error_handlers(app)
     return App(endpoints, app)
 

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.access.api_keys import Tenant
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.chat_body import ChatBody, parse_chat
 from tandem.router.http.chat_responses import ChatFormat
@@ -14,7 +15,6 @@ from tandem.router.http.responses import AnswerFormat, CompletionFormat
 from tandem.router.requests.service import CompletionService
 from tandem.router.responses.body import parse_responses, renamed
 from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
-from tandem.router.text.api_keys import Tenant
 from tandem.router.text.completion import PromptPlan, check_model
 from tandem.router.text.openai_api import CompletionBody
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 
+from tandem.router.access.gate import Gate
 from tandem.router.http.http_io import read_body
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
 from tandem.router.requests.generation import Generation
 from tandem.router.requests.service import CompletionService
-from tandem.router.text.api_keys import ApiKeys
 
 PLACEMENT_HEADER = b"x-tandem-placement"
 
@@ -24,12 +24,12 @@ def placement_headers(generations: Sequence[Generation]) -> list[tuple[bytes, by
     return [(PLACEMENT_HEADER, placement.explanation().encode("ascii", "replace")) for placement in placed]
 
 
-def add_explain_route(app: FastAPI, service: CompletionService, keys: ApiKeys, limit: int) -> None:
+def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limit: int) -> None:
     """Takes what /v1/completions takes, answers what each node would cost now. Nothing is placed or sent."""
 
     @app.post("/explain")
     async def explain(request: Request) -> Response:
-        tenant = keys.check(request.headers.raw)
+        tenant = gate.check_admin(request.headers.raw, "POST /explain").tenant
         body, plans = await service.plan(await read_body(request.scope, request.receive, limit), tenant)
         prompts = []
         for plan in plans:

@@ -9,6 +9,8 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.engine.contracts.errors import ClientGoneError, TandemError
 from tandem.engine.process.watched import log_only, watched_task
+from tandem.router.access.gate import Gate
+from tandem.router.access.limits import Permit
 from tandem.router.http.asked import Asked, AskReader
 from tandem.router.http.explain import placement_headers
 from tandem.router.http.http_io import JSON_TYPE, our_fault, read_body, send_error, send_whole, wait_for_disconnect
@@ -16,7 +18,6 @@ from tandem.router.http.http_protocol import Client
 from tandem.router.http.listeners import Collector, EventStream
 from tandem.router.requests.generation import Generation
 from tandem.router.requests.service import CompletionService
-from tandem.router.text.api_keys import ApiKeys
 from tandem.router.text.request_headers import RequestHeaders, read_headers
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 class GenerationEndpoint:
     """An ASGI application for one path and method; `read` makes of its bodies what completions know."""
 
-    def __init__(self, service: CompletionService, keys: ApiKeys, read: AskReader) -> None:
-        self._service, self._keys, self._read = service, keys, read
+    def __init__(self, service: CompletionService, gate: Gate, read: AskReader) -> None:
+        self._service, self._gate, self._read = service, gate, read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 200
@@ -49,16 +50,20 @@ class GenerationEndpoint:
             self._service.metrics.responses.labels(str(status)).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        tenant, headers = self._keys.check(scope["headers"]), read_headers(scope["headers"])
-        raw = await read_body(scope, receive, self._service.options.max_body_bytes)
-        asked = await self._read(raw, tenant)
-        logger.debug("%s: %s", asked.completion_id, headers)
-        if asked.body.stream:
-            await self._stream(asked, headers, _client(scope), receive, send)
-        else:
-            await self._collect(asked, headers, receive, send)
+        permit = await self._gate.enter(scope["headers"])
+        try:
+            headers = read_headers(scope["headers"])
+            raw = await read_body(scope, receive, self._service.options.max_body_bytes)
+            asked = await self._read(raw, permit.caller.tenant)
+            logger.debug("%s: %s", asked.completion_id, headers)
+            if asked.body.stream:
+                await self._stream(asked, headers, permit, _client(scope), receive, send)
+            else:
+                await self._collect(asked, headers, permit, receive, send)
+        finally:
+            await self._gate.leave(permit)
 
-    async def _collect(self, asked: Asked, said: RequestHeaders, receive: Receive, send: Send) -> None:
+    async def _collect(self, asked: Asked, said: RequestHeaders, permit: Permit, receive: Receive, send: Send) -> None:
         service = self._service
         collector = Collector(asked, service.tokenizer)
         generations = service.start(asked.completion_id, asked.body, asked.plans, collector, said)
@@ -69,10 +74,12 @@ class GenerationEndpoint:
             response = await collector.done
             headers = [JSON_TYPE, *placement_headers(generations)]
         finally:
-            self._end(generations, watcher)
+            self._end(generations, watcher, permit)
         await send_whole(send, 200, response, headers)
 
-    async def _stream(self, asked: Asked, said: RequestHeaders, client: Client, receive: Receive, send: Send) -> None:
+    async def _stream(
+        self, asked: Asked, said: RequestHeaders, permit: Permit, client: Client, receive: Receive, send: Send
+    ) -> None:
         service = self._service
         generations: list[Generation] = []
 
@@ -105,13 +112,14 @@ class GenerationEndpoint:
                 batch = await stream.next_batch()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._end(generations, watcher)
+            self._end(generations, watcher, permit)
 
-    def _end(self, generations: list[Generation], watcher: asyncio.Future[None]) -> None:
-        """Aborts whatever still runs. Generations and their listener know each other: left so, each request would
-        stay until the garbage collector stops everybody's streams to look for it."""
+    def _end(self, generations: list[Generation], watcher: asyncio.Future[None], permit: Permit) -> None:
+        """Aborts whatever still runs, and counts what was used. Generations and their listener know each other: left
+        so, each request would stay until the garbage collector stops everybody's streams to look for it."""
         self._service.abort(generations, _client_gone())
         watcher.cancel()
+        permit.charge(sum(generation.num_tokens for generation in generations))
         generations.clear()
 
 

@@ -8,11 +8,11 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.chat_body import ChatTokenizeBody, parse_tokenize
 from tandem.router.http.http_io import read_body
 from tandem.router.requests.service import CompletionService
-from tandem.router.text.api_keys import ApiKeys
 from tandem.router.text.completion import ModelFacts, check_model, check_text
 from tandem.router.text.openai_api import DetokenizeBody, TokenizeBody
 
@@ -23,7 +23,7 @@ def json_answer(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, created: int) -> None:
+def add_model_routes(app: FastAPI, service: CompletionService, gate: Gate, created: int) -> None:
     async def card() -> dict[str, Any]:
         facts = await service.awaited_facts()
         return {
@@ -39,17 +39,17 @@ def add_model_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, cr
 
     @app.api_route("/v1/models", methods=READ)
     async def list_models(request: Request) -> Response:
-        keys.check(request.headers.raw)
+        gate.check(request.headers.raw)
         return json_answer({"object": "list", "data": [await card()]})
 
     @app.api_route("/v1/models/{model_id:path}", methods=READ)
     async def get_model(model_id: str, request: Request) -> Response:
-        keys.check(request.headers.raw)
+        gate.check(request.headers.raw)
         check_model(model_id, await service.awaited_facts())
         return json_answer(await card())
 
 
-def add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys, chat: Chat) -> None:
+def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, chat: Chat) -> None:
     limit = service.options.max_body_bytes
 
     def ids_of(body: TokenizeBody | ChatTokenizeBody, facts: ModelFacts) -> list[int]:
@@ -62,12 +62,12 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys
 
         @app.api_route("/tokenizer_info", methods=READ)
         async def tokenizer_info(request: Request) -> Response:
-            keys.check(request.headers.raw)
+            gate.check(request.headers.raw)
             return json_answer(chat.tokenizer_info)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        keys.check(request.headers.raw)
+        gate.check(request.headers.raw)
         body = parse_tokenize(service.bodies, raw := await read_body(request.scope, request.receive, limit))
         facts = await service.awaited_facts()
         check_model(body.model, facts)
@@ -82,7 +82,7 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, keys: ApiKeys
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        keys.check(request.headers.raw)
+        gate.check(request.headers.raw)
         body = service.bodies.read(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
         facts = await service.awaited_facts()
         check_model(body.model, facts)

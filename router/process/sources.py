@@ -16,10 +16,13 @@ async def open_sources(options: RouterOptions) -> AsyncIterator[Sources]:
         yield Sources()
         return
     from tandem.kv_connector.directory.reader import RedisDirectory  # only clusters need the Redis client
+    from tandem.router.access.shared_limits import SharedLimits
 
     directory = RedisDirectory(options.redis_url, options.namespace)
+    limits = SharedLimits(options.redis_url, options.namespace, options.timeouts.request_s)
     directory.start()
     try:
-        yield Sources(directory, directory, directory.counters)
+        yield Sources(directory, directory, directory.counters, limits)
     finally:
         await directory.close()
+        await limits.close()

@@ -21,6 +21,9 @@ from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.watched import lasting_task, watched_task
+from tandem.router.access.api_keys import ApiKeys
+from tandem.router.access.gate import Gate
+from tandem.router.access.limits import RequestLimits
 from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
 from tandem.router.http.http_protocol import HttpLimits
@@ -30,7 +33,6 @@ from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.placing.siblings import Seat, Siblings
 from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.service import CompletionService
-from tandem.router.text.api_keys import ApiKeys
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -45,6 +47,7 @@ class Sources:
     discovery: NodeDiscovery | None = None
     directory: DirectoryReader | None = None
     counters: Callable[[], dict[str, float]] = dict  # for /metrics
+    limits: RequestLimits | None = None  # None: of this process alone
 
 
 class Worker:
@@ -94,7 +97,7 @@ class Worker:
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
         self._server = server = Server(
-            make_app(service, self._api_keys, self._chat), last_resort_s, self._http_limits()
+            make_app(service, Gate(self._api_keys, sources.limits), self._chat), last_resort_s, self._http_limits()
         )
         service.connect()
         tasks = [watched_task(self._tick(server, on_beat), "tick")]
@@ -125,6 +128,7 @@ class Worker:
             if now >= next_beat:
                 next_beat = now + timeouts.heartbeat_s
                 self.service.metrics.note_figures()
+                self._api_keys.reload()
                 on_beat()
             stopping_since = min(stopping_since, now) if server.should_exit else math.inf
             if now - stopping_since >= timeouts.drain_s:

@@ -44,6 +44,11 @@ class Generation:
     placement: Placement | None = None  # the first
     moved_samples: set[int] = field(default_factory=set)  # to another node, and no token has come from there yet
 
+    @property
+    def num_tokens(self) -> int:
+        """Counts its prompt, and all that has come out."""
+        return len(self.plan.token_ids) + sum(sample.num_tokens for sample in self.samples)
+
 
 class GenerationFactory:
     def __init__(self, options: RouterOptions, tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import OverloadedError, TandemError, UnavailableError
 from tandem.engine.contracts.generation_config import SamplingDefaults
 from tandem.engine.process.process_log import RateLimited
+from tandem.router.access.api_keys import Tenant
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
@@ -19,7 +20,6 @@ from tandem.router.requests.dispatcher import Dispatcher
 from tandem.router.requests.generation import Generation, GenerationFactory, GenerationListener
 from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.rebalancer import Rebalancer
-from tandem.router.text.api_keys import Tenant
 from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.completion import (
     DEFAULT_MAX_TOKENS,

@@ -1,1 +1,1 @@
-"""What a body asks for: its schema, whose it is, its token ids; and the way back from ids to text."""
+"""What a body asks for: its schema, its token ids; and the way back from ids to text."""

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.engine.contracts.hashing import Secrecy
-from tandem.router.text.api_keys import Tenant
+from tandem.router.access.api_keys import Tenant
 from tandem.router.text.completion import PromptPlan
 from tandem.router.text.tokenizer import Tokenizer
 

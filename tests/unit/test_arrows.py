@@ -36,7 +36,8 @@ WITHIN = {
     "kv_connector/source": {"kv_connector/protocol", "kv_connector/layouts"},
     "kv_connector/sink": {"kv_connector/protocol"},
     "router/placing": set(),
-    "router/text": set(),
+    "router/access": set(),
+    "router/text": {"router/access"},
     "router/chat": {"router/text"},
     "router/responses": {"router/text", "router/chat", "router/requests"},
 }

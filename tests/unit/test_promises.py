@@ -38,6 +38,8 @@ PHRASES = (
     "`X-Session-Id` pins a conversation",
     "it replays a trace on a simulated cluster of N nodes",
     "asks every client for that key",
+    "429 with Retry-After once it is used up",
+    "It is read again when it changes",
     "maps keys to tenants, whose caches don't see each other",
     "a cluster or watched by Sentinels",
     "with TLS and ACL users",

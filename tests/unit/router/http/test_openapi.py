@@ -12,9 +12,10 @@ from router_in_thread import VOCAB_SIZE, RouterInThread
 from starlette.routing import Route
 
 from stand_in_node import StandInNode
+from tandem.router.access.api_keys import ApiKeys
+from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
-from tandem.router.text.api_keys import ApiKeys
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def found(router: RouterInThread) -> dict[str, Any]:
 
 def test_every_path_and_method_is_described(router: RouterInThread, folder: Path, found: dict[str, Any]) -> None:
     service = router.worker.service
-    app = make_app(service, ApiKeys("", lambda name: b""), Chat(folder, service.tokenizer, service.options))
+    app = make_app(service, Gate(ApiKeys("", lambda name: b"")), Chat(folder, service.tokenizer, service.options))
     served = {}
     for route in app.routes:
         assert isinstance(route, Route)

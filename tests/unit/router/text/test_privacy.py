@@ -8,7 +8,7 @@ from router_in_thread import make_tokenizer_folder
 
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.router.text.api_keys import EVERYBODY, Tenant
+from tandem.router.access.api_keys import EVERYBODY, Tenant
 from tandem.router.text.completion import PromptPlan
 from tandem.router.text.privacy import Privacy
 from tandem.router.text.tokenizer import Tokenizer

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tandem.engine.contracts.errors import AuthenticationError, ConfigError
+from tandem.engine.contracts.errors import AuthenticationError, ConfigError, ScopeError
 from tandem.engine.contracts.security import ClusterKeys
-from tandem.router.text.api_keys import EVERYBODY, ApiKeys, Tenant
+from tandem.router.access.api_keys import ANYBODY, EVERYBODY, ApiKeys, Caller, Tenant
+from tandem.router.access.keys_file import KeyLimits, Scope
 
 KEYS = ClusterKeys(b"a secret of a cluster", curve=True)
 
@@ -21,12 +22,16 @@ def opened(folder: Path, content: str, name: str = "keys.yaml") -> ApiKeys:
     return ApiKeys(str(path), KEYS.tenant_salt)
 
 
+def caller(keys: ApiKeys, key: str, scheme: str = "Bearer", scope: Scope = "inference") -> Caller:
+    return keys.check([(b"host", b"x"), (b"authorization", f"{scheme} {key}".encode())], scope)
+
+
 def asks(keys: ApiKeys, key: str, scheme: str = "Bearer") -> Tenant:
-    return keys.check([(b"host", b"x"), (b"authorization", f"{scheme} {key}".encode())])
+    return caller(keys, key, scheme).tenant
 
 
 def test_without_a_file_everybody_asks_as_nobody() -> None:
-    assert ApiKeys("", KEYS.tenant_salt).check([]) is EVERYBODY
+    assert ApiKeys("", KEYS.tenant_salt).check([]) is ANYBODY
     assert EVERYBODY.salt == b""
 
 
@@ -93,16 +98,20 @@ def test_sections(tmp_path: Path) -> None:
         ("{}", "holds no key"),
         ("a: {", "can't be parsed"),
         ("123: acme", "in quotes"),
-        ("one:", "give it a name"),
-        ("one: 5", "give it a name"),
+        ("one:", r"got `null`"),
+        ("one: 5", r"got `int`"),
+        ("one: ''", "length >= 1"),
         ("sha256:abc: acme", "no SHA-256"),
-        (f"one: acme\nsha256:{hashlib.sha256(b'one').hexdigest()}: globex", "belongs to 'acme' and to 'globex'"),
-        ("keys: {one: acme}\nlimits: {}", "unknown section 'limits'"),
+        (f"one: acme\nsha256:{hashlib.sha256(b'one').hexdigest()}: globex", "stands there twice, of 'acme'"),
+        ("keys: {one: acme}\nlimit: {}", "unknown field `limit`"),
+        ("keys: {one: {scopes: [admin, root]}}", "Invalid enum value 'root'"),
+        ("keys: {one: {limits: {requests_per_minute: 0}}}", "int` >= 1"),
+        ("limits: {requests_per_minute: 1}", "unknown field"),
         ("keys: {one: acme}\ntenants: {acne: {}}", "no key belongs to the tenant 'acne'"),
-        ("keys: {one: acme}\ntenants: {acme: {share: 1}}", "unknown setting 'share'"),
-        ("keys: {one: acme}\ntenants: {acme: {cache_share: 1.5}}", "between 0 and 1"),
-        ("keys: {one: acme}\npublic_prefixes: [[1, -2]]", "list of token ids"),
-        ("keys: {one: acme}\npublic_prefixes: ['']", "list of token ids"),
+        ("keys: {one: acme}\ntenants: {acme: {share: 1}}", "unknown field `share`"),
+        ("keys: {one: acme}\ntenants: {acme: {cache_share: 1.5}}", "float` <= 1.0"),
+        ("keys: {one: acme}\npublic_prefixes: [[1, -2]]", "int` >= 0"),
+        ("keys: {one: acme}\npublic_prefixes: ['']", "length >= 1"),
     ],
 )
 def test_a_file_that_is_wrong_says_where(tmp_path: Path, text: str, complaint: str) -> None:
@@ -133,3 +142,40 @@ def test_one_key_without_a_file() -> None:
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't read"):
         ApiKeys(str(tmp_path / "none"), KEYS.tenant_salt)
+
+
+def test_scopes_and_limits(tmp_path: Path) -> None:
+    text = """
+    keys:
+      one: acme
+      two: {tenant: acme, scopes: [inference], limits: {concurrent_requests: 2}}
+      three: {scopes: [admin]}
+    limits: {requests_per_minute: 60, tokens_per_minute: 1000}
+    """
+    keys = opened(tmp_path, text)
+    assert caller(keys, "one", scope="admin").limits == KeyLimits(60, 1000)
+    assert caller(keys, "two").limits == KeyLimits(None, None, 2)
+    assert (caller(keys, "two").tenant, caller(keys, "three", scope="admin").tenant) == (asks(keys, "one"), EVERYBODY)
+    for key, scope in (("two", "admin"), ("three", "inference")):
+        with pytest.raises(ScopeError, match=scope):
+            caller(keys, key, scope=scope)  # type: ignore[arg-type]
+    assert "one" not in str(caller(keys, "one"))
+    assert str(caller(keys, "one")) == f"key {hashlib.sha256(b'one').hexdigest()[:12]} of acme"
+
+
+# README says: "It is read again when it changes"
+def test_a_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = opened(tmp_path, "one: acme")
+    path = tmp_path / "keys.yaml"
+    for content, known in (("two: acme", "two"), ("two: {", "two"), ("", "two"), ("three: acme", "three")):
+        path.write_text(content)
+        keys.reload()
+        keys.reload()
+        assert asks(keys, known).name == "acme"
+        with pytest.raises(AuthenticationError):
+            asks(keys, "one")
+    path.unlink()
+    keys.reload()
+    assert asks(keys, "three").name == "acme"
+    said = [record.levelname for record in caplog.records if record.levelname == "ERROR"]
+    assert len(said) == 3, "a file that is wrong is named once"
