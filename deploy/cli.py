@@ -234,7 +234,7 @@ def _checked(values: Values, with_weights: bool = True) -> Values:
 
     What can't be served fails here, before anything slow is imported. Raises ConfigError.
     """
-    from tandem.engine.contracts.model_config import load_model_config
+    from tandem.engine.contracts.model_config import is_native, load_model_config
     from tandem.engine.contracts.model_folder import resolve_model, served_name
     from tandem.engine.models.weights import stored_tensors
 
@@ -244,7 +244,8 @@ def _checked(values: Values, with_weights: bool = True) -> Values:
             f"--heartbeat-s {timeouts.heartbeat_s:g} must be less than --peer-lost-s {timeouts.peer_lost_s:g}"
         )
     folder = resolve_model(values["model"], values.get("revision", ""), with_weights)
-    load_model_config(folder)
+    if is_native(folder) and values.get("model_impl") != "transformers":
+        load_model_config(folder)
     if with_weights and values.get("load_format") != "dummy":
         stored_tensors(folder)
     if folder == Path(values["model"]).expanduser():

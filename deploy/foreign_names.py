@@ -109,7 +109,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "cpu_offload_gb": _refused("weights stay on the GPU; --host-tier-bytes takes KV to host memory", "0", "0.0"),
     "runner": _refused("what a model can do is read off it", "auto", "generate"),
     "task": _refused("what a model can do is read off it", "auto", "generate"),
-    "model_impl": _refused("models run in Tandem's own code", "auto"),
     "response_role": _refused("answers are the assistant's", "assistant"),
     "chat_template_content_format": _refused(_TEXT_ONLY, "auto", "string"),
     "scheduling_policy": _refused(

@@ -140,7 +140,7 @@ class NodeProcess:
         self.runner.warmup()
         if self.tiers is not None:
             self.tiers.warm_up()
-        if self.options.cuda_graphs and self.loaded.device.type == "cuda":
+        if self.loaded.replays_graphs:
             self.launcher.doing("capturing graphs")
             self.runner.capture_decode_steps()
         if not self.options.scheduler.decode_prompt_budget:
@@ -256,7 +256,7 @@ class NodeProcess:
 
     def _context(self) -> NodeContext:
         tiers: LowerTiers = NoTiers() if self.tiers is None else self.tiers.manager
-        replays = self.options.cuda_graphs and self.loaded.device.type == "cuda" and self.ranks is None
+        replays = self.loaded.replays_graphs and self.ranks is None
         return NodeContext(
             self.options,
             self.info,

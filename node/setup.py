@@ -12,15 +12,15 @@ import torch
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import KVLayout, ModelIdentity
-from tandem.engine.contracts.model_config import ModelConfig, load_model_config
 from tandem.engine.contracts.model_folder import resolve_model, served_name
+from tandem.engine.contracts.model_shape import ModelShape
 from tandem.engine.device.kv_encoding import choose_kv_encoding
 from tandem.engine.device.kv_pool import free_host_bytes, make_layout, num_blocks_for
-from tandem.engine.models.decoder import DecoderModel
+from tandem.engine.models.choice import load_chosen, load_config
 from tandem.engine.models.identity import model_identity
-from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.group import Membership, TensorParallel
 from tandem.engine.running.memory import profile_free_bytes
+from tandem.engine.running.runner_needs import Model
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 class LoadedModel:
     """A model on its device, and what peers must agree on."""
 
-    config: ModelConfig
-    model: DecoderModel
+    config: ModelShape
+    model: Model
     device: torch.device
     dtype: torch.dtype
     layout: KVLayout
@@ -38,6 +38,7 @@ class LoadedModel:
     max_model_len: int
     served_name: str
     folder: Path
+    replays_graphs: bool  # decode steps, on CUDA
 
 
 def choose_device(options: NodeOptions) -> torch.device:
@@ -80,7 +81,7 @@ def load(
     weights is there, of 1.
     """
     folder = resolve_model(options.model.model, options.model.revision)
-    config = load_model_config(folder)
+    config = load_config(folder, options.model)
     max_model_len = options.model.max_model_len or config.max_model_len
     if max_model_len > config.max_model_len:
         raise ConfigError(f"--max-model-len {max_model_len} is beyond the model's {config.max_model_len}")
@@ -103,12 +104,22 @@ def load(
         scheduler = with_device_defaults(options, device).scheduler
         max_rows = max(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         group = TensorParallel.join(membership, device, max_rows, config.hidden_size, dtype, layout.holds_no_copies)
-    model = load_model(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
+    model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     if kept.dtype != dtype:
         model.keep_kv_as(layout.group)
     served = served_name(options.model.model, options.model.served_name)
-    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder)
+    replays = options.cuda_graphs and device.type == "cuda" and _can_be_captured(model, device, dtype, cache.block_size)
+    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder, replays)
+
+
+def _can_be_captured(model: Model, device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
+    """Whether each layer's attention may be part of a CUDA graph; warns when one's may not."""
+    for name, layer in model.attention_layers.items():
+        if not layer.can_be_captured(device, dtype, block_size):
+            logger.warning("decode steps run without CUDA graphs, several times slower: no kernel serves %s", name)
+            return False
+    return True
 
 
 def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
@@ -123,7 +134,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
             loaded.max_model_len,
             loaded.device,
             options.cache.gpu_memory_utilization,
-            options.cuda_graphs,
+            loaded.replays_graphs,
         )
     else:
         free = free_host_bytes(most=1 << 30)

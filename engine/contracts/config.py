@@ -51,6 +51,10 @@ class ModelOptions:
     ] = "auto"
     max_model_len: Annotated[Count, "longest prompt plus output, in tokens; 0: the model's own limit"] = 0
     revision: Annotated[str, "hub revision to load; empty: the default branch"] = ""
+    model_impl: Annotated[
+        Literal["auto", "tandem", "transformers"],
+        "whose modules compute; auto: ours where we have the architecture, else transformers' (docs/hf_models.md)",
+    ] = "auto"
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.sliding_window
 
 
+def is_native(folder: Path) -> bool:
+    """Whether this engine has modules of its own for the folder's architecture, or nothing says what it is. Raises
+    CheckpointError."""
+    kind = (read_json_object(folder / "config.json") or {}).get("model_type")
+    return not isinstance(kind, str) or kind in ARCHITECTURES
+
+
 def load_model_config(folder: Path) -> ModelConfig:
     """Raises CheckpointError that names the file, the field and what to do."""
     adapter = folder / "adapter_config.json"

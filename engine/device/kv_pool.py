@@ -21,7 +21,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import DTYPE_BYTES, KVGroup, KVLayout
 
 if TYPE_CHECKING:
-    from tandem.engine.contracts.model_config import ModelConfig
+    from tandem.engine.contracts.model_shape import ModelShape
     from tandem.engine.device.kv_encoding import LayerScales
     from tandem.engine.parallel.sharding import Shard
 
@@ -30,7 +30,7 @@ WritableBuffer = mmap.mmap | memoryview | bytearray
 
 
 def make_layout(
-    model_config: ModelConfig,
+    model_config: ModelShape,
     block_size: int,
     dtype: torch.dtype,
     shard: Shard | None = None,
@@ -38,16 +38,17 @@ def make_layout(
 ) -> KVLayout:
     """Layout of a pool that holds every layer of the model (of its heads a rank's `shard`) in `dtype` (fp8: divided by
     `scales`). Raises ConfigError for what KV can't be."""
-    own = model_config if shard is None else shard.config(model_config)
+    num_kv_heads = model_config.num_kv_heads
+    own_kv_heads = num_kv_heads if shard is None else shard.num_kv_heads(num_kv_heads)
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ConfigError(f"KV can't be kept as {name}: choose one of {', '.join(DTYPE_BYTES)}")
     group = KVGroup(
         num_layers=model_config.num_layers,
-        num_kv_heads=own.num_kv_heads,
+        num_kv_heads=own_kv_heads,
         head_dim=model_config.head_dim,
         dtype=name,
-        num_all_kv_heads=model_config.num_kv_heads,
+        num_all_kv_heads=num_kv_heads,
         k_scales=() if scales is None else scales.k,
         v_scales=() if scales is None else scales.v,
     )

@@ -14,6 +14,7 @@ import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,12 +22,15 @@ from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.weights import DUMMY_DIGEST, stored_tensors, weight_files
 
+if TYPE_CHECKING:
+    from tandem.engine.models.hf.config import HFConfig
+
 CACHE_NAME = ".tandem-digests.json"
 CACHE_FROM_BYTES = 64 << 20  # smaller files are hashed sooner than a cache file is worth; a guess
 
 
 def model_identity(
-    folder: Path, config: ModelConfig, hash_block_size: int, dtype: str, load_format: str = "auto"
+    folder: Path, config: ModelConfig | HFConfig, hash_block_size: int, dtype: str, load_format: str = "auto"
 ) -> ModelIdentity:
     """Raises CheckpointError when weights are missing. `dtype` is the one computed in: KV of another differs."""
     tokenizer = folder / "tokenizer.json"

@@ -38,9 +38,13 @@ class Shard:
         return msgspec.structs.replace(
             config,
             num_heads=config.num_heads // self.size,
-            num_kv_heads=max(1, config.num_kv_heads // self.size),
+            num_kv_heads=self.num_kv_heads(config.num_kv_heads),
             intermediate_size=config.intermediate_size // self.size,
         )
+
+    def num_kv_heads(self, num_all: int) -> int:
+        """How many of a model's KV heads each rank holds."""
+        return max(1, num_all // self.size)
 
     def vocab(self, config: ModelConfig) -> tuple[int, int]:
         """First token id whose logit this rank computes, and the one after its last."""
@@ -72,7 +76,7 @@ class Shard:
         return self.rank * share, (self.rank + 1) * share
 
     def _kv_rows(self, config: ModelConfig) -> tuple[int, int]:
-        heads = max(1, config.num_kv_heads // self.size)
+        heads = self.num_kv_heads(config.num_kv_heads)
         first = self.rank * config.num_kv_heads // self.size
         return first * config.head_dim, (first + heads) * config.head_dim
 

@@ -46,6 +46,8 @@ class Attention(nn.Module):
         *,
         attn_type: str = AttentionType.DECODER,
         num_virtual_engines: int = 1,
+        attention_chunk: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
         slopes = None if alibi_slopes is None else torch.as_tensor(alibi_slopes, dtype=torch.float32)
@@ -60,6 +62,8 @@ class Attention(nn.Module):
             kv_cache_dtype=kv_cache_dtype,
             blocksparse=None if blocksparse_params is None else BlockSparse.from_params(blocksparse_params),
             attn_type=attn_type,
+            attention_chunk=attention_chunk,
+            sinks=sinks,
         )
         self.layer_name = layer_name
         self.calculate_kv_scales = calculate_kv_scales
@@ -85,8 +89,13 @@ class Attention(nn.Module):
     def shares_prefixes(self) -> bool:
         """Whether decode reads what rows share once, when metadata.shared_prefixes says so."""
         spec = self.spec
-        every_token = spec.sliding_window is None and spec.blocksparse is None
-        return every_token and spec.attn_type == AttentionType.DECODER and self._first_backend().shares_prefixes
+        return (
+            spec.sees_every_token and spec.attn_type == AttentionType.DECODER and self._first_backend().shares_prefixes
+        )
+
+    def can_be_captured(self, device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
+        """Whether decode steps over a cache of this kind may be replayed as a CUDA graph."""
+        return self.backends(device, dtype, self.spec.attn_type, block_size)[0].follows_captured_lengths
 
     def _first_backend(self) -> type[AttentionBackend]:
         cache = self.kv_cache[0]

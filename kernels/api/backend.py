@@ -112,6 +112,9 @@ class AttentionBackend(ABC):
     supports_quant_query_input: bool = False
     block_multiple: int = 1  # a cache's block size must be a multiple of this
     shares_prefixes: bool = False  # whether decode reads metadata.shared_prefixes
+    follows_captured_lengths: bool = True  # whether decode in a captured graph reads each replay's own lengths
+    serves_sinks: bool = False
+    serves_attention_chunks: bool = False
 
     @staticmethod
     @abstractmethod

@@ -193,6 +193,10 @@ def _why_not(
     block_size: int | None,
 ) -> str | None:
     reason = backend.unavailable_reason() or backend.unsupported_reason(device, dtype, head_size, options)
+    if options.sinks is not None and not backend.serves_sinks:
+        reason = reason or "sinks"
+    if options.attention_chunk is not None and not backend.serves_attention_chunks:
+        reason = reason or "attention_chunk"
     if reason is None and block_size is not None and block_size % backend.block_multiple:
         return f"block_size {block_size}: needs a multiple of {backend.block_multiple}"
     return reason

@@ -57,7 +57,11 @@ class BlockSparse:
 
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
-    """One layer's attention. `alibi_slopes` is float32 [num_heads]; `sliding_window` counts the query's own token."""
+    """One layer's attention. `alibi_slopes` is float32 [num_heads]; `sliding_window` counts the query's own token.
+
+    `attention_chunk`: a query sees keys of its own chunk of so many positions alone (Llama 4). `sinks`, [num_heads]: a
+    score each head adds to those of its keys, with no value behind it (GPT-OSS).
+    """
 
     num_heads: int
     head_size: int
@@ -69,12 +73,16 @@ class AttentionSpec:
     kv_cache_dtype: str = "auto"
     blocksparse: BlockSparse | None = None
     attn_type: str = AttentionType.DECODER
+    attention_chunk: int | None = None
+    sinks: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
             raise UnsupportedOptionError("num_kv_heads", f"{self.num_heads} heads can't share {self.num_kv_heads}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise UnsupportedOptionError("sliding_window", f"must be at least 1 token, got {self.sliding_window}")
+        if self.attention_chunk is not None and self.attention_chunk < 1:
+            raise UnsupportedOptionError("attention_chunk", f"must be at least 1 token, got {self.attention_chunk}")
         if self.logits_soft_cap is not None and self.logits_soft_cap <= 0:
             raise UnsupportedOptionError("logits_soft_cap", f"must be positive, got {self.logits_soft_cap}")
         if self.kv_cache_dtype not in CACHE_DTYPES:
@@ -85,11 +93,18 @@ class AttentionSpec:
             raise UnsupportedOptionError(
                 "alibi_slopes", f"{self.alibi_slopes.numel()} slopes for {self.num_heads} heads"
             )
+        if self.sinks is not None and self.sinks.numel() != self.num_heads:
+            raise UnsupportedOptionError("sinks", f"{self.sinks.numel()} sinks for {self.num_heads} heads")
 
     @property
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def sees_every_token(self) -> bool:
+        """Whether no option hides an earlier token from a query."""
+        return self.sliding_window is None and self.blocksparse is None and self.attention_chunk is None
 
     @property
     def is_fp8(self) -> bool:

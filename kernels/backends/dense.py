@@ -13,18 +13,20 @@ from tandem.kernels.api.spec import AttentionSpec
 
 def plain_causal(spec: AttentionSpec, num_earlier: int, causal: bool) -> bool:
     """Whether torch's own kernels need no explicit mask: nothing cached before, no option that hides or shifts."""
-    has_options = spec.sliding_window is not None or spec.blocksparse is not None or spec.alibi_slopes is not None
+    has_options = not spec.sees_every_token or spec.alibi_slopes is not None
     return not has_options and (num_earlier == 0 or not causal)
 
 
 def mask_of(
     spec: AttentionSpec, query_positions: torch.Tensor, positions: torch.Tensor, allowed: torch.Tensor
 ) -> torch.Tensor:
-    """Narrows `allowed` [N, L, S] by the window and the sparse pattern; query_positions [N, L], positions [S]."""
+    """Narrows `allowed` [N, L, S] by window, chunk and sparse pattern; query_positions [N, L], positions [S]."""
     allowed = allowed[:, None]
     queries = query_positions[:, None, :, None]
     if spec.sliding_window is not None:
         allowed = allowed & (positions > queries - spec.sliding_window)
+    if spec.attention_chunk is not None:
+        allowed = allowed & (positions >= queries - queries % spec.attention_chunk)
     if spec.blocksparse is not None:
         allowed = allowed & _sparse_pattern(spec, queries, positions)
     return allowed
@@ -41,6 +43,11 @@ def bias_of(
     return slopes[None, :, None, None] * distance
 
 
+def sinks_of(spec: AttentionSpec, device: torch.device, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """float32, in the shape that meets the scores."""
+    return None if spec.sinks is None else spec.sinks.to(device, torch.float32).reshape(shape)
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -49,12 +56,14 @@ def attend(
     bias: torch.Tensor | None,
     spec: AttentionSpec,
     is_causal: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query [A, B, L, D], key/value [A, B, S, D], masks broadcastable to [A, B, L, S] -> [A, B, L, D].
 
     torch's fused attention where it can express the options; else scores in at least float32, capped, then biased.
+    `sinks`, broadcastable to [A, B, L, 1]: one more score a query, with no value.
     """
-    if spec.logits_soft_cap is None and bias is None:
+    if spec.logits_soft_cap is None and bias is None and sinks is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=allowed, is_causal=is_causal, scale=spec.scale
         )
@@ -68,7 +77,11 @@ def attend(
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if allowed is not None:
         scores = scores.masked_fill(~allowed, float("-inf"))
-    weights = scores.softmax(-1)
+    if sinks is not None:
+        sink = sinks.to(wide).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    else:
+        weights = scores.softmax(-1)
     if allowed is not None:
         weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)  # who sees no key: zeros, as torch has it
     return (weights @ value.to(wide)).to(query.dtype)

@@ -67,15 +67,16 @@ class DecodeGroup:
     positions: torch.Tensor  # int64 [padded]
     lengths_cpu: tuple[int, ...]
     padded: int
-    _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int | None], torch.Tensor] = field(default_factory=dict)
 
     def allowed(self, spec: AttentionSpec) -> torch.Tensor:
         """bool [N, 1 | H, 1, padded]: the slots each row may look at."""
         if spec.blocksparse is not None:
             return self._mask(spec)
-        if spec.sliding_window not in self._masks:
-            self._masks[spec.sliding_window] = self._mask(spec)
-        return self._masks[spec.sliding_window]
+        key = (spec.sliding_window, spec.attention_chunk)
+        if key not in self._masks:
+            self._masks[key] = self._mask(spec)
+        return self._masks[key]
 
     def zero_unused(self, tokens: torch.Tensor) -> None:
         """Zeroes the slots past each row's end in gathered `tokens` [N, K, padded, D]: they may hold NaN."""

@@ -12,7 +12,7 @@ import torch
 from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, Prefill
 from tandem.kernels.api.metadata import RowBatch
 from tandem.kernels.api.spec import AttentionSpec
-from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal
+from tandem.kernels.backends.dense import attend, bias_of, mask_of, plain_causal, sinks_of
 from tandem.kernels.backends.gather import DecodeGroup, decode_groups, gather_blocks, read_prefix, write_to_cache
 
 QUERY_CHUNK = 512  # queries of a prefill row that share one mask; a guess
@@ -74,6 +74,10 @@ class NativeImpl(PagedImpl):
 
 
 class NativeBackend(AttentionBackend):
+    follows_captured_lengths = False
+    serves_sinks = True
+    serves_attention_chunks = True
+
     @staticmethod
     def get_name() -> str:
         return "NATIVE"
@@ -110,7 +114,8 @@ def _decode_group(query: torch.Tensor, kv: PagedKV, group: DecodeGroup, spec: At
         allowed = allowed.reshape(shape)
     bias = bias_of(spec, (group.lengths - 1)[:, None], group.positions, query.device)
     folded = query.reshape(num_rows, spec.num_kv_heads, spec.group_size, head_size)
-    output = attend(folded, key, value, allowed, None if bias is None else bias.reshape(shape), spec)
+    sinks = sinks_of(spec, query.device, (1, spec.num_kv_heads, spec.group_size, 1))
+    output = attend(folded, key, value, allowed, None if bias is None else bias.reshape(shape), spec, sinks=sinks)
     return output.reshape(num_rows, num_heads, head_size)
 
 
@@ -127,7 +132,8 @@ def _attend_row(
     q = query.reshape(num_queries, spec.num_kv_heads, spec.group_size, head_size).permute(1, 2, 0, 3)
     k, v = (x.transpose(0, 1).unsqueeze(1).expand(-1, spec.group_size, -1, -1) for x in (key, value))
     if plain_causal(spec, num_earlier, causal):
-        out = attend(q, k, v, None, None, spec, is_causal=causal)
+        sinks = sinks_of(spec, q.device, (spec.num_kv_heads, spec.group_size, 1, 1))
+        out = attend(q, k, v, None, None, spec, is_causal=causal, sinks=sinks)
         return out.permute(2, 0, 1, 3).reshape(query.shape)
     output = torch.empty_like(query)
     for start in range(0, num_queries, QUERY_CHUNK):
@@ -155,7 +161,8 @@ def _attend_chunk(
     shape = (spec.num_kv_heads, spec.group_size, num_queries, num_keys)
     if allowed.shape[1] == spec.num_heads:
         allowed = allowed.reshape(shape)
-    return attend(q, k, v, allowed, None if bias is None else bias.reshape(shape), spec)
+    sinks = sinks_of(spec, q.device, (spec.num_kv_heads, spec.group_size, 1, 1))
+    return attend(q, k, v, allowed, None if bias is None else bias.reshape(shape), spec, sinks=sinks)
 
 
 def _with_prefix(

@@ -54,6 +54,8 @@ class PagedBatch:
             "slopes": slopes,
             "window": spec.sliding_window,
             "soft_cap": spec.logits_soft_cap,
+            "chunk": spec.attention_chunk,
+            "sinks": None if spec.sinks is None else spec.sinks.tolist(),
         }
         split = meta.num_decode_rows
         decoded = paged.paged_decode(

@@ -19,7 +19,9 @@ MOST_GROUP = 16  # query heads of a KV head
 
 def why_not(num_rows: int, dtype: torch.dtype, spec: AttentionSpec, cache: torch.Tensor) -> str | None:
     """Why this kernel doesn't serve such rows of a layer, or None. `cache` [num_blocks, K, 2, S, D]. Pure."""
-    options = (spec.sliding_window, spec.logits_soft_cap, spec.alibi_slopes, spec.blocksparse)
+    options = (
+        spec.sliding_window, spec.logits_soft_cap, spec.alibi_slopes, spec.blocksparse, spec.attention_chunk, spec.sinks
+    )  # fmt: skip
     reasons = (
         (not 0 < num_rows <= MOST_ROWS, f"{num_rows} rows"),
         (cache.numel() == 0 or cache.dtype != dtype, f"the cache holds {cache.dtype}, not {dtype}"),

@@ -25,6 +25,8 @@ def attend_token(
     slope: float = 0.0,
     window: int | None = None,
     soft_cap: float | None = None,
+    chunk: int | None = None,
+    sink: float | None = None,
     causal: bool = True,
     visible: Sequence[int] | None = None,
 ) -> torch.Tensor:
@@ -33,6 +35,7 @@ def attend_token(
     for position in range(keys_SD.shape[0]):
         hidden = causal and position > query_position
         hidden = hidden or (window is not None and position <= query_position - window)
+        hidden = hidden or (chunk is not None and position // chunk != query_position // chunk)
         hidden = hidden or (visible is not None and position not in visible)
         if not hidden:
             positions.append(position)
@@ -42,8 +45,11 @@ def attend_token(
     if soft_cap is not None:
         scores = torch.tanh(scores / soft_cap) * soft_cap
     distances = torch.tensor([p - query_position for p in positions], dtype=scores.dtype, device=scores.device)
-    weights = torch.exp(scores + slope * distances - (scores + slope * distances).max())
-    return (weights / weights.sum()) @ values_SD[positions]
+    scores = scores + slope * distances
+    highest = scores.max() if sink is None else max(scores.max(), scores.new_tensor(sink))
+    weights = torch.exp(scores - highest)
+    total = weights.sum() if sink is None else weights.sum() + torch.exp(sink - highest)
+    return (weights / total) @ values_SD[positions]
 
 
 def sparse_positions(
@@ -101,6 +107,8 @@ def paged_decode(
     slopes: Sequence[float] | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    chunk: int | None = None,
+    sinks: Sequence[float] | None = None,
     sparse: dict[str, int] | None = None,
 ) -> torch.Tensor:
     """Twin of the decode kernels (V1 and V2 give the same numbers): [N, H, D] in the query's dtype."""
@@ -121,6 +129,8 @@ def paged_decode(
                 slope=0.0 if slopes is None else slopes[head],
                 window=window,
                 soft_cap=soft_cap,
+                chunk=chunk,
+                sink=None if sinks is None else sinks[head],
                 visible=visible,
             )
     return output
@@ -161,6 +171,8 @@ def paged_prefill(
     slopes: Sequence[float] | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    chunk: int | None = None,
+    sinks: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Twin of the prefill kernel: new tokens attend to the cached prefix and causally to each other -> [T, H, D]."""
     output = torch.zeros_like(query_THD)
@@ -184,6 +196,8 @@ def paged_prefill(
                     slope=0.0 if slopes is None else slopes[head],
                     window=window,
                     soft_cap=soft_cap,
+                    chunk=chunk,
+                    sink=None if sinks is None else sinks[head],
                 )
         first = last
     return output

@@ -24,6 +24,7 @@ from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.model_folder import resolve_model
+from tandem.engine.models.choice import takes_transformers
 from tandem.engine.parallel.group import STUCK_S, Membership
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
@@ -46,7 +47,10 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
         return None
     if size < 1:
         raise ConfigError(f"--tensor-parallel-size {size}: give the number of GPUs of a node, 1 or more")
-    config = load_model_config(resolve_model(options.model.model, options.model.revision))
+    folder = resolve_model(options.model.model, options.model.revision)
+    if takes_transformers(folder, options.model):
+        raise ConfigError(f"--tensor-parallel-size {size}: {folder} runs by transformers' modules, on one GPU")
+    config = load_model_config(folder)
     Shard(0, size).config(config)
     if options.role != "unified" and config.num_kv_heads < size:
         raise ConfigError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -90,9 +91,11 @@ class Pair:
 
 
 @contextmanager
-def make_pair(way: str, *, decode: dict | None = None, prefill: dict | None = None) -> Iterator[Pair]:
-    """Both nodes with the tiny llama; `decode` and `prefill` are options of in_process_cluster.node_options."""
-    model = tiny_model("llama")
+def make_pair(
+    way: str, *, model: Path | None = None, decode: dict | None = None, prefill: dict | None = None
+) -> Iterator[Pair]:
+    """Both nodes with `model` (the tiny llama); `decode` and `prefill`: options of in_process_cluster.node_options."""
+    model = model or tiny_model("llama")
     nodes = []
     for role, options in (("decode", decode or {}), ("prefill", prefill or {})):
         nodes.append(Node(node_options(role, model, transport=way, **options)))

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -68,11 +68,15 @@ KINDS: dict[str, tuple[str, dict, dict]] = {
 def tiny_model(kind: str, root: Path | None = None) -> Path:
     """Folder of that kind, built on first use and kept for the test session's machine."""
     root = root or Path(tempfile.gettempdir()) / f"tandem-tiny-models-{os.getuid()}-v5"
-    folder = root / kind
+    return made_once(root / kind, lambda folder: _build(kind, folder))
+
+
+def made_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`folder`, built where it is missing; whole or not there at all, whoever else builds it."""
     if (folder / "tokenizer.json").exists():
         return folder
-    scratch = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=_made(root)))
-    _build(kind, scratch)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=_made(folder.parent)))
+    build(scratch)
     try:
         os.rename(scratch, folder)
     except OSError:  # another test process was faster
@@ -105,10 +109,10 @@ def _build(kind: str, folder: Path) -> None:
             parameter.data = scale * torch.randn(parameter.shape, generator=generator)
     model.tie_weights()
     model.save_pretrained(folder, **saving)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -25,6 +25,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window-1": {"sliding_window": 1},
     "soft-cap": {"logits_soft_cap": 1.5},
     "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
+    "chunks": {"attention_chunk": 6},
+    "sinks": {"sinks": torch.tensor([0.5, -2.0, 3.0, 0.0])},
+    "sinks-in-chunks": {"attention_chunk": 11, "sinks": torch.tensor([9.0, -1.0, 0.0, 1.0]), "logits_soft_cap": 2.0},
     "all": {"sliding_window": 20, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
 }
 BATCHES = {
@@ -39,7 +42,8 @@ BATCHES = {
 def layer_for(spec: AttentionSpec, **more: Any) -> Attention:
     return Attention(
         spec.num_heads, spec.head_size, spec.scale, spec.num_kv_heads, spec.alibi_slopes, spec.sliding_window,
-        spec.logits_soft_cap, spec.kv_cache_dtype, attn_backend="native", **more,
+        spec.logits_soft_cap, spec.kv_cache_dtype, attn_backend="native", attention_chunk=spec.attention_chunk,
+        sinks=spec.sinks, **more,
     )  # fmt: skip
 
 

@@ -1,0 +1,59 @@
+"""The choice of whose modules compute a model: our own, or those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.model_config import ModelConfig, is_native, load_model_config
+from tandem.engine.models.loader import load_model
+from tandem.engine.parallel.group import TensorParallel
+
+if TYPE_CHECKING:
+    from tandem.engine.models.decoder import DecoderModel
+    from tandem.engine.models.hf.config import HFConfig
+    from tandem.engine.models.hf.model import HFModel
+
+
+def takes_transformers(folder: Path, options: ModelOptions) -> bool:
+    """Raises ConfigError when it would and the package is not there."""
+    if options.model_impl == "tandem" or (options.model_impl == "auto" and is_native(folder)):
+        return False
+    if find_spec("transformers") is None:
+        raise ConfigError(f"{folder} needs transformers to run: pip install 'transformers>=5'")
+    return True
+
+
+def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
+    """Raises CheckpointError for a model that neither can serve."""
+    if not takes_transformers(folder, options):
+        return load_model_config(folder)
+    from tandem.engine.models.hf.config import load_hf_config  # seconds of imports
+
+    return load_hf_config(folder)
+
+
+def load_chosen(
+    folder: Path,
+    config: ModelConfig | HFConfig,
+    options: ModelOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention_backend: str = "auto",
+    group: TensorParallel | None = None,
+    on_loaded: Callable[[float], None] | None = None,
+) -> DecoderModel | HFModel:
+    """The model, as `load_model` or `load_hf_model` makes it. Raises CheckpointError, ConfigError."""
+    if isinstance(config, ModelConfig):
+        return load_model(folder, config, options, device, dtype, attention_backend, group, on_loaded)
+    from tandem.engine.models.hf.loader import load_hf_model
+
+    if group is not None:
+        raise ConfigError(f"--tensor-parallel-size: {config.architecture} runs by transformers' modules, on one GPU")
+    return load_hf_model(folder, config, options, device, dtype, attention_backend, on_loaded)

@@ -1,0 +1,1 @@
+"""Decoders of transformers, run by its own modules over our paged attention."""

@@ -1,0 +1,128 @@
+"""What transformers' modules call for attention: ours, over the paged cache of the current forward pass.
+
+Registered under a name that transformers' masks don't know, so it builds none: sequences packed into one row of tokens
+are told apart by our metadata alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from tandem.kernels.api.unified_attention import unified_attention
+
+NAME = "tandem"
+
+
+class AttentionCall(NamedTuple):
+    """What one layer asked for: sizes of heads, and options."""
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    key_width: int
+    value_width: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    is_causal: bool
+
+
+class QueryScale(NamedTuple):
+    """Queries at later positions are longer: Llama 4's "temperature tuning", which its own module would do by the place
+    in the packed row instead of the position."""
+
+    every: float  # positions
+    by: float
+
+    def of(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """float32 [T, 1, 1]."""
+        return (torch.log1p(torch.floor((positions_T.float() + 1.0) / self.every)) * self.by + 1.0)[:, None, None]
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def recorded() -> Iterator[list[AttentionCall]]:
+    """What this thread's forward passes ask of attention in the block, in order; nothing is computed."""
+    calls: list[AttentionCall] = []
+    _thread.calls = calls
+    try:
+        yield calls
+    finally:
+        del _thread.calls
+
+
+@contextmanager
+def at_positions(positions_T: torch.Tensor) -> Iterator[None]:
+    """The positions of the tokens of this thread's forward pass."""
+    _thread.positions = positions_T
+    try:
+        yield
+    finally:
+        del _thread.positions
+
+
+def layer_name(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn"
+
+
+def index_of(module: Any) -> int:
+    """Which layer an attention module is."""
+    return int(module.layer_idx)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **more: object,
+) -> tuple[torch.Tensor, None]:
+    """query [1, H, T, D], key and value [1, K, T, D] (value may be of another width) -> [1, T, H, value's width].
+
+    Options that don't change from call to call were read when the model was looked at (`look_at`); here they are
+    unread. Heads of unlike widths are filled up with zeros to the pool's.
+    """
+    assert attention_mask is None, "no mask is made for an attention of this name"
+    layer, width = index_of(module), value.shape[3]
+    calls = getattr(_thread, "calls", None)
+    if calls is not None:
+        scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
+        sizes = query.shape[1], key.shape[1], key.shape[3], width
+        is_causal = bool(getattr(module, "is_causal", True)) and more.get("is_causal") is not False
+        calls.append(AttentionCall(layer, *sizes, scale, sliding_window, softcap, s_aux is not None, is_causal))
+        return query.new_zeros(1, query.shape[2], query.shape[1], width), None
+    widest = max(query.shape[3], width)
+    q_THD, k_TKD, v_TKD = (_tokens_first(each, widest) for each in (query, key, value))
+    query_scale: QueryScale | None = getattr(module, "tandem_query_scale", None)
+    if query_scale is not None:
+        q_THD = (q_THD * query_scale.of(_thread.positions)).to(q_THD.dtype)
+    output = unified_attention(q_THD, k_TKD, v_TKD, layer_name(layer))
+    return output[None, :, :, :width], None
+
+
+def _tokens_first(heads: torch.Tensor, width: int) -> torch.Tensor:
+    """[1, heads, T, D] -> [T, heads, width], contiguous, zeros past D."""
+    tokens = heads[0].transpose(0, 1)
+    return functional.pad(tokens, (0, width - tokens.shape[2])) if tokens.shape[2] < width else tokens.contiguous()
+
+
+AttentionInterface.register(NAME, paged_attention)
+assert NAME not in AttentionMaskInterface(), "a mask would be made"

@@ -1,0 +1,133 @@
+"""A model folder's config.json as transformers reads it, as far as others than the model ask.
+
+Sizes of heads and the number of layers are what the modules really ask of attention, found by a pass of an empty model
+on the meta device (layers.py), not what a field of some name says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.generation_config import eos_token_ids, token_ids
+from tandem.engine.models.hf.adapters import ROPE_BY_LENGTH
+from tandem.engine.models.hf.layers import LayerNeeds, look_at
+
+logger = logging.getLogger(__name__)
+DTYPES = ("float32", "bfloat16", "float16")
+REFUSED_IF_SET = {
+    "quantization_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
+    "compression_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
+    "auto_map": "code that comes with a model is not run; use a checkpoint whose code is in transformers",
+}
+
+
+class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A decoder of transformers. `head_dim` is the widest of its keys and values; `digest` is of all of config.json."""
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    digest: str
+    layers: tuple[LayerNeeds, ...]
+    rope: None = None  # part of the digest
+
+
+def load_hf_config(folder: Path) -> HFConfig:
+    """Raises CheckpointError that says what transformers or we can't do with this model."""
+    config = read_config(folder)
+    raw = json.loads((folder / "config.json").read_bytes())
+    for name, why in REFUSED_IF_SET.items():
+        if raw.get(name) is not None:
+            raise CheckpointError(f"{folder / 'config.json'}: {name} is set: {why}")
+    try:
+        found = look_at(deepcopy(config))  # building a model writes into it
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {config.model_type} can't be served: {error}") from error
+    first = found.layers[0]
+    ends = eos_token_ids(folder) or token_ids(config.eos_token_id)
+    begin = config.bos_token_id
+    return HFConfig(
+        architecture=str(config.model_type),
+        hidden_size=found.hidden_size,
+        num_layers=len(found.layers),
+        num_heads=first.num_heads,
+        num_kv_heads=first.num_kv_heads,
+        head_dim=first.head_dim,
+        vocab_size=found.vocab_size,
+        max_model_len=_max_model_len(config),
+        dtype=_dtype(config),
+        eos_token_ids=tuple(one for one in ends if 0 <= one < found.vocab_size),
+        bos_token_id=begin if isinstance(begin, int) else None,
+        digest=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:32],
+        layers=found.layers,
+    )
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """Raises CheckpointError."""
+    _quiet()
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{folder / 'config.json'}: transformers can't read it: {said}") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{folder}: {config.model_type} has an encoder; only decoders are served")
+    if config.get_text_config() is not config:
+        raise CheckpointError(
+            f"{folder}: {config.model_type} holds models within a model; serve the language model's own checkpoint"
+        )
+    config.pad_token_id = None  # nothing is padded, and some models look for it among the tokens, at each step
+    return config
+
+
+@cache
+def _quiet() -> None:
+    """transformers' own warnings are about training and about fields that we read ourselves."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
+def _max_model_len(config: PreTrainedConfig) -> int:
+    """Raises CheckpointError when nothing says it."""
+    length = getattr(config, "max_position_embeddings", None)
+    if not isinstance(length, int) or not 1 <= length < 1 << 31:
+        raise CheckpointError(f"{config.model_type}: max_position_embeddings says no length in tokens: {length!r}")
+    for rope in _ropes(config):
+        if rope.get("rope_type") in ROPE_BY_LENGTH:
+            original = rope.get("original_max_position_embeddings") or length
+            length = min(length, int(original))
+    return length
+
+
+def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
+    """The rotary embedding's parameters, of each kind of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in given.values() if isinstance(value, dict)]
+    return nested or [given]
+
+
+def _dtype(config: PreTrainedConfig) -> str:
+    name = str(config.dtype or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"{config.model_type}: dtype {name} is not supported; supported: {', '.join(DTYPES)}")
+    return name

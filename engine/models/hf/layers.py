@@ -1,0 +1,137 @@
+"""What a model's layers ask of attention, found before its weights are read.
+
+The model is built on the meta device, where tensors have shapes and no content, and run once. A model whose layers
+don't all come to us for attention keeps state of its own, and would be silently wrong: it is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from tandem.engine.models.hf.adapters import adapt
+from tandem.engine.models.hf.attention import NAME, AttentionCall, layer_name, recorded
+from tandem.kernels.api.attention import Attention
+
+
+class LayerNeeds(NamedTuple):
+    """One layer's attention. `head_dim` is what the pool keeps: the wider of keys and values."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    chunk: int | None
+    has_sinks: bool
+
+
+class ModelNeeds(NamedTuple):
+    layers: tuple[LayerNeeds, ...]
+    hidden_size: int
+    vocab_size: int  # width of the logits
+
+
+def look_at(config: PreTrainedConfig) -> ModelNeeds:
+    """Raises ValueError that says why the model can't run over our attention."""
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError("transformers has no class of it that generates text")
+    try:
+        with torch.device("meta"):
+            # bf16: torch's grouped products of experts, without values, know no other.
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
+    except (ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"transformers can't run it with an attention of ours: {error}") from error
+    if not model._supports_attention_backend:
+        raise ValueError(f"{type(model).__name__} of transformers has attention of its own that can't be replaced")
+    adapt(model)
+    calls, logits = _run_on_meta(model)
+    layers = _needs(calls, config)
+    embedding: Any = decoder_of(model)[1].get_input_embeddings()
+    return ModelNeeds(layers, embedding.embedding_dim, logits.shape[-1])
+
+
+def decoder_of(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
+    """(its name in `model`, what makes hidden states of tokens): all but the head."""
+    decoder = model.get_decoder()
+    if decoder is model:
+        decoder = model.model  # noqa: B009: Llama4ForCausalLM names itself
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    return name, decoder
+
+
+def make_layers(needs: tuple[LayerNeeds, ...], backend: str, sinks: dict[int, torch.Tensor]) -> dict[str, Attention]:
+    """Attention of each layer by its name, in order. `sinks`: of the layers that have them, [H]."""
+    layers = {}
+    for index, layer in enumerate(needs):
+        layers[layer_name(index)] = Attention(
+            layer.num_heads,
+            layer.head_dim,
+            layer.scale,
+            layer.num_kv_heads,
+            sliding_window=layer.window,
+            logits_soft_cap=layer.soft_cap,
+            attn_backend=None if backend == "auto" else backend,
+            layer_name=layer_name(index),
+            attention_chunk=layer.chunk,
+            sinks=sinks[index] if layer.has_sinks else None,
+        )
+    return layers
+
+
+def _run_on_meta(model: PreTrainedModel) -> tuple[list[AttentionCall], torch.Tensor]:
+    try:
+        with torch.device("meta"), torch.inference_mode(), recorded() as calls:
+            tokens = torch.zeros((1, 2), dtype=torch.int64)
+            output = model(tokens, position_ids=torch.arange(2)[None], use_cache=False)
+    except (RuntimeError, NotImplementedError, TypeError, IndexError, KeyError, AttributeError) as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(f"a pass without values fails, so it looks at them on the way: {said}") from error
+    return calls, output.logits
+
+
+def _needs(calls: list[AttentionCall], config: PreTrainedConfig) -> tuple[LayerNeeds, ...]:
+    """Raises ValueError unless each layer came once, in order, with heads that one pool can hold."""
+    num_layers = config.num_hidden_layers
+    if [call.layer for call in calls] != list(range(num_layers)):
+        came = len({call.layer for call in calls})
+        raise ValueError(
+            f"{came} of its {num_layers} layers are attention over earlier tokens, the others what we lack"
+        )
+    if not all(call.is_causal for call in calls):
+        raise ValueError("a layer's attention is not causal")
+    shapes = {(call.num_heads, call.num_kv_heads, max(call.key_width, call.value_width)) for call in calls}
+    if len({shape[1:] for shape in shapes}) > 1:
+        raise ValueError(f"its layers keep KV of unlike shapes: {sorted(shapes)}")
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
+    return tuple(
+        LayerNeeds(
+            call.num_heads,
+            call.num_kv_heads,
+            max(call.key_width, call.value_width),
+            call.scale,
+            call.window,
+            call.soft_cap or None,
+            config.attention_chunk_size if kind == "chunked_attention" else None,
+            call.has_sinks,
+        )
+        for call, kind in zip(calls, kinds, strict=True)
+    )
+
+
+def sinks_of(model: nn.Module, needs: tuple[LayerNeeds, ...]) -> dict[int, torch.Tensor]:
+    """layer -> its learnt sinks [H], of layers that have them."""
+    modules: Iterable[Any] = model.modules()
+    found = {
+        int(module.layer_idx): module.sinks.detach()
+        for module in modules
+        if hasattr(module, "sinks") and hasattr(module, "layer_idx")
+    }
+    missing = [index for index, layer in enumerate(needs) if layer.has_sinks and index not in found]
+    assert not missing, f"layers {missing} have sinks that aren't called so"
+    return found

@@ -1,0 +1,85 @@
+"""A decoder of transformers with its weights, tried against its own attention before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.models.dummy_weights import fill_with_noise
+from tandem.engine.models.hf.adapters import adapt
+from tandem.engine.models.hf.attention import NAME
+from tandem.engine.models.hf.config import HFConfig, read_config
+from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.trial import check_against_own_attention
+from tandem.engine.models.weights import stored_tensors
+
+
+def load_hf_model(
+    folder: Path,
+    config: HFConfig,
+    options: ModelOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention_backend: str = "auto",
+    on_loaded: Callable[[float], None] | None = None,
+) -> HFModel:
+    """The model in `dtype` on `device`. `on_loaded` is told how much of the weights is there, of 1.
+
+    Raises CheckpointError for missing, unknown or misshapen tensors, and for a model that our attention computes
+    otherwise than its own.
+    """
+    if options.load_format == "dummy":
+        causal = _made_up(folder, device, dtype)
+    else:
+        stored_tensors(folder)  # a torn shard is named at once
+        causal = _loaded(folder, dtype)
+        causal.to(device)  # type: ignore[arg-type]  # in place; its annotation is a decorator's
+    adapt(causal)
+    model = HFModel(causal.eval(), config, attention_backend)
+    check_against_own_attention(model, device, dtype)
+    if on_loaded is not None:
+        on_loaded(1.0)
+    return model
+
+
+def _loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
+    causal: PreTrainedModel
+    found: dict[str, Any]
+    try:
+        causal, found = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+            folder,
+            config=read_config(folder),
+            dtype=dtype,
+            attn_implementation=NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        said = str(error).strip().partition("\n")[0]
+        raise CheckpointError(f"{folder}: transformers can't load it: {said}; fetch the model again") from error
+    for what, why in (
+        ("missing_keys", "no shard holds {}; fetch the model again"),
+        ("unexpected_keys", "the weights hold {}, which a model of this config.json does not have"),
+        ("mismatched_keys", "{} has another shape than config.json asks for; they don't belong together"),
+    ):
+        if found[what]:
+            raise CheckpointError(f"{folder}: {why.format(sorted(map(str, found[what]))[0])}")
+    return causal
+
+
+def _made_up(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The weights of --load-format dummy."""
+    with torch.device(device):
+        causal = AutoModelForCausalLM.from_config(read_config(folder), dtype=dtype, attn_implementation=NAME)
+    for name, parameter in causal.named_parameters():
+        fill_with_noise(name, parameter.data)
+    return causal

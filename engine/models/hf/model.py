@@ -1,0 +1,80 @@
+"""A decoder of transformers as the runner wants models: hidden states first, logits of the wanted ones after."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from tandem.engine.contracts.kv_layout import KVGroup
+from tandem.engine.models.hf.attention import at_positions
+from tandem.engine.models.hf.config import HFConfig
+from tandem.engine.models.hf.layers import decoder_of, make_layers, sinks_of
+from tandem.engine.parallel.group import TensorParallel
+from tandem.kernels.products.rotary_attention import WantedTokens
+
+
+@dataclass
+class _Hidden(MoeModelOutputWithPast):
+    """Hidden states, with every field that some head looks for and none that this one has."""
+
+    cross_attentions: None = None
+
+
+class _DecoderStub(nn.Module):
+    """Stands where the head's decoder was, and says what it is given: so the head's own code does the rest, whatever
+    scales or caps it has."""
+
+    def forward(self, *args: object, inputs_embeds: torch.Tensor, **more: object) -> _Hidden:
+        return _Hidden(last_hidden_state=inputs_embeds)
+
+
+class HFModel(nn.Module):
+    """`causal`: a ...ForCausalLM of transformers, loaded, on its device. T tokens, N rows, E hidden size, V logits."""
+
+    group: TensorParallel | None = None  # ranks share out native models alone
+
+    def __init__(self, causal: PreTrainedModel, config: HFConfig, attention_backend: str = "auto") -> None:
+        super().__init__()
+        self.config = config
+        name, self.decoder = decoder_of(causal)
+        self.attention_layers = make_layers(config.layers, attention_backend, sinks_of(causal, config.layers))
+        causal.set_submodule(name, _DecoderStub())
+        self.head = causal
+        self.requires_grad_(False)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    def keep_kv_as(self, group: KVGroup) -> None:
+        """Takes the dtype and scales of the pool that will be bound; before the first step."""
+        for index, attention in enumerate(self.attention_layers.values()):
+            k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
+            attention.keep_kv_as(group.dtype, k_scale, v_scale)
+
+    def bind_kv_cache(self, pool: torch.Tensor) -> None:
+        """`pool` `[num_blocks, K, num_layers, 2, block_size, D]`; layer l gets the view `pool[:, :, l]`."""
+        for index, attention in enumerate(self.attention_layers.values()):
+            attention.kv_cache = [pool[:, :, index]]
+
+    def forward(
+        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None = None
+    ) -> torch.Tensor:
+        """int [T], int64 [T] -> hidden states [N, E] of the wanted tokens (None: of all T)."""
+        with at_positions(positions_T):
+            output = self.decoder(input_ids=input_ids_T[None].long(), position_ids=positions_T[None], use_cache=False)
+        hidden_TE: torch.Tensor = output.last_hidden_state[0]
+        return hidden_TE if wanted is None else hidden_TE[wanted.index]
+
+    def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
+        """[N, E] -> logits [N, V] in the model's dtype."""
+        logits_NV: torch.Tensor = self.head(inputs_embeds=hidden_NE[None], use_cache=False).logits[0]
+        return logits_NV if out_NV is None else out_NV.copy_(logits_NV)
+
+    def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """[N, E] -> fp32 [N, V]."""
+        return self.project(hidden_NE).float()

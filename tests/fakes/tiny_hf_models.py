@@ -1,0 +1,126 @@
+"""Tiny random folders of architectures that run by transformers' modules, one of each family."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tiny_models import VOCAB, made_once, write_tokenizer
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 96}
+EXPERTS = {**GROUPED, "head_dim": 16, "num_experts_per_tok": 2}
+MLA = {
+    **GROUPED,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+# model_type -> config. Windows and chunks are shorter than the prompts of tests.
+FAMILIES: dict[str, dict] = {
+    "gpt2": {**SIZES, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 2048},
+    "opt": {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 48},
+    "gpt_neox": {**SIZES, "intermediate_size": 96},
+    "phi": GROUPED,
+    "phi3": {**GROUPED, "sliding_window": 30},
+    "gemma2": {
+        **GROUPED,
+        "head_dim": 16,
+        "sliding_window": 21,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 9.0,
+        "query_pre_attn_scalar": 20,
+    },
+    "gemma3_text": {
+        **GROUPED,
+        "head_dim": 16,
+        "sliding_window": 21,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "starcoder2": {**GROUPED, "sliding_window": 40},
+    "cohere2": {**GROUPED, "sliding_window": 21, "head_dim": 16, "logit_scale": 0.5},
+    "olmo2": GROUPED,
+    "granite": {**GROUPED, "attention_multiplier": 0.3, "logits_scaling": 3.0},
+    "smollm3": {**GROUPED, "no_rope_layers": [1, 0, 1, 0]},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
+    "glm4_moe": {**EXPERTS, "n_routed_experts": 4, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+    "gpt_oss": {
+        **EXPERTS,
+        "num_local_experts": 4,
+        "sliding_window": 21,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "llama4_text": {
+        **EXPERTS,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "attention_chunk_size": 24,
+        "floor_scale": 16,
+        "attn_scale": 0.5,
+    },
+    "deepseek_v2": {**MLA, "topk_method": "greedy"},
+    "deepseek_v3": MLA,
+}
+# What transformers runs without calling for attention, or not from all layers.
+REFUSED: dict[str, dict] = {
+    "bloom": {**SIZES, "n_layer": 4, "n_head": 4},
+    "falcon": {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "qwen3_next": {
+        **EXPERTS,
+        "num_experts": 4,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "mamba": {**SIZES, "state_size": 8},
+}
+
+
+def tiny_hf_model(family: str) -> Path:
+    """Folder of that family, built on first use and kept for the test session's machine."""
+    root = Path(tempfile.gettempdir()) / f"tandem-tiny-hf-models-{os.getuid()}-v1"
+    return made_once(root / family, lambda folder: _build(family, folder))
+
+
+def _build(family: str, folder: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **{**FAMILIES, **REFUSED}[family])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(sum(family.encode()))
+    for name, parameter in sorted(model.named_parameters()):
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * noise  # norms are 1 or, where 1 is added, 0
+        else:
+            tied = 0.3 if config.tie_word_embeddings else 1.0
+            is_table = any(word in name for word in ("embed", "lm_head", "wte", "wpe"))
+            parameter.data = noise * (tied if is_table else 1.6 / parameter.shape[-1] ** 0.5)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
