@@ -67,7 +67,8 @@ class CommandParser(argparse.ArgumentParser):
     def _refuse(self, name: str) -> NoReturn:
         if not name.startswith("-"):
             self.error(f"unexpected argument {name!r}")
-        self.error(f"unknown option {name}{did_you_mean(name, self._option_string_actions)}")
+        shown = [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+        self.error(f"unknown option {name}{did_you_mean(name, shown)}")
 
 
 class _Formatter(argparse.HelpFormatter):

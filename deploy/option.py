@@ -105,7 +105,7 @@ _KIND_NAMES: dict[type, str] = {
     str: "text",
 }
 # What vLLM's users call the same.
-_AS_CHOICE = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32", "warn": "warning"} | {
+_AS_CHOICE = {"fp8": "fp8_e4m3", "half": "float16", "float": "float32", "warn": "warning", "hf": "safetensors"} | {
     **dict.fromkeys(("vllm", "openai", "sglang", "/v1/completions"), "completions"),
     **dict.fromkeys(("openai-chat", "sglang-oai-chat", "/v1/chat/completions", "chat_completions"), "chat"),
 }

@@ -65,6 +65,7 @@ class ClusterOptions:
     decode: Annotated[Count, "number of decode nodes; with --prefill: a local cluster instead of a single node"] = 0
     prefill_tensor_parallel_size: Annotated[Count, "GPUs of each prefill node; 0: as --tensor-parallel-size"] = 0
     decode_tensor_parallel_size: Annotated[Count, "GPUs of each decode node; 0: as --tensor-parallel-size"] = 0
+    log_stats: Annotated[bool, "every 10 s say how many requests are under way, and at what rates"] = True
 
 
 @dataclass(frozen=True)
@@ -114,10 +115,10 @@ def add_flags(parser: argparse.ArgumentParser, options: Mapping[str, Option]) ->
             arguments |= {"type": option.from_flag, "choices": option.choices or None}
             arguments["metavar"] = None if option.choices else option.kind.__name__.upper().replace("STR", "TEXT")
         group.add_argument(option.flag, *_other_flags(option.name), dest=option.name, **arguments)
+        unset: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS}
         for flag in _other_flags(f"not {option.name}"):
-            group.add_argument(
-                flag, dest=option.name, action="store_false", default=argparse.SUPPRESS, help=f"no {option.flag}"
-            )
+            group.add_argument(flag, action="store_false", help=f"no {option.flag}", **unset)
+            group.add_argument("--no-" + flag[2:], action="store_true", help=argparse.SUPPRESS, **unset)
 
 
 def _other_flags(ours: str) -> list[str]:
@@ -131,6 +132,9 @@ def add_foreign_flags(parser: argparse.ArgumentParser, foreign_options: Mapping[
         flags = ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
         nargs = None if foreign.takes_value else 0
         parser.add_argument(*flags, action=_Heed, foreign=foreign, nargs=nargs, help=argparse.SUPPRESS)
+        if not foreign.takes_value:
+            off = "--no-" + name.replace("_", "-")  # as it is
+            parser.add_argument(off, action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 class _Heed(argparse.Action):

@@ -25,6 +25,7 @@ from tandem.deploy.launch.child_process import ChildProcess
 from tandem.deploy.launch.cluster_plan import NODES, ChildPlan, plan_cluster, plan_single_node
 from tandem.deploy.launch.console import Console
 from tandem.deploy.launch.preflight import check_redis, check_router
+from tandem.deploy.launch.rates import Rates
 from tandem.deploy.launch.summary import summary
 from tandem.deploy.launch.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
 from tandem.deploy.redis_server import RedisServer, free_port
@@ -37,6 +38,7 @@ from tandem.router.process.port import bind
 POLL_MS = 100  # a guess: how late the end of a child may be seen
 REDIS_RETRY_S = 1.0  # a guess
 PROBE_S = 0.5  # a guess
+RATES_EVERY_S = 10.0  # as often as vLLM does
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound everywhere: asked here
 _ACTIVE = re.compile(r"^tandem_router_active_prompts (\S+)$", re.MULTILINE)
@@ -89,6 +91,8 @@ class Launcher:
         self._stop_requests = 0
         self._next_redis_check = 0.0
         self._announcing = False
+        self._rates = Rates()
+        self._next_rates: float | None = None  # None: nothing serves yet, or nobody wants to know
 
     def run(self) -> int:
         handlers = {number: signal.signal(number, self._on_signal) for number in _signals_to_handle()}
@@ -124,6 +128,7 @@ class Launcher:
         self._keep_redis(time.monotonic())
         if self._announcing:
             self._announce_when_ready()
+        self._say_rates(time.monotonic())
         self._carry_out(self._supervisor.tick(time.monotonic()))
 
     def _wait(self) -> None:
@@ -206,6 +211,7 @@ class Launcher:
         if self._ask_router("/ready")[0] != 200:
             return
         self._announcing = False
+        self._next_rates = time.monotonic() if self._values.get("log_stats", True) else None
         host = str(self._values.get("host", RouterOptions.host))
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{_port(self._ready_lines['router'])}"
@@ -214,6 +220,13 @@ class Launcher:
             self._console.say(line)
         with contextlib.suppress(OSError):
             print(f"serving {name} on {url}", flush=True)
+
+    def _say_rates(self, now: float) -> None:
+        if self._next_rates is None or now < self._next_rates or self._supervisor.phase is not Phase.RUNNING:
+            return
+        self._next_rates = now + RATES_EVERY_S
+        if line := self._rates.line(self._ask_router("/metrics")[1], now):
+            self._console.say(line)
 
     def _ask_router(self, path: str) -> tuple[int, str]:
         """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`."""

@@ -149,7 +149,7 @@ class Supervisor:
         child.num_quick_failures = child.num_quick_failures + 1 if quick else 1
         what = f"{name} ended ({_describe(code)})"
         if code == EXIT_BAD_CONFIG:
-            return self._give_up(child, f"{what}: {last_words or 'its configuration is wrong'}", EXIT_BAD_CONFIG, now)
+            return self._give_up(child, f"{what}: its configuration is wrong, as it said", EXIT_BAD_CONFIG, now)
         if code >= 0 and not child.was_ready:
             return self._give_up(child, f"{what} before it served. Its last words:\n{last_words}", 1, now)
         if child.num_quick_failures >= MAX_QUICK_FAILURES and not self._serving:

@@ -38,13 +38,18 @@ def run_router(options: RouterOptions) -> int:
     name_process("router")
     launcher = LauncherPipe(options.ready_fd)
     options = replace(options, workers=options.workers or default_workers(os.cpu_count() or 1))
+
+    def serving(port: int) -> None:
+        logger.info("requests are taken on http://%s:%d by %d process(es)", options.host, port, options.workers)
+        launcher.ready(port=port)
+
     if options.workers > 1:
         _say_defaults(Worker(options), options)  # what can't be used is said here, once
-        return WorkerGroup(options, run_worker, lambda port: launcher.ready(port=port), launcher.beat).run()
+        return WorkerGroup(options, run_worker, serving, launcher.beat).run()
     sock = bind(options.host, options.port, share_port=False)
     worker = Worker(options)
     _say_defaults(worker, options)
-    _run(worker, options, sock, lambda port: launcher.ready(port=port), launcher.beat)
+    _run(worker, options, sock, serving, launcher.beat)
     return 0
 
 

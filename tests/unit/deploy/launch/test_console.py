@@ -9,6 +9,7 @@ import re
 import pytest
 
 from tandem.deploy.launch.console import LINE_EVERY_S, Console
+from tandem.deploy.launch.rates import Rates
 from tandem.deploy.launch.said_once import HOLD_S, SaidOnce, without_time
 from tandem.deploy.launch.summary import summary
 
@@ -116,3 +117,24 @@ def test_the_summary_says_what_a_person_asks_first() -> None:
     ]
     assert "http://h:1/v1" in lines[3]
     assert summary("m", "http://h:1", {"router": {"port": 1}, "node": {"address": "tcp://h:2"}}) == []
+
+
+def metrics(active: int, output: int, prompt: int, cached: int) -> str:
+    return (
+        f"# HELP tandem_router_active_prompts x\ntandem_router_active_prompts {active}.0\n"
+        f"tandem_router_output_tokens_total {output}.0\ntandem_router_output_tokens_created 1.7e+09\n"
+        f"tandem_router_prompt_tokens_total {prompt}.0\ntandem_router_cached_tokens_total {cached}.0\n"
+    )
+
+
+def test_rates_are_said_while_there_is_something_to_say() -> None:
+    rates = Rates()
+    assert rates.line(metrics(1, 100, 1000, 0), 5) == "", "there is nothing to compare with"
+    told = rates.line(metrics(2, 5220, 3000, 500), 15)
+    assert told == "2 requests under way; 512.0 output and 200.0 prompt tokens a second, 25% of them cached"
+    told = rates.line(metrics(1, 5230, 3000, 500), 25)
+    assert told == "1 request under way; 1.0 output and 0.0 prompt tokens a second"
+    assert rates.line(metrics(0, 5230, 3000, 500), 35) == "", "nothing happens"
+    assert rates.line("", 45) == ""
+    assert rates.line(metrics(1, 9, 9, 9), 55) == "", "the router did not answer before"
+    assert rates.line(metrics(1, 5, 5, 5), 65).startswith("1 request under way; 0.0 output"), "it began anew"

@@ -128,7 +128,7 @@ def test_a_bad_configuration_is_not_tried_again(supervisor: Supervisor) -> None:
     supervisor.tick(0)
     report, *rest = supervisor.exited("prefill", 2, 1, "tandem: no such folder")
     assert isinstance(report, Report)
-    assert "no such folder" in report.text
+    assert "its configuration is wrong" in report.text, "what it said is there already"
     assert rest == [Terminate("decode")]
     supervisor.exited("decode", -15, 2)
     assert (supervisor.phase, supervisor.exit_code) == (Phase.ENDED, 2)

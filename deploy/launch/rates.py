@@ -1,0 +1,32 @@
+"""What a cluster did lately, off two readings of its router's /metrics. Pure."""
+
+from __future__ import annotations
+
+import re
+
+_SAMPLE = re.compile(r"^tandem_router_(active_prompts|(?:prompt|output|cached)_tokens_total) (\S+)$", re.MULTILINE)
+COUNTERS = ("output_tokens_total", "prompt_tokens_total", "cached_tokens_total")
+
+
+class Rates:
+    """Readings come one after the other."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+        self._read_at = 0.0
+
+    def line(self, metrics: str, now: float) -> str:
+        """For people; "" when nothing was under way since the reading before, or nothing can be read."""
+        read = {name: float(value) for name, value in _SAMPLE.findall(metrics)}
+        before, passed_s = self._before, now - self._read_at
+        self._before, self._read_at = read, now
+        if not before or not {"active_prompts", *COUNTERS} <= read.keys() & before.keys() or passed_s <= 0:
+            return ""
+        # A router that started again counts from nothing.
+        output, prompt, cached = (max(0.0, read[name] - before[name]) for name in COUNTERS)
+        active = int(read["active_prompts"])
+        if not active and not output:
+            return ""
+        share = f", {cached / prompt:.0%} of them cached" if prompt else ""
+        requests = f"{active} request{'s' * (active != 1)} under way"
+        return f"{requests}; {output / passed_s:,.1f} output and {prompt / passed_s:,.1f} prompt tokens a second{share}"
