@@ -41,6 +41,7 @@ MLA = {
 # model_type -> config. Windows and chunks are shorter than the prompts of tests.
 FAMILIES: dict[str, dict] = {
     "gpt2": {**SIZES, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 2048},
+    "bloom": {**SIZES, "n_layer": 4, "n_head": 4, "seq_length": 2048},
     "opt": {**SIZES, "ffn_dim": 96, "word_embed_proj_dim": 48},
     "gpt_neox": {**SIZES, "intermediate_size": 96},
     "phi": GROUPED,
@@ -86,7 +87,6 @@ FAMILIES: dict[str, dict] = {
 }
 # What transformers runs without calling for attention, or not from all layers.
 REFUSED: dict[str, dict] = {
-    "bloom": {**SIZES, "n_layer": 4, "n_head": 4},
     "falcon": {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
     "qwen3_next": {
         **EXPERTS,

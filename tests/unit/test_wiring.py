@@ -24,7 +24,7 @@ SET_FROM_OUTSIDE = {
     "engine/models/hf/attention.py": ("contextvars' way, by a thread's local of this module", {"calls", "positions"}),
     "engine/models/hf/config.py": ("transformers", {"pad_token_id"}),
     "engine/models/hf/model.py": ("kernels/api: the runner binds the cache", {"kv_cache"}),
-    "engine/models/hf/trial.py": ("kernels/api: as the runner binds the cache", {"kv_cache"}),
+    "engine/models/hf/trial.py": ("transformers; kernels/api: as the runner", {"_attn_implementation", "kv_cache"}),
     "engine/process/process_log.py": ("logging", {"msg"}),
     "engine/process/watched.py": ("threading", {"excepthook"}),
     "kernels/api/forward_context.py": ("contextvars' way, by a thread's local of this module", {"context"}),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 from types import MethodType
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tandem.engine.models.hf.attention import NAME, QueryScale
+from tandem.engine.models.hf.attention import NAME, QueryScale, paged_attention
 
 # Scalings that look at how long a batch is: one request's tokens would depend on its neighbours'.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
@@ -25,9 +25,30 @@ class _UnlessOurs:
         return self._config._attn_implementation != NAME
 
 
-def adapt(causal: PreTrainedModel) -> None:
-    """In place."""
-    modules: Iterable[Any] = causal.modules()
+class _BloomAttention:
+    """BLOOM's attention with its middle given to ours. Its module has a fused projection before and adds the residual
+    after; the positions' biases, which it is given for one sequence, are known by their slopes."""
+
+    def __init__(self, module: Any, config: PreTrainedConfig, slopes: tuple[float, ...]) -> None:
+        self._module, self._config, self._slopes = module, config, slopes
+        self._own_forward = module.forward
+
+    def __call__(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor, alibi: torch.Tensor, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module = self._module
+        if self._config._attn_implementation != NAME:
+            output: tuple[torch.Tensor, torch.Tensor] = self._own_forward(hidden_states, residual, alibi, **more)
+            return output
+        q, k, v = module._reshape(module.query_key_value(hidden_states))
+        attended, _ = paged_attention(module, q, k, v, None, module.inv_norm_factor, alibi_slopes=self._slopes)
+        return residual + module.dense(attended.flatten(2)), None
+
+
+def adapt(causal: PreTrainedModel) -> bool:
+    """Changes the model in place; says whether its attention calls us only since then."""
+    modules: list[Any] = list(causal.modules())
+    calls_us = False
     for module in modules:
         if _changes_by_length(module):
             # As it is for lengths up to max_model_len; looking for the longest would wait for the device, too.
@@ -35,6 +56,16 @@ def adapt(causal: PreTrainedModel) -> None:
         if type(module).__name__ == "Llama4TextAttention" and module.attn_temperature_tuning and not module.use_rope:
             module.attn_temperature_tuning = _UnlessOurs(module.config)
             module.tandem_query_scale = QueryScale(module.floor_scale, module.attn_scale)
+        if type(module).__name__ == "BloomAttention":
+            module.forward = _BloomAttention(module, causal.config, _bloom_slopes(causal))
+            calls_us = True
+    return calls_us
+
+
+def _bloom_slopes(causal: Any) -> tuple[float, ...]:
+    """How much further each head's bias goes from one position to the next."""
+    bias_H1P = causal.get_decoder().build_alibi_tensor(torch.ones(1, 2), causal.config.n_head, torch.float32)
+    return tuple(bias_H1P[:, 0, 1].tolist())
 
 
 def _changes_by_length(module: Any) -> bool:

@@ -35,6 +35,7 @@ class AttentionCall(NamedTuple):
     soft_cap: float | None
     has_sinks: bool
     is_causal: bool
+    alibi_slopes: tuple[float, ...] | None
 
 
 class QueryScale(NamedTuple):
@@ -93,6 +94,7 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: tuple[float, ...] | None = None,
     **more: object,
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, K, T, D] (value may be of another width) -> [1, T, H, value's width].
@@ -107,7 +109,9 @@ def paged_attention(
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         sizes = query.shape[1], key.shape[1], key.shape[3], width
         is_causal = bool(getattr(module, "is_causal", True)) and more.get("is_causal") is not False
-        calls.append(AttentionCall(layer, *sizes, scale, sliding_window, softcap, s_aux is not None, is_causal))
+        calls.append(
+            AttentionCall(layer, *sizes, scale, sliding_window, softcap, s_aux is not None, is_causal, alibi_slopes)
+        )
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
     widest = max(query.shape[3], width)
     q_THD, k_TKD, v_TKD = (_tokens_first(each, widest) for each in (query, key, value))

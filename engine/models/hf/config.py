@@ -109,7 +109,8 @@ def _quiet() -> None:
 
 def _max_model_len(config: PreTrainedConfig) -> int:
     """Raises CheckpointError when nothing says it."""
-    length = getattr(config, "max_position_embeddings", None)
+    names = ("max_position_embeddings", "seq_length", "max_seq_len")  # the latter two where nothing embeds a position
+    length = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
     if not isinstance(length, int) or not 1 <= length < 1 << 31:
         raise CheckpointError(f"{config.model_type}: max_position_embeddings says no length in tokens: {length!r}")
     for rope in _ropes(config):

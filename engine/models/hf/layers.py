@@ -29,6 +29,7 @@ class LayerNeeds(NamedTuple):
     soft_cap: float | None
     chunk: int | None
     has_sinks: bool
+    alibi_slopes: tuple[float, ...] | None = None
 
 
 class ModelNeeds(NamedTuple):
@@ -47,9 +48,9 @@ def look_at(config: PreTrainedConfig) -> ModelNeeds:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
     except (ValueError, KeyError, ImportError) as error:
         raise ValueError(f"transformers can't run it with an attention of ours: {error}") from error
-    if not model._supports_attention_backend:
+    adapted = adapt(model)
+    if not (model._supports_attention_backend or adapted):
         raise ValueError(f"{type(model).__name__} of transformers has attention of its own that can't be replaced")
-    adapt(model)
     calls, logits = _run_on_meta(model)
     layers = _needs(calls, config)
     embedding: Any = decoder_of(model)[1].get_input_embeddings()
@@ -74,6 +75,7 @@ def make_layers(needs: tuple[LayerNeeds, ...], backend: str, sinks: dict[int, to
             layer.head_dim,
             layer.scale,
             layer.num_kv_heads,
+            layer.alibi_slopes,
             sliding_window=layer.window,
             logits_soft_cap=layer.soft_cap,
             attn_backend=None if backend == "auto" else backend,
@@ -119,6 +121,7 @@ def _needs(calls: list[AttentionCall], config: PreTrainedConfig) -> tuple[LayerN
             call.soft_cap or None,
             config.attention_chunk_size if kind == "chunked_attention" else None,
             call.has_sinks,
+            call.alibi_slopes,
         )
         for call, kind in zip(calls, kinds, strict=True)
     )
