@@ -44,6 +44,10 @@ class _Gate:
                 del self._kinds[next(iter(self._kinds))]
             return num_held
 
+    def forget(self) -> None:
+        with self._lock:
+            self._kinds.clear()
+
 
 class RateLimited:
     """A logger for what may repeat without end: of each kind of line one every `repeat_s`, with how many were left out.
@@ -65,6 +69,10 @@ class RateLimited:
     def exception(self, text: str, *args: object, key: Hashable = None) -> None:
         """An error with the traceback of the exception that is being handled."""
         self._log(logging.ERROR, text, args, key, True)
+
+    def over(self) -> None:
+        """What was wrong is well again: the next line is said at once, whatever its kind."""
+        self._gate.forget()
 
     def _log(self, level: int, text: str, args: tuple[object, ...], key: Hashable, with_traceback: bool) -> None:
         num_held = self._gate.admit(text if key is None else key)

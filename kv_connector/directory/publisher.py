@@ -20,7 +20,6 @@ from redis.client import Pipeline
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.process.watched import watched_thread
-from tandem.kv_connector.directory.outage import Outage
 from tandem.kv_connector.directory.own_view import OwnView
 from tandem.kv_connector.directory.records import (
     Batch,
@@ -77,7 +76,7 @@ class RedisPublisher:
         self._closing = False
         self._connected = False
         self._servers = RedisServers(url, self._times.io_timeout_s)
-        self._outage = Outage()
+        self._away = RateLimited(log)
         self._thread = watched_thread(self._run, "tandem-directory")
         self._thread.start()
 
@@ -110,11 +109,12 @@ class RedisPublisher:
             except Exception as error:  # whatever it is, a node without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
-                elif self._outage.is_to_be_said(str(error), time.monotonic()):
-                    log.warning(
+                else:
+                    self._away.warning(
                         "directory: no Redis (%s); this node goes on and publishes again later, but who "
                         "doesn't know it yet finds it through Redis alone",
                         error,
+                        key=str(error),
                     )
                 self._connected = False
                 with contextlib.suppress(*REDIS_ERRORS):
@@ -142,7 +142,7 @@ class RedisPublisher:
                 self._pause(FLUSH_S)
                 self._wake.clear()
         self._flush()
-        self._outage.over()
+        self._away.over()
 
     def _pause(self, duration_s: float) -> None:
         """Sleeps, but not through a close."""

@@ -23,7 +23,6 @@ from tandem.engine.process.process_log import RateLimited
 from tandem.engine.process.watched import lasting_task
 from tandem.kv_connector.directory.discovery import Discovery, NodeChange
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
-from tandem.kv_connector.directory.outage import Outage
 from tandem.kv_connector.directory.records import (
     TIERS,
     Batch,
@@ -70,7 +69,7 @@ class RedisDirectory:
         self._discovery = Discovery(grace_s)
         self._changes: asyncio.Queue[NodeChange] = asyncio.Queue()
         self._servers = AsyncRedisServers(url, io_timeout_s)
-        self._outage = Outage()
+        self._away = RateLimited(log)
         self._backoff_s = LEAST_BACKOFF_S
         self._task: asyncio.Task[None] | None = None
         self._closing = False
@@ -120,11 +119,12 @@ class RedisDirectory:
             except Exception as error:  # whatever it is, a router without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
-                elif self._outage.is_to_be_said(str(error), time.monotonic()):
-                    log.warning(
+                else:
+                    self._away.warning(
                         "directory: no Redis (%s); placement goes on with what is known, but nodes are found through "
                         "Redis alone",
                         error,
+                        key=str(error),
                     )
                 self.connected = False
                 with contextlib.suppress(*REDIS_ERRORS):
@@ -154,7 +154,7 @@ class RedisDirectory:
     def _all_is_well(self) -> None:
         """A cluster of which one server is gone takes subscriptions, but can't be read."""
         self.connected, self._backoff_s = True, LEAST_BACKOFF_S
-        self._outage.over()
+        self._away.over()
 
     async def _take(self, data: bytes) -> None:
         event: DirectoryEvent | None = None

@@ -41,6 +41,15 @@ def test_a_line_is_said_once_then_with_how_many_were_left_out(caplog, clock, log
     assert caplog.messages[2:] == ["block 6 can't be written"]
 
 
+def test_what_goes_wrong_again_after_it_was_well_is_said_at_once(caplog, clock, logger):
+    limited = RateLimited(logger, 30, clock)
+    for _ in range(2):
+        limited.warning("no Redis")
+    limited.over()
+    limited.warning("no Redis")
+    assert caplog.messages == ["no Redis", "no Redis"]
+
+
 def test_lines_of_another_key_are_others(caplog, clock, logger):
     limited = RateLimited(logger, 30, clock)
     for node in ("a", "b", "a"):

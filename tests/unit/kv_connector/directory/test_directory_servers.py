@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tandem.deploy.redis_server import free_port
 from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.keys import NodeKey
-from tandem.kv_connector.directory import outage
+from tandem.engine.process.process_log import RateLimited
 from tandem.kv_connector.directory.publisher import PublisherTimes, RedisPublisher
 from tandem.kv_connector.directory.reader import RedisDirectory
 from tandem.kv_connector.directory.records import TIERS, KeySpace, NodeRecord
@@ -270,7 +271,7 @@ def test_namespaces_do_not_decide_about_slots(namespace: str) -> None:
 async def test_a_redis_that_stays_away_is_said_again_and_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(outage, "REPEAT_S", 0.2)
+    monkeypatch.setattr(RateLimited.__init__, "__defaults__", (0.2, time.monotonic))
     url = f"redis://127.0.0.1:{free_port()}"
 
     def said(name: str) -> int:
@@ -281,14 +282,3 @@ async def test_a_redis_that_stays_away_is_said_again_and_again(
     with caplog.at_level(logging.WARNING), publishing(url, "decode-1"):
         async with reading(url):
             await soon(lambda: said("publisher") > 2 and said("reader") > 2)
-
-
-def test_an_outage_is_said_at_once_and_then_now_and_then() -> None:
-    away = outage.Outage()
-    every = outage.REPEAT_S
-    assert [away.is_to_be_said("refused", now) for now in (0, 1, every - 1, every, every + 1)] == [
-        True, False, False, True, False
-    ]  # fmt: skip
-    assert away.is_to_be_said("timed out", every + 2), "another reason"
-    away.over()
-    assert away.is_to_be_said("timed out", every + 3), "another outage"
