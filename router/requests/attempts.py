@@ -61,7 +61,7 @@ class LiveAttempts:
     def has_all_first_tokens(self, attempt: Attempt) -> bool:
         """The prefill node owes nothing more: the decode node streams, and what came before its tokens is here. A
         prefill node may die after it handed over and before its own tokens reached the router."""
-        return attempt.handed_off and all(
+        return attempt.primary_streams and all(
             len(self._samples[i].token_ids) > attempt.num_prior for i in self.unfinished(attempt)
         )
 

@@ -199,7 +199,7 @@ class RequestMachine:
             return []
         sample = self.samples[delta.sample_index]
         attempt.awaiting.discard(node)
-        attempt.handed_off |= node == attempt.primary
+        attempt.primary_streams |= node == attempt.primary
         if delta.num_cached_tokens:
             self._note_cached(attempt, node, delta.num_cached_tokens)
         if sample.is_contradicted_by(delta):

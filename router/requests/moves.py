@@ -46,7 +46,7 @@ class Moves:
         return [
             i
             for attempt in running
-            if attempt.handed_off
+            if attempt.primary_streams
             for i in self._attempts.unfinished(attempt)
             if i not in self.under_way and len(self._samples[i].token_ids) > attempt.num_prior
         ]
@@ -93,7 +93,7 @@ class Moves:
             actions = self._attempts.cancel(old, old.nodes)
             del self._attempts.live[old.request_id]
         new.enter(AttemptState.STREAMING, now)
-        new.handed_off = True
+        new.primary_streams = True
         self._attempts.live[new.request_id] = new
         return [*actions, Moved(sample_index)]
 

@@ -44,7 +44,7 @@ class Attempt:
     primary: NodeKey | None = None
     prefill: NodeKey | None = None
     awaiting: set[NodeKey] = field(default_factory=set)  # nodes that have not answered Submit
-    handed_off: bool = False  # the primary has sent tokens
+    primary_streams: bool = False  # it has sent tokens: whoever computed the prompt owes none
     num_failures: int = 0  # of attempts before it
     num_prior: int = 0  # output tokens that its prompt contains
     not_before: float = 0.0

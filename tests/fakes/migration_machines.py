@@ -52,7 +52,7 @@ class Machine(RequestMachine):
 
     def frozen(self) -> tuple:
         def attempt(a: Any) -> tuple:
-            return (a.request_id, a.number, a.sample_indices, a.state.value, a.primary, a.handed_off, a.num_prior,
+            return (a.request_id, a.number, a.sample_indices, a.state.value, a.primary, a.primary_streams, a.num_prior,
                     tuple(sorted(a.avoid)))  # fmt: skip
 
         samples = tuple((tuple(s.token_ids), tuple(sorted(s.pending)), s.finish_reason) for s in self.samples)
