@@ -23,9 +23,10 @@ import torch
 import zmq
 
 from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.config import SchedulerOptions, Timeouts
+from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions, Timeouts
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire import codec
@@ -35,6 +36,7 @@ from tandem.engine.contracts.wire.requests import Submit, TokenDelta, Tokens
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import DecodeBatch
 from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.engine.scheduling.step import RunnerOutput, SchedulerOutput
 from tandem.node.control.board import LoopBoard
@@ -42,6 +44,7 @@ from tandem.node.control.events import Received
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets
+from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
 
@@ -102,8 +105,9 @@ class Node:
                 limits_prompt_work=True,
             )
         )
-        book = RequestBook(VOCAB, MAX_MODEL_LEN)
-        self.logic = ServingNode(node_info(), book, scheduler, pool, options.max_queue)
+        book, keys = RequestBook(VOCAB, MAX_MODEL_LEN), load_cluster_keys("", "127.0.0.1")
+        handoffs = Handoffs(node_info(), keys, pool, NodeOptions("unified", ModelOptions("")), NoTiers(), Rate())
+        self.logic = ServingNode(node_info(), book, scheduler, pool, options.max_queue, handoffs)
         self._runner = NoDevice(self.num_rows)
         self._pending: tuple[SchedulerOutput, Handle] | None = None
 

@@ -13,14 +13,14 @@ from tandem.decode_node.ticket_loads import TicketLoads
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
-from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import AcceptedRequest
+from tandem.node.serving import ServingNode
 
 # How long a check takes; a step that waits for it begins later by as much, less StepPace's spare time, at most.
 CHECK_S = 0.0015  # docs/measurements.md#the-gap-of-a-hand-off
 
 
-class DecodeNode(HandoffNode):
+class DecodeNode(ServingNode):
     """Takes "decode" (expect the KV from `peer`) and "full" (compute everything here)."""
 
     modes = frozenset({"decode", "full"})
@@ -38,27 +38,26 @@ class DecodeNode(HandoffNode):
             super().start(entry, now)
 
     def on_tick(self, now: float) -> None:
-        super().on_tick(now)
         for entry in self._ticket_loads.due(now):
             self._expect(entry, now)
             self._ticket_loads.forget(entry.request)
+        super().on_tick(now)
 
     def launch_at(self) -> float:
         """Holds the next step back while KV is on its way here, as long as it can, and a little longer for what is
         being checked: else the KV would wait for that step."""
-        if not self.sink.num_under_way:
+        if not self.handoffs.sink.num_under_way:
             return 0.0
-        return self.scheduler.pace.next_decision_at(CHECK_S if self.sink.actions.num_verifying else 0.0)
+        return self.scheduler.pace.next_decision_at(CHECK_S if self.handoffs.sink.actions.num_verifying else 0.0)
 
-    def handoff_counters(self) -> dict[str, float]:
-        return {**super().handoff_counters(), "sink_ticket_loads": float(self._ticket_loads.num_loads)}
+    def counters(self) -> dict[str, float]:
+        return {**super().counters(), "sink_ticket_loads": float(self._ticket_loads.num_loads)}
 
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         super().stop(entry, now)
         self._ticket_loads.forget(entry.request)
         if entry.submit.mode == "decode":
-            self.sink.cancel(entry.request.key, now)
-            self._take_outcomes(now)
+            self.handoffs.sink.cancel(entry.request.key, now)
 
     def on_sink_outcome(self, outcome: SinkOutcome) -> None:
         if isinstance(outcome, Commit):
@@ -76,12 +75,11 @@ class DecodeNode(HandoffNode):
         """Whether the KV of its prompt comes from another host. A peer that was not greeted yet may be one."""
         peer = entry.submit.peer
         assert peer is not None, "a decode node is told who hands over"
-        info = self.source.peers.get(peer.key)
+        info = self.handoffs.source.peers.get(peer.key)
         return info is not None and info.host_id != self.info.host_id and not entry.submit.is_running
 
     def _expect(self, entry: AcceptedRequest, now: float) -> None:
-        self.book.accept(entry, self.sink.expect(entry.submit, entry.request, now))
-        self._take_outcomes(now)
+        self.book.accept(entry, self.handoffs.sink.expect(entry.submit, entry.request, now))
 
     def _commit(self, commit: Commit) -> None:
         entry = self.book.entries.get(commit.request.key)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.keys import NodeKey
@@ -21,7 +20,7 @@ from tandem.engine.contracts.wire.handoff import (
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.process.process_log import RateLimited
-from tandem.kv_connector.protocol.effects import Effect, Send
+from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import (
     CloseGrant,
     OpenGrant,
@@ -37,6 +36,7 @@ from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.control.events import PeerUp, Received
+from tandem.node.handoffs import Handoffs
 
 logger = logging.getLogger(__name__)
 limited = RateLimited(logger)
@@ -53,13 +53,6 @@ def is_urgent(event: object) -> bool:
     return isinstance(event, _URGENT_EVENTS)
 
 
-@runtime_checkable
-class HandsOff(Protocol):
-    """A node's logic that takes part in hand-offs, on either side."""
-
-    def drain_effects(self) -> list[Effect]: ...
-
-
 class Effects:
     """`apply` runs on the step loop; nothing in it waits for a peer. `send` (to whom, message) is the control plane's,
     `post` the loop's inbox."""
@@ -67,7 +60,7 @@ class Effects:
     def __init__(
         self,
         info: NodeInfo,
-        logic: object,
+        handoffs: Handoffs,
         transports: NodeTransports,
         transfer: TransferWorker,
         worker: ConnectorWorker,
@@ -75,7 +68,7 @@ class Effects:
         post: Callable[[object], None],
     ) -> None:
         self._info = info
-        self._logic = logic if isinstance(logic, HandsOff) else None
+        self._handoffs = handoffs
         self._transports = transports
         self._transfer = transfer
         self._worker = worker
@@ -84,9 +77,7 @@ class Effects:
 
     def apply(self) -> None:
         """Carries out what was decided, in that order: a grant is open before its source hears of it."""
-        if self._logic is None:
-            return
-        for effect in self._logic.drain_effects():
+        for effect in self._handoffs.drain_effects():
             if isinstance(effect, Send):
                 self._send(effect.to, effect.message)
             elif isinstance(effect, PeerEffect):

@@ -16,12 +16,9 @@ from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
 from tandem.engine.scheduling.scheduler import Scheduler
-from tandem.kv_connector.pulls.puller import Puller
-from tandem.kv_connector.pulls.server import PullServer
-from tandem.kv_connector.sink.manager import SinkManager
-from tandem.kv_connector.source.manager import SourceManager
-from tandem.node.handoffs import HandoffNode
+from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
+from tandem.node.serving import ServingNode
 from tandem.node.setup import LoadedModel
 
 MEASURED_BESIDE_DECODES = 256  # prompt tokens over which the time of one is measured
@@ -48,16 +45,21 @@ class NodeContext:
     whole_up_to: int
     is_settled: Callable[[int], bool]  # NodeTransports.is_settled
 
-    def make_node(self, kind: type[HandoffNode], pushes_prompts: bool) -> HandoffNode:
+    def make_node(self, kind: type[ServingNode], pushes_prompts: bool) -> ServingNode:
         """`pushes_prompts`: prompts in mode "prefill" are handed over while they are computed."""
-        info, pool, options, tiers = self.info, self.pool, self.options, self.tiers
-        source = SourceManager(info, self.keys, pool, options, self.whole_up_to)
-        sink = SinkManager(info, self.keys, pool, options, self.is_settled)
-        asker = Puller(info, pool, sink, tiers, options, self.clock.prompt_rate)
-        holder = PullServer(info, pool, source, tiers, options)
-        scheduler = self._make_scheduler(source.prompts if pushes_prompts else None, asker)
-        max_queue = options.scheduler.max_queue
-        return kind(info, self._make_book(), scheduler, pool, max_queue, source, sink, asker, holder)
+        handoffs = Handoffs(
+            self.info,
+            self.keys,
+            self.pool,
+            self.options,
+            self.tiers,
+            self.clock.prompt_rate,
+            self.is_settled,
+            self.whole_up_to,
+        )
+        scheduler = self._make_scheduler(handoffs.source.prompts if pushes_prompts else None, handoffs.puller)
+        max_queue = self.options.scheduler.max_queue
+        return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs)
 
     def _make_book(self) -> RequestBook:
         return RequestBook(self.loaded.config.vocab_size, self.loaded.max_model_len, self.pool.shares)

@@ -236,7 +236,13 @@ class NodeProcess:
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
         self._effects = Effects(
-            self.info, self.logic, self.transports, self.transfer, self.worker, self._outgoing.send, self._inbox.put
+            self.info,
+            self.logic.handoffs,
+            self.transports,
+            self.transfer,
+            self.worker,
+            self._outgoing.send,
+            self._inbox.put,
         )
         return NodeLoop(
             self.logic,

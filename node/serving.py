@@ -1,7 +1,7 @@
-"""What prefill, decode and unified nodes share: routers' requests on one scheduler. Sans-IO.
+"""A node's logic, whatever its role: routers' requests on one scheduler, hand-offs, sequences that leave. Sans-IO.
 
-Subclasses say how an entry starts and what else must stop when it ends; everything about acceptance, cancels,
-deadlines, lost routers, draining and load reports is here.
+Roles say how an entry starts, what else must stop when it ends, and what becomes of KV that has come; everything about
+acceptance, cancels, deadlines, lost routers, draining and load reports is here.
 """
 
 from __future__ import annotations
@@ -13,36 +13,54 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
-from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Submit
+from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Migrate, Submit
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.request import EngineEvent
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.kv_connector.protocol.outcomes import (
+    HandoffCompleted,
+    HandoffFailed,
+    SinkOutcome,
+    SourceOutcome,
+    failure_code,
+)
 from tandem.node.control.events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
+from tandem.node.departures import Departures
+from tandem.node.handoffs import Handoffs
 from tandem.node.requests import AcceptedRequest, RequestBook
 
 limited = RateLimited(logging.getLogger(__name__))
 
 
 class ServingNode:
-    """Base of the roles' logic; `info` is this node's own."""
+    """Takes "full" requests; roles add to that. `info` is this node's own."""
 
     modes: frozenset[str] = frozenset({"full"})
 
     def __init__(
-        self, info: NodeInfo, book: RequestBook, scheduler: Scheduler, pool: BlockPool, max_queue: int
+        self,
+        info: NodeInfo,
+        book: RequestBook,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        max_queue: int,
+        handoffs: Handoffs,
     ) -> None:
         self.info = info
         self.book = book
         self.scheduler = scheduler
         self.pool = pool
         self.max_queue = max_queue
+        self.handoffs = handoffs
+        self.departures = Departures(handoffs.source, scheduler, book)
         self.draining = False
-        self._connects: list[PeerRef] = []
 
     # --- for the roles --------------------------------------------------------------------------------------
 
     def start(self, entry: AcceptedRequest, now: float) -> None:
         """Begin an accepted entry; must call `book.accept` or `book.fail`."""
+        if entry.submit.prefix is not None:
+            self.handoffs.puller.want(entry.request, entry.submit.prefix)
         self.scheduler.state.add(entry.request)
         self.book.accept(entry)
 
@@ -50,34 +68,9 @@ class ServingNode:
         """The entry has ended in the book: end whatever still works for it."""
         self.scheduler.state.abort(entry.request.key)
 
-    def stop_samples(self, entry: AcceptedRequest, samples: Sequence[int]) -> None:
-        """Some samples ended, others go on."""
-        self.scheduler.state.abort(entry.request.key, tuple(samples))
-
-    def on_peer_message(self, sender: NodeKey, message: Message, now: float) -> None:
-        """A hand-off message from another node."""
-
-    def on_peer_up(self, info: NodeInfo, now: float) -> None: ...
-
-    def on_peer_lost(self, peer: NodeKey, is_alive: bool, now: float) -> None: ...
-
-    def on_peer_refused(self, ref: PeerRef, reason: str, now: float) -> None: ...
-
-    def on_transfer(self, event: object, now: float) -> None: ...
-
-    def handoff_outbox(self) -> list[tuple[NodeKey, Message]]:
-        return []
-
-    def handoff_counters(self) -> dict[str, float]:
-        return {}
-
-    @property
-    def handoff_idle(self) -> bool:
-        return True
-
-    def fetch_rates(self) -> tuple[float, dict[str, float]]:
-        """Seconds a token to have a prefix from a peer, of any and by node_id; 0.0 where it is not done."""
-        return 0.0, {}
+    def on_sink_outcome(self, outcome: SinkOutcome) -> None:
+        """How a hand-off of others' KV ended; nothing is expected here unless a role expects it."""
+        raise AssertionError(f"nobody here expects KV: {outcome}")
 
     # --- events in ------------------------------------------------------------------------------------------
 
@@ -85,16 +78,34 @@ class ServingNode:
         if isinstance(event, Received):
             self._on_message(event.sender, event.message, now)
         elif isinstance(event, PeerRefused):
-            self.on_peer_refused(event.ref, event.reason, now)
+            self.handoffs.peer_refused(event.ref, event.reason)
         elif isinstance(event, PeerUp):
             if event.info.role != "router":
-                self.on_peer_up(event.info, now)
+                self.handoffs.peer_connected(event.info)
         elif isinstance(event, PeerLost):
             if event.info.role == "router":
                 for entry in self.book.router_lost(event.info.key):
                     self.stop(entry, now)
             else:
-                self.on_peer_lost(event.info.key, event.is_alive, now)
+                self.handoffs.peer_lost(event.info.key, event.is_alive, now)
+        self._take_ends(now)
+
+    def on_transfer(self, event: object, now: float) -> None:
+        self.handoffs.on_transfer(event, now)
+        self._take_ends(now)
+
+    def on_tick(self, now: float) -> None:
+        self.handoffs.on_tick(now)
+        self._take_ends(now)
+        self.departures.advance(now)
+        for entry in self.book.expired(now):
+            self.stop(entry, now)
+        self._take_ends(now)
+
+    def on_engine_events(self, events: Sequence[EngineEvent]) -> None:
+        self.book.on_events(events)
+
+    # --- routers' requests ----------------------------------------------------------------------------------
 
     def _on_message(self, sender: NodeKey, message: Message, now: float) -> None:
         if isinstance(message, Submit):
@@ -104,11 +115,14 @@ class ServingNode:
             if entry is not None and ended:
                 self.stop(entry, now)
             elif entry is not None:
-                self.stop_samples(entry, message.sample_indices)
+                self.scheduler.state.abort(entry.request.key, tuple(message.sample_indices))
         elif isinstance(message, FlushBlocks):
             self.scheduler.state.flush()
+        elif isinstance(message, Migrate):
+            if self.departures.begin(sender, message, now):
+                self.handoffs.connect(message.peer)
         else:
-            self.on_peer_message(sender, message, now)
+            self.handoffs.on_message(sender, message, now)
 
     def _submit(self, router: NodeKey, submit: Submit, now: float) -> None:
         if submit.mode not in self.modes:
@@ -141,12 +155,24 @@ class ServingNode:
             self.book.cancel_samples(entry.router, entry.request.key, ())
             self.stop(entry, now)
 
-    def on_tick(self, now: float) -> None:
-        for entry in self.book.expired(now):
-            self.stop(entry, now)
+    # --- ends of hand-offs ----------------------------------------------------------------------------------
 
-    def on_engine_events(self, events: Sequence[EngineEvent]) -> None:
-        self.book.on_events(events)
+    def _take_ends(self, now: float) -> None:
+        while (ended := self.handoffs.next_end()) is not None:
+            if isinstance(ended, SinkOutcome):
+                self.on_sink_outcome(ended)
+            elif not self.departures.on_outcome(ended, now):
+                self._prompt_ended(ended, now)
+
+    def _prompt_ended(self, outcome: SourceOutcome, now: float) -> None:
+        if isinstance(outcome, HandoffCompleted):
+            self.book.prompt_left(outcome.key)
+            return
+        assert isinstance(outcome, HandoffFailed)
+        text = f"the hand-off failed: {outcome.reason}"
+        entry = self.book.fail(outcome.key, failure_code(outcome.reason), text, outcome.retryable)
+        if entry is not None:
+            self.stop(entry, now)
 
     # --- out ------------------------------------------------------------------------------------------------
 
@@ -159,18 +185,17 @@ class ServingNode:
 
     @property
     def is_empty(self) -> bool:
-        return not self.book.entries and self.handoff_idle and not self.scheduler.state.has_work()
+        moves = not (self.handoffs.is_idle and self.departures.is_idle)
+        return not (self.book.entries or moves or self.scheduler.state.has_work())
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
-        return self.book.drain_outbox() + self.handoff_outbox()
+        return self.book.drain_outbox() + self.handoffs.drain_outbox() + self.departures.drain_outbox()
 
     def drain_connects(self) -> list[PeerRef]:
-        connects, self._connects = self._connects, []
-        return connects
+        return self.handoffs.drain_connects()
 
-    def status(self, counters: Mapping[str, float]) -> Status:
-        """`counters`: of the process around this logic."""
-        all_counters = {
+    def counters(self) -> dict[str, float]:
+        return {
             "requests_accepted": float(self.book.num_accepted),
             "requests_ended": float(self.book.num_ended),
             "blocks_cached": float(self.pool.num_cached),
@@ -178,10 +203,14 @@ class ServingNode:
             "preemptions": float(self.scheduler.state.num_preemptions),
             "prompt_tokens": float(self.scheduler.state.num_prompt_tokens),
             "cached_tokens": float(self.scheduler.state.num_cached_tokens),
-            **self.handoff_counters(),
-            **counters,
+            **self.handoffs.counters(),
+            **self.departures.counters.as_dict(),
         }
-        fetch_s_per_token, fetch_s_per_token_from = self.fetch_rates()
+
+    def status(self, counters: Mapping[str, float]) -> Status:
+        """`counters`: of the process around this logic."""
+        all_counters = {**self.counters(), **counters}
+        fetch_s_per_token, fetch_s_per_token_from = self.handoffs.puller.fetch_rates()
         return Status(
             node_id=self.info.node_id,
             epoch=self.info.epoch,
@@ -210,3 +239,5 @@ class ServingNode:
         self.book.check_integrity()
         self.scheduler.state.check_integrity()
         self.pool.check_integrity()
+        self.handoffs.check_integrity()
+        self.departures.check_integrity()

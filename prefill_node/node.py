@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tandem.engine.scheduling.step_pace import next_prompt_decision_at
-from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import AcceptedRequest
+from tandem.node.serving import ServingNode
 
 
-class PrefillNode(HandoffNode):
+class PrefillNode(ServingNode):
     """Takes "prefill" (hand the KV to `peer`) and "full" (a request that its first token ends, say)."""
 
     modes = frozenset({"prefill", "full"})
@@ -16,8 +16,8 @@ class PrefillNode(HandoffNode):
         if entry.submit.mode == "prefill":
             peer = entry.submit.peer
             assert peer is not None, "a prefill node is told whom to hand over to"
-            self.source.expect(entry.request.key, peer, entry.request.num_prompt_tokens, entry.deadline)
-            self._connects.append(peer)
+            self.handoffs.source.expect(entry.request.key, peer, entry.request.num_prompt_tokens, entry.deadline)
+            self.handoffs.connect(peer)
         super().start(entry, now)
 
     def launch_at(self) -> float:
@@ -26,4 +26,4 @@ class PrefillNode(HandoffNode):
     def stop(self, entry: AcceptedRequest, now: float) -> None:
         super().stop(entry, now)
         if entry.submit.mode == "prefill":
-            self.source.cancel(entry.request.key, now)
+            self.handoffs.source.cancel(entry.request.key, now)

@@ -92,7 +92,7 @@ def test_an_answer(client: openai.OpenAI, router: RouterInThread, nodes: list[No
     again = create(client)
     assert again.usage.prompt_tokens_details.cached_tokens >= 16
     if len(nodes) > 1:
-        assert nodes[1].process.logic.sink.counters.commits >= 1, "nothing was handed over"
+        assert nodes[1].process.logic.handoffs.sink.counters.commits >= 1, "nothing was handed over"
 
 
 # README says: "by the model's own chat template"

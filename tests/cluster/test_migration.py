@@ -164,7 +164,7 @@ def test_bytes_that_arrive_wrong_are_sent_again_or_computed(fault: str, alone: A
     with trio(fault_injection=fault) as nodes:
         result, moved = nodes.move_one("r", prompt, sampling)
         assert [joined(result, moved)] == alone.run(prompt, sampling)
-        sink = nodes.second.process.logic.sink.counters  # type: ignore[attr-defined]
+        sink = nodes.second.process.logic.handoffs.sink.counters  # type: ignore[attr-defined]
         assert sink.digest_mismatches > 0
         assert (sink.recomputes == 1) == ("*" in fault)
         nodes.check_whole()

@@ -69,7 +69,7 @@ def node(role: str, **options: object) -> Iterator[Node]:
 
 
 def counter(node: Node, name: str) -> float:
-    return node.process.logic.handoff_counters()[f"migrations_{name}"]
+    return node.process.logic.counters()[f"migrations_{name}"]
 
 
 def test_the_target_dies_while_it_is_written() -> None:
@@ -97,7 +97,7 @@ def test_the_source_dies_while_it_writes() -> None:
         assert child.process.wait(PATIENCE_S) < 0, "the fault did not strike: this test shows nothing"
         child.stop()
         target.wait_until_whole()
-        assert target.process.logic.sink.ledger.num_quarantined == 0  # type: ignore[attr-defined]
+        assert target.process.logic.handoffs.sink.ledger.num_quarantined == 0  # type: ignore[attr-defined]
 
 
 def test_the_client_leaves_meanwhile() -> None:
@@ -124,7 +124,7 @@ def test_a_full_target_leaves_it_where_it_is() -> None:
         world_of(source.info.control_address) as world,
     ):
         stream = world.stream()
-        target.process.logic.sink.line._headroom = 113
+        target.process.logic.handoffs.sink.line._headroom = 113
         world.add(target.info.control_address)
         source.process.loop.begin_drain()
         world.check_end(stream)

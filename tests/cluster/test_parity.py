@@ -89,7 +89,7 @@ def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: b
         if way == "single" and num_blocks == 50:
             assert nodes[0].process.logic.scheduler.state.num_preemptions > 0, "the small pool forced no preemption"
         if way != "single":
-            commits = nodes[0].process.logic.sink.counters.commits
+            commits = nodes[0].process.logic.handoffs.sink.counters.commits
             assert commits >= len(LENGTHS), "the KV was not handed over"
         for node in nodes:
             node.wait_until_whole()

@@ -42,4 +42,4 @@ def test_hand_offs_go_on_after_a_silence(way: str) -> None:
             assert pair.sink.commits > commits, "it was handed over, not computed elsewhere"
             pair.client.wait(*under_way)
             pair.check_whole()
-        assert pair.decode.process.logic.sink.ledger.num_quarantined == 0  # type: ignore[attr-defined]
+        assert pair.decode.process.logic.handoffs.sink.ledger.num_quarantined == 0  # type: ignore[attr-defined]

@@ -73,7 +73,7 @@ def test_a_grant_that_is_not_for_this_handoff_is_refused() -> None:
 
 
 def test_a_grant_from_a_connection_that_nobody_asked_for_is_not_heard(shm: Pair) -> None:
-    context, source = zmq.Context(), shm.prefill.process.logic.source.counters
+    context, source = zmq.Context(), shm.prefill.process.logic.handoffs.source.counters
     socket = context.socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     try:

@@ -81,7 +81,7 @@ def test_a_prefill_node_dies_while_it_writes(way: str, spare: bool) -> None:
             assert child.process.wait(PATIENCE_S) == -signal.SIGKILL, (
                 "the fault did not strike: this test shows nothing"
             )
-            sink = decode.process.logic.sink  # type: ignore[attr-defined]
+            sink = decode.process.logic.handoffs.sink  # type: ignore[attr-defined]
             decode.wait_until_whole()
             assert sink.ledger.num_quarantined == 0
             assert sink.counters.recomputes == 0, "nothing was ready when the writer died"

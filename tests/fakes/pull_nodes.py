@@ -68,7 +68,7 @@ class Nodes:
         self.client.cancel(*self.client.key_of(result), self.nodes[on].info)
 
     def count(self, node: int, name: str) -> float:
-        return self.nodes[node].process.logic.handoff_counters()[name]
+        return self.nodes[node].process.logic.counters()[name]
 
     def until(self, condition: Callable[[], bool]) -> None:
         self.client.until(condition)
@@ -87,7 +87,7 @@ def make_nodes(
     ]
     nodes = [Node(each) for each in options]
     for node in nodes:
-        node.process.logic.asker.compute_rate = Rate()  # type: ignore[attr-defined]
+        node.process.logic.handoffs.puller.compute_rate = Rate()  # type: ignore[attr-defined]
     client = Client(*(node.info for node in nodes))
     try:
         yield Nodes(nodes, client)

@@ -38,10 +38,7 @@ from tandem.kv_connector.protocol.jobs import (
 )
 from tandem.kv_connector.protocol.outcomes import Fetched, NotFetched, SourceOutcome
 from tandem.kv_connector.protocol.peer_effects import Fenced, FenceSource
-from tandem.kv_connector.pulls.puller import Puller
-from tandem.kv_connector.pulls.server import PullServer
-from tandem.kv_connector.sink.manager import SinkManager
-from tandem.kv_connector.source.manager import SourceManager
+from tandem.node.handoffs import Handoffs
 from tests.fakes.made_requests import made_request
 
 BLOCK = 4
@@ -56,17 +53,16 @@ def chain(seed: int, num_blocks: int) -> list[bytes]:
 
 
 class PullNode:
-    """One node's managers as HandoffNode joins them."""
+    """One node's managers as a node has them."""
 
     def __init__(self, name: str, num_blocks: int) -> None:
         options = NodeOptions("unified", ModelOptions("m"), CacheOptions(BLOCK, BLOCK), timeouts=TIMES)
         keys = ClusterKeys(b"k" * 16, False)
         self.info = NodeInfo(node_id=name, epoch=ord(name), role="unified", layout=LAYOUT)
         self.pool = BlockPool(num_blocks, enable_caching=True)
-        self.source = SourceManager(self.info, keys, self.pool, options)
-        self.sink = SinkManager(self.info, keys, self.pool, options)
-        self.asker = Puller(self.info, self.pool, self.sink, NoTiers(), options, Rate())
-        self.holder = PullServer(self.info, self.pool, self.source, NoTiers(), options)
+        self.handoffs = Handoffs(self.info, keys, self.pool, options, NoTiers(), Rate())
+        self.source, self.sink = self.handoffs.source, self.handoffs.sink
+        self.puller, self.pull_server = self.handoffs.puller, self.handoffs.pull_server
         self.content = [NOTHING] * num_blocks
         self.jobs: deque[Any] = deque()
         self.open: set[int] = set()
@@ -84,23 +80,23 @@ class PullNode:
         hits = pool.match_prefix(hashes)
         if not pool.reservations.make_room(len(hashes) - len(hits), Kind.START, request, hits):
             return False
-        if self.asker.prepare(request, hashes, hits, runs_alone=len(self.waiting) == 1) is None:
+        if self.puller.prepare(request, hashes, hits, runs_alone=len(self.waiting) == 1) is None:
             return False
         self.waiting.remove(request)
         pool.touch(hits)
         new = pool.allocate(len(hashes) - len(hits))
         assert new is not None
-        self.asker.started(request, hashes)
+        self.puller.started(request, hashes)
         self.num_computed += len(new)
         for index, block_id in enumerate(new, len(hits)):
             self.content[block_id] = hashes[index]
             pool.register(block_id, hashes[index], hashes[index - 1] if index else None)
-        self.asker.ended(request)
+        self.puller.ended(request)
         pool.free([*hits, *new], None)
         return True
 
     def check(self) -> None:
-        for part in (self.pool, self.source, self.sink, self.asker):
+        for part in (self.pool, self.source, self.sink, self.puller):
             part.check_integrity()  # type: ignore[attr-defined]
         for block_id, content in enumerate(self.content):
             block_hash = self.pool.block_hash(block_id)
@@ -124,7 +120,7 @@ class PullWorld:
         ids = np.zeros(len(hashes) * BLOCK + 1, np.int32)
         request = made_request(f"r{next(self._names)}", ids, hashes=hashes)
         if holder is not None:
-            self.nodes[node].asker.want(request, PrefixHint(self.nodes[holder].ref, len(hashes) * BLOCK))
+            self.nodes[node].puller.want(request, PrefixHint(self.nodes[holder].ref, len(hashes) * BLOCK))
         self.nodes[node].waiting.append(request)
         return request
 
@@ -136,7 +132,7 @@ class PullWorld:
 
     def cancel(self, node: PullNode, request: Request) -> None:
         node.waiting.remove(request)
-        node.asker.ended(request)
+        node.puller.ended(request)
         self._settle()
 
     def deliver(self, letter: tuple[PullNode, PullNode, Any], keep: bool = False) -> None:
@@ -144,7 +140,7 @@ class PullWorld:
             self.post.remove(letter)
         sender, to, message = letter
         if isinstance(message, KVPull):
-            to.holder.on_pull(sender.info.key, message, self.now)
+            to.pull_server.on_pull(sender.info.key, message, self.now)
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             to.sink.on_message(sender.info.key, message, self.now)
         else:
@@ -175,9 +171,9 @@ class PullWorld:
             else:
                 me.source.peers.lost(peer.info.key)
             me.sink.peers.lost(peer.info.key)
-            me.holder.peer_lost(peer.info.key)
+            me.pull_server.peer_lost(peer.info.key)
             self._settle()
-            me.asker.peer_lost(peer.info.key)
+            me.puller.peer_lost(peer.info.key)
             self._settle()
         for me, peer in ((one, other), (other, one)):
             self._greet(me, peer)
@@ -185,7 +181,7 @@ class PullWorld:
     def tick(self, seconds: float) -> None:
         self.now += seconds
         for node in self.nodes:
-            for part in (node.asker, node.holder, node.source, node.sink):
+            for part in (node.puller, node.pull_server, node.source, node.sink):
                 part.on_tick(self.now)  # type: ignore[attr-defined]
         self._settle()
 
@@ -208,14 +204,14 @@ class PullWorld:
             assert node.pool.reservations.is_empty, f"{node.info.node_id} leaks holds"
             assert node.source.ledger.is_idle
             assert node.sink.ledger.is_idle
-            assert node.holder.is_idle
+            assert node.pull_server.is_idle
 
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _greet(self, me: PullNode, peer: PullNode) -> None:
         me.sink.peers.connected(peer.info)
         me.source.peers.connected(peer.info)
-        me.asker.peer_connected(peer.info)
+        me.puller.peer_connected(peer.info)
         self._settle()
 
     def _run_source_job(self, node: PullNode, job: Any, corrupt: bool) -> None:
@@ -243,8 +239,8 @@ class PullWorld:
             while effects := [*node.source.drain_effects(), *node.sink.drain_effects()]:
                 for effect in effects:
                     self._carry_out(node, effect)
-            node.asker.drain_connects()
-            for to, message in node.asker.drain_outbox() + node.holder.drain_outbox():
+            node.puller.drain_connects()
+            for to, message in node.puller.drain_outbox() + node.pull_server.drain_outbox():
                 self._send(node, to, message)
             node.check()
 
@@ -254,9 +250,9 @@ class PullWorld:
                 assert effect.message.grant_id in node.open, "a source hears of a grant that is not open"
             self._send(node, effect.to, effect.message)
         elif isinstance(effect, Fetched | NotFetched):
-            node.asker.on_outcome(effect)
+            node.puller.on_outcome(effect)
         elif isinstance(effect, SourceOutcome):
-            assert node.holder.on_outcome(effect), "a hand-off that was no pull"
+            assert node.pull_server.on_outcome(effect), "a hand-off that was no pull"
         elif isinstance(effect, FenceSource) and not self.one_sided:
             source = next(each for each in self.nodes if each.info.node_id == effect.node.node_id)
             source.jobs = deque(job for job in source.jobs if _lands_elsewhere(job, node))

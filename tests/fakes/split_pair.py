@@ -67,11 +67,11 @@ class Pair:
 
     @property
     def sink(self):  # type: ignore[no-untyped-def]
-        return self.decode.process.logic.sink.counters  # type: ignore[attr-defined]
+        return self.decode.process.logic.handoffs.sink.counters  # type: ignore[attr-defined]
 
     @property
     def source(self):  # type: ignore[no-untyped-def]
-        return self.prefill.process.logic.source.counters  # type: ignore[attr-defined]
+        return self.prefill.process.logic.handoffs.source.counters  # type: ignore[attr-defined]
 
     @property
     def pushed_bytes(self) -> float:

@@ -56,7 +56,7 @@ def test_greedy_against_fp32(way: str, dtype: str) -> None:
             assert results[length].failed is None, results[length].failed
             check_against_reference(DEMO, prompt, results[length].output(), getattr(torch, dtype))
         if len(nodes) > 1:
-            assert nodes[0].process.logic.sink.counters.commits == len(LENGTHS)
+            assert nodes[0].process.logic.handoffs.sink.counters.commits == len(LENGTHS)
         for node in nodes:
             node.wait_until_whole()
     finally:

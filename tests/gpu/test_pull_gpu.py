@@ -40,8 +40,8 @@ def make_node(role: str, way: str, device_index: int, dtype: str = "auto", **cha
     where = {"device": DEVICE, "device_index": device_index % max(1, torch.cuda.device_count())}
     options = node_options(role, DEMO, num_blocks=320, transport=way, timeouts=PATIENT, **where, **changes)
     node = Node(replace(options, model=ModelOptions(str(DEMO), dtype=dtype)))  # type: ignore[arg-type]
-    asker = node.process.logic.asker  # type: ignore[attr-defined]
-    asker.compute_rate = Rate()  # so that it pulls, whatever was measured
+    puller = node.process.logic.handoffs.puller  # type: ignore[attr-defined]
+    puller.compute_rate = Rate()  # so that it pulls, whatever was measured
     return node
 
 
@@ -64,7 +64,7 @@ class Asking:
         return result
 
     def count(self, node: Node, name: str) -> float:
-        return node.process.logic.handoff_counters()[name]
+        return node.process.logic.counters()[name]
 
 
 @contextmanager

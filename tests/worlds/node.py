@@ -22,16 +22,13 @@ from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol import sink_table, source_table
 from tandem.kv_connector.protocol.sink_table import SinkState as K
 from tandem.kv_connector.protocol.source_table import SourceState as S
-from tandem.kv_connector.pulls.puller import Puller
-from tandem.kv_connector.pulls.server import PullServer
-from tandem.kv_connector.sink.manager import SinkManager
 from tandem.kv_connector.sink.record import ENDED as SINK_ENDED
 from tandem.kv_connector.sink.record import OVER as SINK_OVER
 from tandem.kv_connector.sink.record import SinkRecord
-from tandem.kv_connector.source.manager import SourceManager
 from tandem.kv_connector.source.record import OVER as SOURCE_OVER
 from tandem.kv_connector.source.record import SourceRecord
-from tandem.node.control.events import PeerLost, Received
+from tandem.node.control.events import PeerLost, PeerUp, Received
+from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.prefill_node.node import PrefillNode
 from tests.worlds.lives import NOW
@@ -96,24 +93,17 @@ def make_info(node: NodeKey) -> NodeInfo:
     return NodeInfo(node_id=node.node_id, epoch=node.epoch, role=role, layout=LAYOUT)
 
 
-class Prefill(PrefillNode):
-    told: list[Any]
+class ToldHandoffs(Handoffs):
+    """Notes the ends of hand-offs, too."""
 
-    def on_source_outcome(self, outcome: Any, now: float) -> None:
-        self.told.append(outcome)
-        super().on_source_outcome(outcome, now)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.told: list[Any] = []
 
-
-class Decode(DecodeNode):
-    told: list[Any]
-
-    def on_sink_outcome(self, outcome: Any) -> None:
-        self.told.append(outcome)
-        super().on_sink_outcome(outcome)
-
-
-def _is_settled(grant_id: int) -> bool:
-    return True
+    def next_end(self) -> Any:
+        ended = super().next_end()
+        self.told += [] if ended is None else [ended]
+        return ended
 
 
 class Node:
@@ -122,19 +112,14 @@ class Node:
     def __init__(self, setting: Setting, key: NodeKey) -> None:
         name = key.node_id
         self.setting, self.options, self.info = setting, setting.options(name), make_info(key)
-        info, options, tiers = self.info, self.options, NoTiers()
         self.pool = BlockPool(setting.num_blocks(name), enable_caching=True)
-        source = SourceManager(info, KEYS, self.pool, options)
-        sink = SinkManager(info, KEYS, self.pool, options, _is_settled)
-        asker = Puller(info, self.pool, sink, tiers, options, Rate())
-        holder = PullServer(info, self.pool, source, tiers, options)
-        planner = Planner(self.pool, source.prompts if name == "p" else None, asker)
+        self.handoffs = handoffs = ToldHandoffs(self.info, KEYS, self.pool, self.options, NoTiers(), Rate())
+        self.planner = Planner(self.pool, handoffs.source.prompts if name == "p" else None, handoffs.puller)
         book = RequestBook(1 << 20, 1 << 20, self.pool.shares)
-        kind = Prefill if name == "p" else Decode
-        self.logic = kind(info, book, planner, self.pool, 99, source, sink, asker, holder)  # type: ignore[arg-type]
-        self.logic.told = self.told = []
+        kind = PrefillNode if name == "p" else DecodeNode
+        self.logic = kind(self.info, book, self.planner, self.pool, 99, handoffs)  # type: ignore[arg-type]
         getattr(self.logic, "_ticket_loads", None)  # is made when it is first asked for
-        self.planner, self.source, self.sink = planner, source, sink
+        self.source, self.sink = handoffs.source, handoffs.sink
         self.constants = [KEYS, source_table._ROWS, sink_table._ROWS]
 
     # --- what happens ---------------------------------------------------------------------------------------
@@ -142,8 +127,8 @@ class Node:
     def do(self, event: tuple) -> list[Any]:
         effects = getattr(self, event[0])(*event[1:]) or []
         self.logic.on_tick(NOW)
-        effects += [*self.logic.drain_effects(), *self.told]
-        self.told.clear()
+        effects += [*self.handoffs.drain_effects(), *self.handoffs.told]
+        self.handoffs.told.clear()
         effects += self.logic.drain_outbox()
         self.logic.drain_connects()
         self.pool.drain_events()
@@ -183,10 +168,7 @@ class Node:
         self.sink.peers.lost(source)
 
     def greet(self, node: NodeKey) -> None:
-        info = make_info(node)
-        self.sink.peers.connected(info)
-        self.source.peers.connected(info)
-        self.logic.asker.peer_connected(info)
+        self.logic.on_control(PeerUp(make_info(node)), NOW)
 
     def suspect_sink(self, sink: NodeKey) -> None:
         """Without reason, and it is greeted again at once."""
@@ -248,7 +230,7 @@ class Node:
         self.sink.line._short_since = -NOW
 
     def ask_again(self, key: AttemptKey) -> None:
-        self.logic.asker._by_key[key].resend_at = NOW
+        self.handoffs.puller._by_key[key].resend_at = NOW
 
     # --- what may happen ------------------------------------------------------------------------------------
 
@@ -276,7 +258,7 @@ class Node:
             read=frozenset(reads),
             sinks={key: each.peer.key for key, each in sources.items() if each.machine.state is not S.CLOSED},
             open=frozenset(is_open),
-            ended=frozenset({*ended, *self.logic.holder._answered} - is_open),
+            ended=frozenset({*ended, *self.handoffs.pull_server._answered} - is_open),
             is_whole=self.logic.is_empty and not left and self.pool.num_free == self.pool.num_blocks,
             text=f"{self.info.node_id}: {', '.join(states)}",
         )
@@ -318,6 +300,6 @@ class Node:
                 yield Possible(("lease", key), "lease")
         if self.sink.line._short_since <= NOW:
             yield Possible(("lose_patience",), "", self.sink.line._queue[0].key)
-        for key in self.logic.asker._by_key:
+        for key in self.handoffs.puller._by_key:
             if self.sink.is_unanswered(key):
                 yield Possible(("ask_again", key), "", key)

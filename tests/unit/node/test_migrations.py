@@ -85,12 +85,12 @@ class Leaving:
         book = SimpleNamespace(
             entries={self.request.key: entry}, sample_left=lambda key, sample: self.closed.append((key, sample))
         )
-        self.migrations = Departures(self.source, self.harness.scheduler, book)  # type: ignore[arg-type]
+        self.departures = Departures(self.source, self.harness.scheduler, book)  # type: ignore[arg-type]
 
     def turn(self, number: int = 1) -> None:
         for _ in range(number):
-            self.migrations.advance(1.0)
-            self.migrations.check_integrity()
+            self.departures.advance(1.0)
+            self.departures.check_integrity()
             self.harness.step()
 
     def begin(self, num_tokens: int = 0, router: str = "router") -> bool:
@@ -99,15 +99,15 @@ class Leaving:
             request_id="r", attempt=0, sample_index=0, peer=PeerRef("e", 9, ""), successor=KEY, num_tokens=known,
             deadline_s=5.0,
         )  # fmt: skip
-        return self.migrations.begin(router, order, 1.0)
+        return self.departures.begin(router, order, 1.0)
 
     def counted(self) -> tuple[int, int]:
         """Of those that began: finished, failed."""
-        counters = self.migrations.counters
+        counters = self.departures.counters
         return counters.finished, counters.failed
 
     def reasons(self) -> list[str]:
-        return [message.reason for _, message in self.migrations.drain_outbox()]  # type: ignore[attr-defined]
+        return [message.reason for _, message in self.departures.drain_outbox()]  # type: ignore[attr-defined]
 
     def hand_over(self) -> Continuation:
         self.turn(4)
@@ -129,7 +129,7 @@ def test_all_that_the_peer_needs_is_handed_over_and_then_it_is_forgotten() -> No
     assert [*handed.token_ids] == known[len(known) - len(handed.token_ids) :]
     leaving.turn(3)
     assert leaving.request.output_token_ids == known, "it stands still"
-    leaving.migrations.on_outcome(HandoffCompleted(KEY, ""), 2.0)
+    leaving.departures.on_outcome(HandoffCompleted(KEY, ""), 2.0)
     assert leaving.reasons() == [""]
     assert leaving.closed == [(leaving.request.key, 0)]
     assert leaving.counted() == (1, 0)
@@ -140,7 +140,7 @@ def test_all_that_the_peer_needs_is_handed_over_and_then_it_is_forgotten() -> No
 def test_what_comes_to_nothing_goes_on_when_nobody_reads_its_blocks() -> None:
     leaving = Leaving()
     leaving.hand_over()
-    leaving.migrations.on_outcome(HandoffFailed(KEY, "no room", True), 2.0)
+    leaving.departures.on_outcome(HandoffFailed(KEY, "no room", True), 2.0)
     assert leaving.reasons() == ["no room"]
     num_known = leaving.request.num_tokens
     leaving.turn(3)
@@ -148,7 +148,7 @@ def test_what_comes_to_nothing_goes_on_when_nobody_reads_its_blocks() -> None:
     leaving.source.let_go()
     leaving.turn(60)
     assert leaving.harness.tokens["r", 0] == expected(PROMPT, 0, leaving.request.prompt.sampling)[0]
-    assert leaving.migrations.is_idle
+    assert leaving.departures.is_idle
     assert leaving.counted() == (0, 1)
     leaving.harness.scheduler.assert_empty()
 
@@ -163,7 +163,7 @@ def test_a_cancel_that_overtakes_the_commit_is_no_failure() -> None:
     assert leaving.reasons() == [outcomes.ENDED]
     leaving.source.let_go()
     leaving.turn()
-    assert leaving.migrations.is_idle
+    assert leaving.departures.is_idle
     assert leaving.counted() == (0, 0)
 
 
@@ -174,7 +174,7 @@ def test_only_blocks_whose_tokens_the_host_knows_are_pushed() -> None:
     known = leaving.request.num_tokens
     leaving.begin()
     leaving.source.granted = True
-    leaving.migrations.advance(1.0)
+    leaving.departures.advance(1.0)
     assert leaving.source.pushes == [], "the step that is in flight may compute what is known"
     leaving.turn(2)
     assert leaving.source.pushes
@@ -187,7 +187,7 @@ def test_a_sequence_that_stands_still_is_not_preempted() -> None:
     leaving.harness.add("other", list(range(20, 30)), max_tokens=20, priority=-1)
     leaving.turn(30)
     assert leaving.request.num_preemptions == 0
-    leaving.migrations.on_outcome(HandoffCompleted(KEY, ""), 2.0)
+    leaving.departures.on_outcome(HandoffCompleted(KEY, ""), 2.0)
     leaving.source.let_go()
     leaving.turn(60)
     assert leaving.harness.finished["other", 0] == "length"
@@ -200,7 +200,7 @@ def test_what_cannot_move_is_answered_at_once(case: str) -> None:
         leaving.turn(5)
     if case == "twice":
         assert leaving.begin()
-        leaving.migrations._departures = {("r", 1): leaving.migrations._departures[KEY]}  # under another number
+        leaving.departures._departures = {("r", 1): leaving.departures._departures[KEY]}  # under another number
     router = "other" if case.startswith("another") else "router"
     assert not leaving.begin(99 if case.startswith("more") else 0, router)
     (reason,) = leaving.reasons()

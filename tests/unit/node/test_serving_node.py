@@ -7,16 +7,20 @@ import numpy as np
 import pytest
 
 from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
+from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.requests import Accepted, Cancel, Cancelled, FlushBlocks, RequestFailed, Submit
 from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.node.control.events import PeerLost, Received
+from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.node.serving import ServingNode
 
@@ -36,7 +40,9 @@ def make_node(max_queue: int = 4) -> ServingNode:
             root_for_salt=lambda salt: root_hash(b"model", salt),
         )
     )
-    return ServingNode(INFO, RequestBook(100, 64), scheduler, pool, max_queue)
+    options = NodeOptions("unified", ModelOptions("m"), CacheOptions(block_size=4, hash_block_size=4))
+    handoffs = Handoffs(INFO, ClusterKeys(b"k" * 16, False), pool, options, NoTiers(), Rate())
+    return ServingNode(INFO, RequestBook(100, 64), scheduler, pool, max_queue, handoffs)
 
 
 def submit(request_id: str, **fields: object) -> Submit:

@@ -22,8 +22,8 @@ from tandem.engine.scheduling.scheduler import Scheduler
 from tandem.kv_connector.protocol.outcomes import Commit
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.node.control.events import Received
-from tandem.node.handoffs import HandoffNode
 from tandem.node.requests import RequestBook
+from tandem.node.serving import ServingNode
 from tests.fakes.handoff_effects import take, take_messages
 from tests.fakes.made_requests import made_request
 
@@ -140,8 +140,8 @@ def test_a_pull_cannot_take_the_name_of_a_hand_off():
         request_id="r", attempt=0, source_epoch=node.info.epoch, sink_epoch=5, first_block=0,
         block_hashes=bytes(16), deadline_s=1.0,
     )  # fmt: skip
-    node.holder.on_pull(NodeKey("a", 5), pull, 0.0)
-    assert [type(sent) for _, sent in node.holder.drain_outbox()] == [KVRelease]
+    node.pull_server.on_pull(NodeKey("a", 5), pull, 0.0)
+    assert [type(sent) for _, sent in node.pull_server.drain_outbox()] == [KVRelease]
 
 
 def test_what_a_router_says_of_kv_is_not_heard():
@@ -151,9 +151,7 @@ def test_what_a_router_says_of_kv_is_not_heard():
         SchedulerOptions(), node.pool, block_size=BLOCK, max_model_len=256, eos_token_ids=[],
         root_for_salt=lambda salt: bytes(16),
     ))  # fmt: skip
-    logic = HandoffNode(
-        node.info, RequestBook(100, 64), scheduler, node.pool, 4, node.source, node.sink, node.asker, node.holder
-    )
+    logic = ServingNode(node.info, RequestBook(100, 64), scheduler, node.pool, 4, node.handoffs)
     router = NodeKey("router", 1)
     for message in (
         KVClaim(

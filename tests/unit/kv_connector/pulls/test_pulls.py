@@ -37,8 +37,8 @@ def test_what_a_peer_has_is_not_computed(one_sided: bool) -> None:
     warm(world, 0, chain(1, 5))
     world.submit(1, chain(1, 7), holder=0)
     world.run()
-    asker = world.nodes[1].asker
-    assert (asker.counters.completed, asker.counters.tokens) == (1, 5 * BLOCK)
+    puller = world.nodes[1].puller
+    assert (puller.counters.completed, puller.counters.tokens) == (1, 5 * BLOCK)
     assert world.nodes[1].num_computed == 2
     world.check_whole()
 
@@ -67,7 +67,7 @@ def test_evicted_meanwhile_means_no() -> None:
     world.deliver(world.post[0])
     assert kinds(world) == [KVRelease]
     world.run()
-    assert world.nodes[1].asker.counters.failed == 1
+    assert world.nodes[1].puller.counters.failed == 1
     assert world.nodes[1].num_computed == 5
     world.check_whole()
 
@@ -79,7 +79,7 @@ def test_what_is_offered_can_not_be_evicted() -> None:
     world.schedule()
     assert world.nodes[0].waiting, "it needs the blocks that are being pulled"
     world.run()
-    assert world.nodes[1].asker.counters.completed == 1
+    assert world.nodes[1].puller.counters.completed == 1
     world.check_whole()
 
 
@@ -128,7 +128,7 @@ def test_a_lost_question_is_asked_again_and_a_silent_peer_given_up() -> None:
     for _ in range(10):
         world.post.clear()
         world.tick(0.6)
-    assert world.nodes[1].asker.counters.failed == 1
+    assert world.nodes[1].puller.counters.failed == 1
     world.run()
     assert world.nodes[1].num_computed == 5
     world.check_whole()
@@ -140,7 +140,7 @@ def test_a_second_request_waits_for_the_first_ones_pull() -> None:
     for holder in (0, 0, None):
         world.submit(1, chain(1, 5), holder=holder)
     world.run()
-    assert world.nodes[1].asker.counters.asked == 1
+    assert world.nodes[1].puller.counters.asked == 1
     assert world.nodes[1].num_computed == 0
     world.check_whole()
 
@@ -152,7 +152,7 @@ def test_no_room_is_no_reason_to_wait() -> None:
     assert taken is not None
     world.deliver(world.post[0])
     world.deliver(world.post[0])
-    assert world.nodes[1].asker.counters.failed == 1
+    assert world.nodes[1].puller.counters.failed == 1
     world.nodes[1].pool.free(taken, None)
     world.run()
     world.check_whole()
@@ -176,7 +176,7 @@ def test_an_offer_is_withdrawn_before_a_sequence_is_preempted_unless_it_is_grant
     assert pool.reservations.make_room(16, Kind.RUN)
     world.run()
     world.check_whole()
-    assert (world.nodes[1].num_computed, world.nodes[1].asker.counters.failed) == (5, 1)
+    assert (world.nodes[1].num_computed, world.nodes[1].puller.counters.failed) == (5, 1)
     world = asking(16, 16)
     world.deliver(world.post[0])
     for kind in (KVClaim, KVGrant):
@@ -189,37 +189,37 @@ def test_an_offer_is_withdrawn_before_a_sequence_is_preempted_unless_it_is_grant
 
 def test_a_slow_peer_is_not_asked_until_that_is_long_ago() -> None:
     world = PullWorld(16, 16)
-    asker = world.nodes[1].asker
-    asker.compute_rate.measured(1, 0.01)
-    assert asker.fetch_rates() == (pytest.approx(0.0025), {})
-    asker.rates.measured("a", 100, 9.0, world.now)
-    assert asker.fetch_rates() == (pytest.approx(0.0025), {}), "the first pays for connections"
-    asker.rates.measured("a", 100, 2.0, world.now)
-    assert asker.fetch_rates() == (pytest.approx(0.02), {"a": pytest.approx(0.02)})
+    puller = world.nodes[1].puller
+    puller.compute_rate.measured(1, 0.01)
+    assert puller.fetch_rates() == (pytest.approx(0.0025), {})
+    puller.rates.measured("a", 100, 9.0, world.now)
+    assert puller.fetch_rates() == (pytest.approx(0.0025), {}), "the first pays for connections"
+    puller.rates.measured("a", 100, 2.0, world.now)
+    assert puller.fetch_rates() == (pytest.approx(0.02), {"a": pytest.approx(0.02)})
     warm(world, 0, chain(1, 5))
     world.submit(1, chain(1, 5), holder=0)
     world.run(2)
-    assert (asker.counters.declined, asker.counters.asked) == (1, 0)
+    assert (puller.counters.declined, puller.counters.asked) == (1, 0)
     world.nodes[1].pool.flush()
     world.tick(60.0)
-    assert asker.fetch_rates() == (pytest.approx(0.0025), {})
+    assert puller.fetch_rates() == (pytest.approx(0.0025), {})
     world.submit(1, chain(1, 5), holder=0)
     world.run(2)
-    assert (asker.counters.declined, asker.counters.completed) == (1, 1)
+    assert (puller.counters.declined, puller.counters.completed) == (1, 1)
     world.check_whole()
 
 
 def test_a_pull_that_took_too_long_counts_as_slow() -> None:
     world = PullWorld(16, 16)
-    asker = world.nodes[1].asker
-    asker.rates.measured("a", 1, 0.0, world.now)
+    puller = world.nodes[1].puller
+    puller.rates.measured("a", 1, 0.0, world.now)
     warm(world, 0, chain(1, 5))
     world.submit(1, chain(1, 5), holder=0)
     world.schedule()
     for _ in range(10):
         world.post.clear()
         world.tick(0.6)
-    assert asker.fetch_rates()[1]["a"] >= 5.0 / (5 * BLOCK)
+    assert puller.fetch_rates()[1]["a"] >= 5.0 / (5 * BLOCK)
     world.run()
     world.check_whole()
 
@@ -266,5 +266,5 @@ def test_whatever_happens_in_tiny_pools(one_sided: bool, num_seeds: int) -> None
             happen(world, rng)
         world.run(40)
         world.check_whole()
-        completed += sum(node.asker.counters.completed for node in world.nodes)
+        completed += sum(node.puller.counters.completed for node in world.nodes)
     assert completed > num_seeds, "little of this showed anything"
