@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import Meta
 
-from tandem.engine.contracts.config import CacheOptions, ModelOptions, SchedulerOptions, Timeouts
+from tandem.engine.contracts.config import CacheOptions, ModelOptions, SchedulerOptions, Timeouts, WebOptions
 from tandem.engine.contracts.errors import ConfigError
 
 COMPONENTS: dict[str, type] = {
@@ -22,6 +22,7 @@ COMPONENTS: dict[str, type] = {
     "cache": CacheOptions,
     "scheduler": SchedulerOptions,
     "timeouts": Timeouts,
+    "web": WebOptions,
 }
 
 

@@ -35,6 +35,7 @@ from tandem.engine.contracts.config import (
     RouterOptions,
     SchedulerOptions,
     Timeouts,
+    WebOptions,
 )
 from tandem.engine.contracts.errors import ConfigError
 
@@ -77,7 +78,7 @@ class Setting:
 
 
 NODE_OPTIONS = options_of(ModelOptions, CacheOptions, SchedulerOptions, Timeouts, NodeOptions, positional="model")
-ROUTER_OPTIONS = options_of(ModelOptions, Timeouts, RouterOptions, positional="model")
+ROUTER_OPTIONS = options_of(ModelOptions, Timeouts, WebOptions, RouterOptions, positional="model")
 _PER_PROCESS = ("node_id", "device_index", "ready_fd", "nodes")
 SERVE_OPTIONS = {
     **options_of(ModelOptions, ClusterOptions, positional="model"),

@@ -23,7 +23,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.process.watched import watched_thread
 
 KILL_AFTER_S = 10.0  # a guess: beyond the drain that the launcher grants its children
-_SERVING = re.compile(r"^serving .* on (http://\S+)$")
+_SERVING = re.compile(r"^serving .* on (https?://\S+)$")
 _OWN = ("model", "host", "port", "api_key", "api_keys_file")
 
 

@@ -15,6 +15,7 @@ import re
 import secrets
 import select
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Mapping
@@ -213,8 +214,8 @@ class Launcher:
         self._announcing = False
         self._next_rates = time.monotonic() if self._values.get("log_stats", True) else None
         host = str(self._values.get("host", RouterOptions.host))
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{_port(self._ready_lines['router'])}"
+        shown, scheme = f"[{host}]" if ":" in host else host, "https" if self._values.get("ssl_certfile") else "http"
+        url = f"{scheme}://{shown}:{_port(self._ready_lines['router'])}"
         name = served_name(self._values["model"], self._values.get("served_name", ""))
         for line in summary(name, url, self._ready_lines):
             self._console.say(line)
@@ -229,10 +230,11 @@ class Launcher:
             self._console.say(line)
 
     def _ask_router(self, path: str) -> tuple[int, str]:
-        """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`."""
-        host = str(self._values.get("host", RouterOptions.host))
-        port = _port(self._ready_lines["router"])
-        connection = http.client.HTTPConnection(_ANY_HOST.get(host, host), port, timeout=PROBE_S)
+        """Status and body; 0 and nothing where it doesn't answer within `PROBE_S`. One that wants a client's
+        certificate can't be asked: it counts as ready."""
+        if self._values.get("ssl_cert_reqs") == 2:
+            return 200, ""
+        connection = self._router_connection()
         try:
             connection.request("GET", path)
             answer = connection.getresponse()
@@ -241,6 +243,15 @@ class Launcher:
             return 0, ""
         finally:
             connection.close()
+
+    def _router_connection(self) -> http.client.HTTPConnection:
+        host, port = str(self._values.get("host", RouterOptions.host)), _port(self._ready_lines["router"])
+        host = _ANY_HOST.get(host, host)
+        if not self._values.get("ssl_certfile"):
+            return http.client.HTTPConnection(host, port, timeout=PROBE_S)
+        unchecked = ssl.create_default_context()  # the certificate names the outside, not this address
+        unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
+        return http.client.HTTPSConnection(host, port, timeout=PROBE_S, context=unchecked)
 
 
 def _signals_to_handle() -> list[signal.Signals]:

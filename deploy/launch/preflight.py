@@ -20,9 +20,11 @@ def check_router(values: Mapping[str, Any]) -> None:
     from tandem.engine.contracts.generation_config import sampling_defaults
     from tandem.router.access.api_keys import ApiKeys
     from tandem.router.chat.chat import Chat
+    from tandem.router.http.around import tls_settings
     from tandem.router.text.tokenizer import Tokenizer
 
     options = build(RouterOptions, values)
+    tls_settings(options.web)
     ApiKeys.of(options, load_cluster_keys(options.cluster_secret_file, "127.0.0.1").tenant_salt)
     Chat(Path(options.model.model), Tokenizer(options.model.model), options)
     sampling_defaults(Path(options.model.model), options.generation_config)

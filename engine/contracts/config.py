@@ -169,6 +169,23 @@ class NodeOptions:
 
 
 @dataclass(frozen=True)
+class WebOptions:
+    """Browsers, TLS, compression: what a router does around its answers."""
+
+    allowed_origins: Annotated[tuple[str, ...], "web page's origin that may ask (CORS), repeatable; *: any"] = ()
+    allowed_methods: Annotated[tuple[str, ...], "method that pages of --allowed-origins may use; default: any"] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], "header that such pages may send; default: any"] = ("*",)
+    allow_credentials: Annotated[bool, "such pages may send cookies and certificates, too"] = False
+    ssl_certfile: Annotated[str, "certificate (PEM) of HTTPS; empty: plain HTTP"] = ""
+    ssl_keyfile: Annotated[str, "its private key (PEM), if that isn't in the same file"] = ""
+    ssl_ca_certs: Annotated[str, "certificates (PEM) that sign those of clients"] = ""
+    ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2), "0: clients need no certificate; 1: checked if any; 2: needed"] = 0
+    gzip_min_bytes: Annotated[
+        Count, "whole answers from this size on are compressed for clients that take gzip; 0: never. Streams never are"
+    ] = 0
+
+
+@dataclass(frozen=True)
 class RouterOptions:
     """One router (several worker processes share the port)."""
 
@@ -183,6 +200,7 @@ class RouterOptions:
     namespace: Namespace = "tandem"
     cluster_secret_file: SecretFile = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
+    web: WebOptions = field(default_factory=WebOptions)
     max_attempts: Annotated[Positive, "attempts for a request whose nodes fail"] = 3
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**60), "largest request body"] = 8 << 20
     max_queue: MaxQueue = 1024

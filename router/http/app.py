@@ -17,13 +17,13 @@ from tandem.engine.contracts.errors import InvalidRequestError, TandemError, Una
 from tandem.engine.process.version import version
 from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
+from tandem.router.http.around import with_request_id
 from tandem.router.http.asked import chat_reader, completion_reader, responses_reader
 from tandem.router.http.explain import add_explain_route
 from tandem.router.http.generation_endpoint import GenerationEndpoint
 from tandem.router.http.http_io import error_headers, our_fault
 from tandem.router.http.model_routes import READ, add_model_routes, add_tokenizer_routes, json_answer
 from tandem.router.http.openapi import description
-from tandem.router.http.request_ids import with_request_id
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.openai_api import error_body
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import zlib
 from collections.abc import Iterable
 
 from starlette.types import Receive, Scope, Send
@@ -13,6 +14,7 @@ from tandem.router.text.openai_api import error_body
 
 # How much of a body that is too large is read past the limit, and how long; guesses.
 DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0
+GZIP = 16 + zlib.MAX_WBITS  # how zlib is told to read gzip's head
 JSON_TYPE = (b"content-type", b"application/json")
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -25,7 +27,7 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Raises UnsupportedMediaTypeError, BodyTooLargeError, ClientGoneError when the client leaves before the end,
     which includes a body that takes too long: http_protocol.py closes its connection."""
-    _check_media_type(scope["headers"])
+    is_compressed = _check_media_type(scope["headers"])
     too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
     length = _announced_length(scope["headers"])
     if length > limit:
@@ -44,16 +46,34 @@ async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
             if more:
                 await _discard(receive, 0)
             raise too_large
-    return bytes(body)
+    return await asyncio.to_thread(_inflated, body, limit) if is_compressed else bytes(body)
 
 
-def _check_media_type(headers: Headers) -> None:
-    """Refuses types that web pages may send anywhere unasked; a body without a type counts as JSON."""
+def _inflated(body: bytearray, limit: int) -> bytes:
+    inflater = zlib.decompressobj(wbits=GZIP)
+    try:
+        found = inflater.decompress(body, limit + 1)
+    except zlib.error as error:
+        raise InvalidRequestError(f"the body is not gzip, as its Content-Encoding says: {error}") from None
+    if len(found) > limit:
+        raise BodyTooLargeError(f"the body is larger than {limit} bytes, once it is inflated")
+    if not inflater.eof:
+        raise InvalidRequestError("the body ends in the middle of its gzip stream")
+    return found
+
+
+def _check_media_type(headers: Headers) -> bool:
+    """Refuses types that web pages may send anywhere unasked; a body without a type counts as JSON. True: it is
+    compressed by gzip."""
+    is_compressed = False
     for name, value in headers:
         if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
             raise UnsupportedMediaTypeError("send JSON, and say so: `Content-Type: application/json`")
-        if name == b"content-encoding" and value.strip().lower() != b"identity":
-            raise UnsupportedMediaTypeError("send the body as it is, without Content-Encoding")
+        if name == b"content-encoding" and (encoding := value.strip().lower()) != b"identity":
+            if encoding != b"gzip" or is_compressed:
+                raise UnsupportedMediaTypeError("send the body as it is, or by `Content-Encoding: gzip`, once")
+            is_compressed = True
+    return is_compressed
 
 
 def _announced_length(headers: Headers) -> int:

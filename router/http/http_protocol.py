@@ -156,8 +156,8 @@ class HttpProtocol(HttpToolsProtocol):
             if not answering and not self.transport.is_closing():
                 self.send_400_response("the request ended before it was complete")
             return False
-        if not self._is_answering:
-            return False
+        if not self._is_answering or self.transport.get_extra_info("sslcontext") is not None:
+            return False  # TLS ends both sides at once
         last = self.pipeline[0][0] if self.pipeline else cycle
         last.keep_alive = False  # the connection closes with its answer
         if not cycle.response_started and cycle.scope["http_version"] == "1.1":

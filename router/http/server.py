@@ -11,8 +11,10 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
+from tandem.engine.contracts.config import WebOptions
 from tandem.engine.process.descriptors import descriptor_limit
 from tandem.engine.process.process_log import RateLimitFilter
+from tandem.router.http.around import around, tls_settings
 from tandem.router.http.http_protocol import HttpLimits, HttpProtocol
 
 BACKLOG = 2048  # a guess: connections that the system keeps while the loop is busy
@@ -31,11 +33,11 @@ def max_connections() -> int:
 class Server(uvicorn.Server):
     """Set `should_exit` to stop accepting, finish what runs within `patience_s`, and return from `serve`."""
 
-    def __init__(self, app: ASGIApp, patience_s: float, limits: HttpLimits) -> None:
+    def __init__(self, app: ASGIApp, patience_s: float, limits: HttpLimits, web: WebOptions) -> None:
         logging.getLogger("uvicorn.error").addFilter(_limit_of_lines)
         super().__init__(
             uvicorn.Config(
-                app,
+                around(app, web),
                 http=functools.partial(HttpProtocol, limits),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
@@ -46,6 +48,7 @@ class Server(uvicorn.Server):
                 backlog=BACKLOG,
                 timeout_keep_alive=limits.keep_alive_s,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=math.ceil(patience_s),
+                **tls_settings(web),
             )
         )
 

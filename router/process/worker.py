@@ -96,9 +96,8 @@ class Worker:
         )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S
-        self._server = server = Server(
-            make_app(service, Gate(self._api_keys, sources.limits), self._chat), last_resort_s, self._http_limits()
-        )
+        app = make_app(service, Gate(self._api_keys, sources.limits), self._chat)
+        self._server = server = Server(app, last_resort_s, self._http_limits(), self._options.web)
         service.connect()
         tasks = [watched_task(self._tick(server, on_beat), "tick")]
         if sources.discovery is not None:

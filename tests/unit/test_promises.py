@@ -40,6 +40,8 @@ PHRASES = (
     "asks every client for that key",
     "429 with Retry-After once it is used up",
     "It is read again when it changes",
+    "HTTPS by `--ssl-certfile` and `--ssl-keyfile`",
+    "`--allowed-origins` lets web pages ask",
     "maps keys to tenants, whose caches don't see each other",
     "a cluster or watched by Sentinels",
     "with TLS and ACL users",

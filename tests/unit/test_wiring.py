@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Fields of others that are set all the same: who says that they are set so.
 SET_FROM_OUTSIDE = {
     "deploy/train_demo_model.py": ("tokenizers", {"pre_tokenizer", "decoder", "post_processor"}),
+    "deploy/launch/launcher.py": ("ssl", {"check_hostname", "verify_mode"}),
     "engine/device/cuda_driver.py": ("ctypes", {"argtypes", "source", "target"}),
     "engine/models/decoder.py": ("torch; kernels/api: the runner binds the cache", {"data", "weight", "kv_cache"}),
     "engine/models/hf/adapters.py": ("transformers", {"forward", "attn_temperature_tuning", "tandem_query_scale"}),

@@ -156,7 +156,7 @@ def test_a_large_body_gets_its_answer_however_it_is_sent(router: RouterInThread)
     [
         {"Content-Type": "text/plain"},
         {"Content-Type": "application/x-www-form-urlencoded"},
-        {"Content-Type": "application/json", "Content-Encoding": "gzip"},
+        {"Content-Type": "application/json", "Content-Encoding": "br"},
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/detokenize"])
