@@ -44,6 +44,8 @@ ROLES = {
     "decode": "takes KV over and makes tokens",
     "unified": "serves whole requests alone",
 }
+Run = Callable[[argparse.Namespace], int]
+Commands = argparse._SubParsersAction  # of CommandParser
 CONFIG_HELP = "YAML file with options by name (max_num_seqs: 32)"
 
 
@@ -71,44 +73,34 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tandem {version()}", help="say the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_servers(commands)
+    _add_tools(commands)
+    _add_helpers(commands)
+    return parser
 
-    def add(
-        name: str,
-        run: Callable[[argparse.Namespace], int],
-        text: str,
-        options: dict[str, Option],
-        first: Collection[str] | None = None,
-    ) -> argparse.ArgumentParser:
-        positional = "".join(f" [{option.name.upper()}]" for option in options.values() if option.is_positional)
-        command = commands.add_parser(
-            name,
-            prog=f"tandem {name}",
-            help=text,
-            usage=f"tandem {name}{positional} [OPTIONS]",
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=PRECEDENCE,
-            first=first,
-        )
-        command.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=CONFIG_HELP)
-        add_flags(command, options)
-        command.set_defaults(run=run, options=options)
-        return command
 
-    def add_server(name: str, run: Callable[[argparse.Namespace], int], text: str, options: dict[str, Option]) -> None:
-        add_foreign_flags(add(name, run, text, options, FIRST), WITHOUT_COUNTERPART)
+def _add_servers(commands: Commands) -> None:
+    def add(name: str, run: Run, text: str, options: dict[str, Option]) -> None:
+        add_foreign_flags(_add(commands, name, run, text, options, FIRST), WITHOUT_COUNTERPART)
 
-    add_server("serve", run_serve, "serve a model: a node and a router, or a local cluster", SERVE_OPTIONS)
-    add_server("router", run_router, "run a router: HTTP, placement, the life of each request", ROUTER_OPTIONS)
+    add("serve", run_serve, "serve a model: a node and a router, or a local cluster", SERVE_OPTIONS)
+    add("router", run_router, "run a router: HTTP, placement, the life of each request", ROUTER_OPTIONS)
     for role, text in ROLES.items():
-        add_server(role, _run_node(role), f"run a node that {text}", NODE_OPTIONS)
-    bench_first = {*BENCH_OPTIONS, "trace", "simulate", "config"}
-    bench = add("bench", run_bench, "measure a running server", {**BENCH_OPTIONS, **TRACE_OPTIONS}, bench_first)
+        add(role, _run_node(role), f"run a node that {text}", NODE_OPTIONS)
+
+
+def _add_tools(commands: Commands) -> None:
+    _add(commands, "chat", run_chat, "talk with a running server", CHAT_OPTIONS)
+    _add(commands, "complete", run_complete, "have a running server complete a text", COMPLETE_OPTIONS)
+    options, first = {**BENCH_OPTIONS, **TRACE_OPTIONS}, {*BENCH_OPTIONS, "trace", "simulate", "config"}
+    bench = _add(commands, "bench", run_bench, "measure a running server", options, first)
     add_foreign_flags(bench, BENCH_WITHOUT_COUNTERPART)
-    add("explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
+    _add(commands, "explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
-    add("kernels", run_kernels, text, KERNELS_OPTIONS)
-    add("chat", run_chat, "talk with a running server", CHAT_OPTIONS)
-    add("complete", run_complete, "have a running server complete a text", COMPLETE_OPTIONS)
+    _add(commands, "kernels", run_kernels, text, KERNELS_OPTIONS)
+
+
+def _add_helpers(commands: Commands) -> None:
     config = commands.add_parser(
         "config",
         usage="tandem config [COMMAND] [OPTIONS of COMMAND]",
@@ -122,7 +114,26 @@ def make_parser() -> argparse.ArgumentParser:
     hash_key.add_argument("--new", action="store_true", help="make a key up, too")
     hash_key.set_defaults(run=run_hash_key)
     commands.add_parser("version", help="say the version").set_defaults(run=run_version)
-    return parser
+
+
+def _add(
+    commands: Commands, name: str, run: Run, text: str, options: dict[str, Option], first: Collection[str] | None = None
+) -> CommandParser:
+    """A command with an option table; `first` as for CommandParser."""
+    positional = "".join(f" [{option.name.upper()}]" for option in options.values() if option.is_positional)
+    command = commands.add_parser(
+        name,
+        prog=f"tandem {name}",
+        help=text,
+        usage=f"tandem {name}{positional} [OPTIONS]",
+        description=f"{text[0].upper()}{text[1:]}.",
+        epilog=PRECEDENCE,
+        first=first,
+    )
+    command.add_argument("--config", default=argparse.SUPPRESS, metavar="FILE", help=CONFIG_HELP)
+    add_flags(command, options)
+    command.set_defaults(run=run, options=options)
+    return command
 
 
 def show_config(given: Sequence[str]) -> int:
@@ -182,7 +193,7 @@ def run_router(arguments: argparse.Namespace) -> int:
     return run_router(build(RouterOptions, values))
 
 
-def _run_node(role: Any) -> Callable[[argparse.Namespace], int]:
+def _run_node(role: Any) -> Run:
     def run(arguments: argparse.Namespace) -> int:
         options = build(NodeOptions, _checked(from_command_line(NODE_OPTIONS, arguments)), role=role)
         if role == "prefill":

@@ -155,7 +155,7 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "middleware": _refused("put a proxy in front"),
     "root_path": _refused("put a proxy in front that strips it"),
     "allowed_local_media_path": _refused(_TEXT_ONLY),
-    "enable_expert_parallel": _refused_flag("models with experts can't be served"),
+    "enable_expert_parallel": _refused_flag("experts are not spread over GPUs"),
     "enable_lora": _refused_flag(_MERGE),
     "lora_modules": _refused(_MERGE),
     "speculative_config": _refused("no tokens are guessed ahead"),

@@ -237,6 +237,7 @@ def help_of(capsys: Any, *arguments: str) -> str:
 def test_help_explains_every_option(command: str, capsys: Any) -> None:
     first, everything = help_of(capsys, command, "--help"), help_of(capsys, command, "--help=all")
     for option in COMMANDS[command].values():
+        assert isinstance(option.help, str), option.name
         assert option.help, option.name
         assert (option.name.upper() if option.is_positional else option.flag) in everything
     assert len(first) <= len(everything)
