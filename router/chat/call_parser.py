@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Set
+from collections.abc import Container, Set
 from typing import Any, ClassVar
 
 from tandem.router.chat.deltas import CallArguments, CallStart, Content, Delta
 from tandem.router.chat.incoming import Incoming, Reader
+from tandem.router.structured.calls import CallForm
 
 ARGUMENTS = ("arguments", "parameters")
 BESIDE = ("name", "type", "id", *ARGUMENTS)  # what a call's object may begin with
@@ -43,6 +44,11 @@ class CallParser(ABC):
         next(self._reader, None)
         deltas, self._deltas = self._deltas, []
         return deltas
+
+    @classmethod
+    @abstractmethod
+    def form(cls, template: str, marks: Container[str]) -> CallForm:
+        """How the model with this template, and these of the markers as tokens, writes what is read here."""
 
     @abstractmethod
     def _read(self) -> Reader[None]:

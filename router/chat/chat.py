@@ -10,11 +10,14 @@ from typing import Any
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.chat import thinking
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
-from tandem.router.chat.conversation import as_templates_expect
+from tandem.router.chat.conversation import as_templates_expect, called_tools
 from tandem.router.chat.deltas import CallArguments, CallStart, Delta, OutputParser, Reasoning, merged
-from tandem.router.chat.parsers import CALL_PARSERS, NONE, choose_parsers
+from tandem.router.chat.parsers import CALL_PARSERS, HARMONY, NONE, choose_parsers
 from tandem.router.chat.template_source import ChatTemplates
+from tandem.router.structured.answer import Part, answer_of
+from tandem.router.structured.calls import ChatGrammar, Spelling, Thinking
 from tandem.router.text.completion import ModelFacts, tokenize_text
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -34,6 +37,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._templates = ChatTemplates(folder, options.chat_template)
         self.parsers = choose_parsers(options.tool_call_parser, options.reasoning_parser, self._templates.source)
+        self._marks = tokenizer.mark_ids(self.parsers.markers)
         self.shown_ids = tokenizer.special_ids(self.parsers.markers)
 
     @property
@@ -64,6 +68,37 @@ class Chat:
                 "the model's chat template has no place for tools: start the router with a --chat-template that has",
                 param="tools",
             )
+
+    def grammar(self, body: ChatBody, prompt: str) -> tuple[list[Part], str] | None:
+        """What an answer to `prompt` must follow, and the field that asks for it; None: it is free. Raises
+        InvalidRequestError."""
+        answer, names = answer_of(body), body.forced_names or body.callable_names or ()
+        tools = [tool for tool in called_tools(body.tools or ()) if tool.name in names]
+        form = None
+        if tools:
+            form = CALL_PARSERS[self.parsers.calls].form(self._templates.source, self._marks)
+        one_call = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
+        asked = ChatGrammar(
+            Spelling(self._marks),
+            answer,
+            tools,
+            form,
+            must_call=body.forced_names is not None,
+            one_call=one_call or self.parsers.calls == HARMONY,
+        )
+        if asked.is_free:
+            return None
+        if asked.excludes_itself:
+            raise InvalidRequestError(
+                "this model's calls of tools begin as JSON does: what the answer must be can't be told from them; give "
+                "tool_choice as none or required",
+                param="tool_choice",
+            )
+        if HARMONY in (self.parsers.calls, self.parsers.reasoning):
+            parts = asked.channel_parts()
+        else:
+            parts = asked.parts(Thinking(thinking.BEGIN, thinking.END, self.parsers.opening(prompt)))
+        return parts, answer.param if answer is not None and not asked.must_call else "tools"
 
     def prompt(self, body: ChatBody | ChatTokenizeBody, facts: ModelFacts) -> ChatPrompt:
         """Renders and tokenizes; long conversations belong on a thread. Raises InvalidRequestError."""

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.conversation import tool_names
-from tandem.router.text.body_reader import NOT_FORCED, BodyReader
+from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.openai_api import (
     CompletionBody,
     GenerationBody,
@@ -52,7 +52,6 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     modalities: list[str] | None = None
     reasoning_effort: str | None = None
     # extensions
@@ -71,6 +70,13 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_cache_options: dict[str, Any] | None = None
     prediction: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
+
+    @property
+    def forced_names(self) -> frozenset[str] | None:
+        """Names of the tools of which one must be called; None: none needs to be."""
+        if isinstance(self.tool_choice, dict):
+            return frozenset({self.tool_choice["function"]["name"]})
+        return self.callable_names if self.tool_choice == "required" else None
 
     @property
     def callable_names(self) -> frozenset[str] | None:
@@ -96,8 +102,6 @@ def parse_chat(bodies: BodyReader, raw: bytes) -> ChatBody:
 
 def check_chat(body: ChatBody) -> None:
     """Raises InvalidRequestError for what isn't built, and for fields that contradict each other."""
-    if (body.response_format or {"type": "text"}).get("type") != "text":
-        _bad("response_format", f"response_format is not supported beyond text: {NOT_FORCED}")
     if set(body.modalities or ()) - {"text"}:
         _bad("modalities", "modalities may be text alone: this server makes nothing else")
     if body.top_logprobs is not None and not body.logprobs:
@@ -121,8 +125,6 @@ def _check_tool_choice(body: ChatBody) -> None:
             )
         if name not in names:
             _bad("tool_choice", f"tool_choice names {name[:64]!r}, which is none of the tools")
-    if choice == "required" or isinstance(choice, dict):
-        _bad("tool_choice", "a call can't be forced: that takes structured output, which isn't built; use auto")
 
 
 def check_opening(body: ChatBody | ChatTokenizeBody) -> None:

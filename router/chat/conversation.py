@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.structured.calls import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
@@ -103,6 +104,12 @@ def tool_names(tools: Sequence[Any]) -> frozenset[str]:
             _bad("tools", f"tools[{i}].function.parameters must be a JSON schema")
         names.add(function["name"])
     return frozenset(names)
+
+
+def called_tools(tools: Sequence[Fields]) -> list[Tool]:
+    """Tools that `tool_names` has found to be functions."""
+    functions = [tool["function"] for tool in tools]
+    return [Tool(each["name"], each.get("parameters"), each.get("strict") is True) for each in functions]
 
 
 def _bad(param: str, message: str) -> NoReturn:

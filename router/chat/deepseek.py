@@ -6,8 +6,11 @@ V3.1: `…call▁begin｜>name<｜tool▁sep｜>{…}<｜tool▁call▁end｜>`.
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from tandem.router.chat.call_parser import CallParser
 from tandem.router.chat.incoming import Reader
+from tandem.router.structured.calls import CallForm
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -16,6 +19,14 @@ FENCE, FENCE_END = "```json", "```"
 
 class DeepSeekParser(CallParser):
     markers = (BEGIN, END, CALL, SEPARATOR, CALL_END)
+
+    @classmethod
+    def form(cls, template: str, marks: Container[str]) -> CallForm:
+        before, after, between = f"{CALL}{{name}}{SEPARATOR}", CALL_END, ""
+        if FENCE in template:
+            before, after = f"{CALL}function{SEPARATOR}{{name}}\n{FENCE}\n", f"\n{FENCE_END}{CALL_END}"
+            between = "\n"
+        return CallForm(before, after, BEGIN, between, is_list=True, closing=END)
 
     def _read(self) -> Reader[None]:
         while (yield from self._content_until(BEGIN)):

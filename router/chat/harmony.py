@@ -6,11 +6,12 @@ One parser for reasoning and calls, since channels tell both. A call is a messag
 from __future__ import annotations
 
 import re
-from collections.abc import Set
+from collections.abc import Container, Set
 
 from tandem.router.chat.call_parser import CallParser
 from tandem.router.chat.deltas import Reasoning
 from tandem.router.chat.incoming import Reader
+from tandem.router.structured.calls import CallForm
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
@@ -33,6 +34,10 @@ class HarmonyParser(CallParser):
     @property
     def is_reasoning(self) -> bool:
         return self._is_reasoning
+
+    @classmethod
+    def form(cls, template: str, marks: Container[str]) -> CallForm:
+        return CallForm(f"commentary to={FUNCTIONS}{{name}} {CONSTRAIN}json{MESSAGE}", mark=CHANNEL)
 
     def _reasoning(self, text: str) -> None:
         self._deltas.append(Reasoning(text))

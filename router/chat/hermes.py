@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from tandem.router.chat.call_parser import CallParser
 from tandem.router.chat.incoming import Reader
+from tandem.router.structured.calls import CallForm
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
     markers = (BEGIN, END)
+
+    @classmethod
+    def form(cls, template: str, marks: Container[str]) -> CallForm:
+        return CallForm('\n{"name": {json}, "arguments": ', f"}}\n{END}", BEGIN, separator="\n")
 
     def _read(self) -> Reader[None]:
         while (yield from self._content_until(BEGIN)):

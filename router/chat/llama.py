@@ -5,14 +5,21 @@ There is no mark of a call but that the answer begins with one, so only names of
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from tandem.router.chat.call_parser import CallParser
 from tandem.router.chat.incoming import Reader
+from tandem.router.structured.calls import CallForm
 
 TAG = "<|python_tag|>"
 
 
 class LlamaParser(CallParser):
     markers = (TAG,)
+
+    @classmethod
+    def form(cls, template: str, marks: Container[str]) -> CallForm:
+        return CallForm('{"name": {json}, "parameters": ', "}", separator="; ")
 
     def _read(self) -> Reader[None]:
         prefix = yield from self._in.spaces()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from tandem.router.chat.call_parser import CallParser
 from tandem.router.chat.incoming import Reader
+from tandem.router.structured.calls import CallForm
 
 BEGIN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
@@ -11,6 +14,12 @@ BEGIN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 class MistralParser(CallParser):
     markers = (BEGIN, ID, ARGS)
     has_short_ids = True
+
+    @classmethod
+    def form(cls, template: str, marks: Container[str]) -> CallForm:
+        if ARGS in marks:
+            return CallForm("{name}" + ARGS, mark=BEGIN)
+        return CallForm('{"name": {json}, "arguments": ', "}", BEGIN, ", ", is_list=True, opening="[", closing="]")
 
     def _read(self) -> Reader[None]:
         while (yield from self._content_until(BEGIN)):

@@ -16,6 +16,7 @@ from tandem.router.chat.hermes import HermesParser
 from tandem.router.chat.llama import LlamaParser
 from tandem.router.chat.mistral import MistralParser
 from tandem.router.chat.thinking import ThinkingParser
+from tandem.router.structured.calls import Opening
 
 AUTO, NONE = "auto", "none"
 HARMONY, QWEN3, DEEPSEEK_R1 = "openai", "qwen3", "deepseek_r1"
@@ -77,9 +78,14 @@ class Parsers:
             inner = CALL_PARSERS[self.calls](names or set())
         if self.reasoning == NONE:
             return inner
+        return ThinkingParser(inner, self.opening(prompt) == "open")
+
+    def opening(self, prompt: str) -> Opening:
+        """Whether an answer to `prompt` begins within `<think>`, or may."""
         end = prompt.rstrip()
-        is_open = end.endswith(thinking.BEGIN) or (self.reasoning == DEEPSEEK_R1 and not end.endswith(thinking.END))
-        return ThinkingParser(inner, is_open)
+        if self.reasoning in (NONE, HARMONY) or end.endswith(thinking.END):
+            return "no"
+        return "open" if end.endswith(thinking.BEGIN) or self.reasoning == DEEPSEEK_R1 else "maybe"
 
 
 def choose_parsers(calls: str, reasoning: str, template: str) -> Parsers:

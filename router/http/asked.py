@@ -15,7 +15,7 @@ from tandem.router.http.responses import AnswerFormat, CompletionFormat
 from tandem.router.requests.service import CompletionService
 from tandem.router.responses.body import parse_responses, renamed
 from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
-from tandem.router.text.completion import PromptPlan, check_model
+from tandem.router.text.completion import PromptPlan, check_model, held_to
 from tandem.router.text.openai_api import CompletionBody
 
 
@@ -88,6 +88,8 @@ async def _plan_chat(
         if error.param != "prompt":
             raise
         raise type(error)(error.message, param="messages") from error  # as its client calls it
+    if (asked_for := chat.grammar(asked, prompt.text)) is not None:
+        plans = held_to(plans, await service.grammars.check(*asked_for, facts.vocab_size))
     plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids | plan.shown_ids) for plan in plans]
     return _PlannedChat(body, plans, prompt.text)
 

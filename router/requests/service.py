@@ -20,12 +20,15 @@ from tandem.router.requests.dispatcher import Dispatcher
 from tandem.router.requests.generation import Generation, GenerationFactory, GenerationListener
 from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.rebalancer import Rebalancer
+from tandem.router.structured.answer import answer_of
+from tandem.router.structured.checker import GrammarChecker
 from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.completion import (
     DEFAULT_MAX_TOKENS,
     ModelFacts,
     PromptPlan,
     check_model,
+    held_to,
     last_tokens,
     plan_prompts,
 )
@@ -58,6 +61,7 @@ class CompletionService:
         self._privacy, self._defaults = privacy, defaults
         self.options, self.cluster, self.tokenizer, self.metrics = options, cluster, tokenizer, metrics
         self.encoder, self.bodies = PromptEncoder(tokenizer), BodyReader(options.strict_requests)
+        self.grammars = GrammarChecker(tokenizer.folder)
         self._factory = GenerationFactory(options, tokenizer)
         self._clock = clock
         self.num_awaiting_facts = 0  # requests that came before any node
@@ -103,7 +107,10 @@ class CompletionService:
         facts = await self.awaited_facts()
         check_model(body.model, facts)
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
-        return body, self.plan_prompts(body, prompts, prompt_ids, tenant)
+        plans = self.plan_prompts(body, prompts, prompt_ids, tenant)
+        if (answer := answer_of(body)) is not None:
+            plans = held_to(plans, await self.grammars.check([answer.part], answer.param, facts.vocab_size))
+        return body, plans
 
     def plan_prompts(
         self,

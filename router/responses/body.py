@@ -83,6 +83,8 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
     def _as_chat(self) -> ChatBody:
         shared = {field: getattr(self, field) for field in GenerationBody.__struct_fields__}
         text = self.text or TextOptions()
+        if text.format is not None:
+            shared["response_format"] = _response_format(text.format)
         return ChatBody(
             **shared,
             messages=messages_of(self.input, self.instructions),
@@ -92,7 +94,6 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
             tools=tools_of(self.tools or ()) or None,
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls,
-            response_format=_response_format(text.format),
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             chat_template_kwargs=self.chat_template_kwargs,
         )
@@ -121,9 +122,9 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 
-def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
     """The same as chat has it: the schema one level deeper."""
-    if given is None or given.get("type") != "json_schema":
+    if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 

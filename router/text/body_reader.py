@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 MAX_NAMED = 1000  # fields that the log has named, since clients make up names; a guess
 LIKELY_A_SLIP = 0.8  # of 1, a guess: temprature is one, user_id is none for `user`
 
-NOT_FORCED = "output can't be forced into a grammar here yet; leave it out"
+ONE_OF_ITS_FIELDS = "say it by `structured_outputs`"
 NO_SAMPLER = "this way to sample isn't built; leave it out"
 NOT_STORED = "nothing is stored here; send the items of earlier responses as `input`"
 CALLED_MAX_TOKENS = "it is called `max_tokens`"
@@ -53,17 +53,12 @@ REFUSED = {
     "context_management": "nothing is compacted here; send what the model is to read",
     "moderation": "this server moderates nothing; leave it out",
     "chat_template": "templates are the operator's: start the router with --chat-template",
-    "response_format": NOT_FORCED,
-    "structured_outputs": NOT_FORCED,
-    "guided_json": NOT_FORCED,
-    "guided_regex": NOT_FORCED,
-    "guided_choice": NOT_FORCED,
-    "guided_grammar": NOT_FORCED,
-    "structural_tag": NOT_FORCED,
-    "json_schema": NOT_FORCED,
-    "regex": NOT_FORCED,
-    "ebnf": NOT_FORCED,
-    "allowed_token_ids": NOT_FORCED,
+    "structural_tag": ONE_OF_ITS_FIELDS,
+    "json_schema": ONE_OF_ITS_FIELDS,
+    "regex": ONE_OF_ITS_FIELDS,
+    "ebnf": ONE_OF_ITS_FIELDS,
+    "guided_decoding_backend": "there is one; leave it out",
+    "allowed_token_ids": "hold the output to a grammar by `structured_outputs`",
     "bad_words": "ban tokens by `logit_bias` (-100 each; /tokenize says which they are)",
     "logits_processors": "no code is taken from requests",
     "custom_logit_processor": "no code is taken from requests",

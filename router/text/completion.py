@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -80,6 +81,11 @@ def check_text(text: str, facts: ModelFacts) -> None:
         raise InvalidRequestError(
             f"the text has {len(text)} characters; at most {limit} are tokenized in one request", param="prompt"
         )
+
+
+def held_to(plans: list[PromptPlan], grammar: str) -> list[PromptPlan]:
+    """The same plans, whose output must follow a grammar."""
+    return [replace(plan, sampling=msgspec.structs.replace(plan.sampling, grammar=grammar)) for plan in plans]
 
 
 def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:

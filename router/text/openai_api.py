@@ -2,7 +2,8 @@
 
 Beyond OpenAI's API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens, return_token_ids,
 priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens, skip_special_tokens,
-include_stop_str_in_output, truncate_prompt_tokens, return_tokens_as_token_ids, request_id, timeout.
+include_stop_str_in_output, truncate_prompt_tokens, return_tokens_as_token_ids, request_id, timeout,
+structured_outputs, guided_….
 """
 
 from __future__ import annotations
@@ -11,24 +12,26 @@ import re
 import secrets
 from collections.abc import Hashable
 from functools import cache
-from typing import Annotated, Literal, NoReturn, TypeVar, cast
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError
 
-MAX_SAMPLES = 128  # a guess, as are the next four: above what clients ask for, and bounded for nodes
+MAX_SAMPLES = 128  # a guess, as are the next five: above what clients ask for, and bounded for nodes
 MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 LEAST_TIMEOUT_S = 0.1  # deadlines are looked at so often
 MAX_BIASES = 4096
+MAX_CHOICES = 4096
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
@@ -37,6 +40,21 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # with every event the usage so far
     include_obfuscation: bool | None = None  # changes nothing: events aren't padded
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the output must be: one of the first five."""
+
+    json: Any = None  # a JSON schema
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None  # Lark or GBNF
+    structural_tag: Any = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None  # changes nothing: there is none
+    whitespace_pattern: str | None = None
 
 
 class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +72,7 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None = None
     user: str | None = None
+    response_format: dict[str, Any] | None = None
     # extensions
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -74,6 +93,12 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     return_tokens_as_token_ids: bool | Literal["with_text"] | None = None
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None  # part of the answer's id
     timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S)] | None = None  # seconds, if that is less than --request-s
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None  # this and the next: older names of the same
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
 
     @property
     def includes_usage(self) -> bool:

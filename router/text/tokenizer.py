@@ -35,7 +35,8 @@ class Tokenizer:
     """Raises ConfigError when the folder has no usable tokenizer.json."""
 
     def __init__(self, folder: str | Path) -> None:
-        path = Path(folder) / "tokenizer.json"
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{folder} has no tokenizer.json; give a folder in Hugging Face format")
         try:
@@ -93,6 +94,13 @@ class Tokenizer:
         """Ids of those texts that are special tokens: other text never yields them, and the output lacks theirs."""
         found = (self._tokenizer.token_to_id(text) for text in texts)
         return frozenset(i for i in found if i in self._special_ids)
+
+    def mark_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """Those texts that a grammar must name as tokens, and their ids: llguidance takes special tokens and added ones
+        in angle brackets for no text."""
+        added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
+        found = {text: added[text] for text in texts if text in added}
+        return {text: i for text, i in found.items() if i in self._special_ids or (text[0], text[-1]) == ("<", ">")}
 
     def detokenizer(self, prompt_token_ids: list[int], shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """A fresh incremental detokenizer of output that follows this prompt (its last few tokens are enough). Special

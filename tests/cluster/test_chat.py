@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
+import pydantic
 import pytest
 from router_in_thread import RouterInThread
 from scripted_model import SCRIPTS, make_scripted_model
@@ -192,6 +194,97 @@ def test_tools_are_called(client: openai.OpenAI) -> None:
     assert "<tool_call>" in none.message.content
     cut = create(client, "call", tools=TOOLS, stop="days").choices[0]
     assert cut.message.tool_calls[0].function.arguments.startswith('{"city": "Paris')
+
+
+FORCED_ONCE: dict[str, Any] = {}
+
+
+def same_in_both(name: str, answer: Any) -> Any:
+    """What one node said and what a split cluster says are equal: whichever comes second is compared."""
+    choices = [choice.model_dump(exclude={"message": {"tool_calls": {"__all__": {"id"}}}}) for choice in answer.choices]
+    assert FORCED_ONCE.setdefault(name, choices) == choices
+    return answer
+
+
+class Trip(pydantic.BaseModel):
+    city: Literal["Rome", "Oslo"]
+    days: Annotated[list[Annotated[int, pydantic.Field(ge=1, le=31)]], pydantic.Field(max_length=3)]
+    note: Annotated[str, pydantic.Field(max_length=12)] | None
+
+
+def forced_tool(**more: Any) -> Any:
+    city = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+    function = {"name": "get_weather", "parameters": {**city, "additionalProperties": False}, **more}
+    return {"type": "function", "function": function}
+
+
+# README says: "held to a JSON schema, a regular expression, a choice or a grammar"
+def test_answers_are_held_to_what_is_asked(client: openai.OpenAI) -> None:
+    thought = [*ASKED, {"role": "assistant", "content": "<think>Well.</think>"}]
+    fields: Any = {"model": "scripted", "messages": thought, "n": 2, "temperature": 0.0, "max_tokens": 200}
+    fields["extra_body"] = {"continue_final_message": True}
+    parsed = same_in_both("parsed", client.chat.completions.parse(response_format=Trip, logprobs=True, **fields))
+    assert all(isinstance(choice.message.parsed, Trip) for choice in parsed.choices)
+    assert {choice.finish_reason for choice in parsed.choices} == {"stop"}
+    for name, asked, fits in (
+        ("regex", {"regex": "[a-f]{3,9}x"}, r"[a-f]{3,9}x"), ("choice", {"choice": ["yes", "no"]}, "yes|no"),
+        ("grammar", {"grammar": 'start: "<" start ">" | "0"'}, "<*0>*"),
+        ("schema", {"json": {"const": {"a": [1]}}}, r'\{\s*"a"\s*:\s*\[\s*1\s*\]\s*\}'),
+    ):  # fmt: skip
+        body = {"structured_outputs": asked}
+        [choice] = same_in_both(name, create(client, extra_body=body, max_tokens=60, seed=5)).choices
+        assert re.fullmatch(fits, choice.message.content), (name, choice.message.content)
+        said, _ = streamed(client, extra_body=body, max_tokens=60, seed=5)
+        assert (said["content"], said["ends"]) == (choice.message.content, [choice.finish_reason])
+        completed = client.completions.create(
+            model="scripted", prompt="Hello", temperature=0.7, seed=1, extra_body=body, max_tokens=60
+        )
+        assert re.fullmatch(fits, completed.choices[0].text)
+    json_object: Any = {"response_format": {"type": "json_object"}}
+    [cut] = client.completions.create(model="scripted", prompt="Hello", extra_body=json_object, max_tokens=1).choices
+    assert (cut.text, cut.finish_reason) == ("{", "length")
+
+
+def test_the_grammar_begins_behind_the_reasoning(client: openai.OpenAI) -> None:
+    body = {"structured_outputs": {"regex": "It is (four|five)"}}
+    [choice] = same_in_both("thought", create(client, "think", extra_body=body, seed=5)).choices
+    assert choice.message.reasoning_content == "Two and two, carefully."
+    assert (choice.message.content, choice.finish_reason) == ("It is four", "stop")
+
+
+# README says: "`tool_choice` forces calls"
+def test_calls_are_forced(client: openai.OpenAI) -> None:
+    tools = [forced_tool(), TOOLS[1] | {"function": {"name": "get_time", "parameters": {"enum": [{}]}}}]
+    fields: Any = {
+        "tools": tools,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "seed": 5,
+    }
+    [choice] = same_in_both("required", create(client, "hello", **fields)).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls
+    allowed = {"get_weather": [{"city": "Rome"}, {"city": "Oslo"}], "get_time": [{}]}
+    assert json.loads(call.function.arguments) in allowed[call.function.name]
+    said, _ = streamed(client, script="hello", **fields)
+    assert said["calls"] == [[call.function.name, call.function.arguments]]
+    for name, arguments in allowed.items():
+        named: Any = {"type": "function", "function": {"name": name}}
+        [choice] = same_in_both(
+            name, create(client, "hello", tools=tools, tool_choice=named, max_tokens=300, seed=5)
+        ).choices
+        assert [call.function.name for call in choice.message.tool_calls] == [name]
+        assert json.loads(choice.message.tool_calls[0].function.arguments) in arguments
+
+
+def test_strict_tools_leave_the_choice_and_bind_the_call(client: openai.OpenAI) -> None:
+    tools = [forced_tool(strict=True), TOOLS[1]]
+    [free] = same_in_both("free", create(client, "hello", tools=tools)).choices
+    assert (free.message.content, free.finish_reason) == (SCRIPTS["hello"], "stop")
+    [bound] = same_in_both("bound", create(client, "call", tools=tools, max_tokens=300, seed=5)).choices
+    assert bound.message.reasoning_content == "I need both."
+    assert json.loads(bound.message.tool_calls[0].function.arguments)["city"] in ("Rome", "Oslo")
 
 
 def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:

@@ -23,7 +23,7 @@ ALLOWED = {
     "llm": {"deploy", "engine"},
 }
 # What a router may import of others: contracts and the directory, nothing that loads a model.
-ROUTER_MAY = ("engine.contracts", "engine.process", "kv_connector.directory")
+ROUTER_MAY = ("engine.contracts", "engine.structured.grammars", "engine.process", "kv_connector.directory")
 # A folder within a wing that imports these folders of its wing alone (and, of other wings, what its wing may).
 WITHIN = {
     "engine/structured": {"engine/contracts", "engine/process", "engine/scheduling"},
@@ -38,7 +38,8 @@ WITHIN = {
     "router/placing": set(),
     "router/access": set(),
     "router/text": {"router/access"},
-    "router/chat": {"router/text"},
+    "router/structured": {"router/text"},
+    "router/chat": {"router/text", "router/structured"},
     "router/responses": {"router/text", "router/chat", "router/requests"},
 }
 # They take events and the time and return decisions: no tensors, sockets, threads or clocks. README.md of each wing.
@@ -121,6 +122,8 @@ PURE_MODULES = (
     "router/requests/moves.py",
     "router/requests/parts.py",
     "router/requests/submits.py",
+    "router/structured/answer.py",
+    "router/structured/calls.py",
     "router/responses/body.py",
     "router/responses/input_items.py",
     "router/responses/output_items.py",

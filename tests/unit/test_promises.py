@@ -49,6 +49,8 @@ PHRASES = (
     "OpenAI-style HTTP requests",
     "by the model's own chat template",
     "(called in parallel, streamed)",
+    "held to a JSON schema, a regular expression, a choice or a grammar",
+    "`tool_choice` forces calls",
     "`--chat-template` brings another",
     "Errors have OpenAI's shape and name the field",
     "accepted and named in the log once",

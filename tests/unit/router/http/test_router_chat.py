@@ -14,6 +14,7 @@ from tandem.router.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "the quick brown fox"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+ODD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"uniqueItems": True}}}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools or '' }}assistant:"
 
 
@@ -85,15 +86,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"web_search_options": {}}, "web_search_options", "searches nothing"),
     ({"functions": [{}]}, "functions", "`tools`"),
     ({"function_call": "auto"}, "function_call", "`tool_choice`"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "grammar"),
-    ({"structured_outputs": {"json": {}}}, "structured_outputs", "grammar"),
-    ({"guided_json": {}}, "guided_json", "grammar"),
+    ({"response_format": {"type": "yaml"}}, "response_format", "json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "response_format", '"not"'),
+    ({"structured_outputs": {"regex": "a("}}, "structured_outputs", "unclosed group"),
+    ({"guided_json": {"type": "nothing"}}, "guided_json", "nothing"),
     ({"chat_template": "x"}, "chat_template", "operator"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "place of its own"),
     ({"tool_choice": "auto"}, "tool_choice", "when there are tools"),
     ({"tools": [{"type": "web_search"}]}, "tools", "functions alone"),
-    ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "structured output"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "structured"),
+    ({"tools": [ODD_TOOL], "tool_choice": "required"}, "tools", "uniqueItems"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
     ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice", "must be none, auto"),
     ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice", "enum"),
