@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from tandem.deploy.options import did_you_mean
+from tandem.deploy.command_line.option import did_you_mean
 
 
 class CommandParser(argparse.ArgumentParser):
