@@ -18,7 +18,7 @@ from tandem.engine.contracts.wire.handoff import KVCommitted, KVGrant, KVRefused
 from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
 from tandem.engine.contracts.wire.requests import Cancel, Submit
 from tandem.kv_connector.protocol.effects import Send
-from tandem.kv_connector.protocol.jobs import CloseGrant, LayerPush, OpenGrant, TransferJob, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush, CloseGrant, OpenGrant, TransferJob
 from tandem.kv_connector.protocol.outcomes import Commit, HandoffCompleted, HandoffFailed
 from tandem.kv_connector.protocol.peer_effects import AdmitSource, CloseChannel, Fenced, FenceSource
 from tests.worlds.lives import Lives, plain_reason
@@ -114,7 +114,7 @@ class Universe:
             if isinstance(message, KVRefused | KVRelease):
                 message = msgspec.structs.replace(message, reason=plain_reason(message.reason))
             return "sent", self.letter(node.info.key, to, message), type(message), message.key
-        if isinstance(effect, LayerPush | WholePush):
+        if isinstance(effect, BlockPush):
             at = {block_id: index for index, block_id in enumerate(effect.grant.block_ids)}
             indices = tuple(at[block_id] for block_id in effect.destination_block_ids)
             return "job", effect.key, Push(self._grant_number(effect.grant), effect.grant_id, indices)
