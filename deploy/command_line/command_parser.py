@@ -64,6 +64,11 @@ class CommandParser(argparse.ArgumentParser):
         texts = [*action.option_strings, action.dest, action.help or "", group]
         return any(word.lower().strip("-").replace("-", "_") in text.lower().replace("-", "_") for text in texts)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"unknown command {value!r}{did_you_mean(value, action.choices)}")
+        super()._check_value(action, value)
+
     def _refuse(self, name: str) -> NoReturn:
         if not name.startswith("-"):
             self.error(f"unexpected argument {name!r}")

@@ -368,6 +368,8 @@ def test_the_command_line_starts_without_torch() -> None:
         (["serve", "--api-keys", "keys"], "unknown option --api-keys; did you mean --api-key"),
         (["bench", "--num-request", "3"], "did you mean --num-requests?"),
         (["serve", "m", "second"], "unexpected argument 'second'"),
+        (["serv"], "unknown command 'serv'; did you mean serve?"),
+        (["serve", "--help=nonsense"], "no option has to do with 'nonsense'"),
     ],
 )
 def test_unknown_flags_end_with_exit_code_two(arguments: list[str], complaint: str, capsys: Any) -> None:
