@@ -30,13 +30,6 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[StandInNode]:
-    node = StandInNode(vocab_size=VOCAB_SIZE).start()
-    yield node
-    node.stop()
-
-
-@pytest.fixture(scope="module")
 def router(folder: Path, node: StandInNode) -> Iterator[RouterInThread]:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with RouterInThread(folder, (node.address,), chat_template=template) as router:
