@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -95,17 +96,26 @@ async def _measure(arguments: argparse.Namespace, measured: Measurement) -> None
             return sample
 
         measured.started_at = time.monotonic()
-        most = arguments.concurrency or (len(bodies) if arguments.rate else DEFAULT_CONCURRENCY)
-        if 0 < arguments.rate < math.inf:
-            free = asyncio.Semaphore(most)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_send(one, bodies, arguments), arguments.max_seconds or None)
 
-            async def when_free(body: dict[str, Any]) -> RequestTimes:
-                async with free:
-                    return await one(body)
 
-            await open_loop(when_free, bodies, arguments.rate, random.Random(arguments.seed + 1))
-        else:
-            await closed_loop(one, bodies, most)
+async def _send(
+    one: Callable[[dict[str, Any]], Awaitable[RequestTimes]],
+    bodies: list[dict[str, Any]],
+    arguments: argparse.Namespace,
+) -> None:
+    most = arguments.concurrency or (len(bodies) if arguments.rate else DEFAULT_CONCURRENCY)
+    if 0 < arguments.rate < math.inf:
+        free = asyncio.Semaphore(most)
+
+        async def when_free(body: dict[str, Any]) -> RequestTimes:
+            async with free:
+                return await one(body)
+
+        await open_loop(when_free, bodies, arguments.rate, random.Random(arguments.seed + 1))
+    else:
+        await closed_loop(one, bodies, most)
 
 
 async def request_once(url: str, body: dict[str, Any], api_key: str = "", timeout_s: float = 600.0) -> RequestTimes:

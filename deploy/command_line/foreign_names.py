@@ -43,6 +43,7 @@ SAME: dict[str, str] = {
     "request_format": "endpoint",
     "target": "url",
     "max_requests": "num_requests",
+    "max_duration": "max_seconds",
     "result_filename": "output",
     "output_path": "output",
 }
@@ -174,6 +175,8 @@ BENCH_WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "metric_percentiles": Foreign("the report has 50, 90 and 99"),
     "burstiness": _refused("arrivals are Poisson's", "1", "1.0"),
     "random_range_ratio": _refused("random prompts are of one length", "0", "0.0"),
+    "rate_type": _refused("--concurrency N is a closed loop, --rate R an open one, --rate inf sends all at once"),
+    "data": _refused("--input-tokens N --output-tokens M, or --dataset sharegpt --dataset-path FILE"),
     "goodput": _refused("only traces have targets: --trace FILE --ttft-target S --tpot-target S"),
 }
 

@@ -22,6 +22,7 @@ class BenchOptions:
     num_requests: Annotated[Positive, "requests in all"] = 100
     concurrency: Annotated[Count, "at most so many in flight; 0: 8, with --rate as many as come"] = 0
     rate: Annotated[float, Meta(ge=0), "open loop: Poisson arrivals a second; inf: all at once; 0: closed loop"] = 0.0
+    max_seconds: Annotated[float, Meta(ge=0, le=1e7), "report what was measured after so long; 0: after all"] = 0.0
     input_tokens: Annotated[Positive, "length of random prompts"] = 128
     output_tokens: Annotated[Count, "tokens to ask for; 0: 64, with sharegpt about as many as were answered"] = 0
     shared_prefix: Annotated[Count, "prompt tokens that all requests share"] = 0

@@ -181,6 +181,23 @@ def test_conversations_of_people(stand_in: tuple[StandIn, str], tmp_path: Path, 
     assert "can't read --dataset-path" in capsys.readouterr().err
 
 
+def test_a_bound_on_time_ends_it(stand_in: tuple[StandIn, str], capsys: Any) -> None:
+    server, url = stand_in
+    answer = server.answer
+
+    async def hang(writer: asyncio.StreamWriter) -> None:
+        if len(server.bodies) > 3:
+            await asyncio.sleep(PATIENCE_S)
+        await answer(writer)
+
+    server.answer = hang
+    for loop in ("--concurrency", "--rate"):
+        code, report = bench(capsys, url, "--num-requests", "50", loop, "1", "--max-seconds", "0.5")
+        assert code == 0
+        assert report["num_requests"] <= 3
+        assert "interrupted" not in report
+
+
 def test_ctrl_c_reports_what_was_measured(stand_in: tuple[StandIn, str], capsys: Any) -> None:
     server, url = stand_in
     answer = server.answer
