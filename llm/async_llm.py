@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -16,14 +16,15 @@ from tandem.engine.contracts.errors import OverloadedError, TandemError, Transpo
 from tandem.engine.process.watched import log_only, watched_task
 from tandem.llm.http_errors import error_of
 from tandem.llm.local_server import LocalServer
-from tandem.llm.outputs import CompletionOutput, RequestOutput
+from tandem.llm.outputs import CompletionOutput, EmbeddingOutput, PooledOutput, RequestOutput, ScoreOutput
 from tandem.llm.params import SamplingParams
-from tandem.llm.prompts import PromptInput, read_prompt, refuse
+from tandem.llm.prompts import PromptInput, read_prompt, read_prompts, refuse
 
 START_S = 600.0  # a guess: large models from slow disks
 REQUEST_S = 3600.0  # a guess: above what a server grants a request, which ends it first
 CONNECT_S = 10.0  # a guess
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+EMBEDDINGS, SCORE = "/v1/embeddings", "/score"
 DEFAULT_PAUSE_S = 1.0  # a guess: where an overloaded server names none
 
 Messages: TypeAlias = Iterable[Mapping[str, Any]]
@@ -156,6 +157,21 @@ class AsyncLLM:
         return await self._fill(
             _empty_output(request_id, "", sampling_params), CHAT, self._chat_body(messages, sampling_params, fields)
         )
+
+    async def embed(self, prompts: PromptInput | Sequence[PromptInput]) -> list[PooledOutput]:
+        """A vector of each prompt, in their order, of a model that embeds."""
+        said = await self._ask(EMBEDDINGS, {"input": read_prompts(prompts)})
+        return [PooledOutput(row["index"], EmbeddingOutput(row["embedding"])) for row in said["data"]]
+
+    async def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[PooledOutput]:
+        """How well `text_1` goes with each of `text_2`, or each with its counterpart, by a model that scores."""
+        said = await self._ask(SCORE, {"text_1": text_1, "text_2": text_2})
+        return [PooledOutput(row["index"], ScoreOutput(row["score"])) for row in said["data"]]
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        async with self._answer(path, {**self._named, **body}) as response:
+            await response.aread()
+        return _json(response)
 
     def submit(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> asyncio.Task[RequestOutput]:
         """`complete` as a future, begun at once; cancelling it ends the request."""

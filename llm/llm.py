@@ -7,13 +7,14 @@ import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
 from tandem.engine.process.watched import log_only, watched_thread
 from tandem.llm.async_llm import AsyncLLM
-from tandem.llm.outputs import RequestOutput
+from tandem.llm.outputs import PooledOutput, RequestOutput
 from tandem.llm.params import SamplingParams
 from tandem.llm.prompts import PromptInput, read_prompts, refuse
 
@@ -91,6 +92,19 @@ class LLM:
         """
         conversations = [messages] if all(isinstance(each, Mapping) for each in messages) else list(messages)
         return self._all(partial(self._llm.complete_chat, **fields), conversations, sampling_params, use_tqdm)
+
+    def embed(self, prompts: PromptInput | Sequence[PromptInput]) -> list[PooledOutput]:
+        """Vectors of all prompts, in their order, of a model that embeds; `outputs.embedding` has each."""
+        given = read_prompts(prompts)
+        parts = [given[i : i + MAX_AT_A_TIME] for i in range(0, len(given), MAX_AT_A_TIME)]
+        found = [output for part in parts for output in self._wait(self._llm.embed(part))]
+        return [replace(output, index=index) for index, output in enumerate(found)]
+
+    encode = embed
+
+    def score(self, text_1: str | Sequence[str], text_2: str | Sequence[str]) -> list[PooledOutput]:
+        """How well one text goes with each of others, or each with its counterpart; `outputs.score` in [0, 1]."""
+        return self._wait(self._llm.score(text_1, text_2))
 
     def submit(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Future[RequestOutput]:
         """One request as a future; cancelling it ends the request."""

@@ -92,6 +92,24 @@ def _of_prompt(row: Mapping[str, Mapping[str, Any]]) -> dict[int, Logprob]:
     return {int(token_id): Logprob(**said) for token_id, said in row.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreOutput:
+    score: float  # in [0, 1]
+
+
+@dataclass(frozen=True, slots=True)
+class PooledOutput:
+    """What a model that pools made of one input, or pair of inputs, at its place among those that were given."""
+
+    index: int
+    outputs: Any  # EmbeddingOutput or ScoreOutput
+
+
 @dataclass
 class RequestOutput:
     """A request's prompt and its samples; `finished` says that no more will come."""

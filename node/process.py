@@ -24,10 +24,12 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError, HandshakeError
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.pooling.config import read_pooling_config
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
@@ -60,6 +62,7 @@ from tandem.node.control.sockets import ControlSockets, advertised
 from tandem.node.directory import make_publisher
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
+from tandem.node.pooling.process import PoolingProcess
 from tandem.node.ranks.leader import start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
@@ -81,6 +84,9 @@ def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNo
     name_process(options.node_id or options.role)
     end_with_any_thread()
     try:
+        folder = resolve_model(options.model.model, options.model.revision)
+        if (pooling := read_pooling_config(folder)) is not None:
+            return PoolingProcess(options, folder, pooling).serve()
         process = NodeProcess(options, make_logic)
         process.warm_up()
     except (ConfigError, BackendUnavailableError, UnsupportedOptionError) as error:

@@ -21,13 +21,22 @@ from tandem.engine.contracts.wire.parts import Message
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancelled,
+    Pooled,
     PromptLogprobs,
     RequestFailed,
     Submit,
     TokenDelta,
     Tokens,
 )
-from tandem.engine.scheduling.request import EngineEvent, FailedEvent, Prompt, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.scheduling.request import (
+    EngineEvent,
+    FailedEvent,
+    PooledEvent,
+    Prompt,
+    PromptLogprobsEvent,
+    Request,
+    TokenEvent,
+)
 from tandem.node.submit_check import problem_of
 
 NUM_TOMBSTONES = 65536  # a guess: ended attempts that are remembered, so that a late repetition starts nothing
@@ -140,6 +149,10 @@ class RequestBook:
                 )
                 self._flush(entry.router)
                 self._send(entry.router, message)
+            elif isinstance(event, PooledEvent):
+                key = event.request.key
+                self._send(entry.router, Pooled(request_id=key.request_id, attempt=key.attempt, values=event.values))
+                self._end(key)
             else:
                 assert isinstance(event, FailedEvent)
                 self.fail(event.request.key, event.code, event.message, event.retryable)

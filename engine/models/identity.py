@@ -21,6 +21,7 @@ import msgspec
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.weights import DUMMY_DIGEST, stored_tensors, weight_files
+from tandem.engine.pooling.config import PoolingConfig
 
 if TYPE_CHECKING:
     from tandem.engine.models.hf.config import HFConfig
@@ -40,6 +41,18 @@ def model_identity(
         weights=weights,
         tokenizer=_short(tokenizer.read_bytes()) if tokenizer.exists() else "",
         rope=_short(msgspec.json.encode(config.rope)),
+        hash_block_size=hash_block_size,
+    )
+
+
+def pooling_identity(folder: Path, config: PoolingConfig, hash_block_size: int, dtype: str) -> ModelIdentity:
+    """The same of a model that pools: what must be equal before one router gives requests to both nodes."""
+    tokenizer = folder / "tokenizer.json"
+    return ModelIdentity(
+        config=_short(msgspec.json.encode((config, dtype))),
+        weights=_weights_digest(folder),
+        tokenizer=_short(tokenizer.read_bytes()) if tokenizer.exists() else "",
+        rope="",
         hash_block_size=hash_block_size,
     )
 

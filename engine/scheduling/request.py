@@ -153,6 +153,14 @@ class PromptLogprobsEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledEvent:
+    """What a model that pools made of the whole prompt: float32 little-endian. It is the request's end."""
+
+    request: Request
+    values: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class FailedEvent:
     """The engine gives the request up, e.g. it can't fit into the pool even alone."""
 
@@ -162,4 +170,4 @@ class FailedEvent:
     retryable: bool
 
 
-EngineEvent = TokenEvent | PromptLogprobsEvent | FailedEvent
+EngineEvent = TokenEvent | PromptLogprobsEvent | PooledEvent | FailedEvent

@@ -12,15 +12,16 @@ from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.kv_connector.protocol.jobs import (
-    BlockPush,
     Finalize,
     Flush,
     Flushed,
+    LayerPush,
     PushFailed,
     ReadySent,
     Retire,
     Retired,
     TransferEvent,
+    WholePush,
 )
 from tandem.kv_connector.transfer.channels import PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
@@ -35,12 +36,12 @@ logger = logging.getLogger(__name__)
 class LayersJob:
     """Push of these layers of `push`'s blocks. `written`: when each of them is complete, if traced."""
 
-    push: BlockPush
+    push: LayerPush
     layers: range
     written: tuple[Moment, ...]
 
 
-SourceWork = BlockPush | LayersJob | Flush | Finalize
+SourceWork = WholePush | LayersJob | Flush | Finalize
 
 
 class SourceJobs:
@@ -107,7 +108,7 @@ class SourceJobs:
 
     def _push(
         self,
-        push: BlockPush,
+        push: LayerPush | WholePush,
         layers: range | None,
         moments: Sequence[Moment],
         written: torch.cuda.Event | None,

@@ -24,6 +24,7 @@ from tandem.router.http.generation_endpoint import GenerationEndpoint
 from tandem.router.http.http_io import error_headers, our_fault
 from tandem.router.http.model_routes import READ, add_model_routes, add_tokenizer_routes, json_answer
 from tandem.router.http.openapi import description
+from tandem.router.http.pooled import embeddings_reader, rerank_reader, score_reader
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.openai_api import error_body
 
@@ -68,6 +69,9 @@ def make_app(service: CompletionService, gate: Gate, chat: Chat) -> App:
         "/v1/completions": completion_reader(service),
         "/v1/chat/completions": chat_reader(service, chat),
         "/v1/responses": responses_reader(service, chat),
+        "/v1/embeddings": embeddings_reader(service),
+        **dict.fromkeys(("/score", "/v1/score"), score_reader(service)),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank_reader(service)),
     }
     endpoints = {path: GenerationEndpoint(service, gate, read) for path, read in readers.items()}
     for path, endpoint in endpoints.items():  # for every method that `App` does not send there itself: 405

@@ -15,8 +15,12 @@ from tandem.router.http.responses import AnswerFormat, CompletionFormat
 from tandem.router.requests.service import CompletionService
 from tandem.router.responses.body import parse_responses, renamed
 from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
-from tandem.router.text.completion import PromptPlan, check_model, held_to
+from tandem.router.text.completion import PromptPlan, check_model, check_task, held_to
 from tandem.router.text.openai_api import CompletionBody
+
+
+def _makes_text(index: int, values: bytes) -> None:
+    raise AssertionError("a model that generates has pooled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class Asked:
     body: CompletionBody
     plans: list[PromptPlan]
     format: AnswerFormat
+    on_pooled: Callable[[int, bytes], None] = _makes_text  # an input's values, of a model that pools
 
 
 AskReader = Callable[[bytes, Tenant], Awaitable[Asked]]
@@ -80,6 +85,7 @@ async def _plan_chat(
     body = asked.as_completion()
     facts = await service.awaited_facts()
     check_model(body.model, facts)
+    check_task(facts, "generate")
     chat.check_tools(asked)
     try:
         prompt = await service.encoder.apart(num_bytes, lambda: chat.prompt(asked, facts))

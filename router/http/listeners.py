@@ -27,7 +27,7 @@ class _Listener:
         tokenizer: Tokenizer,
     ) -> None:
         self._body, self._plans, self._format = asked.body, asked.plans, asked.format
-        self._tokenizer = tokenizer
+        self._tokenizer, self._on_pooled = tokenizer, asked.on_pooled
         self._entries: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._num_open = len(asked.plans)
         self._generations: list[Generation] = []
@@ -35,6 +35,9 @@ class _Listener:
     def follow(self, generations: list[Generation]) -> None:
         """Takes the generations whose output comes here; they have started."""
         self._generations = generations
+
+    def pooled(self, prompt_index: int, values: bytes) -> None:
+        self._on_pooled(prompt_index, values)
 
     def prompt_logprobs(self, prompt_index: int, entries: tuple[TokenLogprobs, ...]) -> None:
         self._entries[prompt_index] = entries

@@ -33,7 +33,8 @@ def add_model_routes(app: FastAPI, service: CompletionService, gate: Gate, creat
             "owned_by": "tandem",
             "root": facts.name,
             "parent": None,
-            "max_model_len": facts.max_model_len,
+            "max_model_len": facts.max_input_len,
+            "task": facts.task,
             "permission": [],
         }
 

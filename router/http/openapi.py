@@ -9,12 +9,14 @@ import msgspec
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.process.version import version
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
+from tandem.router.pooling.body import EmbeddingsBody, RerankBody, ScoreBody
 from tandem.router.responses.body import ResponsesBody
 from tandem.router.text.body_reader import REFUSED, SAYS_NOTHING
 from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, DetokenizeBody, TokenizeBody
 
 _REFERENCE = "#/components/schemas/{name}"
-BODIES = (CompletionBody, ChatBody, ResponsesBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
+MAKE_TOKENS, POOL = (CompletionBody, ChatBody, ResponsesBody), (EmbeddingsBody, ScoreBody, RerankBody)
+BODIES = (*MAKE_TOKENS, *POOL, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
 HEADERS = {
     "X-Request-Id": "comes back with the answer, and stands in the log",
     "X-Request-Timeout": "seconds until the request ends with 504, if that is sooner than the server's own limit",
@@ -52,6 +54,9 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/v1/completions": _post("Complete prompts", CompletionBody, streams=True),
         "/v1/chat/completions": _post("Answer a conversation", ChatBody, streams=True),
         "/v1/responses": _post("Answer items of a conversation", ResponsesBody, streams=True),
+        "/v1/embeddings": _post("Vectors of texts, of a model that embeds", EmbeddingsBody),
+        **dict.fromkeys(("/score", "/v1/score"), _post("How well texts go together", ScoreBody)),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _post("Documents by how well they fit", RerankBody)),
         "/v1/models": _get("The served model, as a list"),
         "/v1/models/{model_id}": _get("The served model", parameters=[_parameter("model_id", "path")]),
         "/tokenize": _post("Token ids of a text, or of a conversation", TokenizeBody, ChatTokenizeBody),
@@ -77,6 +82,7 @@ def _show_prompts(schemas: dict[str, Any]) -> None:
     text = {"type": "string", "minLength": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, ids)]
     schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, ids, *lists]}
+    schemas["EmbeddingsBody"]["properties"]["input"] = {"anyOf": [text, ids, *lists]}
 
 
 def _show_other_fields(schema: dict[str, Any], is_strict: bool) -> None:

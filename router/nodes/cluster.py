@@ -309,7 +309,7 @@ class Cluster:
         if infos:
             name = self._options.model.served_name or infos[0].model_name
             self.facts = ModelFacts(
-                name, min(info.max_model_len for info in infos), min(info.vocab_size for info in infos)
+                name, min(info.max_model_len for info in infos), min(info.vocab_size for info in infos), infos[0].task
             )
 
 

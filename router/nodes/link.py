@@ -30,6 +30,7 @@ from tandem.engine.contracts.wire.requests import (
     Cancelled,
     Migrate,
     Migrated,
+    Pooled,
     PromptLogprobs,
     RequestFailed,
     Submit,
@@ -48,7 +49,7 @@ READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
 SILENT_HEARTBEATS = 3  # unanswered, before a node gets nothing that others can take; a guess
 REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
-RequestMessage = Accepted | Tokens | PromptLogprobs | RequestFailed | Cancelled | Migrated
+RequestMessage = Accepted | Tokens | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated
 
 
 class LinkListener(Protocol):

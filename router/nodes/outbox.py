@@ -10,6 +10,7 @@ from tandem.engine.contracts.wire.requests import (
     Cancel,
     Cancelled,
     Migrate,
+    Pooled,
     RequestFailed,
     Submit,
     TokenDelta,
@@ -48,7 +49,7 @@ class Outbox:
             key = ("submit", message.key, ())
         self._pending[key] = _Pending(payload, now + self.resend_s, now + self.give_up_s)
 
-    def answered(self, message: Accepted | Cancelled | RequestFailed | TokenDelta) -> None:
+    def answered(self, message: Accepted | Cancelled | Pooled | RequestFailed | TokenDelta) -> None:
         if not self._pending:
             return
         if isinstance(message, Cancelled):

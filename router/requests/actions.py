@@ -26,6 +26,7 @@ class RequestSpec:
     num_samples: int = 1
     priority: int = 0
     use_prefix_cache: bool = True
+    pair_start: int = 0  # of a pair's second text among the prompt's tokens
     secrecy: Secrecy = EVERYBODYS
     cache_share: float = 1.0
     session: str = ""  # requests of one session go to the same nodes
@@ -59,6 +60,13 @@ class EmitPromptLogprobs:
     entries: tuple[TokenLogprobs, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class EmitPooled:
+    """A vector, or a score: float32 little-endian."""
+
+    values: bytes
+
+
 class EmitTokens(msgspec.Struct, frozen=True):
     """The next tokens of a sample, in order and without gaps."""
 
@@ -86,4 +94,4 @@ class Fail:
     error: TandemError
 
 
-Action = Place | SendToNode | EmitPromptLogprobs | EmitTokens | Moved | Finish | Fail
+Action = Place | SendToNode | EmitPromptLogprobs | EmitPooled | EmitTokens | Moved | Finish | Fail

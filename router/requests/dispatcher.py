@@ -19,6 +19,7 @@ from tandem.router.nodes.link import RequestMessage
 from tandem.router.nodes.orphans import Orphans
 from tandem.router.requests.actions import (
     Action,
+    EmitPooled,
     EmitPromptLogprobs,
     EmitTokens,
     Fail,
@@ -171,6 +172,8 @@ class Dispatcher:
                 self._count(action)
             elif isinstance(action, EmitPromptLogprobs):
                 generation.listener.prompt_logprobs(generation.prompt_index, action.entries)
+            elif isinstance(action, EmitPooled):
+                generation.listener.pooled(generation.prompt_index, action.values)
             else:
                 self._end(generation, action)
         if generation.machine.closed:

@@ -21,6 +21,9 @@ from tandem.router.text.tokenizer import PROMPT_TAIL, Tokenizer, names_of
 class GenerationListener(Protocol):
     """Called on the event loop; after `finished` or `failed` nothing more comes."""
 
+    def pooled(self, prompt_index: int, values: bytes) -> None:
+        """What a model that pools made of the prompt: float32 little-endian."""
+
     def prompt_logprobs(self, prompt_index: int, entries: tuple[TokenLogprobs, ...]) -> None: ...
 
     def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None: ...
@@ -74,6 +77,7 @@ class GenerationFactory:
             request_id=request_id,
             prompt_token_ids=plan.token_ids,
             sampling=plan.sampling,
+            pair_start=plan.pair_start,
             num_samples=body.num_generated,
             priority=body.priority or 0,
             use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,

@@ -26,6 +26,7 @@ from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancelled,
     Migrated,
+    Pooled,
     PromptLogprobs,
     RequestFailed,
     Submit,
@@ -35,6 +36,7 @@ from tandem.router.placing.placement import Placement
 from tandem.router.requests import submits
 from tandem.router.requests.actions import (
     Action,
+    EmitPooled,
     EmitPromptLogprobs,
     EmitTokens,
     Fail,
@@ -159,13 +161,18 @@ class RequestMachine:
     # --- from nodes -------------------------------------------------------------------------------------------
 
     def answered(
-        self, node: NodeKey, message: Accepted | PromptLogprobs | RequestFailed | Cancelled | Migrated, now: float
+        self,
+        node: NodeKey,
+        message: Accepted | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated,
+        now: float,
     ) -> list[Action]:
         """Takes whatever a node says about this request besides tokens."""
         if isinstance(message, Accepted):
             return self.accepted(node, message, now)
         if isinstance(message, PromptLogprobs):
             return self.prompt_logprobs(node, message)
+        if isinstance(message, Pooled):
+            return self.pooled(node, message)
         if isinstance(message, RequestFailed):
             return self.request_failed(node, message, now)
         if isinstance(message, Migrated):
@@ -188,6 +195,14 @@ class RequestMachine:
             return []
         self._has_prompt_logprobs = True
         return [EmitPromptLogprobs(message.entries)]
+
+    def pooled(self, node: NodeKey, message: Pooled) -> list[Action]:
+        attempt = self.attempts.current(node, message)
+        if attempt is None:
+            return []
+        for index in attempt.sample_indices:
+            self.samples[index].finish("stop")
+        return [EmitPooled(message.values), *self._retire(attempt)]
 
     def tokens(self, node: NodeKey, delta: TokenDelta, now: float) -> list[Action]:
         attempt = self.attempts.current(node, delta)

@@ -28,6 +28,7 @@ from tandem.router.text.completion import (
     ModelFacts,
     PromptPlan,
     check_model,
+    check_task,
     held_to,
     last_tokens,
     plan_prompts,
@@ -106,6 +107,7 @@ class CompletionService:
         prompts = parse_prompts(body.prompt)
         facts = await self.awaited_facts()
         check_model(body.model, facts)
+        check_task(facts, "generate")
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
         plans = self.plan_prompts(body, prompts, prompt_ids, tenant)
         if (answer := answer_of(body)) is not None:

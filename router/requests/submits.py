@@ -42,6 +42,7 @@ def submit(
         priority=spec.priority,
         deadline_s=max(0.001, deadline_s),
         use_prefix_cache=spec.use_prefix_cache,
+        pair_start=spec.pair_start,
         salt=spec.secrecy.salt,
         num_public_tokens=spec.secrecy.num_public_tokens,
         cache_share=spec.cache_share,

@@ -13,6 +13,7 @@ from tandem.engine.contracts.errors import InvalidRequestError, ModelNotFoundErr
 from tandem.engine.contracts.generation_config import SamplingDefaults
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import Task
 from tandem.router.text.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -30,6 +31,12 @@ class ModelFacts:
     name: str
     max_model_len: int
     vocab_size: int
+    task: Task = "generate"
+
+    @property
+    def max_input_len(self) -> int:
+        """Tokens of prompt and output together; of a model that pools, of its input alone."""
+        return self.max_model_len - (self.task != "generate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class PromptPlan:
     secrecy: Secrecy = EVERYBODYS  # who may find its blocks in a cache
     cache_share: float = 1.0  # of each cache: how much its tenant may fill
     is_chat: bool = False
+    pair_start: int = 0  # for models that score: where a pair's second text begins
     shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the output's text
 
 
@@ -49,6 +57,23 @@ def check_model(name: str | None, facts: ModelFacts) -> None:
     if name is not None and name != facts.name:
         raise ModelNotFoundError(
             f"the model {name[:200]!r} does not exist; this server has {facts.name!r}", param="model"
+        )
+
+
+_DOES = {"generate": "generates text", "embed": "makes embeddings of texts", "score": "scores pairs of texts"}
+_PATHS = {
+    "generate": "/v1/completions, /v1/chat/completions or /v1/responses",
+    "embed": "/v1/embeddings",
+    "score": "/score or /rerank",
+}
+
+
+def check_task(facts: ModelFacts, wanted: Task) -> None:
+    """Raises InvalidRequestError when the served model is of another kind."""
+    if facts.task != wanted:
+        raise InvalidRequestError(
+            f"{facts.name} {_DOES[facts.task]}: ask {_PATHS[facts.task]}, or a server of a model that {_DOES[wanted]}",
+            param="model",
         )
 
 

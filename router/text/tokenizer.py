@@ -59,6 +59,11 @@ class Tokenizer:
         """Long texts belong on a thread: only the library's batch calls let other Python threads run meanwhile."""
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """A pair's token ids, and where its second text begins among them; 0: the model doesn't tell them apart."""
+        found = self._tokenizer.encode_batch([(first, second)])[0]
+        return found.ids, next((i for i, kind in enumerate(found.type_ids) if kind == 1), 0)
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """Decodes token ids; as with `encode`, other threads run meanwhile."""
         return self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)[0]

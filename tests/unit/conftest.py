@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from kv_pools import make_node, make_pair
-from router_nodes import folder, node, nodes
+from router_nodes import folder, nodes
 
-__all__ = ["folder", "make_node", "make_pair", "node", "nodes"]
+__all__ = ["folder", "make_node", "make_pair", "nodes"]

@@ -40,6 +40,7 @@ WITHIN = {
     "router/text": {"router/access"},
     "router/structured": {"router/text"},
     "router/chat": {"router/text", "router/structured"},
+    "router/pooling": {"router/text", "router/requests"},
     "router/responses": {"router/text", "router/chat", "router/requests"},
 }
 # They take events and the time and return decisions: no tensors, sockets, threads or clocks. README.md of each wing.
@@ -63,6 +64,7 @@ PURE_MODULES = (
     "engine/contracts/errors.py",
     "engine/contracts/hashing.py",
     "engine/contracts/kv_layout.py",
+    "engine/pooling/config.py",
     "engine/contracts/rate.py",
     "engine/contracts/sampling_params.py",
     "engine/contracts/tenants.py",
@@ -95,6 +97,7 @@ PURE_MODULES = (
     "node/control/events.py",
     "node/departures.py",
     "node/handoffs.py",
+    "node/pooling/logic.py",
     "node/requests.py",
     "node/serving.py",
     "router/chat/call_parser.py",
@@ -116,6 +119,7 @@ PURE_MODULES = (
     "router/placing/policies.py",
     "router/placing/rebalancing.py",
     "router/placing/view.py",
+    "router/pooling/body.py",
     "router/requests/actions.py",
     "router/requests/attempts.py",
     "router/requests/machine.py",

@@ -36,6 +36,7 @@ from tandem.engine.contracts.wire.requests import (
     FlushBlocks,
     Migrate,
     Migrated,
+    Pooled,
     PromptLogprobs,
     RequestFailed,
     Submit,
@@ -58,6 +59,7 @@ FromNode = (
     | Accepted
     | Tokens
     | PromptLogprobs
+    | Pooled
     | RequestFailed
     | Cancelled
     | Migrated

@@ -7,7 +7,7 @@ from tandem.engine.contracts.wire.parts import (
     NodeInfo,
 )
 
-WIRE_VERSION = 6
+WIRE_VERSION = 7
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from tandem.engine.contracts.kv_layout import KVLayout, ModelIdentity
 Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Role = Literal["router", "prefill", "decode", "unified"]
+Task = Literal["generate", "embed", "score"]  # what a model does
 FinishReason = Literal["stop", "length"]
 
 
@@ -46,6 +47,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str = ""
     max_model_len: int = 0
     vocab_size: int = 0
+    task: Task = "generate"
     # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
     transports: dict[str, bytes] = {}
 

@@ -45,6 +45,8 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     peer: PeerRef | None = None
     # Mode "decode": `peer` runs this one sample already, and has, or will have, more output than the prompt's.
     is_running: bool = False
+    # To a node that pools: from which token on it is the second text of a pair; 0: it is one text.
+    pair_start: Count = 0
     # Whoever computes the prompt may pull this part of it instead, and computes it after all if that fails.
     prefix: PrefixHint | None = None
 
@@ -93,6 +95,12 @@ class PromptLogprobs(AttemptMessage, frozen=True, kw_only=True):
     """One entry per prompt position from 1 on (position 0 has no prediction). Sent before the first TokenDelta."""
 
     entries: tuple[TokenLogprobs, ...]
+
+
+class Pooled(AttemptMessage, frozen=True, kw_only=True):
+    """All that a node which pools makes of a prompt: its vector, or its score. It ends the request."""
+
+    values: bytes  # float32 little-endian
 
 
 class RequestFailed(AttemptMessage, frozen=True, kw_only=True):

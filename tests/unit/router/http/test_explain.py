@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from router_in_thread import VOCAB_SIZE, RouterInThread
+from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
 from waiting import wait_until
 
 from stand_in_node import StandInNode
@@ -25,7 +24,8 @@ def nodes() -> Iterator[list[StandInNode]]:
 
 
 @pytest.fixture(scope="module")
-def router(folder: Path, nodes: list[StandInNode]) -> Iterator[RouterInThread]:
+def router(tmp_path_factory: pytest.TempPathFactory, nodes: list[StandInNode]) -> Iterator[RouterInThread]:
+    folder = make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
     with RouterInThread(folder, tuple(node.address for node in nodes), placement="round_robin") as router:
         router.wait_ready()
         wait_until(lambda: len(router.worker.service.cluster.serving()) == 3, "three nodes")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from mutations import json_cases
-from router_in_thread import VOCAB_SIZE
+from router_in_thread import VOCAB_SIZE, make_tokenizer_folder
 
 from tandem.engine.contracts.config import ModelOptions, RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError, NodeFailedError
@@ -39,7 +38,8 @@ BODIES = [
 
 
 @pytest.fixture(scope="module")
-def chat(folder: Path) -> Chat:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    folder = make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
     return Chat(folder, Tokenizer(folder), RouterOptions(ModelOptions(str(folder)), chat_template=TEMPLATE))
 
 

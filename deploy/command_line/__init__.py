@@ -1,1 +1,0 @@
-"""Options as flags: what they are called here and elsewhere, their bounds, their help."""

@@ -1,0 +1,1 @@
+"""Models that make one vector, or one score, of a text."""

@@ -1,0 +1,101 @@
+"""What a model that pools is: read off its folder, without torch. None where a model generates, or is anything else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from tandem.engine.contracts.errors import CheckpointError
+from tandem.engine.contracts.generation_config import read_json_object
+from tandem.engine.contracts.wire.parts import Task
+
+Pooling = Literal["cls", "mean", "max", "lasttoken"]
+
+# Encoders that transformers has; those in the second line number positions from behind the padding token's id.
+ENCODERS = ("bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta", "camembert")
+OFFSET_POSITIONS = ("mpnet", "roberta", "xlm-roberta", "camembert")
+PARTS = "sentence_transformers.models."
+
+
+class PoolingConfig(msgspec.Struct, frozen=True):
+    """`max_model_len`: of one input, its special tokens included. `pooling` and `normalize` are of embeddings."""
+
+    task: Task
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    pooling: Pooling = "mean"
+    normalize: bool = False
+
+
+def read_pooling_config(folder: Path) -> PoolingConfig | None:
+    """Raises CheckpointError for a model that pools in a way that isn't built."""
+    raw = read_json_object(folder / "config.json") or {}
+    kind, names = raw.get("model_type"), raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if kind not in ENCODERS:
+        return None
+    if name.endswith("ForSequenceClassification"):
+        if (labels := _num_labels(raw)) != 1:
+            raise CheckpointError(f"{folder}: {name} has {labels} labels; models that score have one")
+        return PoolingConfig("score", kind, _count(raw, folder, "vocab_size"), _length(raw, folder))
+    if not name.endswith(("Model", "ForMaskedLM")):
+        raise CheckpointError(f"{folder}: {name or kind} can be neither asked for embeddings nor for scores")
+    pooling, normalize, length = _sentence_transformers(folder)
+    most = min(_length(raw, folder), length or 1 << 31)
+    return PoolingConfig("embed", kind, _count(raw, folder, "vocab_size"), most, pooling, normalize)
+
+
+def _num_labels(raw: dict[str, Any]) -> int:
+    """The number that transformers would take: two where nothing is said."""
+    labels = raw.get("id2label")
+    return len(labels) if isinstance(labels, dict) else int(raw.get("num_labels", 2))
+
+
+def _length(raw: dict[str, Any], folder: Path) -> int:
+    most = _count(raw, folder, "max_position_embeddings")
+    padding = raw.get("pad_token_id")
+    return most - (padding if isinstance(padding, int) else 1) - 1 if raw["model_type"] in OFFSET_POSITIONS else most
+
+
+def _count(raw: dict[str, Any], folder: Path, name: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"{folder / 'config.json'}: {name} must be a whole number; repair the file")
+    return value
+
+
+def _sentence_transformers(folder: Path) -> tuple[Pooling, bool, int]:
+    """Pooling, whether vectors get the length 1, and the longest input (0: the model's), as the library of that name
+    says it in a model's folder; the mean, as it is, where there is no word of it."""
+    modules = folder / "modules.json"
+    if not modules.is_file():
+        return "mean", False, 0
+    try:
+        parts = msgspec.json.decode(modules.read_bytes(), type=list[dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{modules}: {error}; repair the file") from None
+    kinds = [str(part.get("type", "")).removeprefix(PARTS) for part in parts]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise CheckpointError(f"{modules}: {', '.join(kinds)} can't be served; Transformer, Pooling, Normalize can")
+    said = read_json_object(folder / str(parts[1].get("path", "")) / "config.json") or {}
+    limits = read_json_object(folder / str(parts[0].get("path", "")) / "sentence_bert_config.json") or {}
+    return _mode(said, folder), len(kinds) == 3, int(limits.get("max_seq_length") or 0)
+
+
+def _mode(said: dict[str, Any], folder: Path) -> Pooling:
+    names: dict[str, Pooling] = {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_max_tokens": "max",
+        "pooling_mode_lasttoken": "lasttoken",
+    }
+    asked = [name for name, value in said.items() if name.startswith("pooling_mode_") and value]
+    if isinstance(mode := said.get("pooling_mode"), str):  # as newer versions of it write
+        asked = [mode]
+        names = {"cls": "cls", "mean": "mean", "max": "max", "lasttoken": "lasttoken"}
+    if len(asked) != 1 or asked[0] not in names:
+        raise CheckpointError(f"{folder}: pooling by {' and '.join(asked) or 'nothing'} can't be served")
+    return names[asked[0]]

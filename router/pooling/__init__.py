@@ -1,0 +1,1 @@
+"""`/v1/embeddings`, `/score` and `/rerank`: texts in, vectors or scores out."""

@@ -1,0 +1,67 @@
+"""The bodies of /v1/embeddings, /score and /rerank, and the texts that they ask about."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.text.openai_api import MAX_PROMPTS, CompletionBody
+
+Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
+Pair = tuple[str, str]
+
+
+class PoolingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all of them may say."""
+
+    model: str | None = None
+    user: str | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
+    request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None
+    timeout: Annotated[float, Meta(gt=0)] | None = None
+
+    def as_completion(self) -> CompletionBody:
+        """A completion that makes nothing: what retries, limits and placement go by."""
+        shared = {name: getattr(self, name) for name in PoolingBody.__struct_fields__}
+        return CompletionBody(**shared, prompt=msgspec.Raw(b""), max_tokens=1)
+
+
+class EmbeddingsBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/embeddings. `input` is as a completion's `prompt`."""
+
+    input: msgspec.Raw
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class ScoreBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /score: one text against each of others, or each against its counterpart."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+    def pairs(self) -> list[Pair]:
+        """Raises InvalidRequestError when there are as many of neither."""
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if len(first) not in (1, len(second)):
+            raise InvalidRequestError(
+                f"text_1 has {len(first)} texts and text_2 {len(second)}: give one, or as many", param="text_1"
+            )
+        return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+class RerankBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /rerank, as Jina's and Cohere's clients send it."""
+
+    query: str
+    documents: Texts
+    top_n: Annotated[int, Meta(ge=0)] | None = None
+    return_documents: bool | None = None
+
+    def pairs(self) -> list[Pair]:
+        return [(self.query, document) for document in self.documents]
