@@ -143,6 +143,7 @@ class NodeProcess:
         if self.loaded.device.type == "cuda":
             torch.cuda.set_device(self.loaded.device)  # another node of this process may have set another
         self.launcher.doing("warming up")
+        self.grammars.prepare()
         self.runner.warmup()
         if self.tiers is not None:
             self.tiers.warm_up()

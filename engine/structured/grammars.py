@@ -1,11 +1,11 @@
 """What a request may hold its output to, compiled for one model's tokenizer. No torch.
 
-A grammar is text as llguidance reads it: Lark, or a JSON object with a list of Lark grammars and JSON schemas. The
-library is loaded by the first one: who never sees a grammar pays nothing.
+A grammar is text as llguidance reads it: Lark, or a JSON object with a list of Lark grammars and JSON schemas.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict
@@ -25,16 +25,23 @@ MAX_SHOWN = 400  # characters of an error
 
 
 class Grammars:
-    """Compiles grammars and keeps the latest. Any thread may ask; no interpreter lock is held meanwhile."""
+    """Compiles grammars and keeps the latest. Any thread may ask; others run meanwhile, but for `prepare`."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
-        """`vocab_size`: of the logits, which may be wider than the tokenizer's."""
+    def __init__(self, folder: Path, vocab_size: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
+        """`vocab_size`: of the logits, which may be wider than the tokenizer's; 0: it is the tokenizer's, and masks
+        aren't wanted."""
         self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def __contains__(self, grammar: str) -> bool:
         return grammar in self._kept
+
+    def prepare(self) -> None:
+        """Loads the library and the tokenizer, which for a large vocabulary keeps all Python threads of this process
+        waiting for a second. Else the first grammar does."""
+        with contextlib.suppress(ValueError):  # said again to whoever brings a grammar
+            self.matcher('start: "a"')
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at its beginning, the caller's own. ValueError: why it can't be followed."""
@@ -78,7 +85,7 @@ class Grammars:
 
         try:
             text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+            return LLTokenizer(text, n_vocab=self._vocab_size or None, eos_token=self._eos_token_ids or None)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"this model's tokenizer knows no grammars: {shown(str(error))}") from error
 

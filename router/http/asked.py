@@ -95,7 +95,7 @@ async def _plan_chat(
             raise
         raise type(error)(error.message, param="messages") from error  # as its client calls it
     if (asked_for := chat.grammar(asked, prompt.text)) is not None:
-        plans = held_to(plans, await service.grammars.check(*asked_for, facts.vocab_size))
+        plans = held_to(plans, await service.grammars.check(*asked_for))
     plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids | plan.shown_ids) for plan in plans]
     return _PlannedChat(body, plans, prompt.text)
 

@@ -111,7 +111,7 @@ class CompletionService:
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
         plans = self.plan_prompts(body, prompts, prompt_ids, tenant)
         if (answer := answer_of(body)) is not None:
-            plans = held_to(plans, await self.grammars.check([answer.part], answer.param, facts.vocab_size))
+            plans = held_to(plans, await self.grammars.check([answer.part], answer.param))
         return body, plans
 
     def plan_prompts(

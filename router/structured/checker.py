@@ -19,16 +19,14 @@ class GrammarChecker:
     """One per process, on its event loop; what takes long runs on a thread."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._grammars: Grammars | None = None  # made by the first that is asked for
+        self._grammars = Grammars(folder)
+        self._grammars.prepare()
 
-    async def check(self, parts: Sequence[Part], param: str, vocab_size: int) -> str:
+    async def check(self, parts: Sequence[Part], param: str) -> str:
         """The grammar of these parts, as nodes get it. Raises InvalidRequestError that names `param`."""
         grammar = msgspec.json.encode({"grammars": parts}).decode()
         if len(grammar) > MAX_GRAMMAR_BYTES:
             self._refuse(param, f"as a grammar it has {len(grammar)} bytes; at most {MAX_GRAMMAR_BYTES} are followed")
-        if self._grammars is None:
-            self._grammars = Grammars(self._folder, vocab_size)
         try:
             if grammar in self._grammars:
                 self._grammars.matcher(grammar)
