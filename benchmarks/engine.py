@@ -31,6 +31,8 @@ from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import FailedEvent, Prompt, Request, TokenEvent
 from tandem.engine.scheduling.scheduler import Scheduler
+from tandem.engine.structured.grammars import Grammars
+from tandem.engine.structured.guides import Guides
 from tandem.kernels.check.compilations import CompilationCounter
 from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.pool import allocate_node_pool
@@ -79,8 +81,9 @@ class Engine:
         num_blocks = size_pool(self.loaded, self.options)
         pool = allocate_node_pool(self.loaded, num_blocks, NodeTransports([]), self.ranks).own
         block_size = self.options.cache.block_size
+        length, guides = self.loaded.max_model_len, Guides(Grammars(self.loaded.folder, self.loaded.config.vocab_size))
         self.runner = ModelRunner(
-            self.loaded.model, pool, self.options.scheduler, block_size, self.loaded.max_model_len, (), None, self.ranks
+            self.loaded.model, pool, self.options.scheduler, block_size, length, (), None, self.ranks, guides
         )
         self.runner.warmup()
         self.on_gpu = self.loaded.device.type == "cuda"
@@ -166,9 +169,9 @@ class IdleMeter:
             fill(rows, size)
             self._begin = _record()
 
-        def timed_execute(output):  # type: ignore[no-untyped-def]
+        def timed_execute(output, *hooks):  # type: ignore[no-untyped-def]
             self._begin = None
-            step = execute(output)
+            step = execute(output, *hooks)
             if self._begin is not None and self._last_end is not None:
                 self._gaps.append((self._last_end, self._begin))
             self._last_end = _record() if self._begin is not None else None

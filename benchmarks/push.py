@@ -37,7 +37,7 @@ from tandem.kernels.blocks.digest_pass import SumPasses
 from tandem.kernels.check.measure import median_event_seconds
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
 from tandem.kv_connector.layouts.layer_groups import push_groups
-from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, ReadySent, StepMoves, digest_key
+from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, ReadySent, StepMoves, digest_key
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tandem.kv_connector.transports.base import PairSums, RegisteredPool, Write
@@ -151,7 +151,7 @@ class Prefill:
         blocks, last = tuple(range(num_blocks)), num_tokens - (num_blocks - 1) * block_size
         valid = (*[block_size] * (num_blocks - 1), last)
         if pushes:
-            meta = StepMoves(self.num_steps, (LayerPush(key, grant, blocks, grant.block_ids, valid),), ())
+            meta = StepMoves(self.num_steps, (BlockPush(key, grant, blocks, grant.block_ids, valid),), ())
         vocabulary = self.loaded.config.vocab_size
         tokens = np.random.default_rng(self.num_steps).integers(10, vocabulary, num_tokens, dtype=np.int32)
         step = SchedulerOutput(

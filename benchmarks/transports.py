@@ -2,7 +2,7 @@
 
     python benchmarks/transports.py [--transports shm,nixl,tcp] [--mib 1024] [--rounds 7]
 
-Blocks are 1 MiB and go to other places than they came from. `ours` is what a node does: a WholePush through the
+Blocks are 1 MiB and go to other places than they came from. `ours` is what a node does: a BlockPush through the
 transfer thread, flushed, without digests. `bare` moves the same blocks the shortest way there is: memcpy into shared
 memory; sendall and recv_into on a socket; NIXL writes of the same sizes with the same UCX settings. The two alternate;
 the table has medians over the rounds, and the median of the ratios within a round.
@@ -36,7 +36,7 @@ from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo
 from tandem.engine.device.kv_pool import allocate_pool, pool_bytes
 from tandem.kv_connector.layouts.geometry import byte_view
-from tandem.kv_connector.protocol.jobs import Finalize, ReadySent, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, ReadySent
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tandem.kv_connector.transports.links.nixl import MAX_WRITE_BYTES, WINDOW_BYTES
 from tandem.kv_connector.transports.links.nixl_agent import NixlAgent, nixl_problem
@@ -121,7 +121,7 @@ class Ours(Way):
     def move(self, order: Sequence[int]) -> None:
         key, blocks = ("bench", 0), tuple(range(len(order)))
         valid = (LAYOUT.block_size,) * len(order)
-        self._transfer.submit(WholePush(key, self._grant, blocks, tuple(order), valid, -1))
+        self._transfer.submit(BlockPush(key, self._grant, blocks, tuple(order), valid, -1))
         first = (FirstToken(0, 1, False),)
         self._transfer.submit(Finalize(key, self._grant, 0, blocks, LAYOUT.block_size, 0, first, with_digests=False))
         event = self._ready.get(timeout=120)

@@ -9,9 +9,10 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from tandem.deploy.command_parser import CommandParser
-from tandem.deploy.foreign_names import BENCH_WITHOUT_COUNTERPART, WITHOUT_COUNTERPART
-from tandem.deploy.option import Option
+from tandem.deploy.command_line.command_parser import CommandParser
+from tandem.deploy.command_line.flags import add_flags, add_foreign_flags
+from tandem.deploy.command_line.foreign_names import BENCH_WITHOUT_COUNTERPART, WITHOUT_COUNTERPART
+from tandem.deploy.command_line.option import Option
 from tandem.deploy.options import (
     BENCH_OPTIONS,
     CHAT_OPTIONS,
@@ -24,8 +25,6 @@ from tandem.deploy.options import (
     SERVE_OPTIONS,
     TRACE_OPTIONS,
     Values,
-    add_flags,
-    add_foreign_flags,
     build,
     from_command_line,
 )

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.deploy.option import Option
-from tandem.deploy.options import SECRET, settings
+from tandem.deploy.command_line.flags import SECRET
+from tandem.deploy.command_line.option import Option
+from tandem.deploy.options import settings
 
 
 def report(name: str, options: Mapping[str, Option], given: Mapping[str, Any], environ: Mapping[str, str]) -> str:

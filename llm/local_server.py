@@ -15,9 +15,11 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.deploy.foreign_names import WITHOUT_COUNTERPART, translate
+from tandem.deploy.command_line.flags import to_arguments, to_environment
+from tandem.deploy.command_line.foreign_names import WITHOUT_COUNTERPART, translate
+from tandem.deploy.command_line.option import did_you_mean
 from tandem.deploy.launch.child_process import KEPT_LINES, die_with_parent
-from tandem.deploy.options import SERVE_OPTIONS, did_you_mean, own_environment, to_arguments, to_environment
+from tandem.deploy.options import SERVE_OPTIONS, own_environment
 from tandem.engine.contracts.config import Timeouts
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.process.watched import watched_thread

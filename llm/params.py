@@ -9,6 +9,32 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must be: one of the first five. The server says what it can't follow, and why."""
+
+    json: str | Mapping[str, Any] | type | None = None  # a JSON schema, or a pydantic model
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark or GBNF
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+    def as_body(self) -> dict[str, Any]:
+        """The fields that are set. ValueError: `json` is a class without a schema."""
+        body = {name: value for name, value in vars(self).items() if value is not None}
+        if isinstance(self.json, type):
+            make_schema = getattr(self.json, "model_json_schema", None)
+            if make_schema is None:
+                raise ValueError(f"json={self.json.__name__} has no schema: give a JSON schema or a pydantic model")
+            body["json"] = make_schema()
+        if self.choice is not None:
+            body["choice"] = list(self.choice)
+        return body
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling settings of a request. None leaves a setting to the server: its model's defaults, a drawn seed.
 
@@ -36,12 +62,15 @@ class SamplingParams:
     priority: int | None = None
     use_prefix_cache: bool | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def as_body(self) -> dict[str, Any]:
         """The fields of a completion's body that are set."""
         body = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.logit_bias is not None:
             body["logit_bias"] = {str(token_id): bias for token_id, bias in self.logit_bias.items()}
+        if self.structured_outputs is not None:
+            body["structured_outputs"] = self.structured_outputs.as_body()
         if self.logprobs is not None:
             body["return_tokens_as_token_ids"] = "with_text"
         return {

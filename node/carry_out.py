@@ -22,13 +22,13 @@ from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.process.process_log import RateLimited
 from tandem.kv_connector.protocol.effects import Send
 from tandem.kv_connector.protocol.jobs import (
+    BlockPush,
     CloseGrant,
     OpenGrant,
     ReadySent,
     Retired,
     TransportCommand,
     Verified,
-    WholePush,
 )
 from tandem.kv_connector.protocol.peer_effects import AdmitSource, CloseChannel, Fenced, OpenChannel, PeerEffect
 from tandem.kv_connector.tiers.jobs import JobDone
@@ -84,7 +84,7 @@ class Effects:
                 self._on_peer(effect)
             elif isinstance(effect, TransportCommand):
                 self._on_command(effect)
-            elif isinstance(effect, WholePush):
+            elif isinstance(effect, BlockPush):
                 self._worker.push_between_steps(effect)
             else:
                 self._transfer.submit(effect)

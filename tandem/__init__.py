@@ -16,17 +16,28 @@ if TYPE_CHECKING:
     from tandem.llm.outputs import Logprob as Logprob
     from tandem.llm.outputs import RequestOutput as RequestOutput
     from tandem.llm.params import SamplingParams as SamplingParams
+    from tandem.llm.params import StructuredOutputsParams as StructuredOutputsParams
 
 _WHERE = {
     "LLM": "tandem.llm.llm",
     "AsyncLLM": "tandem.llm.async_llm",
     "SamplingParams": "tandem.llm.params",
+    "StructuredOutputsParams": "tandem.llm.params",
     "RequestOutput": "tandem.llm.outputs",
     "Logprob": "tandem.llm.outputs",
     "CompletionOutput": "tandem.llm.outputs",
     "errors": "tandem.engine.contracts.errors",
 }
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "errors"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "errors",
+]
 
 
 def __getattr__(name: str) -> Any:

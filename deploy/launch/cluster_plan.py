@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.deploy.options import NODE_OPTIONS, ROUTER_OPTIONS, Values, select, to_arguments, to_environment
+from tandem.deploy.command_line.flags import to_arguments, to_environment
+from tandem.deploy.options import NODE_OPTIONS, ROUTER_OPTIONS, Values, select
 from tandem.engine.contracts.errors import ConfigError
 
 NODES, ROUTER = 0, 1  # stages

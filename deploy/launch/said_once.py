@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -14,12 +13,7 @@ _TIME = re.compile(r"^(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d(,\d+)? ")
 
 
 def without_time(line: str) -> str:
-    """What a line of a log says, whatever its format; "" for a line that is none, or goes on with one."""
-    if line.startswith("{"):
-        try:
-            return json.dumps({name: value for name, value in json.loads(line).items() if name != "time"})
-        except (ValueError, AttributeError):
-            return ""
+    """What a line of a log says, coloured or plain; "" for a line that is none, or goes on with one."""
     plain = _COLOUR.sub("", line)
     said = _TIME.sub("", plain)
     return said if said != plain else ""

@@ -2,7 +2,7 @@
 
 Step loop -> transfer thread, one FIFO queue a node:
     StepMoves       travels with a step (`SchedulerOutput.connector_meta`); the worker half turns its pushes into jobs
-    WholePush       blocks whose KV exists: all layers at once
+    BlockPush       blocks whose KV exists: all layers at once
     Flush           after every push queued before it: they have arrived -> Flushed
     Finalize        after every push queued before it: flush, digest, send KVReady -> ReadySent
     Retire          give up or tidy up everything of one grant -> Retired
@@ -41,14 +41,18 @@ def digest_key(key: AttemptKey, grant_id: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPush:
-    """Sink blocks of one request that become complete in this step (or the partial last block at the prompt's end).
+class BlockPush:
+    """Sink blocks of one request that are complete once step `step_id` has run; -1: no launched step can still be
+    writing them.
 
-    `save_kv_layer` pushes each layer of them as soon as it is written. `num_valid[i]` slots of destination block i hold
-    tokens (the sink's block size except for the prompt's last block). Where both sides' block sizes are equal, source
-    block i goes there. Else destination block i begins at slot `first_slots[i]` of a source block and may take several:
-    `source_block_ids` lists those of each destination block one after the other, so that one may be listed twice
-    (BlockSizes in kv_connector/layouts/plan.py).
+    In `StepMoves.pushes`: blocks that become complete in that step (or the partial last block at the prompt's end).
+    `save_kv_layer` pushes each layer of them as soon as it is written. In `StepMoves.whole`, or as a job of its own if
+    no step is about to be launched and for resends: all layers in one go, when the step has run.
+
+    `num_valid[i]` slots of destination block i hold tokens (the sink's block size except for the prompt's last block).
+    Where both sides' block sizes are equal, source block i goes there. Else destination block i begins at slot
+    `first_slots[i]` of a source block and may take several: `source_block_ids` lists those of each destination block
+    one after the other, so that one may be listed twice (BlockSizes in kv_connector/layouts/plan.py).
     """
 
     key: AttemptKey
@@ -56,28 +60,7 @@ class LayerPush:
     source_block_ids: tuple[int, ...]
     destination_block_ids: tuple[int, ...]
     num_valid: tuple[int, ...]
-    first_slots: tuple[int, ...] = ()
-
-    @property
-    def grant_id(self) -> int:
-        return self.grant.grant_id
-
-
-@dataclass(frozen=True, slots=True)
-class WholePush:
-    """Blocks that were complete before: all layers in one go, after step `step_id` has completed on the device. Which
-    ones is said as in LayerPush.
-
-    Comes in `StepMoves.whole`, or as a job of its own when no step is about to be launched and for resends.
-    `step_id` is -1 when no launched step can still be writing them.
-    """
-
-    key: AttemptKey
-    grant: KVGrant
-    source_block_ids: tuple[int, ...]
-    destination_block_ids: tuple[int, ...]
-    num_valid: tuple[int, ...]
-    step_id: int
+    step_id: int = -1
     first_slots: tuple[int, ...] = ()
 
     @property
@@ -106,8 +89,8 @@ class StepMoves(StepMeta, frozen=True):
     each layer, or all of it, is done."""
 
     step_id: int
-    pushes: tuple[LayerPush, ...] = ()
-    whole: tuple[WholePush, ...] = ()
+    pushes: tuple[BlockPush, ...] = ()
+    whole: tuple[BlockPush, ...] = ()
     loads: tuple[LayerLoad, ...] = ()
     is_pushed: bool = True
 
@@ -116,7 +99,7 @@ class StepMoves(StepMeta, frozen=True):
 class Finalize:
     """The prompt is computed. After all pushes of this grant queued before: flush, digest, send KVReady to the sink.
 
-    `source_block_ids` were pushed into `grant.block_ids`, as in LayerPush. The digests are those of the sink's blocks
+    `source_block_ids` were pushed into `grant.block_ids`, as in BlockPush. The digests are those of the sink's blocks
     as they arrive: of all slots of each, of the last one `num_valid_last`. `with_digests` False leaves
     `KVReady.digests` empty. Answered by ReadySent or PushFailed.
     """
@@ -197,7 +180,7 @@ class SumArrived:
     ready: KVReady
 
 
-SourceJob = WholePush | Flush | Finalize | Retire
+SourceJob = BlockPush | Flush | Finalize | Retire
 SinkJob = Verify | SumArrived
 TransferJob = SourceJob | SinkJob
 

@@ -11,7 +11,7 @@ from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, PeerRef
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import BlockSizes
-from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, WholePush, digest_key
+from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, digest_key
 from tandem.kv_connector.protocol.kind import HandoffKind
 from tandem.kv_connector.protocol.source_table import SourceMachine
 from tandem.kv_connector.protocol.source_table import SourceState as S
@@ -79,19 +79,19 @@ class SourceRecord:
 
     # --- what to push ---------------------------------------------------------------------------------------
 
-    def take_layer_push(self) -> LayerPush | None:
+    def take_layer_push(self) -> BlockPush | None:
         """Blocks that the step built last completes. Call after `take_whole_push` of what was complete before."""
-        return self._take(LayerPush, self._num_complete(self.num_computed_tokens))
+        return self._take(self._num_complete(self.num_computed_tokens), self.last_step)
 
-    def take_whole_push(self, num_tokens: int, step_id: int) -> WholePush | None:
+    def take_whole_push(self, num_tokens: int, step_id: int) -> BlockPush | None:
         """Blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write them."""
-        return self._take(WholePush, self._num_complete(num_tokens), step_id=step_id)
+        return self._take(self._num_complete(num_tokens), step_id)
 
-    def push_again(self) -> WholePush:
+    def push_again(self) -> BlockPush:
         """The blocks that the last KVResend names (indices into the grant)."""
         assert self.grant is not None
         blocks = [self.grant.first_block + index for index in self.resend_indices]
-        return WholePush(step_id=self.last_step, **self._pairs(blocks))
+        return BlockPush(step_id=self.last_step, **self._pairs(blocks))
 
     def finalize(self, round: int, with_digests: bool) -> Finalize:
         assert self.grant is not None
@@ -111,12 +111,12 @@ class SourceRecord:
             num_blocks=self.num_sink_blocks - self.grant.first_block,
         )
 
-    def _take(self, kind, until: int, **extra):  # type: ignore[no-untyped-def]
+    def _take(self, until: int, step_id: int) -> BlockPush | None:
         if until <= self.num_pushed_blocks:
             return None
         blocks = range(self.num_pushed_blocks, until)
         self.num_pushed_blocks = until
-        return kind(**self._pairs(blocks), **extra)
+        return BlockPush(step_id=step_id, **self._pairs(blocks))
 
     def _pairs(self, blocks: Sequence[int]) -> dict:
         assert self.grant is not None

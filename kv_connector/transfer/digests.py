@@ -13,7 +13,7 @@ from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.kernels.blocks.digest import sent_form, valid_slots
 from tandem.kernels.blocks.digest_pass import SumPasses
 from tandem.kv_connector.layouts.reshape import Reshaper
-from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush, Finalize
 from tandem.kv_connector.transfer.grant_sums import GrantSums
 from tandem.kv_connector.transports.base import Channel, Write
 
@@ -46,9 +46,7 @@ class SentDigests:
         pool_NHLPBD = self._pool_NHLPBD if pool_NHLPBD is None else pool_NHLPBD
         return write._replace(sums=self._of_grant(write.grant).of_write(pool_NHLPBD, write))
 
-    def pushed(
-        self, push: LayerPush | WholePush, channel: Channel, layers: range | None, written: torch.cuda.Event | None
-    ) -> None:
+    def pushed(self, push: BlockPush, channel: Channel, layers: range | None, written: torch.cuda.Event | None) -> None:
         """`layers` (None: all) of these blocks go as they are, and have been enqueued. `written`: device event after
         which they are complete, None: they are."""
         is_last = layers is None or layers.stop == self._pool_NHLPBD.shape[2]

@@ -15,7 +15,7 @@ import torch
 from tandem.engine.scheduling.ports import BetweenLayers
 from tandem.engine.scheduling.step import StepMeta
 from tandem.kv_connector.layouts.layer_groups import push_groups
-from tandem.kv_connector.protocol.jobs import LayerLoad, LayerPush, LoadEvent, StepMoves, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush, LayerLoad, LoadEvent, StepMoves
 from tandem.kv_connector.transfer.thread import TransferWorker
 
 KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
@@ -85,7 +85,7 @@ class ConnectorWorker:
             self._keep_step(meta, layer_events, done)
             self._queue_whole([push for push in meta.whole if push.step_id >= meta.step_id])
 
-    def push_between_steps(self, push: WholePush) -> None:
+    def push_between_steps(self, push: BlockPush) -> None:
         """A push that travels with no step: its grant came late. If the step that writes its blocks may still run, each
         layer follows as soon as that is done; if it has run, at once, whatever other step runs now."""
         events = self._steps.get(push.step_id)
@@ -97,16 +97,8 @@ class ConnectorWorker:
         elif len(events) < len(self._layer_indices):
             self._transfer.submit(push, events[-1])
         else:
-            layered = LayerPush(
-                push.key,
-                push.grant,
-                push.source_block_ids,
-                push.destination_block_ids,
-                push.num_valid,
-                push.first_slots,
-            )
             for layers in self._groups:
-                self._transfer.submit_layers(layered, layers, events[layers.start : layers.stop])
+                self._transfer.submit_layers(push, layers, events[layers.start : layers.stop])
 
     def _keep_step(
         self, meta: StepMoves, layer_events: Sequence[torch.cuda.Event | None], done: torch.cuda.Event | None
@@ -142,7 +134,7 @@ class ConnectorWorker:
         for event in self._load_events.pop(layer, ()):
             event.wait()
 
-    def _queue_whole(self, pushes: Sequence[WholePush]) -> None:
+    def _queue_whole(self, pushes: Sequence[BlockPush]) -> None:
         if pushes:
             written = self._record_event()
             for push in pushes:

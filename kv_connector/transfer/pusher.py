@@ -12,7 +12,7 @@ from tandem.kv_connector.layouts.geometry import BlockGeometry
 from tandem.kv_connector.layouts.plan import plan
 from tandem.kv_connector.layouts.rank_pools import RankPools
 from tandem.kv_connector.layouts.reshape import Reshaper
-from tandem.kv_connector.protocol.jobs import LayerPush, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush
 from tandem.kv_connector.transfer.channels import PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
@@ -41,7 +41,7 @@ class Pusher:
         self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
         self._channels, self._book, self._counters, self._trace = channels, book, counters, trace
 
-    def push(self, push: LayerPush | WholePush, layers: range | None, written: Sequence[Moment] = ()) -> None:
+    def push(self, push: BlockPush, layers: range | None, written: Sequence[Moment] = ()) -> None:
         """Some layers, or all (None). `written`: when the KV of each was, if traced. Raises what a channel's write
         raises."""
         if self._trace is None:
@@ -62,7 +62,7 @@ class Pusher:
             self._reshapers[sink] = made
         return self._reshapers[sink]
 
-    def _push(self, push: LayerPush | WholePush, layers: range | None) -> None:
+    def _push(self, push: BlockPush, layers: range | None) -> None:
         way = self._channels.of(push.grant)
         channel, reshaper = way.channel, self.reshaper_to(way.layout)
         geometry, max_blocks = self._geometry, len(push.num_valid)

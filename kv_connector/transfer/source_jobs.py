@@ -12,16 +12,15 @@ from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.kv_connector.protocol.jobs import (
+    BlockPush,
     Finalize,
     Flush,
     Flushed,
-    LayerPush,
     PushFailed,
     ReadySent,
     Retire,
     Retired,
     TransferEvent,
-    WholePush,
 )
 from tandem.kv_connector.transfer.channels import PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
@@ -36,12 +35,12 @@ logger = logging.getLogger(__name__)
 class LayersJob:
     """Push of these layers of `push`'s blocks. `written`: when each of them is complete, if traced."""
 
-    push: LayerPush
+    push: BlockPush
     layers: range
     written: tuple[Moment, ...]
 
 
-SourceWork = WholePush | LayersJob | Flush | Finalize
+SourceWork = BlockPush | LayersJob | Flush | Finalize
 
 
 class SourceJobs:
@@ -108,7 +107,7 @@ class SourceJobs:
 
     def _push(
         self,
-        push: LayerPush | WholePush,
+        push: BlockPush,
         layers: range | None,
         moments: Sequence[Moment],
         written: torch.cuda.Event | None,

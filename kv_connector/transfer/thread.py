@@ -25,7 +25,7 @@ from tandem.kernels.blocks.digest import BlockSums, block_digests
 from tandem.kernels.blocks.push_blocks import can_push, list_pairs, push_blocks
 from tandem.kv_connector.layouts.geometry import pool_stride_bytes
 from tandem.kv_connector.layouts.rank_pools import RankPools
-from tandem.kv_connector.protocol.jobs import LayerPush, Retire, SumArrived, TransferEvent, TransferJob, Verify
+from tandem.kv_connector.protocol.jobs import BlockPush, Retire, SumArrived, TransferEvent, TransferJob, Verify
 from tandem.kv_connector.transfer.channels import Connect, PeerChannels
 from tandem.kv_connector.transfer.digests import SentDigests
 from tandem.kv_connector.transfer.grant_book import GrantBook
@@ -154,7 +154,7 @@ class TransferWorker:
         is)."""
         self._newest_step_done = done
 
-    def submit_layers(self, push: LayerPush, layers: range, written: Sequence[torch.cuda.Event | None] = ()) -> None:
+    def submit_layers(self, push: BlockPush, layers: range, written: Sequence[torch.cuda.Event | None] = ()) -> None:
         """Push of these layers of `push`'s blocks. `written`: device events after which each of them is complete."""
         moments = [Moment(time.monotonic(), event) for event in written] if self.is_traced else []
         self._jobs.put((LayersJob(push, layers, tuple(moments)), written[-1] if written else None))

@@ -138,6 +138,28 @@ def test_samples_ends_and_sampling(client: openai.OpenAI) -> None:
     assert (said["content"], said["ends"]) == ("Hello there", ["stop"])
 
 
+def test_fields_beyond_openais_own(client: openai.OpenAI, model: tuple[Path, Any]) -> None:
+    """They mean the same on one node and split, whole and streamed."""
+    pieces = model[1]["hello"]
+
+    def said(**extra: Any) -> tuple[str, str]:
+        [choice] = create(client, extra_body=extra).choices
+        assert streamed(client, extra_body=extra)[0]["content"] == choice.message.content
+        return choice.message.content, choice.finish_reason
+
+    assert said(stop=", this", include_stop_str_in_output=True) == ("Hello there, this", "stop")
+    assert said(skip_special_tokens=False) == (SCRIPTS["hello"], "stop")
+    assert said(skip_special_tokens=False, include_stop_str_in_output=True) == (SCRIPTS["hello"] + "</s>", "stop")
+    assert said(min_tokens=2, ignore_eos=False, top_k=1, request_id="r") == (SCRIPTS["hello"], "stop")
+    answer = create(client, logprobs=True, extra_body={"return_tokens_as_token_ids": True, "return_token_ids": True})
+    [choice] = answer.choices
+    assert [row.token for row in choice.logprobs.content] == [f"token_id:{i}" for i in choice.token_ids]
+    assert len(choice.token_ids) == len(pieces) + 1
+    cut = create(client, max_tokens=1, extra_body={"truncate_prompt_tokens": 3, "timeout": 50, "unheard_of": 1})
+    assert cut.usage.prompt_tokens == 3
+    assert create(client, extra_body={"request_id": "mine"}).id == "chatcmpl-mine"
+
+
 def test_log_probabilities(client: openai.OpenAI, model: tuple[Path, Any]) -> None:
     pieces = model[1]["hello"]
     [choice] = create(client, logprobs=True, top_logprobs=2).choices

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,23 @@ def test_instructor(scripted: str) -> None:
         model="scripted", response_model=Person, messages=ASKED, extra_body=says("json"), max_retries=0
     )
     assert (found.name, found.age) == ("Ada", 36)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_guidellm(demo: str, tmp_path: Path, path: str) -> None:
+    pytest.importorskip("guidellm")
+    server = f"kind=openai_http,target={demo.removesuffix('/v1')},model=demo_model,request_format=/v1/{path}"
+    command = [
+        *(sys.executable, "-m", "guidellm", "run", "--backend", server, "--tokenizer", f"kind=hf_auto,model={DEMO}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=4"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=6"),
+    ]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    [benchmark] = json.loads((tmp_path / "benchmarks.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    assert (totals["successful"], totals["errored"]) == (6, 0)
 
 
 def tasks(folder: Path) -> list[dict[str, Any]]:

@@ -90,7 +90,9 @@ def joined(before: Result, after: Result, sample: int = 0) -> list[int]:
 def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) -> None:
     prompts = [random_prompt(90, seed=5), random_prompt(33, seed=6)]
     with trio(way) as nodes:
-        for name, sampling in (("greedy", GREEDY), ("seeded", SAMPLED), ("logprobs", changed(GREEDY, num_logprobs=1))):
+        ways = {"greedy": GREEDY, "seeded": SAMPLED, "logprobs": changed(GREEDY, num_logprobs=1)}
+        ways["guided"] = changed(SAMPLED, grammar="start: /([a-z]{3} ){50,}/")
+        for name, sampling in ways.items():
             prompt, sampling = prompts[name == "seeded"], changed(sampling, max_tokens=LONG)
             result, moved = nodes.move_one(name, prompt, sampling)
             assert moved.failed is None, moved.failed
@@ -99,7 +101,7 @@ def test_a_stream_goes_on_elsewhere_as_if_it_had_stayed(way: str, alone: Alone) 
             assert [joined(result, moved)] == alone.run(prompt, sampling)
             if sampling.num_logprobs is None:
                 assert min(moved.tokens[0]) == moved.num_prior, "what the source may not have told is told again"
-        assert nodes.count("migrations_finished") == 3
+        assert nodes.count("migrations_finished") == 4
         assert nodes.count("migrations_pause_s") > 0
         nodes.check_whole()
 

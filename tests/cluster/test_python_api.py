@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, errors
+from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams, errors
 
 PROMPTS = ["def read_lines(path):", [5, 6, 7], {"prompt": "Return a new"}]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
@@ -57,6 +58,8 @@ def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
         single = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [output.prompt for output in single] == [PROMPTS[0], None, "Return a new"]
         assert all(output.finished and output.outputs[0].cumulative_logprob < 0 for output in single)
+        held = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a[bc]{3}"))
+        assert re.fullmatch("a[bc]{3}", llm.generate("x", held, use_tqdm=False)[0].outputs[0].text)
         (said,) = llm.chat(CONVERSATION, GREEDY)
         (row, *_) = said.outputs[0].logprobs or ()
         assert next(iter(row)) == said.outputs[0].token_ids[0]

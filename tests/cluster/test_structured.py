@@ -85,7 +85,7 @@ def serve(roles: list[str], **options: object) -> Outputs:
     try:
         outputs = ask_all(client, nodes)
         if len(nodes) > 1:
-            assert nodes[0].process.logic.sink.counters.commits >= 5, "nothing was handed over"
+            assert nodes[0].process.logic.handoffs.sink.counters.commits >= 5, "nothing was handed over"
         if options.get("num_blocks"):
             assert nodes[0].process.logic.scheduler.state.num_preemptions, "nothing was preempted"
         for node in nodes:

@@ -13,7 +13,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import BlockSizes
-from tandem.kv_connector.protocol.jobs import LayerPush, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush
 from tandem.kv_connector.sink.manager import SinkManager
 from tandem.kv_connector.source.manager import SourceManager
 
@@ -93,7 +93,7 @@ class Decode:
             assert block in held, "a write lands in a block that its grant no longer holds"
             self.bytes[block] = (grant.grant_id, right)
 
-    def check_origin(self, source: Prefill, job: WholePush | LayerPush) -> None:
+    def check_origin(self, source: Prefill, job: BlockPush) -> None:
         """A push takes each token of its sink blocks from the prompt's place for it, in blocks that are held."""
         record = source.manager.ledger.records[job.key]
         slots = job.first_slots or (0,) * len(job.num_valid)

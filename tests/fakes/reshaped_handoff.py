@@ -12,7 +12,7 @@ from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.kernels.blocks.quantization import as_bytes
 from tandem.kv_connector.layouts.plan import BlockSizes
-from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
+from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, ReadySent, Verified, Verify, digest_key
 from tests.fakes.kv_pools import PoolNode, make_layout
 from tests.fakes.transfer_side import Side
 
@@ -57,12 +57,12 @@ class Handoff:
     def push(self) -> None:
         """The first two blocks whole, the others layer by layer."""
         self.push_whole(range(2))
-        push = LayerPush(**self.job(range(2, self.num_blocks)))
+        push = BlockPush(**self.job(range(2, self.num_blocks)))
         for layer in range(self.source.node.layout.group.num_layers):
             self.source.transfer.submit_layers(push, range(layer, layer + 1))
 
     def push_whole(self, blocks: range) -> None:
-        self.source.transfer.submit(WholePush(step_id=-1, **self.job(blocks)))
+        self.source.transfer.submit(BlockPush(step_id=-1, **self.job(blocks)))
 
     def check(self, round: int = 0) -> tuple[int, ...]:
         """Indices of the blocks whose digests differ."""

@@ -29,6 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.fixture(scope="module")
+def node() -> Iterator[StandInNode]:
+    node = StandInNode(vocab_size=VOCAB_SIZE).start()
+    yield node
+    node.stop()
+
+
 @pytest.fixture
 def nodes() -> Iterator[Nodes]:
     made = Nodes()

@@ -74,6 +74,26 @@ FAMILIES: dict[str, dict] = {
         "sliding_window": 21,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
+    "gemma3": {
+        "text_config": {
+            **GROUPED,
+            "head_dim": 16,
+            "sliding_window": 21,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        "mm_tokens_per_image": 4,
+        "image_token_index": 500,
+        "boi_token_index": 501,
+        "eoi_token_index": 502,
+    },
     "llama4_text": {
         **EXPERTS,
         "intermediate_size_mlp": 96,

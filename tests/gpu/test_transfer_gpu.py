@@ -10,13 +10,12 @@ from waiting import wait_until
 
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.kv_connector.protocol.jobs import (
+    BlockPush,
     Finalize,
-    LayerPush,
     ReadySent,
     StepMoves,
     Verified,
     Verify,
-    WholePush,
 )
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
@@ -87,8 +86,8 @@ def test_pushes_wait_for_the_layer_that_the_device_has_not_computed_yet(make_pai
     worker = ConnectorWorker(transfer, {str(layer): layer for layer in range(8)})
     worker.register_kv_cache(source.pool)
     grant = sink.grant(source.info, [9, 7, 5])
-    new = LayerPush(KEY, grant, (1, 2), (9, 7), (64, 30))
-    whole = WholePush(KEY, grant, (3,), (5,), (64,), step_id=0)
+    new = BlockPush(KEY, grant, (1, 2), (9, 7), (64, 30))
+    whole = BlockPush(KEY, grant, (3,), (5,), (64,), step_id=0)
     busy = torch.randn(4096, 4096, device="cuda")
 
     def compute(block: int, layer: int, value: float) -> None:

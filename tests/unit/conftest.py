@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from kv_pools import make_node, make_pair
-from router_nodes import folder, nodes
+from router_nodes import folder, node, nodes
 
-__all__ = ["folder", "make_node", "make_pair", "nodes"]
+__all__ = ["folder", "make_node", "make_pair", "node", "nodes"]

@@ -1,10 +1,10 @@
-"""What may happen next in a state of the world, and the faults that each of it costs."""
+"""What may happen next in a state of a world, and the faults that each of it costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tandem.engine.contracts.keys import AttemptKey, NodeKey
+from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.wire.handoff import KVPull
 from tests.worlds.node import Possible
 from tests.worlds.world import Event, World
@@ -16,16 +16,19 @@ def events_of(world: World) -> Iterator[tuple[Event, int]]:
     Timers fire only while nothing of their hand-off is under way: one that fires earlier puts a second copy of a
     message beside the first, and that is what the fault "duplicate" does."""
     busy = _busy(world)
-    yield from _free_events(world)
+    for event in (*world.asked(), *_free_events(world)):
+        yield event, 0
     for name in world.nodes:
         for each in world.look(name).possible:
+            if not world.allows(each.event):
+                continue
             waits = each.waits_for in busy
             if (not each.fault and not waits) or _is_last(world, name, each, busy):
                 yield ("at", name, *each.event), 0
             elif world.faults_left and each.fault in world.setting.faults:
                 yield ("at", name, *each.event), 1
     if world.faults_left:
-        for event in _fault_events(world):
+        for event in (*_fault_events(world), *world.wrong()):
             yield event, 1
 
 
@@ -38,44 +41,43 @@ def _busy(world: World) -> set[AttemptKey]:
 def _is_last(world: World, name: str, each: Possible, busy: set[AttemptKey]) -> bool:
     """A node that took its peer for lost without reason tells it nothing: the peer's own deadline ends what is
     left. Free only where the other side has ended and nothing is under way, so that no deadlock hides behind it."""
-    key, other = each.waits_for, "d" if name == "p" else "p"
+    key = each.waits_for
     if key is None or key in busy or not each.fault.endswith("deadline"):
         return False
-    if key not in world.look(name).open or key in world.look(other).open:
+    if key not in world.look(name).open or any(key in world.look(other).open for other in world.nodes if other != name):
         return False
-    is_due = any(kind == "submit" and side == other and f"r{r}" == key.request_id for kind, side, r in world.pending)
-    return not is_due and (key in world.look(other).ended or (other, key) in world.ends)
+    return world.is_over_elsewhere(name, key)
 
 
-def _free_events(world: World) -> Iterator[tuple[Event, int]]:
-    for r, placed in enumerate(world.placed):
-        if placed is None:
-            yield ("place", r), 0
-    for kind, side, r in world.pending:
-        if kind == "submit":
-            yield ("submit", side, r), 0
-        elif ("submit", side, r) not in world.pending:  # a cancel travels behind its submit
-            yield ("arrive_cancel", side, r), 0
+def _free_events(world: World) -> Iterator[Event]:
     for letter in world.network:
         if isinstance(world.universe.letters[letter][2], KVPull):
-            yield ("hear_pull", letter, True), 0
-            yield ("hear_pull", letter, False), 0
+            yield "hear_pull", letter, True
+            yield "hear_pull", letter, False
         else:
-            yield ("deliver", letter), 0
+            yield "deliver", letter
     for write in world.transport.writes:
-        yield ("land", write, "good"), 0
+        yield "land", write, "good"
     for owner in world.transport.jobs:
         if world.transport.can_run(owner, world.setting.one_sided):
-            yield ("run_job", *owner), 0
-    for sink in {*world.look("p").sinks.values()} - {world.life("d")}:
-        if ("p", sink) not in world.transport.lost:
-            yield ("at", "p", "lose", sink), 0
-    for source in [NodeKey("p", epoch) for epoch in range(1, world.epochs["p"])]:
-        if ("d", source) not in world.transport.lost:
-            yield ("at", "d", "lose", source), 0
+            yield "run_job", *owner
+    yield from _losses(world)
     for fence in world.transport.fences:
-        if fence[1] != world.life("p") or world.setting.fences_living:
-            yield ("end_fence", fence), 0
+        if fence[1] != world.life(fence[1].node_id) or world.setting.fences_living:
+            yield "end_fence", fence
+
+
+def _losses(world: World) -> Iterator[Event]:
+    """Lives that have ended, and a node that has yet to notice."""
+    for dead in [life for name in world.nodes for life in world.past_lives(name)]:
+        for name in world.nodes:
+            is_its_sink = dead in world.look(name).sinks.values()
+            if name == dead.node_id or not (is_its_sink or world.setting.grants(name)):
+                continue
+            if (name, dead) not in world.transport.lost:
+                yield "at", name, "lose", dead
+            elif is_its_sink:
+                yield "at", name, "be_refused", dead
 
 
 def _fault_events(world: World) -> Iterator[Event]:
@@ -88,20 +90,7 @@ def _fault_events(world: World) -> Iterator[Event]:
             yield ("hear_pull", letter, True, True) if is_pull else ("deliver", letter, True)
     if "corrupt" in faults:
         yield from (("land", write, "bad") for write in transport.writes)
-    if "crash_source" in faults and world.epochs["p"] < 2:
-        yield ("crash", "p")
-    if "crash_sink" in faults and world.epochs["d"] < 12:
-        yield ("crash", "d")
-    if "cancel" in faults:
-        yield from (("cancel", r) for r, placed in enumerate(world.placed) if placed)
-    is_lost = ("d", world.life("p")) in transport.lost
-    if "suspect_source" in faults and not is_lost:
-        yield ("at", "d", "suspect_source", world.life("p"))
-    if "reconnect" in faults and is_lost:
-        yield ("reconnect",)
-    if "suspect_sink" in faults and world.look("p").sinks:
-        yield ("at", "p", "suspect_sink", world.life("d"))
     if "push_fails" in faults:
         for owner in transport.jobs:
             if transport.can_fail(owner, world.setting.one_sided):
-                yield ("fail_push", *owner)
+                yield "fail_push", *owner

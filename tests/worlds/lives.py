@@ -24,18 +24,19 @@ from tandem.kv_connector.protocol.outcomes import RECOMPUTING
 NOW = 1000.0  # of everything that happens: clocks run out when the explorer says so
 # What decides nothing: counts, and moments of which only the log tells. Steps complete at once, so their numbers, too.
 IGNORED = frozenset(
-    {"arrival", "closed_at", "entered_at", "expected_at", "last_step", "num_accepted", "num_drops_counted",
-     "num_dropped", "num_dropped_deltas", "num_ended", "num_served_blocks", "num_under_way", "order", "quarantined_at",
-     "resend_every_s", "retire_asked_at", "slot", "waits_since", "was_warned", "_arrivals", "_block_of", "_cooling",
-     "_deadlines", "_free", "_generations", "_hash_of", "_last_write_step", "_newest_completed", "_newest_launched",
-     "_ref_counts", "_step_id"}
+    {"arrival", "closed_at", "entered_at", "error", "expected_at", "last_step", "num_accepted", "num_dropped",
+     "num_dropped_deltas", "num_drops_counted", "num_ended", "num_served_blocks", "num_under_way",
+     "quarantined_at", "resend_every_s", "retire_asked_at", "slot", "waits_since", "was_warned", "_arrivals",
+     "_block_of", "_cooling", "_deadlines", "_free", "_generations", "_hash_of", "_last_write_step",
+     "_newest_completed", "_newest_launched", "_ref_counts", "_step_id"}
 )  # fmt: skip
 COUNTS = frozenset({"counters", "rates"})  # not even kept
 # Blocks are alike: how many somebody has tells all, and `Life.blocks` the rest.
 BLOCK_IDS = frozenset({"block_ids", "granted", "hits", "held"})
 UNORDERED = frozenset(
-    {"_answered", "_attempts", "_tombstones", "_used", "entries", "live", "records", "running", "waiting"}
-)
+    {"_answered", "_attempts", "_departures", "_tombstones", "_used", "entries", "live", "records", "running",
+     "waiting"}
+)  # fmt: skip
 ARMED = frozenset({"resend_at"})  # of a clock it matters whether it runs, not until when
 _CONSTANT_MODULES = ("tandem.engine.contracts.config", "tandem.engine.contracts.security", "tests.worlds.setting")
 _CONSTANT_KINDS = (msgspec.Struct, types.FunctionType, types.MethodType, types.BuiltinFunctionType, type)
@@ -195,7 +196,8 @@ class _Mould:
         number = self._persistent(value)
         if number is not None:
             return ("kept", number)
-        met[id(value)] = (kind.__name__, value.key) if hasattr(value, "key") else len(met)
+        sample = getattr(value, "sample_indices", ())
+        met[id(value)] = (kind.__name__, value.key, sample) if hasattr(value, "key") else len(met)
         if kind in _SEQUENCES:
             return tuple([of(each, met) for each in value])
         if kind in _MAPPINGS:
@@ -217,7 +219,7 @@ class _Mould:
         settled = self.life.settled(value)
         if settled:
             names = tuple(name for name in names if name not in settled)
-        return tuple([self._of_field(value, name, met) for name in names])
+        return tuple([self._of_field(value, name, met) for name in names]) or kind.__name__
 
 
 def _name_of(value: Any) -> str:

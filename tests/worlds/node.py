@@ -16,7 +16,7 @@ from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.handoff import KVGrant
-from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 from tandem.engine.scheduling.ports import NoTiers
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol import sink_table, source_table
@@ -27,13 +27,13 @@ from tandem.kv_connector.sink.record import OVER as SINK_OVER
 from tandem.kv_connector.sink.record import SinkRecord
 from tandem.kv_connector.source.record import OVER as SOURCE_OVER
 from tandem.kv_connector.source.record import SourceRecord
-from tandem.node.control.events import PeerLost, PeerUp, Received
+from tandem.node.control.events import PeerLost, PeerRefused, PeerUp, Received
 from tandem.node.handoffs import Handoffs
 from tandem.node.requests import RequestBook
 from tandem.prefill_node.node import PrefillNode
 from tests.worlds.lives import NOW
 from tests.worlds.planner import Planner
-from tests.worlds.setting import BLOCK, Setting
+from tests.worlds.setting import BLOCK
 
 MAX_RESENDS = 2  # SinkMachine's own
 LAYOUT = KVLayout((KVGroup(1, 1, 1, "float32"),), BLOCK)
@@ -89,7 +89,7 @@ class Look:
 
 
 def make_info(node: NodeKey) -> NodeInfo:
-    role: Any = "prefill" if node.node_id == "p" else "decode"
+    role: Any = {"p": "prefill", "d": "decode"}.get(node.node_id, "unified")
     return NodeInfo(node_id=node.node_id, epoch=node.epoch, role=role, layout=LAYOUT)
 
 
@@ -109,9 +109,10 @@ class ToldHandoffs(Handoffs):
 class Node:
     """`do` is one turn of the step loop, and every event comes at NOW."""
 
-    def __init__(self, setting: Setting, key: NodeKey) -> None:
+    def __init__(self, setting: Any, key: NodeKey) -> None:
         name = key.node_id
-        self.setting, self.options, self.info = setting, setting.options(name), make_info(key)
+        self.options, self.info = setting.options(name), make_info(key)
+        self._is_pipelined = setting.is_pipelined
         self.pool = BlockPool(setting.num_blocks(name), enable_caching=True)
         self.handoffs = handoffs = ToldHandoffs(self.info, KEYS, self.pool, self.options, NoTiers(), Rate())
         self.planner = Planner(self.pool, handoffs.source.prompts if name == "p" else None, handoffs.puller)
@@ -126,7 +127,9 @@ class Node:
 
     def do(self, event: tuple) -> list[Any]:
         effects = getattr(self, event[0])(*event[1:]) or []
-        self.logic.on_tick(NOW)
+        # What a sequence that leaves does by itself, in a few turns, ends before anything else happens.
+        for _ in range(4 if self.logic.departures._departures else 1):
+            self.logic.on_tick(NOW)
         effects += [*self.handoffs.drain_effects(), *self.handoffs.told]
         self.handoffs.told.clear()
         effects += self.logic.drain_outbox()
@@ -163,6 +166,10 @@ class Node:
         """A life of another node that has ended."""
         self.logic.on_control(PeerLost(make_info(node), "it died"), NOW)
 
+    def be_refused(self, node: NodeKey) -> None:
+        """It was connected to when it was known to be gone: somebody else answers."""
+        self.logic.on_control(PeerRefused(PeerRef(*node, ""), "another lives there"), NOW)
+
     def suspect_source(self, source: NodeKey) -> None:
         """Without reason: what it says is heard all the same, which is harsher than a connection that is cut."""
         self.sink.peers.lost(source)
@@ -194,13 +201,24 @@ class Node:
         return self.planner.launch(self._request(key))
 
     def finish(self, key: AttemptKey, all_finished: bool = False) -> None:
-        request = self._request(key)
-        self.planner.finish(request, all_finished)
-        if request.prompt.mode != "prefill" and key in self.logic.book.entries:
-            self.logic.book.prompt_left(key)
+        self.planner.finish(self._request(key), all_finished)
 
-    def _request(self, key: AttemptKey) -> Request:
-        return next(each for each in (*self.planner.waiting, *self.planner.running) if each.key == key)
+    def decode(self, key: AttemptKey, sample: int) -> None:
+        self.planner.decode(self._request(key, sample))
+
+    def land(self, key: AttemptKey, sample: int) -> None:
+        self.logic.on_engine_events(self.planner.land(self._request(key, sample)))
+
+    def make_token(self, key: AttemptKey, sample: int) -> None:
+        self.decode(key, sample)
+        self.land(key, sample)
+
+    def preempt(self, key: AttemptKey, sample: int) -> None:
+        self.planner.preempt(self._request(key, sample))
+
+    def _request(self, key: AttemptKey, sample: int | None = None) -> Request:
+        every = (*self.planner.waiting, *self.planner.running)
+        return next(each for each in every if each.key == key and sample in (None, each.sample_indices[0]))
 
     # --- clocks ---------------------------------------------------------------------------------------------
 
@@ -268,12 +286,19 @@ class Node:
             yield Possible(("start", request.key))
         for request in self.planner.running:
             if request.prompt.mode != "prefill":
-                yield Possible(("finish", request.key))
+                yield from self._of_sequence(request.key, request.sample_indices[0], request)
             elif request.num_computed_tokens < request.num_prompt_tokens:
                 yield Possible(("launch", request.key))
             else:
                 yield Possible(("finish", request.key))
                 yield Possible(("finish", request.key, True), "all_finished")
+
+    def _of_sequence(self, key: AttemptKey, sample: int, request: Request) -> Iterator[Possible]:
+        if request.num_in_flight:
+            yield Possible(("land", key, sample))
+        elif not request.is_paused:
+            yield Possible(("decode" if self._is_pipelined else "make_token", key, sample))
+            yield Possible(("preempt", key, sample), "preempt")
 
     def _of_source(self) -> Iterator[Possible]:
         for key, record in self.source.ledger.records.items():

@@ -11,7 +11,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
-from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.request import Request, RequestState, TokenEvent
 from tandem.engine.scheduling.stop import max_num_tokens
 from tests.worlds.setting import BLOCK, hashes_of
 
@@ -59,12 +59,12 @@ class Planner:
             request.output_token_ids = [token]
             self._enter(request)
         else:
-            self._leave(request)
+            self.leave(request)
 
     def abort(self, key: AttemptKey, samples: Sequence[int] = ()) -> None:
         for request in [r for r in (*self.waiting, *self.running) if r.key == key]:
             if not samples or set(request.sample_indices) <= set(samples):
-                self._leave(request)
+                self.leave(request)
 
     def sequence_of(self, key: AttemptKey, sample: int) -> Request | None:
         every = (*self.running, *self.waiting)
@@ -113,11 +113,52 @@ class Planner:
         request.num_computed_tokens += row.num_tokens
         return [*meta.whole, *meta.pushes] if meta is not None else []
 
-    def finish(self, request: Request, all_finished: bool = False) -> None:
-        """Its first token has come, or, of a sequence, its last."""
-        if request.prompt.mode == "prefill":
-            request.first_tokens = [(0, 1, all_finished)]
-        self._leave(request)
+    def finish(self, request: Request, all_finished: bool) -> None:
+        """The first token of a prompt that is handed over has come."""
+        request.first_tokens = [(0, 1, all_finished)]
+        self.leave(request)
+
+    def decode(self, request: Request) -> None:
+        """A step of a sequence, from whose tokens, all of them, the next one comes."""
+        missing = -(-request.num_tokens // BLOCK) - len(request.block_ids)
+        new = self.pool.allocate(max(0, missing))
+        assert new is not None, "a setting's pools have room for all sequences"
+        request.block_ids = [*request.block_ids, *new]
+        written = request.block_ids[request.num_computed_tokens // BLOCK :]
+        is_read = any(self.pool.ref_count(block_id) > 1 for block_id in written)
+        assert not is_read, "a block is written while somebody reads it"
+        request.num_computed_tokens = request.num_tokens
+        request.num_in_flight = 1
+
+    def land(self, request: Request) -> list[TokenEvent]:
+        """That token, which is the number of those before it, so that nobody can mistake it; of each sample."""
+        request.num_in_flight = 0
+        token = request.prompt.num_prior_output_tokens + len(request.output_token_ids)
+        is_last = request.num_tokens + 1 >= request.max_num_tokens
+        events = []
+        for each in self._fork(request):
+            each.output_token_ids = [*each.output_token_ids, token]
+            events.append(TokenEvent(each, each.sample_indices[0], token, token, "length" if is_last else None))
+            if is_last:
+                self.leave(each)
+        return events
+
+    def preempt(self, request: Request) -> None:
+        """And takes it up again at once: there is room."""
+        self.pool.free(request.block_ids, None)
+        request.num_preemptions += 1
+        request.num_computed_tokens, request.block_ids = 0, []
+
+    def leave(self, request: Request) -> None:
+        for line in (self.waiting, self.running):
+            if request in line:
+                line.remove(request)
+        request.state, request.slot = RequestState.FINISHED, -1
+        connector = self.connector if request.prompt.mode == "prefill" else None
+        if connector is None or not connector.request_finished(request, request.block_ids):
+            self.pool.free(request.block_ids, None)
+        request.block_ids = []
+        self.tiers.ended(request)
 
     # --- inside ---------------------------------------------------------------------------------------------
 
@@ -131,13 +172,13 @@ class Planner:
         request.state, request.slot = RequestState.RUNNING, min(set(range(len(taken) + 1)) - taken)
         self.running.append(request)
 
-    def _leave(self, request: Request) -> None:
-        for line in (self.waiting, self.running):
-            if request in line:
-                line.remove(request)
-        request.state, request.slot = RequestState.FINISHED, -1
-        connector = self.connector if request.prompt.mode == "prefill" else None
-        if connector is None or not connector.request_finished(request, request.block_ids):
-            self.pool.free(request.block_ids, None)
-        request.block_ids = []
-        self.tiers.ended(request)
+    def _fork(self, request: Request) -> list[Request]:
+        """A sequence for each sample, once the prompt is computed. The first one keeps the prompt's blocks; the others
+        compute it again: a sequence's blocks are its own here."""
+        first, *others = request.sample_indices
+        request.sample_indices = (first,)
+        forks = [Request(request.prompt, (sample,), list(request.block_hashes)) for sample in others]
+        for fork in forks:
+            self._adopt(fork)
+            self._enter(fork)
+        return [request, *forks]

@@ -38,7 +38,7 @@ class Transport:
     )  # by grant_id and index: good, bad; none: unwritten
     gates: frozenset[int] = frozenset()  # grants whose writes the receiver lets in
     failed: frozenset[Owner] = frozenset()  # the transfer thread skips what follows
-    refused: frozenset[AttemptKey] = frozenset()  # the sink's end of the channel turned a write away
+    refused: frozenset[Owner] = frozenset()  # the sink's end of the channel turned a write away
     lost: frozenset[tuple[str, NodeKey]] = frozenset()  # (sink, source), until it is admitted again
     fences: tuple[tuple[str, NodeKey, frozenset[int]], ...] = ()  # the same, and the grants that were open then
 
@@ -131,7 +131,7 @@ class Transport:
         if sink is None:
             return
         if not setting.one_sided and not self.lets_in(grant.grant_id):
-            self.refused |= {key}
+            self.refused |= {(grant.source_id, key)}
             return
         grant_id, num_blocks = sink.granted.get(key, (0, 0))
         if grant_id != grant.grant_id or index >= num_blocks:
@@ -149,7 +149,18 @@ class Transport:
     def forget_failures(self, source: str, under_way: Collection[AttemptKey]) -> None:
         if self.failed or self.refused:
             self.failed = frozenset(each for each in self.failed if each[0] != source or each[1] in under_way)
-            self.refused = frozenset(key for key in self.refused if key in under_way)
+            self.refused = frozenset(each for each in self.refused if each[0] != source or each[1] in under_way)
+
+    def forget(self, name: str) -> None:
+        """What ends with a node's life, but for its writes."""
+        mine = {each.grant_id for each in self.grants.values() if each.sink_id == name}
+        self.jobs = {owner: jobs for owner, jobs in self.jobs.items() if owner[0] != name}
+        self.failed = frozenset(owner for owner in self.failed if owner[0] != name)
+        self.refused = frozenset(owner for owner in self.refused if owner[0] != name)
+        self.lost = frozenset(each for each in self.lost if each[0] != name)
+        self.fences = tuple(each for each in self.fences if each[0] != name)
+        self.gates -= mine
+        self.forget_contents(mine)
 
     # --- peers ----------------------------------------------------------------------------------------------
 
@@ -168,7 +179,7 @@ class Transport:
         self.drop_writes(ended)
         self.gates -= {self.grants[number].grant_id for number in ended}
         if setting.is_revocable:
-            self.refused |= {self.grants[number].key for number in ended}
+            self.refused |= {(self.grants[number].source_id, self.grants[number].key) for number in ended}
 
     def drop_writes(self, grants: set[int]) -> None:
         self.writes = {write for write in self.writes if write[0] not in grants}

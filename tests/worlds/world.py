@@ -1,40 +1,36 @@
-"""A prefill node "p", a decode node "d", and between them a network and a transport that do their worst.
+"""Nodes, and between them a network and a transport that do their worst.
 
 The nodes are real (`node.py`). Deliberately harsher than reality: the network is a set without order, and a new life of
-a node still hears what was sent to the old one; deadlines, leases, cancels and wrong suspicions may come at any moment
-(each costs one fault of the budget); nobody but the two nodes helps: the router cancels only by a fault.
+a node still hears what was sent to the old one; deadlines, leases and wrong suspicions may come at any moment (each
+costs one fault of the budget). What is asked of the nodes, and by whom: `prompts.py` and `moves.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
-from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.handoff import KVCommitted, KVGrant, KVRefused, KVRelease, KVWait
-from tandem.engine.contracts.wire.parts import PeerRef, PrefixHint
-from tandem.engine.contracts.wire.requests import Cancel, Submit
 from tandem.kv_connector.protocol.effects import Send
-from tandem.kv_connector.protocol.jobs import CloseGrant, LayerPush, OpenGrant, TransferJob, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush, CloseGrant, OpenGrant, TransferJob
 from tandem.kv_connector.protocol.outcomes import Commit, HandoffCompleted, HandoffFailed
 from tandem.kv_connector.protocol.peer_effects import AdmitSource, CloseChannel, Fenced, FenceSource
 from tests.worlds.lives import Lives, plain_reason
 from tests.worlds.node import Look, Node
-from tests.worlds.setting import Setting, ViolationError, hashes_of
+from tests.worlds.setting import ViolationError
 from tests.worlds.transport import Push, Transport
 
 Event = tuple
-SAMPLING = SamplingParams()
 ROUTER = NodeKey("router", 1)
 
 
 class Universe:
     """What all states of one exploration have in common: the nodes' states, and letters and grants by number."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Any) -> None:
         self.setting = setting
         self.lives = Lives(self._translate)
         self.letters: list[tuple[NodeKey, NodeKey, Any]] = []  # (from, to, message)
@@ -44,24 +40,13 @@ class Universe:
         self._checked: set[int] = set()
         self._born: dict[NodeKey, int] = {}
 
-    def start(self) -> tuple:
-        """The frozen state in which everything begins."""
-        setting, none = self.setting, frozenset()  # type: ignore[var-annotated]
-        born, placed = (self.born(NodeKey("p", 1)), self.born(NodeKey("d", 11))), (None,) * self.setting.num_requests
+    def first(self, *own: Any) -> tuple:
+        """A frozen state in which nothing has happened. `own`: what the world has besides nodes and transport."""
+        names, none = self.setting.names, frozenset()  # type: ignore[var-annotated]
+        epochs = tuple(10 * index + 1 for index in range(len(names)))
+        born = tuple(self.born(NodeKey(*each)) for each in zip(names, epochs, strict=True))
         transport = Transport(self.grants).freeze()
-        world = World(self, (born, (1, 11), placed, none, none, none, none, setting.max_faults, *transport))
-        world.meet()
-        for r, num_hits in enumerate(setting.hits):
-            if num_hits:
-                world.at("d", "cache", tuple(hashes_of(f"r{r}", num_hits)))
-        for r in range(setting.num_requests if setting.submitted else 0):
-            world.place(r)
-            for side in "pd":
-                world.submit(side, r)
-        return world.freeze()
-
-    def world(self, state: tuple) -> World:
-        return World(self, state)
+        return (born, epochs, none, none, none, self.setting.max_faults, transport, own)
 
     def readable(self, event: tuple) -> str:
         kind, *rest = event
@@ -103,18 +88,13 @@ class Universe:
         self.grants[number] = grant
         return number
 
-    def _translate(self, node: Node, effect: Any) -> tuple | None:
+    def _translate(self, life: Any, effect: Any) -> tuple | None:
         """KVWait is no news to a source (a test of the table says so)."""
         if isinstance(effect, Send):
             effect = (effect.to, effect.message)
         if isinstance(effect, tuple):
-            to, message = effect
-            if to == ROUTER or isinstance(message, KVWait):
-                return None
-            if isinstance(message, KVRefused | KVRelease):
-                message = msgspec.structs.replace(message, reason=plain_reason(message.reason))
-            return "sent", self.letter(node.info.key, to, message), type(message), message.key
-        if isinstance(effect, LayerPush | WholePush):
+            return self._translate_message(life, *effect)
+        if isinstance(effect, BlockPush):
             at = {block_id: index for index, block_id in enumerate(effect.grant.block_ids)}
             indices = tuple(at[block_id] for block_id in effect.destination_block_ids)
             return "job", effect.key, Push(self._grant_number(effect.grant), effect.grant_id, indices)
@@ -133,6 +113,13 @@ class Universe:
             return "channel_closed", effect.node
         return _outcome(effect)
 
+    def _translate_message(self, node: Node, to: NodeKey, message: Any) -> tuple | None:
+        if to == ROUTER or isinstance(message, KVWait):
+            return None
+        if isinstance(message, KVRefused | KVRelease):
+            message = msgspec.structs.replace(message, reason=plain_reason(message.reason))
+        return "sent", self.letter(node.info.key, to, message), type(message), message.key
+
 
 def _outcome(effect: Any) -> tuple | None:
     if isinstance(effect, HandoffCompleted | HandoffFailed):
@@ -148,22 +135,29 @@ def _ids(granted: dict[AttemptKey, tuple[int, int]]) -> set[int]:
 
 
 class World:
-    """One state, opened."""
+    """One state, opened. `ends` has sides: "p" is the source's, "d" the sink's."""
 
-    def __init__(self, universe: Universe, state: tuple) -> None:
+    def __init__(self, universe: Any, state: tuple) -> None:
         self.universe, self.setting = universe, universe.setting
-        (nodes, epochs, placed, pending, network, ends, refused, self.faults_left, *transport) = state
-        self.nodes, self.epochs = dict(zip("pd", nodes, strict=True)), dict(zip("pd", epochs, strict=True))
-        self.placed, self.pending = list(placed), set(pending)  # epochs of the two; submits and cancels under way
+        nodes, epochs, network, ends, refused, self.faults_left, transport, own = state
+        self.nodes: dict[str, int] = dict(zip(self.setting.names, nodes, strict=True))
+        self.epochs: dict[str, int] = dict(zip(self.setting.names, epochs, strict=True))  # of the lives they live now
         self.network = set(network)
-        self.ends, self.refused = dict(ends), set(refused)  # (side, hand-off) -> how; what a sink has refused
+        self.ends, self.refused = dict(ends), set(refused)  # (side, hand-off) -> how; (sink, hand-off)
         self.transport = Transport.thaw(universe.grants, *transport)
+        self.thaw(*own)
+
+    def thaw(self, *own: Any) -> None:
+        raise NotImplementedError
+
+    def own(self) -> tuple:
+        raise NotImplementedError
 
     def freeze(self) -> tuple:
         return (
-            tuple(self.nodes.values()), tuple(self.epochs.values()), tuple(self.placed), frozenset(self.pending),
-            frozenset(self.network), frozenset(self.ends.items()), frozenset(self.refused), self.faults_left,
-            *self.transport.freeze(),
+            tuple(self.nodes.values()), tuple(self.epochs.values()), frozenset(self.network),
+            frozenset(self.ends.items()), frozenset(self.refused), self.faults_left, self.transport.freeze(),
+            self.own(),
         )  # fmt: skip
 
     def life(self, name: str) -> NodeKey:
@@ -184,26 +178,26 @@ class World:
         after = self.look(name)
         if before != after.granted:
             self.transport.forget_contents(_ids(before) - _ids(after.granted))
-        self.refused &= self.look("d").open
-        if name == "p":
-            self._check_reads(after)
-            self.transport.forget_failures(name, after.sinks)
+        if self.refused:
+            self.refused = {each for each in self.refused if each[0] != name or each[1] in after.open}
+        self._check_reads(name, after)
+        self.transport.forget_failures(name, after.sinks)
 
-    def _check_reads(self, look: Look) -> None:
-        for (name, key), jobs in self.transport.jobs.items():
-            if name == "p" and key not in look.read and any(hasattr(job, "indices") for job in jobs):
+    def _check_reads(self, name: str, look: Look) -> None:
+        for (reader, key), jobs in self.transport.jobs.items():
+            if reader == name and key not in look.read and any(hasattr(job, "indices") for job in jobs):
                 raise ViolationError(f"source blocks of {key} are freed while a transfer job reads them")
         for grant, _, key in self.transport.writes if self.setting.one_sided else ():
-            is_mine = self.universe.grants[grant].source == self.life("p")
+            is_mine = self.universe.grants[grant].source == self.life(name)
             if is_mine and key not in look.read:
                 raise ViolationError(f"source blocks of {key} are freed while a transfer job reads them")
 
     def _sent(self, name: str, granted: dict, letter: int, kind: type, key: AttemptKey) -> None:
         self.network.add(letter)
         if kind is KVRefused:
-            self.refused.add(key)
+            self.refused.add((name, key))
         if kind is KVCommitted and key in granted:
-            if key in self.refused:
+            if (name, key) in self.refused:
                 raise ViolationError(f"{key} is committed after it was refused")
             self._check_commit(key, *granted[key])
             if "/" in key.request_id:  # what a pull brings is its puller's
@@ -224,7 +218,7 @@ class World:
         self.transport.gates -= {grant_id}
 
     def _fence(self, name: str, _: dict, source: NodeKey) -> None:
-        self.transport.fence(name, source, has_grants=name == "d")
+        self.transport.fence(name, source, has_grants=self.setting.grants(name))
 
     def _admitted(self, name: str, _: dict, source: NodeKey) -> None:
         self.transport.lost -= {(name, source)}
@@ -238,34 +232,6 @@ class World:
         if (side, key) in self.ends:
             raise ViolationError(f"{key} ends twice on {side}: {self.ends[side, key]}, then {how}")
         self.ends[side, key] = how
-
-    # --- router ---------------------------------------------------------------------------------------------
-
-    def place(self, r: int) -> None:
-        self.placed[r] = tuple(self.epochs.values())
-        sides = "d" if r in self.setting.pulls else "pd"
-        self.pending |= {("submit", side, r) for side in sides}
-
-    def cancel(self, r: int) -> None:
-        sides = "d" if r in self.setting.pulls else "pd"
-        self.pending |= {("cancel", side, r) for side in sides}
-
-    def submit(self, side: str, r: int) -> None:
-        self.pending.discard(("submit", side, r))
-        source_epoch, sink_epoch = self.placed[r]
-        mode: Any = "full" if r in self.setting.pulls else "prefill" if side == "p" else "decode"
-        source, sink = PeerRef("p", source_epoch, ""), PeerRef("d", sink_epoch, "")
-        num_tokens = self.setting.num_prompt_tokens(r)
-        submit = Submit(
-            request_id=f"r{r}", attempt=1, mode=mode, prompt_token_ids=np.zeros(num_tokens, "<i4").tobytes(),
-            sampling=SAMPLING, peer={"prefill": sink, "decode": source}.get(mode),
-            prefix=PrefixHint(source, num_tokens) if mode == "full" else None,
-        )  # fmt: skip
-        self.at(side, "hear", ROUTER, submit)
-
-    def arrive_cancel(self, side: str, r: int) -> None:
-        self.pending.discard(("cancel", side, r))
-        self.at(side, "hear", ROUTER, Cancel(request_id=f"r{r}", attempt=1))
 
     # --- network and transport ------------------------------------------------------------------------------
 
@@ -287,7 +253,8 @@ class World:
     def run_job(self, name: str, key: AttemptKey) -> None:
         event, ready = self.transport.run((name, key), self._can_write(name, key))
         if ready is not None:
-            self.network.add(self.universe.letter(self.life(name), NodeKey("d", ready.sink_epoch), ready))
+            sink = self.look(name).sinks[key].node_id
+            self.network.add(self.universe.letter(self.life(name), NodeKey(sink, ready.sink_epoch), ready))
         if event is not None:
             self.at(name, "transfer", event)
 
@@ -301,7 +268,7 @@ class World:
             return True
         grant = self.universe.grants[grant] if isinstance(grant, int) else grant
         barred = self.setting.fences_living and self.transport.is_barred(grant.sink_id, self.life(name))
-        return grant.sink == self.life(grant.sink_id) and not barred and key not in self.transport.refused
+        return grant.sink == self.life(grant.sink_id) and not barred and (name, key) not in self.transport.refused
 
     def land(self, write: tuple, content: str) -> None:
         grant = self.universe.grants[write[0]]
@@ -316,34 +283,41 @@ class World:
         if self.setting.one_sided:
             ends_with |= {n for n, g in grants.items() if g.source == life}
         transport.drop_writes(ends_with)
-        transport.jobs = {owner: jobs for owner, jobs in transport.jobs.items() if owner[0] != name}
-        transport.failed = frozenset(owner for owner in transport.failed if owner[0] != name)
-        transport.refused = frozenset() if name == "p" else transport.refused
-        transport.lost = frozenset(each for each in transport.lost if each[0] != name)
-        transport.fences = tuple(each for each in transport.fences if each[0] != name)
-        for r, placed in enumerate(self.placed):
-            if placed and placed["pd".index(name)] == life.epoch:
-                self.ends.setdefault((name, AttemptKey(f"r{r}", 1)), "died")
-        self.pending = {each for each in self.pending if each[1] != name}
+        transport.forget(name)
+        self.refused = {each for each in self.refused if each[0] != name}
         self.epochs[name] += 1
         self.nodes[name] = self.universe.born(self.life(name))
-        if name == "d":
-            transport.gates, self.refused = frozenset(), set()
-            transport.contents = {}
-        self.meet()
+        self.meet(*[(name, other) for other in self.nodes if other != name])
 
-    def meet(self) -> None:
-        self.at("p", "greet", self.life("d"))
-        self.at("d", "greet", self.life("p"))
+    def past_lives(self, name: str) -> list[NodeKey]:
+        return [NodeKey(name, epoch) for epoch in range(self.epochs[name] // 10 * 10 + 1, self.epochs[name])]
 
-    def reconnect(self) -> None:
-        self.at("d", "greet", self.life("p"))
+    def meet(self, *pairs: tuple[str, str]) -> None:
+        for one, other in pairs:
+            self.at(one, "greet", self.life(other))
+            self.at(other, "greet", self.life(one))
 
     def end_fence(self, fence: tuple) -> None:
         self.transport.end_fence(fence, self.setting)
         self.at(fence[0], "transfer", Fenced(fence[1]))
 
     # --- for who explores -----------------------------------------------------------------------------------
+
+    def asked(self) -> Iterator[Event]:
+        """What the router may do next."""
+        raise NotImplementedError
+
+    def wrong(self) -> Iterator[Event]:
+        """What may go wrong besides the network, the transport and clocks; each costs a fault."""
+        raise NotImplementedError
+
+    def allows(self, event: Event) -> bool:
+        """Whether the setting lets this happen to a node."""
+        return True
+
+    def is_over_elsewhere(self, name: str, key: AttemptKey) -> bool:
+        """Whether nobody will say anything more about a hand-off that no node but `name` has open."""
+        raise NotImplementedError
 
     def apply(self, event: Event) -> None:
         getattr(self, event[0])(*event[1:])
@@ -359,12 +333,12 @@ class World:
 
     def text(self) -> str:
         letters = [type(self.universe.letters[each][2]).__name__ for each in self.network]
-        return f"  there: {self.look('p').text}; {self.look('d').text}; {sorted(letters)} {self.ends}"
+        return f"  there: {'; '.join(self.look(name).text for name in self.nodes)}; {sorted(letters)} {self.ends}"
 
     def check(self) -> None:
         """What the two sides tell the router must fit together, and deadlines alone must end what is open."""
-        for name in self.nodes:
-            self.universe.check_deadlines(self.nodes[name])
+        for number in self.nodes.values():
+            self.universe.check_deadlines(number)
         for (side, key), how in self.ends.items():
             sink = self.ends.get(("d", key), "")
             if side == "p" and how == "committed" and sink != "committed":

@@ -63,8 +63,9 @@ def load_hf_config(folder: Path) -> HFConfig:
     except ValueError as error:
         raise CheckpointError(f"{folder}: {config.model_type} can't be served: {error}") from error
     first = found.layers[0]
-    ends = eos_token_ids(folder) or token_ids(config.eos_token_id)
-    begin = config.bos_token_id
+    text = config.get_text_config()
+    ends = eos_token_ids(folder) or token_ids(_of_either("eos_token_id", config))
+    begin = _of_either("bos_token_id", config)
     return HFConfig(
         architecture=str(config.model_type),
         hidden_size=found.hidden_size,
@@ -73,7 +74,7 @@ def load_hf_config(folder: Path) -> HFConfig:
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         vocab_size=found.vocab_size,
-        max_model_len=_max_model_len(config),
+        max_model_len=_max_model_len(text),
         dtype=_dtype(config),
         eos_token_ids=tuple(one for one in ends if 0 <= one < found.vocab_size),
         bos_token_id=begin if isinstance(begin, int) else None,
@@ -92,11 +93,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{folder / 'config.json'}: transformers can't read it: {said}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{folder}: {config.model_type} has an encoder; only decoders are served")
-    if config.get_text_config() is not config:
-        raise CheckpointError(
-            f"{folder}: {config.model_type} holds models within a model; serve the language model's own checkpoint"
-        )
-    config.pad_token_id = None  # nothing is padded, and some models look for it among the tokens, at each step
+    for each in (config, config.get_text_config()):
+        each.pad_token_id = None  # nothing is padded, and some models look for it among the tokens, at each step
     return config
 
 
@@ -105,6 +103,12 @@ def _quiet() -> None:
     """transformers' own warnings are about training and about fields that we read ourselves."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+
+
+def _of_either(name: str, config: PreTrainedConfig) -> Any:
+    """A field of the whole, or else of the language model within it."""
+    value = getattr(config, name, None)
+    return getattr(config.get_text_config(), name, None) if value is None else value
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:
@@ -128,7 +132,7 @@ def _ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
 
 
 def _dtype(config: PreTrainedConfig) -> str:
-    name = str(config.dtype or "float32").removeprefix("torch.")
+    name = str(_of_either("dtype", config) or "float32").removeprefix("torch.")
     if name not in DTYPES:
         raise CheckpointError(f"{config.model_type}: dtype {name} is not supported; supported: {', '.join(DTYPES)}")
     return name

@@ -52,7 +52,7 @@ def look_at(config: PreTrainedConfig) -> ModelNeeds:
     if not (model._supports_attention_backend or adapted):
         raise ValueError(f"{type(model).__name__} of transformers has attention of its own that can't be replaced")
     calls, logits = _run_on_meta(model)
-    layers = _needs(calls, config)
+    layers = _needs(calls, config.get_text_config())
     embedding: Any = decoder_of(model)[1].get_input_embeddings()
     return ModelNeeds(layers, embedding.embedding_dim, logits.shape[-1])
 

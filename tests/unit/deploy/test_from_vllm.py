@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import tandem
-from tandem.deploy.foreign_names import SAME, SHORT, WITHOUT_COUNTERPART
+from tandem.deploy.command_line.foreign_names import SAME, SHORT, WITHOUT_COUNTERPART
 from tandem.deploy.options import SERVE_OPTIONS
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "from_vllm.md"

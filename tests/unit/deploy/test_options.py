@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from tandem.deploy.cli import main, make_parser
-from tandem.deploy.foreign_names import BENCH_WITHOUT_COUNTERPART, SAME, SHORT, WITHOUT_COUNTERPART
+from tandem.deploy.command_line.flags import to_arguments
+from tandem.deploy.command_line.foreign_names import BENCH_WITHOUT_COUNTERPART, SAME, SHORT, WITHOUT_COUNTERPART
+from tandem.deploy.command_line.option import Option
 from tandem.deploy.launch import launcher
 from tandem.deploy.launch.cluster_plan import plan_cluster, plan_single_node
-from tandem.deploy.option import Option
 from tandem.deploy.options import (
     BENCH_OPTIONS,
     DEMO_MODEL,
@@ -32,7 +33,6 @@ from tandem.deploy.options import (
     build,
     gather,
     own_environment,
-    to_arguments,
 )
 from tandem.engine.contracts.config import ModelOptions, NodeOptions, RouterOptions
 from tandem.engine.contracts.errors import ConfigError
@@ -368,6 +368,8 @@ def test_the_command_line_starts_without_torch() -> None:
         (["serve", "--api-keys", "keys"], "unknown option --api-keys; did you mean --api-key"),
         (["bench", "--num-request", "3"], "did you mean --num-requests?"),
         (["serve", "m", "second"], "unexpected argument 'second'"),
+        (["serv"], "unknown command 'serv'; did you mean serve?"),
+        (["serve", "--help=nonsense"], "no option has to do with 'nonsense'"),
     ],
 )
 def test_unknown_flags_end_with_exit_code_two(arguments: list[str], complaint: str, capsys: Any) -> None:

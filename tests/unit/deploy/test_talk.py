@@ -9,25 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+from router_in_thread import VOCAB_SIZE, RouterInThread
 
 from stand_in_node import StandInNode, stand_in_output
 from tandem.deploy.cli import main
 from tandem.router.text.tokenizer import Tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[StandInNode]:
-    node = StandInNode(vocab_size=VOCAB_SIZE).start()
-    yield node
-    node.stop()
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic
 import pytest
 
 import tandem
@@ -18,9 +19,9 @@ from tandem.engine.contracts.errors import (
 from tandem.llm.http_errors import error_of
 from tandem.llm.local_server import LocalServer
 from tandem.llm.outputs import CompletionOutput, Logprob, RequestOutput
-from tandem.llm.params import SamplingParams
+from tandem.llm.params import SamplingParams, StructuredOutputsParams
 from tandem.llm.prompts import read_prompts
-from tandem.router.text.openai_api import CompletionBody, error_body, parse_body
+from tandem.router.text.openai_api import CompletionBody, StructuredOutputs, error_body, parse_body
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,26 @@ def test_every_setting_is_a_field_that_the_server_takes() -> None:
         n=2, best_of=3, max_tokens=5, min_tokens=1, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1,
         presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={7: -1.0}, seed=4,
         stop=("x", "y"), stop_token_ids=(1, 2), ignore_eos=True, logprobs=1, prompt_logprobs=1, priority=2,
-        use_prefix_cache=False, cache_salt="s",
+        use_prefix_cache=False, cache_salt="s", structured_outputs=StructuredOutputsParams(choice=("a", "b")),
     )  # fmt: skip
     import msgspec
 
     body = parse_body(CompletionBody, msgspec.json.encode({"prompt": "p", **params.as_body()}))
     assert (body.n, body.best_of, body.stops, body.logit_bias) == (2, 3, ["x", "y"], {"7": -1.0})
+    assert body.structured_outputs is not None
+    assert body.structured_outputs.choice == ["a", "b"]
     assert {*SamplingParams.__dataclass_fields__, "return_tokens_as_token_ids"} == set(params.as_body())
     assert SamplingParams().as_body() == {"n": 1, "max_tokens": 16}
+
+
+def test_what_the_output_must_be_may_be_a_model() -> None:
+    class Point(pydantic.BaseModel):
+        x: int
+
+    assert StructuredOutputsParams(json=Point).as_body() == {"json": Point.model_json_schema()}
+    assert {*StructuredOutputsParams.__dataclass_fields__} <= {*StructuredOutputs.__struct_fields__}
+    with pytest.raises(ValueError, match="no schema"):
+        StructuredOutputsParams(json=int).as_body()
 
 
 def test_pieces_add_up_to_an_output() -> None:

@@ -57,18 +57,19 @@ def test_json_is_json_from_whoever_it_comes() -> None:
     console = Console(stream, "json")
     console.say("draining")
     console.child_line("node", '{"time": "t", "level": "warning", "message": "slow"}', 0)
+    console.child_line("other", '{"time": "t", "level": "warning", "message": "slow"}', 0)
     console.child_line("node", "a library prints", 0)
     console.progress({"node": "loading weights 5%"}, 0)
-    own, child, printed = map(json.loads, stream.getvalue().splitlines())
+    own, child, other, printed = map(json.loads, stream.getvalue().splitlines())
     assert (own["process"], own["message"], own["level"]) == ("tandem", "draining", "info")
     assert child == {"time": "t", "level": "warning", "message": "slow", "process": "node"}
+    assert other == child | {"process": "other"}, "programs count for themselves"
     assert (printed["process"], printed["message"]) == ("node", "a library prints")
 
 
 LINES = {
     "plain": "2026-01-02 03:04:0{},678 WARNING tandem.node: {}",
     "color": "\x1b[2m03:04:0{}\x1b[0m \x1b[33mWARNING\x1b[0m \x1b[2mnode:\x1b[0m {}",
-    "json": '{{"time": "2026-01-02T03:04:0{}Z", "level": "warning", "message": "{}"}}',
 }
 
 

@@ -12,15 +12,14 @@ from tandem.engine.contracts.keys import AttemptKey
 from tandem.kernels.blocks.digest import block_digests
 from tandem.kernels.blocks.digest_pass import SumPasses
 from tandem.kv_connector.protocol.jobs import (
+    BlockPush,
     Finalize,
     Flush,
     Flushed,
-    LayerPush,
     PushFailed,
     ReadySent,
     Retire,
     Retired,
-    WholePush,
     digest_key,
 )
 from tandem.kv_connector.transfer.grant_sums import GrantSums
@@ -59,10 +58,10 @@ class Prompt:
         return KEY, self.grant, tuple(self.origins[span]), self.grant.block_ids[span], self.num_valid[span]
 
     def whole(self, places: range) -> None:
-        self.source.transfer.submit(WholePush(*self._blocks(places), -1))
+        self.source.transfer.submit(BlockPush(*self._blocks(places), -1))
 
     def layers(self, places: range, layers: range = range(LAYERS)) -> None:
-        push = LayerPush(*self._blocks(places))
+        push = BlockPush(*self._blocks(places))
         for layer in layers:
             self.source.transfer.submit_layers(push, range(layer, layer + 1))
 

@@ -15,15 +15,14 @@ from tandem.engine.contracts.wire.handoff import KVReady
 from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.kernels.blocks.digest import block_digests
 from tandem.kv_connector.protocol.jobs import (
+    BlockPush,
     Finalize,
-    LayerPush,
     PushFailed,
     ReadySent,
     Retire,
     Retired,
     Verified,
     Verify,
-    WholePush,
     digest_key,
 )
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
@@ -46,13 +45,13 @@ def make_sides():
         yield make
 
 
-def whole(grant, sources, destinations, num_valid=None) -> WholePush:
+def whole(grant, sources, destinations, num_valid=None) -> BlockPush:
     valid = tuple(num_valid or [8] * len(sources))
-    return WholePush(KEY, grant, tuple(sources), tuple(destinations), valid, -1)
+    return BlockPush(KEY, grant, tuple(sources), tuple(destinations), valid, -1)
 
 
-def layer_push(grant, sources, destinations, num_valid) -> LayerPush:
-    return LayerPush(KEY, grant, tuple(sources), tuple(destinations), tuple(num_valid))
+def layer_push(grant, sources, destinations, num_valid) -> BlockPush:
+    return BlockPush(KEY, grant, tuple(sources), tuple(destinations), tuple(num_valid))
 
 
 def finalize(grant, sources, num_valid_last=8, round=0, **changes) -> Finalize:

@@ -15,7 +15,7 @@ from tandem.kernels.blocks import digest
 from tandem.kernels.blocks.move_blocks import BlockPlaces
 from tandem.kv_connector.layouts.block_runs import block_runs
 from tandem.kv_connector.layouts.layer_groups import push_groups
-from tandem.kv_connector.protocol.jobs import Finalize, LayerPush, ReadySent, Verified, Verify, WholePush, digest_key
+from tandem.kv_connector.protocol.jobs import BlockPush, Finalize, ReadySent, Verified, Verify, digest_key
 from tandem.kv_connector.transfer.waiting_layers import WaitingLayers
 from tandem.kv_connector.transports.faults import FaultInjector, parse_faults
 from tandem.kv_connector.transports.mapped.cuda_ipc import CopyPath, way_of
@@ -79,13 +79,13 @@ def push_all(source: Side, grant, origins, num_valid, whole=()) -> None:
     """Blocks in `whole` (places in the grant) at once, the others layer by layer, two to a push, last ones first."""
     layered = [place for place in range(len(origins)) if place not in whole]
     for place in whole:
-        push = WholePush(KEY, grant, (origins[place],), (grant.block_ids[place],), (num_valid[place],), -1)
+        push = BlockPush(KEY, grant, (origins[place],), (grant.block_ids[place],), (num_valid[place],), -1)
         source.transfer.submit(push)
     for first in reversed(range(0, len(layered), 2)):
         places = layered[first : first + 2]
         columns = [tuple(of[place] for place in places) for of in (origins, grant.block_ids, num_valid)]
         for layer in range(3):
-            source.transfer.submit_layers(LayerPush(KEY, grant, *columns), range(layer, layer + 1))
+            source.transfer.submit_layers(BlockPush(KEY, grant, *columns), range(layer, layer + 1))
 
 
 def verified(source: Side, sink: Side, grant, origins, valid, round=0) -> Verified:
@@ -110,7 +110,7 @@ def test_a_corrupt_block_is_found_and_its_resend_is_digested_anew(sides) -> None
     grant = sink.node.grant(source.node.info, [4, 9])
     push_all(source, grant, [1, 5], [8, 8])
     assert verified(source, sink, grant, [1, 5], 8).bad_indices == (0,)
-    source.transfer.submit(WholePush(KEY, grant, (1,), (4,), (8,), -1))
+    source.transfer.submit(BlockPush(KEY, grant, (1,), (4,), (8,), -1))
     assert verified(source, sink, grant, [1, 5], 8, round=1).bad_indices == ()
     assert source.transfer.counters["kv_digest_passes"] == 1
 
@@ -120,7 +120,7 @@ def test_what_was_pushed_twice_is_digested_in_a_pass(sides, again) -> None:
     """The sums count it twice, and the digests are those of what arrived all the same."""
     source, sink, _ = sides()
     grant = sink.node.grant(source.node.info, [4, 9])
-    source.transfer.submit_layers(LayerPush(KEY, grant, (1,), (4,), (8,)), range(again, again + 1))
+    source.transfer.submit_layers(BlockPush(KEY, grant, (1,), (4,), (8,)), range(again, again + 1))
     push_all(source, grant, [1, 5], [8, 8])
     assert verified(source, sink, grant, [1, 5], 8).bad_indices == ()
     assert source.transfer.counters["kv_digest_passes"] == 1

@@ -9,7 +9,7 @@ import torch
 from waiting import PATIENCE_S, wait_until
 
 from tandem.engine.contracts.keys import AttemptKey
-from tandem.kv_connector.protocol.jobs import LayerPush, StepMoves, WholePush
+from tandem.kv_connector.protocol.jobs import BlockPush, StepMoves
 from tandem.kv_connector.transfer.layer_hooks import ConnectorWorker
 from tandem.kv_connector.transfer.thread import TransferWorker
 from tests.fakes.kv_pools import SMALL, PoolNode
@@ -87,9 +87,9 @@ def run_step(worker: ConnectorWorker, pool: torch.Tensor, meta: StepMoves | None
 def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, worker):
     source, sink = nodes
     grant = sink.grant(source.info, [7, 8, 9])
-    old = WholePush(KEY, grant, (2,), (7,), (8,), step_id=4)
-    of_this_step = WholePush(KEY, grant, (3,), (8,), (8,), step_id=5)
-    new = LayerPush(KEY, grant, (1,), (9,), (5,))
+    old = BlockPush(KEY, grant, (2,), (7,), (8,), step_id=4)
+    of_this_step = BlockPush(KEY, grant, (3,), (8,), (8,), step_id=5)
+    new = BlockPush(KEY, grant, (1,), (9,), (5,))
     tail_before = sink.pool[9].clone()
     run_step(worker, source.pool, StepMoves(5, (new,), (old, of_this_step)), block=1, value=10.0)
     wait_until(lambda: len(channel.writes) == 4)
@@ -108,7 +108,7 @@ def test_layers_go_out_as_they_are_written_after_whole_blocks(nodes, channel, wo
 def test_behind_a_step_that_ran_as_a_whole_blocks_go_out_whole(nodes, channel, worker):
     source, sink = nodes
     grant = sink.grant(source.info, [7, 8])
-    old, of_this_step = WholePush(KEY, grant, (2,), (7,), (8,), step_id=4), WholePush(KEY, grant, (3,), (8,), (5,), 5)
+    old, of_this_step = BlockPush(KEY, grant, (2,), (7,), (8,), step_id=4), BlockPush(KEY, grant, (3,), (8,), (5,), 5)
     worker.start_load_kv(StepMoves(5, (), (old, of_this_step), by_layer=False))
     wait_until(lambda: channel.writes == [(((2, 7),), None)])
     source.pool[3] = 42.0
@@ -120,7 +120,7 @@ def test_behind_a_step_that_ran_as_a_whole_blocks_go_out_whole(nodes, channel, w
 def test_with_other_ranks_a_layer_goes_out_when_the_next_one_has_begun(nodes, channel, worker, monkeypatch):
     monkeypatch.setattr(worker, "_lags", True)
     source, sink = nodes
-    push = LayerPush(KEY, sink.grant(source.info, [9]), (1,), (9,), (8,))
+    push = BlockPush(KEY, sink.grant(source.info, [9]), (1,), (9,), (8,))
     queued: list[range] = []
     monkeypatch.setattr(worker._transfer, "submit_layers", lambda push, layers, written: queued.append(layers))
     worker.start_load_kv(StepMoves(5, (push,), ()))
@@ -143,7 +143,7 @@ def test_steps_without_metadata_or_pushes_queue_nothing(nodes, channel, worker):
 def test_metadata_is_bound_for_one_step_only(nodes, channel, worker):
     source, sink = nodes
     grant = sink.grant(source.info, [9])
-    meta = StepMoves(1, (LayerPush(KEY, grant, (1,), (9,), (8,)),), ())
+    meta = StepMoves(1, (BlockPush(KEY, grant, (1,), (9,), (8,)),), ())
     worker.start_load_kv(meta)
     with pytest.raises(AssertionError, match="ends a step"):
         worker.start_load_kv(meta)
@@ -233,7 +233,7 @@ def late(worker, monkeypatch):
 def test_a_late_grant_is_followed_layer_by_layer_while_its_step_runs(nodes, late):
     worker, submitted, events = late
     source, sink = nodes
-    push = WholePush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
+    push = BlockPush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
     run_step(worker, source.pool, StepMoves(5, (), ()), block=2, value=1.0)
     run_step(worker, source.pool, None, block=3, value=1.0)
     worker.push_between_steps(push)
@@ -243,7 +243,7 @@ def test_a_late_grant_is_followed_layer_by_layer_while_its_step_runs(nodes, late
 def test_a_late_grant_of_a_step_that_has_run_waits_for_nothing(nodes, late):
     worker, submitted, events = late
     source, sink = nodes
-    push = WholePush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
+    push = BlockPush(KEY, sink.grant(source.info, [7]), (2,), (7,), (8,), step_id=5)
     run_step(worker, source.pool, StepMoves(5, (), ()), block=2, value=1.0)
     for event in events:
         event.is_done = True
@@ -251,6 +251,6 @@ def test_a_late_grant_of_a_step_that_has_run_waits_for_nothing(nodes, late):
     for step in range(6, 10):
         run_step(worker, source.pool, StepMoves(step, (), ()), block=3, value=1.0)
     worker.push_between_steps(push)  # its events are forgotten by now
-    unknown = WholePush(KEY, push.grant, (2,), (7,), (8,), step_id=12)
+    unknown = BlockPush(KEY, push.grant, (2,), (7,), (8,), step_id=12)
     worker.push_between_steps(unknown)  # of a step that was not noted: after all that are launched
     assert submitted == [("whole", False), ("whole", False), ("whole", True)]

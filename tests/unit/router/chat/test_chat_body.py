@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import random
+from pathlib import Path
 
 import pytest
 from mutations import json_cases
-from router_in_thread import VOCAB_SIZE, make_tokenizer_folder
+from router_in_thread import VOCAB_SIZE
 
 from tandem.engine.contracts.config import ModelOptions, RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError
@@ -41,8 +42,7 @@ BODIES = [
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
-    folder = make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+def chat(folder: Path) -> Chat:
     options = RouterOptions(ModelOptions(str(folder)), chat_template=TEMPLATE, tool_call_parser="hermes")
     return Chat(folder, Tokenizer(folder), options)
 

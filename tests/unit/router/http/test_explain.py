@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+from router_in_thread import VOCAB_SIZE, RouterInThread
 from waiting import wait_until
 
 from stand_in_node import StandInNode
@@ -24,8 +25,7 @@ def nodes() -> Iterator[list[StandInNode]]:
 
 
 @pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory, nodes: list[StandInNode]) -> Iterator[RouterInThread]:
-    folder = make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+def router(folder: Path, nodes: list[StandInNode]) -> Iterator[RouterInThread]:
     with RouterInThread(folder, tuple(node.address for node in nodes), placement="round_robin") as router:
         router.wait_ready()
         wait_until(lambda: len(router.worker.service.cluster.serving()) == 3, "three nodes")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from router_in_thread import VOCAB_SIZE, RouterInThread
+from router_in_thread import RouterInThread
 from starlette.routing import Route
 
 from stand_in_node import StandInNode
@@ -19,11 +19,9 @@ from tandem.router.http.app import make_app
 
 
 @pytest.fixture(scope="module")
-def router(folder: Path) -> Iterator[RouterInThread]:
-    node = StandInNode(vocab_size=VOCAB_SIZE).start()
+def router(folder: Path, node: StandInNode) -> Iterator[RouterInThread]:
     with RouterInThread(folder, (node.address,), enable_tokenizer_info_endpoint=True) as router:
         yield router.wait_ready()
-    node.stop()
 
 
 @pytest.fixture(scope="module")

@@ -22,15 +22,7 @@ MAX_BODY = 200_000
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[StandInNode]:
-    node = StandInNode(vocab_size=VOCAB_SIZE).start()
-    yield node
-    node.stop()
-
-
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory, node: StandInNode) -> Iterator[RouterInThread]:
-    folder = make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+def router(folder: Path, node: StandInNode) -> Iterator[RouterInThread]:
     with RouterInThread(folder, (node.address,), max_body_bytes=MAX_BODY) as router:
         yield router.wait_ready()
 

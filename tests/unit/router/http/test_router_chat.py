@@ -24,13 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[StandInNode]:
-    node = StandInNode(vocab_size=VOCAB_SIZE).start()
-    yield node
-    node.stop()
-
-
-@pytest.fixture(scope="module")
 def router(folder: Path, node: StandInNode) -> Iterator[RouterInThread]:
     with RouterInThread(folder, (node.address,), chat_template=TEMPLATE, tool_call_parser="hermes") as router:
         yield router.wait_ready()

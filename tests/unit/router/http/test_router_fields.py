@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[StandInNode]:
-    node = StandInNode(vocab_size=VOCAB_SIZE).start()
-    yield node
-    node.stop()
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +168,49 @@ def test_logs_know_a_request_by_its_clients_names(router: RouterInThread, caplog
     said = [record.getMessage() for record in caplog.records if "request id" in record.getMessage()]
     assert said[0].endswith("request id mine, trace 4bf92f3577b34da6a3ce929d0e0e4736")
     assert "trace" not in said[1]
+
+
+STREAMED = {"model": "stand-in", "stream": True, "stream_options": {"include_usage": True}}
+AS_PARTS = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
+# As the clients send them, by default and with their options that add a field.
+LOAD_TESTERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("vllm bench serve", "/v1/completions", STREAMED | {
+        "prompt": PROMPT, "repetition_penalty": 1.0, "max_tokens": 4, "logprobs": None, "ignore_eos": True,
+    }),
+    ("vllm bench serve, chat", "/v1/chat/completions", STREAMED | {
+        "messages": AS_PARTS, "max_completion_tokens": 4, "ignore_eos": True, "temperature": 0.0, "top_k": 5,
+    }),
+    ("sglang.bench_serving", "/v1/completions", STREAMED | {
+        "prompt": PROMPT, "temperature": 0.0, "best_of": 1, "max_tokens": 4, "ignore_eos": True,
+    }),
+    ("sglang.bench_serving, chat", "/v1/chat/completions", STREAMED | {
+        "messages": [{"role": "user", "content": PROMPT}], "temperature": 0.0, "max_completion_tokens": 4,
+        "ignore_eos": True,
+    }),
+    ("guidellm", "/v1/completions", STREAMED | {
+        "prompt": PROMPT, "max_tokens": 4, "stop": None, "ignore_eos": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }),
+    ("guidellm, chat", "/v1/chat/completions", STREAMED | {
+        "messages": AS_PARTS, "max_completion_tokens": 4, "stop": None, "ignore_eos": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }),
+    ("aiperf", "/v1/chat/completions", STREAMED | {
+        "messages": [{"role": "user", "content": PROMPT, "name": "a"}], "max_completion_tokens": 4, "min_tokens": 4,
+        "ignore_eos": True,
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "body"), [case[1:] for case in LOAD_TESTERS], ids=[case[0] for case in LOAD_TESTERS])
+def test_what_load_testers_send(
+    router: RouterInThread, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
+) -> None:
+    answer = router.client.post(path, json=body)
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.split("\n\n")[:-2]]
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 4
+    texts = [event["choices"][0] for event in events[:-1]]
+    assert sum(bool(choice.get("text") or choice.get("delta", {}).get("content")) for choice in texts) >= 1
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert not caplog.records, "nothing of it is unknown"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from router_in_thread import VOCAB_SIZE, RouterInThread, make_tokenizer_folder
+from router_in_thread import VOCAB_SIZE, RouterInThread
 
 from stand_in_node import StandInNode, stand_in_output
 from tandem.engine.process.version import version
@@ -20,20 +20,8 @@ PROMPT = "the quick brown fox"
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
-
-
-@pytest.fixture(scope="module")
-def node() -> Iterator[StandInNode]:
-    node = StandInNode(vocab_size=VOCAB_SIZE).start()
-    yield node
-    node.stop()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from router_in_thread import VOCAB_SIZE, make_tokenizer_folder
+from router_in_thread import VOCAB_SIZE
 from waiting import PATIENCE_S, wait_until
 
 from stand_in_node import StandInNode
@@ -34,11 +34,6 @@ if __name__ == "__main__":
     model = ModelOptions(model=given.pop("model"))
     sys.exit(run_router(RouterOptions(model=model, timeouts=timeouts, port=0, **given)))
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from mutations import json_cases
-from router_in_thread import VOCAB_SIZE, make_tokenizer_folder
+from router_in_thread import VOCAB_SIZE
 
 from tandem.engine.contracts.config import ModelOptions, RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError, NodeFailedError
@@ -38,8 +39,7 @@ BODIES = [
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
-    folder = make_tokenizer_folder(tmp_path_factory.mktemp("tokenizer"))
+def chat(folder: Path) -> Chat:
     return Chat(folder, Tokenizer(folder), RouterOptions(ModelOptions(str(folder)), chat_template=TEMPLATE))
 
 

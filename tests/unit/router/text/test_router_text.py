@@ -26,11 +26,6 @@ TEXTS = ["the quick café 日本語 😀🎉 Ελληνικά", "def f(x):\n    
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tokenizer_folder(tmp_path_factory.mktemp("byte_level"))
-
-
-@pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer(folder)
 

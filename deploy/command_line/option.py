@@ -7,7 +7,7 @@ import dataclasses
 import operator
 import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -158,3 +158,11 @@ def _option(field: dataclasses.Field[Any], hint: Any, group: str, is_positional:
     kind = str if choices else typing.get_origin(kind) or kind
     default = "" if field.default is dataclasses.MISSING else field.default
     return Option(field.name, kind, default, text, group, choices, notes[0] if notes else None, is_positional)
+
+
+def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
+    """The end of a message about an unknown name; "" when nothing known is as like it, of 1."""
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)
+    return f"; did you mean {close[0]}?" if close else ""

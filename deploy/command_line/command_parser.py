@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
-from tandem.deploy.options import did_you_mean
+from tandem.deploy.command_line.option import did_you_mean
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -63,6 +63,11 @@ class CommandParser(argparse.ArgumentParser):
             return word == "all" or self._first is None or action.dest in self._first or isinstance(action, _Help)
         texts = [*action.option_strings, action.dest, action.help or "", group]
         return any(word.lower().strip("-").replace("-", "_") in text.lower().replace("-", "_") for text in texts)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(f"unknown command {value!r}{did_you_mean(value, action.choices)}")
+        super()._check_value(action, value)
 
     def _refuse(self, name: str) -> NoReturn:
         if not name.startswith("-"):
