@@ -152,6 +152,7 @@ class SchedulerState:
     def enqueue(self, request: Request) -> None:
         self._requests.setdefault(request.key, []).append(request)
         self.prompt_order.arrived(request)
+        request.waiting_since = self.clock.now()
         request.state = RequestState.WAITING
         bisect.insort(self.waiting, request, key=_sort_key)
 
@@ -179,6 +180,13 @@ class SchedulerState:
         request.state = RequestState.PREEMPTED
         request.num_preemptions += 1
         self.num_preemptions += 1
+        request.waiting_since = self.clock.now()
+        bisect.insort(self.waiting, request, key=_sort_key)
+
+    def put_first(self, request: Request) -> None:
+        """A waiting request has waited long enough."""
+        self.waiting.remove(request)
+        request.is_aged = True
         bisect.insort(self.waiting, request, key=_sort_key)
 
     # --- leaving --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.books import SchedulerState
+from tandem.engine.scheduling.prompt_order import Aging, who_gives_way
 from tandem.engine.scheduling.request import Request, RequestState
 
 limited = RateLimited(logging.getLogger(__name__))
@@ -80,10 +81,13 @@ class StepPlanner:
         self._state = state
         self._options = state.options
         self._kv = state.kv
+        self._aging = Aging(state.clock.now)
 
     def plan(self, nothing_in_flight: bool) -> StepPlan:
         """`nothing_in_flight`: no launched step is unread, so nothing but this plan can change what is stuck."""
         plan = StepPlan(self._options.max_num_batched_tokens, self._options.max_num_batched_tokens)
+        for request in self._aging.due(self._state.waiting):
+            self._state.put_first(request)
         for request in [r for r in self._state.running if r.can_advance and is_decoding(r)]:
             if request.state is RequestState.RUNNING:
                 self._plan_decode(plan, request)
@@ -145,10 +149,13 @@ class StepPlanner:
             victim = max(self._preemptable(), key=lambda r: r.sort_key, default=request)
             if victim.sort_key <= request.sort_key:
                 return False
-            plan.drop(victim)
-            plan.preempted = True
-            self._state.preempt(victim)
+            self._preempt(plan, victim)
         return True
+
+    def _preempt(self, plan: StepPlan, victim: Request) -> None:
+        plan.drop(victim)
+        plan.preempted = True
+        self._state.preempt(victim)
 
     def _outgrew_pool(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
         """Whether `request` needs more blocks than there are; then it has failed."""
@@ -170,8 +177,8 @@ class StepPlanner:
     def _plan_prompts(self, plan: StepPlan) -> None:
         started = [r for r in self._state.running if r.can_advance and not is_decoding(r)]
         waiting = []
-        if self._state.free_slots and not plan.preempted:
-            waiting = [r for r in self._state.waiting if not r.block_ids]
+        if not plan.preempted:
+            waiting = [r for r in self._state.waiting if not r.block_ids and self._may_have_slot(r)]
         arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
         # So that who comes next doesn't wait for a long step, which a prompt that is late anyway need not be either.
@@ -187,10 +194,10 @@ class StepPlanner:
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""
         for request in [r for r in self._state.waiting if r.block_ids]:
-            if not self._state.free_slots or plan.budget < 1:
+            if not self._may_have_slot(request) or plan.budget < 1:
                 return
             if self._kv.grow(request, request.num_tokens):
-                self._state.enter_batch(request)
+                self._take_slot(plan, request)
                 plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
 
     def _admit_contained(self, plan: StepPlan, request: Request, admission: Admission) -> None:
@@ -210,7 +217,7 @@ class StepPlanner:
         """Starts a waiting request while budget, slots and blocks last. One that waits for its connector or for its
         own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start, but
         not those that others wait for elsewhere."""
-        if plan.preempted or not self._state.free_slots or not plan.num_prompt_tokens_left:
+        if plan.preempted or not self._may_have_slot(request) or not plan.num_prompt_tokens_left:
             return
         if not ((admission.is_open and admission.num_passed_by < MAX_PASSED_BY) or self._is_granted(request)):
             return
@@ -220,10 +227,11 @@ class StepPlanner:
         if self._outgrew_pool(plan, request, request.num_tokens):  # preempted when it held all there is
             return
         if admission.num_reserved is None:
-            admission.num_reserved = sum(self._kv.num_missing_blocks(other) for other in self._state.running)
+            admission.num_reserved = self._num_reserved()
         hits = self._kv.cached_prefix(request)
         needed = self._kv.num_missing_blocks(request) - len(hits) + admission.num_reserved
-        if not self._state.pool.reservations.make_room(needed, Kind.START, request, hits):
+        has_room = self._state.pool.reservations.make_room(needed, Kind.START, request, hits)
+        if not has_room and not self._take_blocks(plan, request, hits):
             admission.is_open = False
         elif self._start(plan, request, hits):
             admission.num_reserved += self._kv.num_missing_blocks(request)
@@ -247,9 +255,37 @@ class StepPlanner:
         needed = request.num_tokens if request.prompt.mode == "prefill" else request.num_computed_tokens + num_tokens
         grown = self._kv.grow(request, needed)
         assert grown, "room was checked"
-        self._state.enter_batch(request)
+        self._take_slot(plan, request)
         plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=True, num_external_tokens=num_external))
         return True
+
+    def _may_have_slot(self, request: Request) -> bool:
+        return bool(self._state.free_slots or who_gives_way(self._state.running, request))
+
+    def _take_slot(self, plan: StepPlan, request: Request) -> None:
+        if not self._state.free_slots:
+            self._yield(plan, who_gives_way(self._state.running, request)[0])
+        self._state.enter_batch(request)
+
+    def _take_blocks(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
+        """Room for a waiting request from less important ones that run, if they have enough for it."""
+        pool, yielding = self._state.pool, who_gives_way(self._state.running, request)
+        own = self._kv.num_missing_blocks(request) - len(hits)
+        if own > pool.num_free - pool.num_unused(hits) + sum(len(other.block_ids) for other in yielding):
+            return False
+        for other in yielding:
+            self._yield(plan, other)
+            if pool.reservations.make_room(own + self._num_reserved(), Kind.START, request, hits):
+                return True
+        return False  # they shared blocks with others
+
+    def _num_reserved(self) -> int:
+        """Blocks that requests in the batch will need for what they know."""
+        return sum(self._kv.num_missing_blocks(other) for other in self._state.running)
+
+    def _yield(self, plan: StepPlan, victim: Request) -> None:
+        victim.num_yields += 1
+        self._preempt(plan, victim)
 
     def _is_granted(self, request: Request) -> bool:
         connector = self._state.connector

@@ -1,10 +1,14 @@
-"""Which prompts go first. Pure.
+"""Which prompts go first, and who gives way to them. Pure.
 
 A prefill node serves many prompts to one end each: their first tokens in time. `SlackOrder` is earliest deadline first
 as long as everyone can make it; where not, the largest remaining work gives way until the others can (Moore 1968: the
 fewest late jobs). What gave way goes last, where it takes what the others leave and a fixed share against starvation;
 among that, what has little left goes before what came earlier: a tail whose prefix has been computed meanwhile.
 (Plain earliest deadline first collapses under overload, where each late prompt makes the next one late.)
+
+Priorities come before all this. Who waits takes the slot and the blocks of running ones of lower priority, which start
+over later, from what is still cached here or in a lower tier. Nobody starves: a sequence gives way so MOST_YIELDS times
+at most, and who has waited for AGED_AFTER_S goes before all others.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts
 MAX_CREDIT = 2048.0  # tokens: one chunk; a guess
 # A late prompt passes those that came before it by so many times less than they have more left; a guess.
 LATE_STRETCH = 8.0
+MOST_YIELDS = 3  # a guess
+AGED_AFTER_S = 30.0  # a guess
+LOOK_EVERY_S = 1.0  # a guess
 MARGIN = 0.02  # of the target: to spare for prompts that have not begun, since times are estimated; a guess
 
 
@@ -97,17 +104,17 @@ class SlackOrder:
         free_at, token_s = self._clock.busy_until(), self._clock.seconds_per_token
         on_time: list[Request] = []
         late: list[Request] = []
-        for request in sorted(due, key=lambda r: (r.prompt.priority, due[r], r.order)):
+        for request in sorted(due, key=lambda r: (r.priority, due[r], r.order)):
             on_time.append(request)
             free_at += left[request] * token_s
             spare = 0.0 if request in begun else MARGIN * self._target_s
             if free_at > due[request] - spare:
-                largest = max(on_time, key=lambda r: (r.prompt.priority, left[r], due[r]))
+                largest = max(on_time, key=lambda r: (r.priority, left[r], due[r]))
                 on_time.remove(largest)
                 late.append(largest)
                 free_at -= left[largest] * token_s
         patience_s = LATE_STRETCH * token_s
-        late.sort(key=lambda r: (r.prompt.priority, self._arrivals[r] + patience_s * left[r], r.order))
+        late.sort(key=lambda r: (r.priority, self._arrivals[r] + patience_s * left[r], r.order))
         self._late = late[0] if late else None
         if late and (not on_time or self._credit >= left[late[0]] or self._credit >= MAX_CREDIT):
             return [late[0], *on_time, *late[1:]]
@@ -120,3 +127,32 @@ class SlackOrder:
         total = sum(count for _, count in tokens)
         spent = sum(count for request, count in tokens if request is self._late)
         self._credit = min(MAX_CREDIT, self._credit + LATE_SHARE * total - spent)
+
+
+def who_gives_way(running: list[Request], request: Request) -> list[Request]:
+    """Those that `request` may preempt, the least important first. What is being handed off is none of them: transfers
+    may be reading its blocks."""
+    return [
+        other
+        for other in reversed(running)
+        if other.priority > request.priority
+        and other.num_yields < MOST_YIELDS
+        and other.prompt.mode != "prefill"
+        and not other.is_paused
+    ]
+
+
+class Aging:
+    """Lets requests of low priority have their turn."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._looked_at = now()
+
+    def due(self, waiting: list[Request]) -> list[Request]:
+        """Those of `waiting` (in the order of their keys) that have waited too long behind others."""
+        now = self._now()
+        if not waiting or waiting[0].priority == waiting[-1].priority or now - self._looked_at < LOOK_EVERY_S:
+            return []
+        self._looked_at = now
+        return [each for each in waiting if not each.is_aged and now - each.waiting_since >= AGED_AFTER_S]

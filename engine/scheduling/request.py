@@ -20,6 +20,9 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+FIRST_OF_ALL = -(1 << 32)  # below what a request may ask for
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
     """What is asked for. All sequences that answer it share this one, whether they fork, start over or go on here."""
@@ -70,6 +73,9 @@ class Request:
     num_registered_blocks: int = 0  # leading blocks offered to the hash table
     num_table_blocks: int = 0  # leading blocks that the slot's block table on the device has
     num_preemptions: int = 0
+    num_yields: int = 0  # of these: for one that waited
+    waiting_since: float = 0.0
+    is_aged: bool = False  # has waited so long that it goes before all others
     is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node
     was_started: bool = False
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
@@ -93,7 +99,12 @@ class Request:
     @property
     def sort_key(self) -> tuple[int, int, int]:
         """Lower runs first and is preempted last."""
-        return self.prompt.priority, self.prompt.arrival, self.order
+        return self.priority, self.prompt.arrival, self.order
+
+    @property
+    def priority(self) -> int:
+        """Lower goes first."""
+        return FIRST_OF_ALL if self.is_aged else self.prompt.priority
 
     @property
     def num_tokens(self) -> int:
