@@ -40,7 +40,9 @@ class Person(pydantic.BaseModel):
 def split(folder: Path) -> Iterator[RouterInThread]:
     nodes = [Node(node_options(role, folder)) for role in ("prefill", "decode")]
     addresses = tuple(node.info.control_address for node in nodes)
-    with RouterInThread(folder, addresses, timeouts=Timeouts(), local_tail_tokens=0) as router:
+    with RouterInThread(
+        folder, addresses, timeouts=Timeouts(), local_tail_tokens=0, enable_tokenizer_info_endpoint=True
+    ) as router:
         yield router.wait_ready()
     for node in nodes:
         node.stop()
@@ -172,6 +174,12 @@ def test_lm_eval_has_the_numbers_of_transformers(demo: str, tmp_path: Path, monk
     for name in ("choice", "likelihood"):
         for mine, theirs in zip(flat(ours[name]), flat(hf[name]), strict=True):
             assert mine == pytest.approx(theirs, abs=1e-3)
+    plain = {**asked, "num_concurrent": 2, "max_length": 2048}  # from there it never adds the first token
+    remote = run("local-completions", {**plain, "tokenizer_backend": "remote"}, tasks(tmp_path))
+    local = {"tokenizer": str(DEMO), "tokenizer_backend": "huggingface"}
+    beside = run("local-completions", {**plain, **local}, tasks(tmp_path))
+    assert remote["text"] == beside["text"]
+    assert list(flat(remote["choice"])) == pytest.approx(list(flat(beside["choice"])), abs=1e-3)
     asked["base_url"] = f"{demo}/chat/completions"
     chat = run("local-chat-completions", asked, tasks(tmp_path)[1:2], apply_chat_template=True)
     assert chat["text"] == hf["text"]
