@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError
-from tandem.router.text.openai_api import MAX_PROMPTS, CompletionBody
+from tandem.router.text.openai_api import LEAST_TIMEOUT_S, MAX_PROMPTS, CompletionBody
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_PROMPTS)]
 Pair = tuple[str, str]
@@ -21,7 +21,7 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     user: str | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
+    timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S)] | None = None
 
     def as_completion(self) -> CompletionBody:
         """A completion that makes nothing: what retries, limits and placement go by."""
