@@ -153,6 +153,27 @@ def test_log_probabilities_are_of_the_message(client: openai.OpenAI, model: tupl
     assert [row.token for row in done.logprobs] == [row.token for row in rows]
 
 
+def test_output_and_calls_are_forced(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"answer": {"enum": ["yes", "no"]}}, "required": ["answer"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "name": "said", "schema": schema, "strict": True}
+    answer = create(client, "think", text={"format": form}, temperature=0, max_output_tokens=200)
+    assert json.loads(answer.output_text)["answer"] in ("yes", "no")
+    assert answer.text.format.name == "said"
+    with client.responses.stream(**asked("think", text={"format": form}, temperature=0)) as stream:
+        assert json.loads(stream.get_final_response().output_text)["answer"] in ("yes", "no")
+    fields = {"tools": TOOLS[:1], "tool_choice": {"type": "function", "name": "get_weather"}}
+    calls = [
+        item
+        for item in create(client, "call", **fields, temperature=0, max_output_tokens=300).output
+        if item.type == "function_call"
+    ]
+    assert [call.name for call in calls] == ["get_weather"]
+    with pytest.raises(openai.BadRequestError) as raised:
+        create(client, text={"format": {"type": "grammar"}})
+    assert raised.value.param == "text"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "remedy"),
     [
