@@ -70,9 +70,13 @@ class EngineCore:
         self.newest_read = None
         if self._reads:
             events += self._read_oldest()
+        self._draw()
+        return events
+
+    def _draw(self) -> None:
+        """Lets what is launched draw its tokens: all before it has been read."""
         for _, handle in self._unread:
             handle.sample()
-        return events
 
     def read_ended(self) -> list[EngineEvent]:
         """What the step before made, if it has ended: for whoever launches a step layer by layer, from within."""
@@ -84,6 +88,7 @@ class EngineCore:
         done, handle = self._unread.popleft()
         self.newest_read = done
         result = handle.result()
+        self._draw()  # first, since the device may wait for it
         if result.failure is None:
             self.scheduler.state.pool.step_completed(done.step_id)
         else:
