@@ -1,0 +1,56 @@
+"""Models that run by the modules of transformers on CUDA, decode steps in graphs: the first token that differs from
+fp32 on a CPU must be a near tie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from near_ties import check_against_reference
+from tiny_hf_models import tiny_hf_model
+
+from in_process_cluster import Client, Node, node_options
+from tandem.engine.contracts.config import ModelOptions
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tiny_models import random_prompt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LENGTHS = (1, 5, 17, 90, 300)
+NUM_TOKENS = 32
+# The last two ask for what only the native backend has, so their steps are not replayed.
+FAMILIES = ("gpt2", "opt", "gemma2", "phi3", "bloom", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text")
+WITHOUT_GRAPHS = ("gpt_oss", "llama4_text")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_against_fp32(family: str) -> None:
+    folder = tiny_hf_model(family)
+    nodes = []
+    for role in ("decode", "prefill"):
+        options = node_options(role, folder, device="cuda", num_blocks=256, transport="local")
+        fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
+        nodes.append(Node(type(options)(**fields)))
+    decode, prefill = nodes
+    assert decode.process.loaded.replays_graphs == (family not in WITHOUT_GRAPHS)
+    client = Client(*(node.info for node in nodes))
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    try:
+        prompts = {n: random_prompt(n, seed=n) for n in LENGTHS}
+        results = {}
+        for length, prompt in prompts.items():
+            split = client.submit(f"s{length}", prompt, sampling, decode=decode.info, prefill=prefill.info)
+            alone = client.submit(f"a{length}", prompt, sampling, decode=decode.info)
+            results[length] = (split, alone)
+        client.wait()
+        for length, prompt in prompts.items():
+            for result in results[length]:
+                assert result.failed is None, result.failed
+                check_against_reference(folder, prompt, result.output(), torch.bfloat16)
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        client.close()
+        for node in reversed(nodes):
+            node.stop()
