@@ -1,1 +1,1 @@
-"""Where bytes of a block lie, and how blocks of one node become those of another."""
+"""Byte layouts of KV blocks, and the conversion of one node's blocks into another's."""

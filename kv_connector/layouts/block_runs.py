@@ -1,4 +1,4 @@
-"""Which bytes move when layers of whole blocks go from one pool into another, as runs for copy engines."""
+"""The byte runs that copy engines are given to move layers of whole blocks from one pool into another."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from tandem.kernels.blocks.move_blocks import BlockPlaces
 def block_runs(
     source: BlockPlaces, target: BlockPlaces, pairs: Sequence[tuple[int, int]], heads: range, layers: range
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(to, from, bytes), uint64 [pairs * heads]: `layers` of `heads` of block `pairs[i][0]` of `source` into block
-    `pairs[i][1]` of `target`. Both hold the layers of a head one after the other."""
+    """Lists the copies that take `layers` of `heads` of block `pairs[i][0]` of `source` into block `pairs[i][1]` of
+    `target`.
+
+    Returns (destination addresses, source addresses, lengths in bytes), each uint64 [pairs * heads]. Both sides must
+    hold the layers of a head one after the other."""
     assert source.layer_bytes == target.layer_bytes, "a layer is as long on both sides"
     ids_2N = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     chosen = np.arange(heads.start, heads.stop)

@@ -1,4 +1,4 @@
-"""A row of equal buffers beside a pool, on its device: where blocks whose runs are short travel packed.
+"""A row of equal buffers on a pool's device, in which blocks made of short runs are packed to travel as one piece.
 
 Wire order of a block as in geometry.py; a slot holds blocks one after the other.
 """
@@ -16,7 +16,7 @@ SLOT_BYTES = 4 << 20  # a guess
 
 
 class BlockSlots:
-    """`memory`: uint8 [NUM_SLOTS * slot_bytes]; a slot holds at least one block."""
+    """The buffers (slots) over `memory`, uint8 [NUM_SLOTS * slot_bytes]; each slot holds at least one block."""
 
     def __init__(self, geometry: BlockGeometry, device: torch.device) -> None:
         self._geometry = geometry
@@ -24,11 +24,11 @@ class BlockSlots:
         self.memory = torch.empty(NUM_SLOTS * self.slot_bytes, dtype=torch.uint8, device=device)
 
     def view(self, slot: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes], the slot's first bytes."""
+        """The slot's first bytes, uint8 [nbytes], not a copy."""
         return self.memory[slot * self.slot_bytes : slot * self.slot_bytes + nbytes]
 
     def groups(self, num_layers: int, num_valid: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """(first, end, bytes) of consecutive blocks that fit into one slot."""
+        """Splits the blocks into consecutive groups [first, end) that fit into one slot; yields (first, end, bytes)."""
         first, nbytes = 0, 0
         for index, valid in enumerate(num_valid):
             block_bytes = self._geometry.payload_bytes(num_layers, valid)
@@ -47,7 +47,7 @@ class BlockSlots:
         layers: range,
         num_valid: Sequence[int],
     ) -> None:
-        """Blocks into a slot. On CUDA asynchronous, on the current stream."""
+        """Copies blocks into a slot; on CUDA asynchronously, on the current stream."""
         for packed_nHLPbD, part in self._parts(slot, pool_NHLPBD, block_ids, layers, num_valid):
             blocks = _indexable(pool_NHLPBD)[:, :, layers.start : layers.stop, :, : packed_nHLPbD.shape[4]]
             if pool_NHLPBD.is_cuda:
@@ -64,7 +64,7 @@ class BlockSlots:
         layers: range,
         num_valid: Sequence[int],
     ) -> None:
-        """A slot into blocks, other slots and layers untouched. Returns when it is done."""
+        """Copies a slot into blocks, whose other token slots and layers stay as they are. Returns when it is done."""
         for packed_nHLPbD, part in self._parts(slot, pool_NHLPBD, block_ids, layers, num_valid):
             blocks = _indexable(pool_NHLPBD)[:, :, layers.start : layers.stop, :, : packed_nHLPbD.shape[4]]
             if pool_NHLPBD.is_cuda:
@@ -83,7 +83,8 @@ class BlockSlots:
         layers: range,
         num_valid: Sequence[int],
     ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """(packed_nHLPbD over the slot, block ids) for each run of blocks with equally many valid slots."""
+        """Yields (packed_nHLPbD, a view of the slot; block ids) for each run of blocks with equally many valid
+        tokens."""
         geometry = self._geometry
         offset, first = slot * self.slot_bytes, 0
         for end in range(1, len(block_ids) + 1):
@@ -97,5 +98,5 @@ class BlockSlots:
 
 
 def _indexable(pool_NHLPBD: torch.Tensor) -> torch.Tensor:
-    """torch indexes no fp8; bytes do as well."""
+    """The same memory as uint8 where it is fp8, which torch can't index."""
     return pool_NHLPBD.view(torch.uint8) if pool_NHLPBD.element_size() == 1 else pool_NHLPBD

@@ -28,11 +28,12 @@ class BlockGeometry:
         self.block_stride_bytes = layout.stride_bytes if block_stride_bytes is None else block_stride_bytes
 
     def payload_bytes(self, num_layers: int, num_valid: int) -> int:
-        """Bytes that move for one block."""
+        """Bytes that move for one block, `num_valid` token slots of `num_layers` layers."""
         return self.num_heads * num_layers * self.num_planes * num_valid * self.slot_bytes
 
     def runs(self, block_id: int, layers: range, num_valid: int) -> list[tuple[int, int]]:
-        """(offset, length) in bytes from the pool's start, in wire order, contiguous neighbours merged."""
+        """Where these bytes lie: (offset from the pool's start, length), both in bytes, in wire order, with contiguous
+        neighbours merged."""
         start = block_id * self.block_stride_bytes
         if num_valid == self.block_size:
             if len(layers) == self.num_layers:
@@ -50,7 +51,7 @@ class BlockGeometry:
 
 
 def pool_stride_bytes(pool_NHLPBD: torch.Tensor) -> int:
-    """Distance between two blocks. The blocks themselves must be contiguous."""
+    """The distance in bytes between the starts of two blocks. The blocks themselves must be contiguous."""
     assert pool_NHLPBD.dim() == 6, f"a pool has 6 dimensions, not {pool_NHLPBD.dim()}"
     assert pool_NHLPBD[0].is_contiguous(), "a block must be one contiguous run"
     return pool_NHLPBD.stride(0) * pool_NHLPBD.element_size()
@@ -77,7 +78,8 @@ def shape_pool(storage: torch.Tensor, layout: KVLayout, num_blocks: int) -> torc
 
 
 def as_moved(pool_NHLPBD: torch.Tensor) -> torch.Tensor:
-    """How transports see a pool: fp8 as uint8, as moving bytes takes no arithmetic and not all of it exists for fp8."""
+    """The pool as transports see it: fp8 as uint8, since torch has only some operations for fp8 and moving needs
+    none."""
     return as_bytes(pool_NHLPBD)
 
 
@@ -88,7 +90,8 @@ def copy_blocks(
     layers: range | None,
     num_valid: Sequence[int],
 ) -> None:
-    """Strided copies between two pools in this process's address space; asynchronous where a CUDA pool takes part."""
+    """Copies block `pairs[i][0]` of one pool of this address space to block `pairs[i][1]` of another: `layers` (None:
+    all), the first `num_valid[i]` token slots. Asynchronous where a CUDA pool takes part."""
     span = slice(None) if layers is None else slice(layers.start, layers.stop)
     block_size = source_NHLPBD.shape[4]
     if layers is None and not source_NHLPBD.is_cuda and all(valid == block_size for valid in num_valid):
@@ -103,5 +106,5 @@ def copy_blocks(
 
 
 def _block_rows(pool_NHLPBD: torch.Tensor) -> np.ndarray:
-    """uint8 [num_blocks, bytes of a block] over a CPU pool: torch copies a whole block slower than plain memory."""
+    """A view of a CPU pool, uint8 [num_blocks, bytes of a block]: torch copies a whole block slower than numpy."""
     return pool_NHLPBD.flatten(1).view(torch.uint8).numpy()

@@ -1,9 +1,11 @@
-"""Layers that move together. Pure."""
+"""The groups of layers that move together. Pure."""
 
 from __future__ import annotations
 
-LAYER_GROUPS = 8  # of a load under a forward pass: few launches, and the first layers don't wait for the last; a guess
-# By a copy engine: runs four times as long, a quarter of the calls; docs/measurements.md#pushes-out-of-a-gpu.
+# A load under a forward pass goes in so many groups: few launches, and the first layers don't wait for the last.
+LAYER_GROUPS = 8  # a guess
+# Layers of one push by a copy engine: runs four times as long, a quarter of the calls;
+# docs/measurements.md#pushes-out-of-a-gpu.
 PUSHED_TOGETHER = 4
 
 

@@ -1,4 +1,4 @@
-"""Who may hand KV to whom, and what becomes of a source's blocks on the way into a sink's. Pure.
+"""Decides which nodes may hand KV to each other, and how a source's blocks become a sink's. Pure.
 
 Two questions (docs/layouts.md): identities must be *equal*, layouts must be *convertible*. `check_hello` asks both
 for a peer that says Hello, `plan` answers the second: which tokens of which source block become which slots of which
@@ -23,7 +23,7 @@ _MAY_DIFFER = ("num_all_kv_heads", "dtype", "k_scales", "v_scales")  # of two gr
 
 
 class Part(NamedTuple):
-    """Consecutive tokens: slots of a source block that become slots of a sink block."""
+    """A run of consecutive tokens: slots of a source block that become slots of a sink block."""
 
     source_block: int
     source_slot: int
@@ -33,7 +33,8 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlockSizes:
-    """Tokens of a block on both sides. A prompt begins with a block on both; neither size need divide the other."""
+    """The block sizes of both sides, in tokens. A prompt begins with a block on both; neither size need divide the
+    other."""
 
     source: int
     sink: int
@@ -42,18 +43,18 @@ class BlockSizes:
         return -(-num_tokens // self.sink)
 
     def num_valid(self, sink_index: int, num_prompt_tokens: int) -> int:
-        """Slots of the prompt's `sink_index`-th sink block that hold tokens of it."""
+        """How many slots of the prompt's `sink_index`-th sink block hold tokens of the prompt."""
         return min(self.sink, num_prompt_tokens - sink_index * self.sink)
 
     def origin(self, sink_index: int, num_valid: int) -> tuple[range, int]:
-        """Where the first `num_valid` tokens of the prompt's `sink_index`-th sink block lie at the source: in which of
-        the prompt's blocks, and from which slot of the first of them."""
+        """Finds the first `num_valid` tokens of the prompt's `sink_index`-th sink block at the source: the range of the
+        prompt's source blocks that hold them, and the slot of the first of these in which they begin."""
         first = sink_index * self.sink
         return range(first // self.source, -(-(first + num_valid) // self.source)), first % self.source
 
     def parts(self, blocks: Sequence[int], first_slots: Sequence[int], num_valid: Sequence[int]) -> list[list[Part]]:
-        """How sink blocks are put together, the i-th of `num_valid[i]` tokens beginning at slot `first_slots[i]` of a
-        source block: `blocks` lists, one after the other, the source blocks of each."""
+        """The parts of each sink block. The i-th has `num_valid[i]` tokens, which begin at slot `first_slots[i]` of a
+        source block; `blocks` lists the source blocks of every sink block, one sink block after the other."""
         made, ahead = [], iter(blocks)
         for first_slot, valid in zip(first_slots, num_valid, strict=True):
             end = first_slot + valid
@@ -71,10 +72,11 @@ class BlockSizes:
 
 @dataclass(frozen=True, slots=True)
 class StoredEncoding:
-    """How numbers are kept: a dtype, and for fp8 each layer's scales of keys and values (value = stored * scale)."""
+    """The encoding of stored numbers: a dtype, and for fp8 the scales of each layer's keys and values (value = stored *
+    scale)."""
 
     dtype: str
-    k_scales: tuple[float, ...] = ()  # one a layer; (): 1.0 for all
+    k_scales: tuple[float, ...] = ()  # one for each layer; (): 1.0 for all
     v_scales: tuple[float, ...] = ()
 
     @classmethod
@@ -84,7 +86,7 @@ class StoredEncoding:
 
 @dataclass(frozen=True, slots=True)
 class ReshapePlan:
-    """How source blocks become sink blocks."""
+    """The conversion of source blocks into sink blocks."""
 
     block_sizes: BlockSizes
     num_layers: int
@@ -93,13 +95,13 @@ class ReshapePlan:
 
     @property
     def keeps_blocks(self) -> bool:
-        """A sink block is a source block, byte for byte, but for the stride of the pools."""
+        """Whether a sink block is a source block, byte for byte; only the strides of the pools may differ."""
         sizes = self.block_sizes
         return sizes.source == sizes.sink and self.source_numbers == self.sink_numbers
 
 
 def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
-    """What turns blocks of `source` into blocks of `sink`.
+    """Returns the plan that turns blocks of `source` into blocks of `sink`.
 
     Raises HandshakeError (source is "ours") naming the first field that forbids it. The block stride may differ: it
     is padding of a pool, not of the bytes that move.
@@ -125,7 +127,8 @@ def plan(source: KVLayout, sink: KVLayout) -> ReshapePlan:
 
 
 def _check_numbers(name: str, ours: KVGroup, theirs: KVGroup) -> None:
-    """A dtype that is not known can't be converted, and scales that don't fit the layers say nothing."""
+    """Raises HandshakeError where only one side knows the dtype, which can't be converted then, and where scales are
+    not one positive number for each layer."""
     if ours.dtype not in DTYPE_BYTES or theirs.dtype not in DTYPE_BYTES:
         _require(f"{name}.dtype", ours.dtype, theirs.dtype)
     for field in ("k_scales", "v_scales"):
@@ -163,7 +166,7 @@ def check_hello(info_ours: NodeInfo, hello: Hello) -> None:
 
 
 def _check_layout(ours: KVLayout, theirs: KVLayout) -> None:
-    """The one who says Hello is the source; its `plan` names the fields from the other side."""
+    """Plans as if the peer that says Hello were the source; a refusal names the fields from our side."""
     try:
         plan(theirs, ours)
     except HandshakeError as error:

@@ -1,7 +1,8 @@
-"""GPU pools of a node's ranks as rank 0 uses them to move KV: each has its heads of every block, on a GPU of its own.
+"""The GPU pools of a node's ranks, as rank 0 uses them to move KV. Each rank has its heads of every block on its GPU.
 
 Rank 0 maps the others' pools, and its GPU reads and writes them over NVLink, so one transfer thread and one set of
-channels serve the node, and nothing that another rank runs has to be agreed on. A block is whole where it is gathered.
+channels serve the node, and nothing that another rank runs has to be agreed on. Gathering puts the whole block
+together in one place.
 Legend: transports/base.py's.
 """
 
@@ -19,14 +20,15 @@ from tandem.kernels.blocks.move_blocks import BlockPlaces, move_blocks, why_not_
 from tandem.kernels.blocks.push_blocks import list_pairs
 from tandem.kernels.blocks.quantization import as_bytes
 
-# Each takes a place on a multiprocessor from the computation. Digests are what the end of a hand-off waits for.
+# Programs of a kernel that moves blocks: each takes a place on a multiprocessor from the computation. Digests may take
+# more of them, since the end of a hand-off waits for its digests.
 PROGRAMS, DIGEST_PROGRAMS = 16, 128  # guesses
-GATHERED_BYTES = 64 << 20  # at a time, for digests; a guess
+GATHERED_BYTES = 64 << 20  # gathered at a time to make digests; a guess
 
 
 @dataclass(frozen=True)
 class RankPart:
-    """One rank's pool: its heads, out of all that a block has."""
+    """One rank's pool, and which of a block's heads it has."""
 
     memory: RankMemory
     heads: range
@@ -34,11 +36,12 @@ class RankPart:
 
 
 class RankPools:
-    """On CUDA everything is enqueued on the current stream of rank 0's device; nothing waits."""
+    """Gathers whole blocks from the ranks' pools and scatters them back. On CUDA every method enqueues its work on the
+    current stream of rank 0's device and returns without waiting."""
 
     def __init__(self, own_NHLPBD: torch.Tensor, layout: KVLayout, memories: Sequence[RankMemory]) -> None:
-        """`own_NHLPBD`: rank 0's pool; `layout`: of a whole block. All ranks have as many heads. Raises ValueError for
-        blocks that kernels can't move."""
+        """`own_NHLPBD` is rank 0's pool and `layout` that of a whole block. All ranks have equally many heads. Raises
+        ValueError for blocks that kernels can't move."""
         problem = why_not_words(own_NHLPBD)
         if problem:
             raise ValueError(problem)
@@ -54,7 +57,7 @@ class RankPools:
         self._block_shape = (layout.group.num_kv_heads, *self._own_NHLPBD.shape[2:])
 
     def new_blocks(self, num_blocks: int) -> torch.Tensor:
-        """Room for gathered blocks: [num_blocks, H, L, P, B, D] (fp8 as uint8), undefined."""
+        """Room for gathered blocks: [num_blocks, H, L, P, B, D] (fp8 as uint8), with undefined content."""
         shape = (num_blocks, *self._block_shape)
         return torch.empty(shape, dtype=self._own_NHLPBD.dtype, device=self._own_NHLPBD.device)
 
@@ -79,7 +82,8 @@ class RankPools:
             move_blocks(source, BlockPlaces.of(source), self._places(part), listed, layers, PROGRAMS)
 
     def digests(self, block_ids: Sequence[int], key: int, num_valid_last: int) -> torch.Tensor:
-        """int64 [n]: as kernels/blocks/digest.py's `block_digests` of a pool of whole blocks."""
+        """Digests of these blocks, int64 [n], equal to `block_digests` (kernels/blocks/digest.py) of a pool of whole
+        blocks."""
         at_once, size, made = max(1, GATHERED_BYTES // self.layout.payload_bytes), self.layout.block_size, []
         for first in range(0, len(block_ids), at_once):
             ids = block_ids[first : first + at_once]

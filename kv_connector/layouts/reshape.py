@@ -1,8 +1,8 @@
-"""Blocks of this node's pool put together as a sink wants them: its block size, its dtype, all heads, which may lie in
-several ranks' GPU pools. What plan.py planned, done.
+"""Carries out what plan.py planned: puts blocks of this node's pool together as a sink wants them, in its block size
+and dtype, with all heads, which may lie in several ranks' GPU pools.
 
-They are staged: the transports move a staged block as if it were one of a pool like the sink's. Legend: base.py's.
-"""
+The results are staged: the transports move a staged block as if it were one of a pool like the sink's. Legend:
+base.py's."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from tandem.kv_connector.layouts.geometry import BlockGeometry
 from tandem.kv_connector.layouts.plan import Part, ReshapePlan, StoredEncoding, plan
 from tandem.kv_connector.layouts.rank_pools import RankPools
 
-# At a time, unless one block is larger. On a GPU each stage is a handful of launches, so it should take a long chunk.
+# Bytes staged at a time, by device, unless one block is larger. On a GPU each stage is a handful of launches, so it
+# should take a long chunk.
 STAGED_BYTES = {"cpu": 32 << 20, "cuda": 128 << 20}
 
 
 class Reshaper:
-    """One for each layout of sinks. What `stage` returned is overwritten by the next call: on CUDA in the order of the
-    current stream, so the same stream must do the reading."""
+    """Converts blocks for all sinks of one layout. The next call of `stage` overwrites what the last one returned, on
+    CUDA in the order of the current stream, so the same stream must do the reading."""
 
     def __init__(
         self, pool_NHLPBD: torch.Tensor, source: KVLayout, sink: KVLayout, ranks: RankPools | None = None
     ) -> None:
-        """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
+        """`ranks` has the blocks if they are not whole in `pool_NHLPBD`."""
         self.plan = plan(source, sink)
         self.geometry = BlockGeometry(sink, sink.payload_bytes)
         self.max_blocks = max(1, STAGED_BYTES[pool_NHLPBD.device.type] // sink.payload_bytes)
@@ -42,16 +43,18 @@ class Reshaper:
     def parts(
         self, job_block_ids: Sequence[int], first_slots: Sequence[int], num_valid: Sequence[int]
     ) -> list[list[Part]]:
-        """What each sink block of a job of the transfer thread (kv_connector/protocol/jobs.py) is made of."""
+        """The parts of each sink block of a transfer thread's job (kv_connector/protocol/jobs.py names the
+        arguments)."""
         slots = first_slots or (0,) * len(num_valid)
         return self.plan.block_sizes.parts(job_block_ids, slots, num_valid)
 
     def stage(
         self, blocks: Sequence[Sequence[Part]], layers: range | None = None, *, again: bool = False
     ) -> torch.Tensor:
-        """[max_blocks, H, L, P, B, D] in the sink's layout (fp8 as uint8): block i is made of `blocks[i]`, in `layers`
-        (None: all). Everything else in it is undefined. On CUDA asynchronous, on the current stream. `again`: it was
-        staged before, so what overflows has been counted."""
+        """Returns [max_blocks, H, L, P, B, D] in the sink's layout (fp8 as uint8), whose block i is made of
+        `blocks[i]`, in `layers` (None: all); everything else in it is undefined. On CUDA asynchronous, on the current
+        stream. `again` says that these blocks were staged before, so that numbers that overflow are not counted
+        twice."""
         assert len(blocks) <= self.max_blocks, "more blocks than fit"
         if self._staged_nHLPBD is None:
             shape, device = (self.max_blocks, *self._block_shape), self._pool_NHLPBD.device
@@ -74,7 +77,7 @@ class Reshaper:
         return as_bytes(self._staged_nHLPBD)
 
     def digests(self, blocks: Sequence[Sequence[Part]], key: int, num_valid_last: int) -> torch.Tensor:
-        """int64 [n]: of these sink blocks as they arrive (kernels/blocks/digest.py). They are staged for it once
+        """Digests (kernels/blocks/digest.py) of these sink blocks as they will arrive, int64 [n]. Stages them once
         more."""
         made, block_size = [], self.geometry.block_size
         for first in range(0, len(blocks), self.max_blocks):
@@ -87,7 +90,7 @@ class Reshaper:
     def _gathered(
         self, ranks: RankPools, blocks: Sequence[Sequence[Part]], layers: range | None
     ) -> tuple[torch.Tensor, list[list[Part]]]:
-        """Our blocks that `blocks` are made of, whole, and `blocks` made of these."""
+        """Gathers the blocks of this node that `blocks` names: returns them, and `blocks` with indices into them."""
         index_of: dict[int, int] = {}
         moved = [
             [p._replace(source_block=index_of.setdefault(p.source_block, len(index_of))) for p in b] for b in blocks
@@ -110,7 +113,7 @@ class Reshaper:
 
 
 class NumberConverter:
-    """`dtype` is what comes out."""
+    """Converts numbers from one stored encoding to another; `dtype` is that of the result."""
 
     def __init__(self, plan: ReshapePlan, device: torch.device) -> None:
         self.dtype: torch.dtype = getattr(torch, plan.sink_numbers.dtype)
@@ -120,7 +123,8 @@ class NumberConverter:
         )
 
     def __call__(self, values: torch.Tensor, layers: slice, again: bool) -> torch.Tensor:
-        """[…, l, P, slots, D] of these layers. fp8 as a node that stores it itself would: it saturates and counts."""
+        """Converts `values` [..., l, P, slots, D] of `layers`. To fp8 as a node does that stores it itself: numbers
+        that are too large saturate and are counted, unless `again`."""
         if self._is_same:
             return values
         if values.dtype == FP8_DTYPE:
@@ -131,7 +135,7 @@ class NumberConverter:
 
 
 def _scales(numbers: StoredEncoding, num_layers: int, device: torch.device) -> torch.Tensor:
-    """float32 [layers, K and V, 1, 1]."""
+    """The scales as float32 [num_layers, 2 (K and V), 1, 1]."""
     ones = (1.0,) * num_layers
     both = (numbers.k_scales or ones, numbers.v_scales or ones)
     return torch.tensor(both, dtype=torch.float32).T.reshape(num_layers, 2, 1, 1).to(device)

@@ -1,4 +1,4 @@
-"""Pinned host memory between a CUDA pool and a socket. Wire order as in geometry.py."""
+"""Pinned host memory between a CUDA pool and a socket. Wire order is that of geometry.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Staging:
     """One growing pinned buffer of one thread. Each call returns when the device copies are done."""
 
     def __init__(self, geometry: BlockGeometry, device: torch.device, ranks: RankPools | None = None) -> None:
-        """`ranks`: where `scatter` writes, if blocks are not whole on `device`."""
+        """`scatter` writes through `ranks` if blocks are not whole on `device`."""
         self._geometry, self._ranks = geometry, ranks
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def buffer(self, nbytes: int) -> memoryview:
-        """Host memory of at least `nbytes`; the content of the last call is lost."""
+        """Exactly `nbytes` bytes of the host memory; what an earlier call put there may be lost."""
         if self._host.numel() < nbytes:
             self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return memoryview(self._host.numpy())[:nbytes]  # type: ignore[arg-type]
@@ -29,7 +29,8 @@ class Staging:
     def gather(
         self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]
     ) -> memoryview:
-        """Blocks of a CUDA pool as wire bytes. Ordered after the current stream's work."""
+        """Copies blocks of a CUDA pool into the buffer and returns them as wire bytes. Ordered after the current
+        stream's work."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         nbytes = sum(self._geometry.payload_bytes(len(layers), valid) for valid in num_valid)
         view = self.buffer(nbytes)
@@ -44,7 +45,7 @@ class Staging:
     def scatter(
         self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]
     ) -> None:
-        """Wire bytes in `buffer` into blocks of a CUDA pool, other slots and layers untouched."""
+        """Copies the wire bytes in `buffer` into blocks of a CUDA pool; other slots and layers stay as they are."""
         with torch.cuda.stream(self._stream):
             for host, part in self._parts(pool_NHLPBD, block_ids, layers, num_valid):
                 if self._ranks is not None:
@@ -64,7 +65,8 @@ class Staging:
     def _parts(
         self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]
     ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """(host_nHLPbD over the buffer, block ids) for each run of blocks with equally many valid slots."""
+        """Yields (host_nHLPbD, a view of the buffer; block ids) for each run of blocks with equally many valid
+        slots."""
         geometry = self._geometry
         offset, first = 0, 0
         for end in range(1, len(block_ids) + 1):

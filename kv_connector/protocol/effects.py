@@ -1,7 +1,7 @@
-"""What the hand-off managers decide, each in one list. Frozen plain data.
+"""The decisions of a hand-off manager, as a list of effects. Frozen plain data.
 
-Order is the contract: effects are carried out as they stand (`node/carry_out.py`). A grant is opened before its message
-is sent; one that ended is closed before another has its blocks.
+Order is the contract: effects are carried out in the order of the list (`node/carry_out.py`). A grant is opened before
+its message is sent; one that ended is closed before another has its blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What the hand-off managers (step loop) and the transfer thread tell each other. Frozen plain data, no torch.
+"""The jobs and events that the hand-off managers (step loop) and the transfer thread exchange. Frozen plain data, no
+torch.
 
 Step loop -> transfer thread, one FIFO queue a node:
     StepMoves       travels with a step (`SchedulerOutput.connector_meta`); the worker half turns its pushes into jobs
@@ -42,8 +43,8 @@ def digest_key(key: AttemptKey, grant_id: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BlockPush:
-    """Sink blocks of one request that are complete once step `step_id` has run; -1: no launched step can still be
-    writing them.
+    """Sink blocks of one request that are complete once step `step_id` has run. A `step_id` of -1 means that no
+    launched step can still be writing them.
 
     In `StepMoves.pushes`: blocks that become complete in that step (or the partial last block at the prompt's end).
     `save_kv_layer` pushes each layer of them as soon as it is written. In `StepMoves.whole`, or as a job of its own if
@@ -82,11 +83,11 @@ class LayerLoad(Protocol):
 
 
 class StepMoves(StepMeta, frozen=True):
-    """What moves beside one step. `whole` is queued before its first layer push; `by_layer` False: what `whole` has of
-    this step goes out behind it.
+    """The KV moves that go with one step. `whole` is queued before the step's first layer push; if `by_layer` is False,
+    what the step itself completes is in `whole` too, and goes out behind the step.
 
-    `is_pushed`: the step computes prompts that are handed off. Their grants may come while it runs, so it is noted when
-    each layer, or all of it, is done."""
+    `is_pushed` says that the step computes prompts that are handed off. Their grants may come while it runs, so the
+    worker notes when each layer, or the whole step, is done."""
 
     step_id: int
     pushes: tuple[BlockPush, ...] = ()
@@ -114,7 +115,7 @@ class Finalize:
     with_digests: bool = True
     first_slots: tuple[int, ...] = ()
     continuation: Continuation | None = None  # goes into KVReady
-    num_blocks: int = 0  # leading ones of the grant that were pushed; 0: all
+    num_blocks: int = 0  # how many leading blocks of the grant were pushed; 0: all
 
     @property
     def grant_id(self) -> int:
@@ -158,7 +159,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Compare the digests of received blocks (8 bytes little-endian each, as in KVReady). Answered by Verified.
+    """Asks to compare the digests of received blocks (8 bytes little-endian each, as in KVReady). Answered by Verified.
 
     Reads only. The blocks may be freed while it runs (cancel); its answer is then stale and ignored.
     """
@@ -174,8 +175,8 @@ class Verify:
 
 @dataclass(frozen=True, slots=True)
 class SumArrived:
-    """Sum the blocks that this KVReady says have arrived, if its grant is open: the step loop's Verify, which may have
-    to wait for the end of a launch, then only has to compare. Decides nothing; no answer."""
+    """Asks to sum the blocks that this KVReady says have arrived, if its grant is open: the step loop's Verify, which
+    may have to wait for the end of a launch, then only has to compare. It decides nothing and gets no answer."""
 
     ready: KVReady
 
@@ -225,7 +226,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Answer to Verify: indices (into `block_ids`) that differ; empty: all are right."""
+    """Answer to Verify: the indices (into its `block_ids`) of the blocks that differ; empty if all are right."""
 
     key: AttemptKey
     grant_id: int
@@ -248,8 +249,8 @@ class OpenGrant:
 
 @dataclass(frozen=True, slots=True)
 class CloseGrant:
-    """Writes of this grant that still arrive are read and thrown away (one-sided transports can't; they need Retired or
-    a fence, which is why the blocks stay quarantined)."""
+    """Writes of this grant that still arrive are read and thrown away. One-sided transports can't do that: their
+    blocks stay quarantined until Retired or a fence."""
 
     grant_id: int
 

@@ -1,4 +1,4 @@
-"""What a hand-off is about."""
+"""The kinds of hand-offs."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ DEADLINE = "deadline passed"
 LEASE = "lease of the grant ran out"
 SOURCE_LOST = "source lost"
 SINK_LOST = "sink lost"
-SINK_REFUSED = "the sink is refused"  # why follows
+SINK_REFUSED = "the sink is refused"  # followed by the reason
 FINISHED = "every sample ended with its first token"
 RECOMPUTING = "the sink computes the prompt itself"
 UNKNOWN = "no such hand-off"
@@ -31,7 +31,7 @@ OUTGROWN = "it grew faster than it was pushed"
 ENDED = "it has ended"
 OTHER_LAYOUT = "the blocks of the two nodes are laid out differently"
 
-# No other attempt can do better.
+# Reasons for which another attempt would fail too.
 _FINAL = frozenset({CANCELLED, DEADLINE, TOO_LARGE})
 
 
@@ -40,7 +40,7 @@ def is_retryable(reason: str) -> bool:
 
 
 def failure_code(reason: str) -> str:
-    """Code of the RequestFailed that reports this end. "peer_lost": the fault is the other node's."""
+    """The `code` of the RequestFailed that reports this end. "peer_lost" lays the fault on the other node."""
     if reason == DEADLINE:
         return "deadline_exceeded"
     is_the_peers = reason in (SOURCE_LOST, SINK_LOST, LEASE) or reason.startswith(SINK_REFUSED)
@@ -52,7 +52,7 @@ def failure_code(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HandoffCompleted:
-    """The sink goes on with the request, or there is nothing to go on with. No report to the router is due."""
+    """Success: the sink goes on with the request, or nothing is left of it. The router needs no report."""
 
     key: AttemptKey
     reason: str  # "" (committed), RECOMPUTING or FINISHED
@@ -60,7 +60,7 @@ class HandoffCompleted:
 
 @dataclass(frozen=True, slots=True)
 class HandoffFailed:
-    """This node reports RequestFailed, and aborts the request if the scheduler still has it."""
+    """Failure: this node reports RequestFailed, and aborts the request if the scheduler still has it."""
 
     key: AttemptKey
     reason: str
@@ -82,13 +82,13 @@ class Commit:
     block_ids: tuple[int, ...]
     first_tokens: tuple[FirstToken, ...]
     num_cached_tokens: int
-    continuation: Continuation | None = None  # of a running sequence, in place of first tokens
+    continuation: Continuation | None = None  # what a running sequence has in place of first tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The bytes never came right: compute the prompt here. The client has `first_tokens` already; sampling goes on
-    behind them. No block is held."""
+    """The received bytes stayed wrong, so this node must compute the prompt itself. The client has `first_tokens`
+    already; sampling goes on behind them. No block is held."""
 
     request: Request
     first_tokens: tuple[FirstToken, ...]
@@ -97,7 +97,7 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """This node reports RequestFailed. No block is held by the request."""
+    """Failure at the sink: this node reports RequestFailed. The request holds no block."""
 
     request: Request
     reason: str
@@ -106,14 +106,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The source gave the hand-off up and has told the router why: forget the request."""
+    """The source gave the hand-off up and has told the router why, so this node forgets the request."""
 
     request: Request
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What was pulled is in `block_ids`, in order of position. The references to them pass to the receiver."""
+    """Success of a pull: the blocks are in `block_ids`, in order of position. The references to them pass to the
+    receiver of this event."""
 
     key: AttemptKey
     block_ids: tuple[int, ...]
@@ -121,7 +122,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class NotFetched:
-    """Nothing came of the pull, and no block is held by it."""
+    """Failure of a pull, which holds no block."""
 
     key: AttemptKey
     reason: str

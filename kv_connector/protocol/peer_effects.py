@@ -1,4 +1,4 @@
-"""What the hand-off managers want done about peers, and what comes back. Frozen plain data."""
+"""Effects of the hand-off managers that concern peers, and the events that answer them. Frozen plain data."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from tandem.engine.contracts.wire.parts import NodeInfo
 
 @dataclass(frozen=True, slots=True)
 class OpenChannel:
-    """Source: a sink was greeted."""
+    """Source: open a data channel to a sink that was greeted."""
 
     peer: NodeInfo
 
 
 @dataclass(frozen=True, slots=True)
 class CloseChannel:
-    """Source: a sink is lost."""
+    """Source: close the data channel to a sink that is lost."""
 
     node: NodeKey
 
 
 @dataclass(frozen=True, slots=True)
 class AdmitSource:
-    """Sink: a source was greeted."""
+    """Sink: let a source that was greeted write under the grants that it will get."""
 
     peer: NodeInfo
 
 
 @dataclass(frozen=True, slots=True)
 class FenceSource:
-    """Sink: a source is lost; answered by Fenced."""
+    """Sink: make sure that a source that is lost writes no more. Answered by Fenced."""
 
     node: NodeKey
 
@@ -41,7 +41,7 @@ PeerEffect = OpenChannel | CloseChannel | AdmitSource | FenceSource
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """No write of that source can land any more."""
+    """Answer to FenceSource: no write of that source can land any more."""
 
     node: NodeKey
 

@@ -167,7 +167,7 @@ _IGNORED: Mapping[SinkState, frozenset[SinkEvent]] = {
 def transition(
     state: SinkState, event: SinkEvent, rows: SinkRows = _ROWS
 ) -> tuple[SinkState, tuple[SinkAction, ...]] | None:
-    """What `event` does in `state`; None: nothing, drop and count it."""
+    """The next state and the actions for `event` in `state`; None if the event is to be dropped and counted."""
     row = rows.get((state, event))
     if row is None:
         assert event in _IGNORED[state], f"no rule for {event} in {state}"
@@ -198,7 +198,7 @@ class SinkMachine:
         self.rows = rows
 
     def on(self, event: SinkEvent) -> tuple[SinkAction, ...]:
-        """Events without data: CANCEL, DEADLINE, LEASE, TIMER."""
+        """Takes an event that carries no data: CANCEL, DEADLINE, LEASE, TIMER."""
         row = transition(self.state, event, self.rows)
         if row is None:
             self.num_dropped += 1
@@ -228,8 +228,8 @@ class SinkMachine:
         return self.on(SinkEvent.CAN_GRANT)
 
     def on_ready(self, grant_id: int, source_epoch: int, sink_epoch: int, round: int) -> tuple[SinkAction, ...]:
-        """KVReady whose grant signature is the one that was given out. One of an older round is a late duplicate: the
-        blocks may be being written again."""
+        """Takes a KVReady, whose grant signature the caller has found to be the one given out. One of an older round is
+        a late duplicate and is dropped: the blocks may be being written again."""
         if not self._is_from(source_epoch) or sink_epoch != self.sink_epoch:
             return self._drop()
         if self.grant_id and (grant_id != self.grant_id or round != self.round):
@@ -250,7 +250,8 @@ class SinkMachine:
         return self.on(SinkEvent.RELEASE) if self._is_from(source_epoch) else self._drop()
 
     def on_drained(self, source_epoch: int, grant_id: int) -> tuple[SinkAction, ...]:
-        """`grant_id` 0: the source never held a grant and, this attempt being over there, never will."""
+        """Takes a KVDrained. Its `grant_id` is 0 when the source never held a grant and, this attempt being over there,
+        never will."""
         if not self._is_from(source_epoch) or grant_id not in (0, self.grant_id):
             return self._drop()
         return self.on(SinkEvent.DRAINED)

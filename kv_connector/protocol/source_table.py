@@ -170,7 +170,7 @@ _IGNORED: Mapping[SourceState, frozenset[SourceEvent]] = {
 def transition(
     state: SourceState, event: SourceEvent, rows: SourceRows = _ROWS
 ) -> tuple[SourceState, tuple[SourceAction, ...]] | None:
-    """What `event` does in `state`; None: nothing, drop and count it."""
+    """The next state and the actions for `event` in `state`; None if the event is to be dropped and counted."""
     row = rows.get((state, event))
     if row is None:
         assert event in _IGNORED[state], f"no rule for {event} in {state}"
@@ -192,7 +192,7 @@ class SourceMachine:
         self.rows = rows
 
     def on(self, event: SourceEvent) -> tuple[SourceAction, ...]:
-        """Events without data: local ones, timers, WAIT, REFUSED, DRAINED_ACK."""
+        """Takes an event that carries no data: local ones, timers, WAIT, REFUSED, DRAINED_ACK."""
         row = transition(self.state, event, self.rows)
         if row is None:
             self.num_dropped += 1
@@ -201,7 +201,7 @@ class SourceMachine:
         return actions
 
     def on_grant(self, grant_id: int, source_epoch: int, sink_epoch: int) -> tuple[SourceAction, ...]:
-        """A grant whose signature is right and that names this request and attempt."""
+        """Takes a grant, which the caller has found genuine and for this request and attempt."""
         if (source_epoch, sink_epoch) != (self.source_epoch, self.sink_epoch) or self.grant_id != 0:
             return self._drop()
         if (self.state, SourceEvent.GRANT) in self.rows:
@@ -223,7 +223,8 @@ class SourceMachine:
         return self.on(SourceEvent.COMMITTED) if grant_id == self.grant_id else self._drop()
 
     def on_resend(self, grant_id: int, round: int) -> tuple[SourceAction, ...]:
-        """Only the next round is news; an older one was answered already and READY resends that answer by itself."""
+        """Takes a KVResend. Only the next round is news; an older one was answered already, and the READY state resends
+        that answer by itself."""
         if grant_id != self.grant_id or round != self.round + 1:
             return self._drop()
         if (self.state, SourceEvent.RESEND) in self.rows:

@@ -1,1 +1,1 @@
-"""The node that wants KV: tickets, grants, commits, decided without I/O."""
+"""The sink side: decides, without I/O, on tickets, grants and commits of a node that receives KV."""

@@ -1,5 +1,4 @@
-"""What the actions of a sink's machines mean: messages to sources, jobs, blocks, outcomes. See
-kv_connector/source/actions.py."""
+"""Carries out the actions of a sink's machines as messages to sources, jobs, blocks taken and freed, and outcomes."""
 
 from __future__ import annotations
 

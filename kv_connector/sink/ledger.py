@@ -50,7 +50,7 @@ class SinkLedger:
         self._tombstones: deque[SinkRecord] = deque()  # in the order of their ends
 
     def at(self, now: float) -> None:
-        """It is `now`, in monotonic seconds: whoever brings an event says so first."""
+        """Sets the time, in monotonic seconds. Must be called before each event is brought."""
         self.now = now
 
     # --- records --------------------------------------------------------------------------------------------

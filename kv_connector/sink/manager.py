@@ -187,7 +187,7 @@ class SinkManager:
     # --- out ------------------------------------------------------------------------------------------------
 
     def drain_effects(self) -> list[SinkEffect]:
-        """What was decided since the last call, in order."""
+        """The effects decided on since the last call, in order."""
         effects = self.effects[:]
         self.effects.clear()
         return effects

@@ -1,4 +1,4 @@
-"""What a sink knows about one hand-off besides its protocol state."""
+"""A sink's record of one hand-off, beside its protocol state."""
 
 from __future__ import annotations
 

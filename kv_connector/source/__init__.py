@@ -1,1 +1,1 @@
-"""The node that has KV: its hand-offs, decided without I/O."""
+"""The source side: decides, without I/O, on the hand-offs of a node that has KV."""

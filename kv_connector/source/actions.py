@@ -1,4 +1,4 @@
-"""What the actions of a source's machines mean: messages to sinks, jobs, freed blocks, outcomes."""
+"""Carries out the actions of a source's machines as messages to sinks, jobs, freed blocks and outcomes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SourceActions:
         record.resend_at = self._ledger.now + record.resend_every_s
 
     def await_answer(self, record: SourceRecord) -> None:
-        """Begins the wait for an answer to what was just sent for the first time, though not by `_send`."""
+        """Begins the wait for an answer to a message that was just sent for the first time, though not by `_send`."""
         record.resend_every_s = self._resend_s
         record.resend_at = self._ledger.now + record.resend_every_s
 

@@ -1,4 +1,4 @@
-"""What a source checks of a grant before the first write under it. Pure."""
+"""The checks that a source makes of a grant before the first write under it. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_USED_GRANTS = 65536  # a guess
 
 
 class GrantCheck:
-    """Remembers the grants that this node has used: none is taken twice."""
+    """Checks grants, and remembers those that this node has used so that none is used twice."""
 
     def __init__(self, keys: ClusterKeys, node_id: str) -> None:
         self._keys = keys

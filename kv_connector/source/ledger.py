@@ -21,7 +21,8 @@ _UNFINISHED = (S.CLAIMING, S.PUSHING)
 
 
 def _keep() -> None:
-    """Whoever has claimed, or waits for a grant, gives nothing back: its end lies with the sink."""
+    """Gives nothing back when room is asked for: a hand-off that has claimed, or waits for a grant, is ended by its
+    sink."""
 
 
 @dataclass
@@ -29,8 +30,8 @@ class SourceCounters:
     handoffs_completed: int = 0
     handoffs_failed: int = 0
     grants_refused: int = 0
-    messages_dropped: int = 0  # of no live hand-off, or of a kind that sources don't hear
-    events_dropped: int = 0  # stale or of no live hand-off, whoever they came from
+    messages_dropped: int = 0  # for no live hand-off, or of a kind that sources don't take
+    events_dropped: int = 0  # stale or for no live hand-off, whoever they came from
     verbs_resent: int = 0
     retires_overdue: int = 0
 
@@ -47,7 +48,7 @@ class SourceLedger:
         self.records: dict[AttemptKey, SourceRecord] = {}
 
     def at(self, now: float) -> None:
-        """It is `now`, in monotonic seconds: whoever brings an event says so first."""
+        """Sets the time, in monotonic seconds. Must be called before each event is brought."""
         self.now = now
 
     def add(self, key: AttemptKey, kind: HandoffKind, peer: PeerRef, num_tokens: int, deadline: float) -> SourceRecord:
@@ -68,9 +69,9 @@ class SourceLedger:
         return [each for each in self.records.values() if each.peer.key == sink]
 
     def book(self, record: SourceRecord) -> None:
-        """Its kind, after any change: what is parked and what has claimed must fit beside each other. One that was
-        asked for and can't claim until parked ones have left counts with those that have, or new ones would keep it
-        out."""
+        """Books the record's blocks in the pool's reservations under its present kind; called after every change.
+        Parked and claimed hand-offs must fit beside each other. A request that the scheduler wants to start, but that
+        can't claim until parked ones have left, counts as claimed, or new ones would keep it out."""
         state = record.machine.state
         was_asked = state is S.IDLE and record.request is not None
         kind = Kind.PARKED if state in _PARKED else Kind.CLAIMED if state in _UNFINISHED or was_asked else None
@@ -80,7 +81,7 @@ class SourceLedger:
             record.hold = None if kind is None else add(kind, record.num_blocks, _keep, record)
 
     def hold(self, record: SourceRecord, block_ids: Sequence[int]) -> None:
-        """A reference to each, besides the scheduler's."""
+        """Takes a reference to each block, beside the scheduler's."""
         num_held = len(record.block_ids)
         assert list(block_ids[:num_held]) == record.block_ids, "a running sequence's blocks stay where they are"
         self.pool.touch(block_ids[num_held:])

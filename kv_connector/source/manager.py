@@ -43,13 +43,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 TOMBSTONE_S = 120.0  # a guess
-# Waits for the transfer thread of this process; no deadline, see _warn_of_slow_retire. All other states have one.
+# States that wait for the transfer thread of this process. They alone have no deadline: see _warn_of_slow_retire.
 _BEING_RETIRED = (S.DRAINING, S.RETIRING)
 _SENDS_AGAIN = (S.CLAIMING, S.PARKED, S.PARKED_DONE, S.READY, S.DRAINING, S.DRAINED)
 
 
 class SourceManager:
-    """`pool` is shared with the scheduler; blocks that were handed over to it are freed here.
+    """Decides on all hand-offs of which this node is the source. `pool` is shared with the scheduler; a block that the
+    scheduler has left to a hand-off is freed here.
 
     Its parts: `ledger` (records and their blocks), `actions` (what a machine's actions mean), `peers` (sinks and
     channels to them), `prompts` (those that are computed here while they are pushed)."""
@@ -57,7 +58,7 @@ class SourceManager:
     def __init__(
         self, info: NodeInfo, keys: ClusterKeys, pool: BlockPool, options: NodeOptions, whole_up_to: int = 0
     ) -> None:
-        """`whole_up_to`: as in PushedPrompts."""
+        """`whole_up_to` (tokens) is explained at PushedPrompts."""
         self.info = info
         self.effects: list[SourceEffect] = []
         self.ledger = SourceLedger(info, pool, options)
@@ -72,7 +73,8 @@ class SourceManager:
     # --- requests -------------------------------------------------------------------------------------------
 
     def expect(self, key: AttemptKey, peer: PeerRef, num_prompt_tokens: int, deadline: float) -> None:
-        """A prompt that will be handed to `peer`; before the scheduler gets it."""
+        """Announces a prompt that will be handed to `peer`, before the scheduler gets it. `deadline`: monotonic
+        seconds."""
         self._add(key, HandoffKind.PROMPT, peer, num_prompt_tokens, deadline)
 
     def cancel(self, key: AttemptKey, now: float) -> None:
@@ -99,7 +101,8 @@ class SourceManager:
             self.peers.claim_offer(record)
 
     def withdraw(self, key: AttemptKey) -> bool:
-        """Ends an offer that nobody has granted room for, without an outcome; False: it was granted, or is over."""
+        """Ends, without an outcome, an offer that nobody has granted room for. Returns False if it was granted or is
+        over."""
         withdrawn = self.ledger.records[key].machine.state in (S.IDLE, *CLAIMED)
         if withdrawn:
             self.cancel(key, self.ledger.now)
@@ -109,16 +112,17 @@ class SourceManager:
 
     def follow(self, key: AttemptKey, peer: PeerRef, most_tokens: int, deadline: float, now: float) -> None:
         """Claims room at `peer`, which expects it, for a sequence that runs on meanwhile and has at most `most_tokens`
-        tokens of KV when it is handed over. While `is_pushing`, `push_settled` and at last `hand_over` say what there
-        is. It ends like any other hand-off."""
+        tokens of KV when it is handed over. While `is_pushing`, the caller says with `push_settled`, and at last with
+        `hand_over`, which KV exists. The hand-off ends like any other."""
         self.ledger.at(now)
         record = self._add(key, HandoffKind.SEQUENCE, peer, most_tokens, deadline)
         if self.peers.knows(peer):
             self.peers.claim_offer(record)
 
     def push_settled(self, key: AttemptKey, block_ids: Sequence[int], num_tokens: int, now: float) -> int:
-        """Full blocks of the first `num_tokens` tokens, which are written and stay as they are, are pushed unless they
-        were; `block_ids` are the sequence's, from its first token on. How many were left of the sink's size."""
+        """Pushes the full blocks of the first `num_tokens` tokens, which are written and stay as they are, unless that
+        was done before. `block_ids` are the sequence's blocks from its first token on. Returns how many blocks of the
+        sink's size there were to push."""
         self.ledger.at(now)
         record = self.ledger.records[key]
         num_full = num_tokens // self.ledger.block_size
@@ -133,7 +137,8 @@ class SourceManager:
         return len(push.num_valid)
 
     def hand_over(self, key: AttemptKey, block_ids: Sequence[int], continuation: Continuation, now: float) -> None:
-        """The sequence stands still: what is left of it, and how it goes on."""
+        """Hands over a sequence that stands still: pushes the blocks that are left, and tells the sink how it goes
+        on."""
         self.ledger.at(now)
         record = self.ledger.records[key]
         num_tokens = continuation.num_tokens
@@ -143,7 +148,7 @@ class SourceManager:
         self.actions.run(record, record.machine.on(E.COMPUTED))
 
     def is_pushing(self, key: AttemptKey) -> bool:
-        """Granted, and not handed over or ended."""
+        """Whether the hand-off has been granted, and neither handed over nor ended."""
         return key in self.ledger.records and self.ledger.records[key].machine.state is S.PUSHING
 
     def is_flushed(self, key: AttemptKey) -> bool:
@@ -157,7 +162,8 @@ class SourceManager:
     # --- what happens elsewhere -----------------------------------------------------------------------------
 
     def on_message(self, sender: NodeKey, message: Message, now: float) -> None:
-        """Takes a sink's message. One that fits no live hand-off is dropped and counted, but a refusal is answered."""
+        """Takes a sink's message. One that fits no live hand-off is dropped and counted, except that a refusal is
+        answered."""
         self.ledger.at(now)
         record = self.ledger.records.get(message.key) if isinstance(message, AttemptMessage) else None
         if record is None or record.peer.key != sender:
@@ -222,13 +228,13 @@ class SourceManager:
     # --- out ------------------------------------------------------------------------------------------------
 
     def drain_effects(self) -> list[SourceEffect]:
-        """What was decided since the last call, in order."""
+        """The effects decided on since the last call, in order."""
         effects = self.effects[:]
         self.effects.clear()
         return effects
 
     def knows(self, key: AttemptKey) -> bool:
-        """Whether there is, or a short while ago was, such a hand-off."""
+        """Whether this hand-off exists, or ended less than TOMBSTONE_S ago."""
         return key in self.ledger.records
 
     def check_integrity(self) -> None:
@@ -242,7 +248,7 @@ class SourceManager:
         return record
 
     def _on_grant(self, record: SourceRecord, grant: KVGrant) -> None:
-        """Checked before the first write; a grant that is not meant for this hand-off is refused and counted."""
+        """Checks a grant before the first write; one that is not meant for this hand-off is refused and counted."""
         try:
             self._grant_check.check(record, grant)
         except GrantError:
@@ -265,7 +271,8 @@ class SourceManager:
         self.actions.run(record, record.machine.on_resend(resend.grant_id, resend.round))
 
     def _answer_stranger(self, sender: NodeKey, message: Message) -> None:
-        """No record means: no grant is held and no job is queued, so nothing of that attempt can land."""
+        """Answers a refusal of an unknown hand-off: without a record no grant is held and no job is queued, so nothing
+        of that attempt can land."""
         self.counters.messages_dropped += 1
         if isinstance(message, KVRefused):
             drained = KVDrained(
@@ -274,8 +281,8 @@ class SourceManager:
             self.effects.append(Send(sender, drained))
 
     def _warn_of_slow_retire(self, record: SourceRecord) -> None:
-        """The transfer thread answers every Retire: no wait of its own is without a deadline. If it hangs all the same,
-        nothing but the end of this process makes the blocks safe to reuse."""
+        """Warns once when a Retire takes long. The transfer thread answers each one, since all its waits have
+        deadlines; if it hangs all the same, nothing but the end of this process makes the blocks safe to reuse."""
         waited = self.ledger.now - record.retire_asked_at
         if waited < self._warn_s or record.was_warned:
             return

@@ -1,4 +1,4 @@
-"""Whom a source hands KV to, and the channels that they need. Pure."""
+"""The sinks to which a source hands KV, and the channels that they need. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tandem.kv_connector.source.actions import SourceActions
 from tandem.kv_connector.source.ledger import SourceLedger
 from tandem.kv_connector.source.record import OVER, SourceRecord
 
-CLAIMED = (S.CLAIMING, S.PARKED, S.PARKED_DONE)  # and not granted
+CLAIMED = (S.CLAIMING, S.PARKED, S.PARKED_DONE)  # states with a claim and no grant
 
 
 class SourcePeers:
-    """A node greets others for many reasons; a channel is opened to those that get KV."""
+    """Knows the greeted nodes, and opens channels to those of them that get KV."""
 
     def __init__(self, ledger: SourceLedger, actions: SourceActions, effects: list[SourceEffect]) -> None:
         self._ledger, self._actions, self._effects = ledger, actions, effects
@@ -27,7 +27,7 @@ class SourcePeers:
         self._open: set[NodeKey] = set()  # a channel was asked for and is not known to be broken
 
     def get(self, node: NodeKey) -> NodeInfo | None:
-        """What the node said of itself when it was greeted; None: it was not, or is lost."""
+        """The node's own description from its greeting; None if it was not greeted, or is lost."""
         return self._peers.get(node)
 
     def knows(self, ref: PeerRef) -> bool:
@@ -48,7 +48,8 @@ class SourcePeers:
         record.block_sizes = BlockSizes(own, layout.block_size if layout else own)
 
     def connected(self, info: NodeInfo) -> None:
-        """A node was greeted (again): a channel to it is opened as soon as there is something to hand over."""
+        """Notes that a node was greeted (again). A channel to it is opened as soon as there is something to hand
+        over."""
         if info.key in self._peers:
             return
         self._peers[info.key] = info
@@ -61,14 +62,15 @@ class SourcePeers:
                 self._actions.run(record, record.machine.on(E.TIMER))
 
     def lost(self, sink: NodeKey, reason: str = outcomes.SINK_LOST) -> None:
-        """A sink is gone, or the two nodes refuse each other; `reason` is told to the router."""
+        """Ends the hand-offs to a sink that is gone or refused; the router is told `reason`."""
         for record in self._forget(sink):
             record.reason = reason
             self._actions.run(record, record.machine.on_sink_lost(sink.epoch))
 
     def forgot(self, sink: NodeKey, now: float) -> list[PeerRef]:
-        """A living sink took this node for lost. What it has granted is void there. What it has not granted goes on
-        when it is greeted again: it may never have heard of it, and refuses what it had. Whom to greet, if anybody."""
+        """Reacts to a living sink that took this node for lost. What the sink had granted is void there. Hand-offs that
+        it had not granted go on when it is greeted again: it may never have heard of them, and refuses those that it
+        knew. Returns whom to greet, if anybody."""
         self._ledger.at(now)
         again = []
         for record in self._forget(sink):
@@ -80,7 +82,7 @@ class SourcePeers:
         return again[:1]
 
     def _forget(self, sink: NodeKey) -> list[SourceRecord]:
-        """The records of this sink, whose channel is closed."""
+        """Closes the channel to this sink and returns its records."""
         self._peers.pop(sink, None)
         if sink in self._open:
             self._open.remove(sink)

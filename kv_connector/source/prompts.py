@@ -21,14 +21,14 @@ _AWAITS_GRANT = (S.CLAIMING, S.PARKED)
 
 
 class PushedPrompts:
-    """Implements KVConnectorScheduler (engine/scheduling/ports.py)."""
+    """The scheduler half of the connector for prompts. Implements KVConnectorScheduler (engine/scheduling/ports.py)."""
 
     def __init__(
         self, ledger: SourceLedger, actions: SourceActions, peers: SourcePeers, max_parked: int, whole_up_to: int
     ) -> None:
-        """`max_parked`: blocks of prompts without a grant. `whole_up_to`: rows of up to so many tokens are pushed whole
-        behind their step, which may then be a graph's: launching it and its pushes layer by layer takes the host longer
-        than these bytes take."""
+        """`max_parked`: how many blocks prompts without a grant may hold. `whole_up_to`: rows of up to so many tokens
+        are pushed whole behind their step, which may then be a graph's: launching it and its pushes layer by layer
+        takes the host longer than these bytes take."""
         self._ledger, self._actions, self._peers = ledger, actions, peers
         self._max_parked, self._whole_up_to = max_parked, whole_up_to
 

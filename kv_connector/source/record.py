@@ -1,4 +1,4 @@
-"""What a source knows about one hand-off besides its protocol state, and which blocks it has yet to push."""
+"""A source's record of one hand-off beside its protocol state: what is known of it, and what is yet to be pushed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SourceRecord:
     reason: str = ""
     closed_at: float = 0.0
     retire_asked_at: float = 0.0  # when the transfer thread was told to retire the grant; 0: not yet
-    was_warned: bool = False  # that this takes long
+    was_warned: bool = False  # whether the log says already that this takes long
     num_drops_counted: int = 0
 
     hold: Hold | None = None  # in the order of those who wait with blocks
@@ -50,8 +50,8 @@ class SourceRecord:
     resend_indices: tuple[int, ...] = ()
     first_tokens: tuple[FirstToken, ...] = ()
     ready: KVReady | None = None
-    continuation: Continuation | None = None  # of a sequence, when it stands still
-    is_flushed: bool = True  # of a sequence: what was pushed of it has arrived
+    continuation: Continuation | None = None  # how a sequence goes on; set when it stands still
+    is_flushed: bool = True  # whether all that was pushed of a sequence has arrived
 
     @property
     def num_sink_blocks(self) -> int:
@@ -61,8 +61,8 @@ class SourceRecord:
     # --- progress -------------------------------------------------------------------------------------------
 
     def blocks_allocated(self, block_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """New whole block list. One that doesn't continue the old means a restart after preemption: the pushes start
-        over (they are queued behind the old ones, so the right bytes win)."""
+        """Takes the request's new list of all its blocks. One that doesn't continue the old list means a restart after
+        preemption: the pushes start over (they are queued behind the old ones, so the right bytes win)."""
         is_restart = list(block_ids[: len(self.block_ids)]) != self.block_ids
         if is_restart or not self.block_ids:
             self.num_computed_tokens = num_computed_tokens
@@ -80,15 +80,16 @@ class SourceRecord:
     # --- what to push ---------------------------------------------------------------------------------------
 
     def take_layer_push(self) -> BlockPush | None:
-        """Blocks that the step built last completes. Call after `take_whole_push` of what was complete before."""
+        """The push of the blocks that the step built last completes. Call `take_whole_push` for older blocks first."""
         return self._take(self._num_complete(self.num_computed_tokens), self.last_step)
 
     def take_whole_push(self, num_tokens: int, step_id: int) -> BlockPush | None:
-        """Blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write them."""
+        """The push of all blocks complete within `num_tokens` that were not pushed; step `step_id` is the last to write
+        them. None if there is no such block."""
         return self._take(self._num_complete(num_tokens), step_id)
 
     def push_again(self) -> BlockPush:
-        """The blocks that the last KVResend names (indices into the grant)."""
+        """The push of the blocks that the last KVResend names by their indices into the grant."""
         assert self.grant is not None
         blocks = [self.grant.first_block + index for index in self.resend_indices]
         return BlockPush(step_id=self.last_step, **self._pairs(blocks))
@@ -131,7 +132,7 @@ class SourceRecord:
         }
 
     def _origins(self, sink_blocks: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(source_block_ids, first_slots) of a job for these sink blocks of the prompt."""
+        """The (source_block_ids, first_slots) of a job that pushes these sink blocks of the prompt; see BlockPush."""
         if self.block_sizes.source == self.block_sizes.sink:
             return tuple(self.block_ids[block] for block in sink_blocks), ()
         origins = [self.block_sizes.origin(block, self._num_valid(block)) for block in sink_blocks]
@@ -139,7 +140,7 @@ class SourceRecord:
         return block_ids, tuple(first_slot for _, first_slot in origins)
 
     def _num_complete(self, num_tokens: int) -> int:
-        """Sink blocks of which this node has every token."""
+        """The number of sink blocks of which this node has every token."""
         if num_tokens >= self.num_prompt_tokens:
             return self.num_sink_blocks
         return num_tokens // self.block_sizes.sink
