@@ -27,7 +27,7 @@ class BlockPool:
     """Pool of `num_blocks` blocks, ids 0 … num_blocks-1. One owner thread; nothing here blocks or knows time."""
 
     def __init__(self, num_blocks: int, enable_caching: bool, shares: TenantShares | None = None) -> None:
-        """`shares`: of the pool's blocks, how many each tenant may have cached."""
+        """`shares` says how many of the pool's blocks each tenant may have cached; None: there are no quotas."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}; give the KV cache more memory")
         self.num_blocks = num_blocks
@@ -43,7 +43,7 @@ class BlockPool:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._tree = PrefixTree()
-        self._tenant_of: dict[bytes, bytes] = {}  # of those that have one
+        self._tenant_of: dict[bytes, bytes] = {}  # hash -> tenant, for blocks that belong to one
         self.shares = shares or TenantShares()
         self._tenants = TenantBlocks(self.shares, num_blocks)
         self._publication = BlockPublication()
@@ -85,8 +85,8 @@ class BlockPool:
         return block_hash in self._block_of and not self._publication.awaits(block_hash)
 
     def generation(self, block_id: int) -> int:
-        """How often the block was given away to be written anew. Who reads without a reference looks at it before and
-        after: the same number means that what was read of a published block is whole."""
+        """How often the block was given away to be written anew. A reader without a reference compares the number
+        before and after: when it is the same, what was read of a published block is whole."""
         return self._generations[block_id]
 
     def cold_end(self, limit: int) -> list[bytes]:
@@ -118,7 +118,7 @@ class BlockPool:
         return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """One more reference to each."""
+        """Adds one reference to each of these blocks."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 self._leave_free_queue(block_id)
@@ -131,7 +131,7 @@ class BlockPool:
         return [self._take(next(iter(self._free))) for _ in range(num)]
 
     def allocate_grantable(self, num: int) -> list[int] | None:
-        """`num` blocks that anyone may write: no launched step can still write them. None when there are fewer."""
+        """`num` blocks that anyone may write: no launched step still writes them. None when there are fewer."""
         if num > self.num_grantable:
             return None
         chosen: list[int] = []
@@ -196,8 +196,8 @@ class BlockPool:
         """Makes a full block findable; returns whether it was inserted.
 
         `step` writes its last token (None: the content is there); the stored event waits for it. `parent` is the hash
-        of the block before it, None for a first block; `tenant` who it was computed for. Not inserted: caching is off,
-        the hash is taken (first insert wins), the block has a hash, or the parent is not cached.
+        of the block before it, None for a first block; `tenant` is who it was computed for. A block is not inserted
+        when caching is off, the hash is taken (first insert wins), it has a hash, or its parent is not cached.
         """
         assert self._ref_counts[block_id] > 0, f"block {block_id} is registered and has no holder"
         if not self.enable_caching or block_hash in self._block_of or self._hash_of[block_id] is not None:
@@ -265,8 +265,8 @@ class BlockPool:
         self._publication.completed(step_id)
 
     def step_failed(self, step_id: int) -> None:
-        """Step `step_id` wrote nothing: hashes of blocks that it or a later step should have filled are dropped.
-        Whoever holds blocks may hold those, and must end."""
+        """Drops the hashes of blocks that step `step_id`, which wrote nothing, or a later step should have filled.
+        Any sequence that holds blocks may hold some of those, so all of them must end."""
         for block_hash in self._publication.from_step(step_id):
             if block_hash in self._block_of:
                 self._forget(block_hash)
@@ -275,7 +275,7 @@ class BlockPool:
     # --- integrity ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant of this class does not hold. Linear in the size of the pool."""
+        """Raises AssertionError when an invariant of this class does not hold. Linear in the size of the pool."""
         free = {block_id for block_id in range(self.num_blocks) if self._ref_counts[block_id] == 0}
         assert min(self._ref_counts) >= 0, "a reference count is negative"
         assert free == set(self._free), "the free queue is not the set of blocks without a holder"

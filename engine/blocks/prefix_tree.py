@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 class PrefixTree:
-    """The tree of cached hashes, part of BlockPool. `parent_of` has every hash; None: a first block's."""
+    """The tree of cached hashes, part of BlockPool. `parent_of` maps every hash to its parent; None: a first block."""
 
     def __init__(self) -> None:
         self.parent_of: dict[bytes, bytes | None] = {}
         self._children_of: dict[bytes, dict[bytes, None]] = {}
 
     def add(self, block_hash: bytes, parent: bytes | None) -> bool:
-        """False, and no change, when the parent is not here."""
+        """Adds a hash below its parent. Returns False, and changes nothing, when the parent is not in the tree."""
         if parent is not None:
             if parent not in self.parent_of:
                 return False

@@ -1,6 +1,6 @@
-"""When the world hears of cached blocks: of each when the step that writes its last token has completed, parents first.
+"""Decides when others hear of a cached block: once the step that writes its last token has completed, parents first.
 
-Part of BlockPool, which says what is stored, what is removed and how far steps have come. Hashes only.
+Part of BlockPool, which says what is stored, what is removed and how far steps have come. It knows hashes only.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ NO_STEP = -1
 
 
 class BlockPublication:
-    """A hash awaits a step, or is published and was told, or is not cached."""
+    """The state of each hash: it awaits a step, or it is published and an event told so, or it is not cached."""
 
     def __init__(self) -> None:
         self._newest_completed = NO_STEP
-        self._step_of: dict[bytes, int] = {}  # of hashes that await one
-        self._awaiting: dict[int, list[bytes]] = {}  # by step; may name hashes that were removed since
+        self._step_of: dict[bytes, int] = {}  # hash -> the step that it awaits
+        self._awaiting: dict[int, list[bytes]] = {}  # step -> its hashes, perhaps with some that were removed since
         self._events: list[BlockEvent] = []
 
     def awaits(self, block_hash: bytes) -> bool:
         return block_hash in self._step_of
 
     def stored(self, block_hash: bytes, parent: bytes | None, step: int) -> None:
-        """`step` writes the block's last token; NO_STEP: it is there."""
+        """Notes a block that was cached. `step` writes its last token; NO_STEP: the content is there already."""
         if parent is not None:  # parents are published before their children
             step = max(step, self._step_of.get(parent, NO_STEP))
         if step <= self._newest_completed:
@@ -39,7 +39,7 @@ class BlockPublication:
             self._events.append(BlockEvent(block_hash, stored=False))
 
     def completed(self, step_id: int) -> None:
-        """Every write of steps up to `step_id` has landed."""
+        """Publishes what awaited steps up to `step_id`, whose writes have all landed."""
         self._newest_completed = step_id
         for step in sorted(step for step in self._awaiting if step <= step_id):
             for block_hash in self._awaiting.pop(step):
@@ -57,7 +57,7 @@ class BlockPublication:
         return events
 
     def check_integrity(self, parent_of: Mapping[bytes, bytes | None]) -> None:
-        """`parent_of` of every cached hash."""
+        """Raises AssertionError when an invariant does not hold. `parent_of`: every cached hash -> its parent."""
         assert self._step_of.keys() <= parent_of.keys(), "an evicted block waits to be published"
         for block_hash, parent in parent_of.items():
             parent_step = NO_STEP if parent is None else self._step_of.get(parent, NO_STEP)

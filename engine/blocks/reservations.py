@@ -15,14 +15,14 @@ from typing import Protocol
 
 
 class Kind(enum.IntEnum):
-    """Each gives way to those after it. START, CLAIM and RUN hold nothing here: they only ask."""
+    """What blocks are held for. Each kind gives way to those after it. START, CLAIM and RUN only ask."""
 
-    LOAD = enum.auto()  # comes, or came, from a lower tier for a request that has not started, which can compute it
+    LOAD = enum.auto()  # KV from a lower tier for a request that has not started and could compute it instead
     PULL = enum.auto()  # the same from a peer, which has worked for it
     START = enum.auto()  # a request that lacks blocks to start
-    HITS = enum.auto()  # of a ticket without a grant, which finds again what is still cached when it gets one
+    HITS = enum.auto()  # cached blocks of a ticket without a grant, which looks them up again when it gets one
     CLAIM = enum.auto()  # the first claim in line
-    OFFER = enum.auto()  # what a peer is told that it may pull; it ends by itself, and soon
+    OFFER = enum.auto()  # blocks that a peer was told it may pull; the offer ends by itself, and soon
     RUN = enum.auto()  # a sequence that lacks its next block, before another one is preempted
     # These end elsewhere and give way to nobody: nothing that is parked may keep out who has claimed.
     PARKED = enum.auto()  # a prompt that is computed, or being computed, without a grant
@@ -30,13 +30,13 @@ class Kind(enum.IntEnum):
 
 
 COULD_DO_WITHOUT = (Kind.LOAD, Kind.PULL, Kind.OFFER)
-SHARE = 0.5  # of the pool, for all of these together; a guess
+SHARE = 0.5  # of the pool, for all holds of these kinds together; a guess
 
 
 @dataclass(eq=False, slots=True)
 class Hold:
-    """`num_blocks`: that it has or will have at most. `give_back` frees at once what nobody reads or writes, and ends
-    the hold when nothing is left of it; asked again, it does nothing."""
+    """Blocks that are held without running. `num_blocks` is the most that the hold has or will have. `give_back` frees
+    at once what nobody reads or writes, and ends the hold when nothing is left of it; called again, it does nothing."""
 
     kind: Kind
     num_blocks: int
@@ -45,7 +45,7 @@ class Hold:
 
 
 class _Blocks(Protocol):
-    """What is asked of the pool."""
+    """The part of BlockPool that reservations use."""
 
     @property
     def num_free(self) -> int: ...
@@ -59,16 +59,16 @@ class Reservations:
     def __init__(self, pool: _Blocks, num_blocks: int) -> None:
         self._pool, self._num_blocks = pool, num_blocks
         self._holds: dict[Kind, dict[Hold, None]] = {kind: {} for kind in Kind}
-        self.is_asking = False  # what is given back belongs to who asked: nobody else may take it meanwhile
+        self.is_asking = False  # while True, blocks that are given back belong to whoever asked, and to nobody else
 
     def add(self, kind: Kind, num_blocks: int, give_back: Callable[[], None], owner: object) -> Hold:
-        """`owner` never asks this hold: it is what he waits with."""
+        """Registers a hold. Requests for room by its own `owner` never reach it: the owner waits with these blocks."""
         hold = Hold(kind, num_blocks, give_back, owner)
         self._holds[kind][hold] = None
         return hold
 
     def end(self, hold: Hold | None) -> None:
-        """Idempotent."""
+        """Ends a hold; does nothing for None and for one that has ended."""
         if hold is not None:
             self._holds[hold.kind].pop(hold, None)
 
@@ -77,8 +77,8 @@ class Reservations:
         return not any(self._holds.values())
 
     def make_room(self, num: int, kind: Kind, owner: object = None, hits: Sequence[int] = ()) -> bool:
-        """Whether `num` blocks besides the cached `hits` are free, if need be after others gave back, the lowest kind
-        first, the newest hold first. False: not yet, or they have to come from those who run."""
+        """Makes `num` blocks free besides the cached `hits`, if need be by asking others to give back: the lowest kind
+        first, and of one kind the newest hold. False: not yet, or they have to come from running sequences."""
         if self._has(num, hits) or self.is_asking:
             return self._has(num, hits)
         self.is_asking = True
@@ -94,13 +94,13 @@ class Reservations:
         return num <= self._pool.num_free - self._pool.num_unused(hits)
 
     def num_spare(self, owner: object = None) -> int:
-        """Blocks that those who could do without may still take, so that they leave room for work; `owner` lets what
-        was held for him go."""
+        """How many blocks holds of the kinds COULD_DO_WITHOUT may still take, so that room is left for work. What is
+        held for `owner` counts as given back."""
         holds = [hold for kind in COULD_DO_WITHOUT for hold in self._holds[kind] if hold.owner is not owner]
         return int(SHARE * self._num_blocks) - sum(hold.num_blocks for hold in holds)
 
     def may_wait_with(self, num: int) -> bool:
-        """Whether `num` more may be held for a request: within the share, or alone."""
+        """Whether `num` more blocks may be held for a request: within SHARE, or when nothing else is held."""
         return num <= self.num_spare() or not self._num_held(*COULD_DO_WITHOUT)
 
     def may_claim(self, num: int) -> bool:

@@ -25,7 +25,7 @@ Port = Annotated[int, Meta(ge=0, le=65535), "port to listen on; 0: any free one"
 Share = Annotated[float, Meta(ge=0, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e7)]
 PositiveSeconds = Annotated[float, Meta(gt=0, le=1e7)]
-# What several processes take.
+# Options that several kinds of processes take.
 Host = Annotated[str, "address to listen on"]
 RedisUrl = Annotated[
     str, "redis://host:port/db, a cluster or sentinels (docs/directory.md); `serve` starts one where needed"

@@ -40,7 +40,7 @@ class TandemError(Exception):
         self.request_id = request_id
 
     def add(self, text: str) -> None:
-        """Appends to its message what is known of it by now."""
+        """Appends `text`, which became known after the error was made, to its message."""
         self.message += text
 
 
@@ -113,7 +113,7 @@ class RateLimitError(OverloadedError):
 
 class UnavailableError(TandemError):
     status, type, code = 503, "service_unavailable", "unavailable"
-    retry_after_s = 5.0  # a guess: a process that ended is there again, a lost node is replaced
+    retry_after_s = 5.0  # a guess: by then a process that ended runs again, and a lost node is replaced
 
 
 class NoNodeError(UnavailableError):

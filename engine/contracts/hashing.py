@@ -2,9 +2,9 @@
 
 Blocks of `hash_block_size` tokens, equal in the whole cluster, stand in groups of eight:
 `hash_i = SHA-256(hash of the block before the group || int32 little-endian token ids of the group up to block i)[:16]`,
-the first group follows `root_hash`. So every block has its hash, and whoever needs those of the groups' ends alone, as
-a router that finds out how far a prompt is cached, makes an eighth of them. A node whose blocks are k times as large
-keeps every k-th hash, the one that closes its block. Equal in every process and on every machine.
+and the first group follows `root_hash`. So every block has its hash, and whoever needs only those of the groups' ends,
+like a router that finds out how far a prompt is cached, makes an eighth of them. A node whose blocks are k times as
+large keeps every k-th hash, the one that closes its block. Hashes are equal in every process and on every machine.
 
 A salted prompt starts at a root of its salt. If its leading blocks are public (docs/security.md), those are hashed
 without the salt; the first block after them follows `private_root` of the last public one, and where the next group
@@ -24,9 +24,9 @@ import numpy as np
 HASH_BYTES = 16
 BLOCKS_PER_GROUP = 8  # docs/measurements.md#the-time-of-a-placement
 INT32 = np.dtype("<i4")
-# Copies of it are made sooner than new ones, which look the algorithm up in OpenSSL's tables.
+# Copying this object is faster than making a new one, which looks the algorithm up in OpenSSL's tables.
 _NEW = hashlib.sha256()
-TENANT_BYTES = 16  # of a salt: they name the tenant
+TENANT_BYTES = 16  # the first bytes of a salt, which name the tenant
 
 
 def root_hash(identity_key: bytes, salt: bytes) -> bytes:
@@ -74,8 +74,8 @@ def _raw(token_ids: np.ndarray) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Secrecy:
-    """Who may find the blocks of a prompt: whoever brings the same salt (b"": everybody), but of its first
-    `num_public_tokens`, cut to whole hash blocks, everybody."""
+    """Who may find the blocks of a prompt: whoever brings the same `salt` (b"": everybody). Everybody may find those of
+    its first `num_public_tokens` tokens, rounded down to whole hash blocks."""
 
     salt: bytes = b""
     num_public_tokens: int = 0
@@ -92,8 +92,8 @@ def hash_prompt(
     start: int = 0,
     parent: bytes | None = None,
 ) -> list[bytes]:
-    """Hashes of the full blocks of a prompt's tokens from position `start` on, where a group begins; `parent` is the
-    hash of the block before."""
+    """Hashes of the full blocks of int32 `token_ids` [num_tokens], 16 bytes each. They are the prompt's tokens from
+    position `start` on, where a group must begin; `parent` is the hash of the block before, None at the start."""
     salt = secrecy.salt
     end_of_public = secrecy.num_public_tokens // block_size * block_size if salt else 0
     if start > end_of_public or not end_of_public:
@@ -110,10 +110,10 @@ def hash_prompt(
 
 
 class PromptHashes(Sequence[bytes]):
-    """The hashes that `hash_prompt` makes of the whole prompt; they are made when they are asked for, that of a group's
-    end without those between it and the one before.
+    """The hashes that `hash_prompt` makes of a whole prompt, each made when it is asked for. The hash of a group's last
+    block is made without those of the group's other blocks.
 
-    Whoever looks a prompt up stops where nobody holds any more of it, and what is behind that need not be made.
+    A search for cached blocks stops where nobody holds any more of the prompt, so the hashes after that are never made.
     """
 
     __slots__ = ("_block_size", "_ends", "_first", "_length", "_root_for_salt", "_secrecy", "_token_ids")
@@ -155,7 +155,7 @@ class PromptHashes(Sequence[bytes]):
         return self._from(group, group * BLOCKS_PER_GROUP + within + 1)[within]
 
     def _end_of(self, group: int) -> bytes:
-        """Most of what a router does with SHA-256: as few calls as can be."""
+        """The hash of the last block of `group`. Most of a router's hashing happens here, so it makes few calls."""
         ends, size, secrecy = self._ends, self._block_size * BLOCKS_PER_GROUP, self._secrecy
         turns_private = -1  # the group in which the salt begins to count
         if secrecy.salt and secrecy.num_public_tokens >= self._block_size:

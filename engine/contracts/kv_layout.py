@@ -17,8 +17,8 @@ class KVGroup(msgspec.Struct, frozen=True):
     kind: str = "full"
     num_planes: int = 2  # K and V
     window: int | None = None
-    num_all_kv_heads: int = 0  # of the model; 0: num_kv_heads * tp_size. Less than that: ranks hold copies of heads
-    k_scales: tuple[float, ...] = ()  # of fp8, one a layer: value = stored * scale. (): 1.0 for all
+    num_all_kv_heads: int = 0  # of the model; 0: num_kv_heads * tp_size. If it is less, ranks hold copies of heads
+    k_scales: tuple[float, ...] = ()  # scales of fp8, one a layer: value = stored * scale. (): 1.0 for all
     v_scales: tuple[float, ...] = ()
 
     def payload_bytes(self, block_size: int) -> int:

@@ -26,7 +26,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Fields that change what transformers computes, stores or loads, whatever the architecture. Value: what to do.
+# Fields that change what transformers computes, stores or loads in any architecture -> what the user can do.
 REFUSED_IF_SET = {
     "quantization_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
     "compression_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
@@ -48,7 +48,7 @@ TokenIds = int | list[int] | None
 
 
 class _Fields(RopeFields, kw_only=True):
-    """The fields that every architecture has. What has no default here is in every real checkpoint."""
+    """The fields that every architecture has. Those without a default here are in every real checkpoint."""
 
     hidden_size: Size
     intermediate_size: Size
@@ -142,7 +142,7 @@ def is_native(folder: Path) -> bool:
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Raises CheckpointError that names the file, the field and what to do."""
+    """Reads and checks config.json. Raises CheckpointError that names the file, the field and what to do."""
     adapter = folder / "adapter_config.json"
     if adapter.exists():  # transformers, with peft, would load its base model and change that
         raise CheckpointError(
@@ -246,7 +246,7 @@ def _dtype(fields: _Fields) -> str:
 
 
 def _sliding(fields: _Llama | _Mistral | _Qwen2) -> tuple[int | None, tuple[bool, ...]]:
-    """The window, and the layers that have it (none named: all). Raises ValueError."""
+    """The window in tokens, and for each layer whether it has the window (empty: all do). Raises ValueError."""
     if isinstance(fields, _Mistral):
         if fields.layer_types is not UNSET:
             raise ValueError("layer_types makes a mistral model a ministral one, which is not supported")

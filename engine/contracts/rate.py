@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-SMOOTHING = 0.2  # a guess: a newest measurement counts for so much
-FORGETTING = 0.98  # a guess
+SMOOTHING = 0.2  # a guess: the weight of the newest measurement
+FORGETTING = 0.98  # a guess: what each `doubt` leaves of a rate
 
 
 class Rate:
@@ -18,5 +18,5 @@ class Rate:
             self.seconds += SMOOTHING * (each - self.seconds) if self.seconds else each
 
     def doubt(self) -> None:
-        """Believes a rate that kept us from the work a little less each time: else it would never be measured again."""
+        """Lowers the rate a little. To be called when the rate kept us from work that would have measured it again."""
         self.seconds *= FORGETTING

@@ -76,7 +76,7 @@ class _Given(msgspec.Struct, kw_only=True):
 
 
 def read_rope(fields: RopeFields) -> RopeConfig:
-    """Raises ValueError that names the field."""
+    """The rotary embedding that these fields of config.json describe. Raises ValueError that names the field."""
     name, values = "rope_scaling", fields.rope_scaling
     if not values:
         name, values = "rope_parameters", fields.rope_parameters or {}
@@ -145,7 +145,7 @@ def _theta(fields: RopeFields, given: _Given, name: str) -> float:
 
 
 def _original_length(fields: RopeFields, given: _Given) -> int:
-    """The length that was trained on: what stands outside wins, and without any it is the model's own."""
+    """The length in tokens that was trained on: config.json's field, else the rope parameters', else the model's."""
     for length in (fields.original_max_position_embeddings, given.original_max_position_embeddings):
         if length is None:
             raise ValueError("original_max_position_embeddings is null; name the length or take the field out")

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ClusterKeys:
-    """`curve` is False on loopback without a secret."""
+    """The cluster's secret, and whether control sockets use CURVE: not on loopback without a secret."""
 
     secret: bytes
     curve: bool

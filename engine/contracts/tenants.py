@@ -24,7 +24,7 @@ def tenant_of_block(index: int, num_public: int, salt: bytes) -> bytes:
 
 
 class TenantShares:
-    """What share of each cache a tenant may fill, as routers said last; who was not heard of may fill all."""
+    """What share of each cache a tenant may fill, as routers said last. A tenant that was not heard of may fill all."""
 
     def __init__(self) -> None:
         self._shares: OrderedDict[bytes, float] = OrderedDict()
@@ -39,7 +39,7 @@ class TenantShares:
                 self._shares.popitem(last=False)
 
     def quota(self, tenant: bytes, capacity: int) -> int | None:
-        """How many of `capacity` blocks; None: no limit."""
+        """How many of `capacity` blocks the tenant may have cached; None: no limit."""
         share = self._shares.get(tenant)
         return None if share is None else int(share * capacity)
 
@@ -86,6 +86,7 @@ class TenantBlocks:
         return next(iter(self._free[tenant]))
 
     def check_integrity(self, cached: Counter[bytes], free: dict[bytes, set[int]]) -> None:
-        """AssertionError unless the accounts are those of the pool: per tenant, cached blocks and free ones of them."""
+        """Raises AssertionError unless the accounts are the pool's: per tenant, how many blocks are `cached`, and
+        which of them are `free`."""
         assert self._num_cached == cached, "a tenant's cached blocks are miscounted"
         assert {tenant: set(blocks) for tenant, blocks in self._free.items()} == free

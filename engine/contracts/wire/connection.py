@@ -44,8 +44,8 @@ class Status(Message, frozen=True, kw_only=True):
     num_blocks: int = 0
     block_size: int = 0
     draining: bool = False
-    # What was measured here; 0: nothing yet. Prompt tokens on a decode node: beside what decodes there now. Fetching a
-    # prefix from a peer: 0 also when this node doesn't.
+    # Rates that this node has measured; 0: nothing yet. A decode node's prefill rate is the one beside its decodes.
+    # The rates of fetching a prefix from a peer are 0 also when this node never fetches.
     prefill_s_per_token: float = 0.0
     transfer_s_per_token: float = 0.0
     fetch_s_per_token: float = 0.0

@@ -23,8 +23,9 @@ class KVPull(AttemptMessage, frozen=True, kw_only=True):
 
 
 class KVClaim(AttemptMessage, frozen=True, kw_only=True):
-    """Source -> sink: I am about to compute this prompt, or I have what a KVPull asks for, this many tokens of it.
-    Of a running sequence: so many it may have when it is handed over. Answered by KVGrant, KVWait or KVRefused."""
+    """Source -> sink: I am about to compute this prompt, or I have this many tokens of what a KVPull asks for. For a
+    running sequence: the most tokens that it may have when it is handed over. Answered by KVGrant, KVWait or
+    KVRefused."""
 
     source_id: str
     source_epoch: int
@@ -78,18 +79,19 @@ class KVReady(AttemptMessage, frozen=True, kw_only=True):
     sink_epoch: int
     first_tokens: tuple[FirstToken, ...]
     digests: bytes
-    round: int = 0  # 0 at first; otherwise of the KVResend that it answers
+    round: int = 0  # 0 at first; otherwise the round of the KVResend that it answers
     continuation: Continuation | None = None
 
 
 class KVCommitted(AttemptMessage, frozen=True, kw_only=True):
-    """Sink -> source: taken over. The source's copy is its own prefix cache from here on."""
+    """Sink -> source: the KV is taken over. The source's copy is its own prefix cache from here on."""
 
     grant_id: int
 
 
 class KVResend(AttemptMessage, frozen=True, kw_only=True):
-    """Sink -> source: these blocks (indices into the grant's `block_ids`) did not match: again, then KVReady."""
+    """Sink -> source: these blocks (indices into the grant's `block_ids`) did not match. Push them again, then send
+    KVReady."""
 
     grant_id: int
     indices: tuple[Count, ...]

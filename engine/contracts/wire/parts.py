@@ -82,8 +82,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Continuation(msgspec.Struct, frozen=True, array_like=True):
-    """What a running sequence hands over besides blocks. `token_ids`: those behind its Submit's prompt, oldest first;
-    the client has them all. Blocks hold the KV of `num_tokens` tokens: all but the newest."""
+    """What a running sequence hands over besides blocks. `token_ids` are those after its Submit's prompt, oldest first;
+    the client has them all. Its blocks hold the KV of `num_tokens` tokens: all but the newest."""
 
     num_tokens: Count
     token_ids: tuple[Count, ...]

@@ -41,18 +41,19 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     # Who may find its blocks (docs/security.md). The first 16 bytes of a salt name the tenant.
     salt: bytes = b""
     num_public_tokens: int = 0  # leading prompt tokens that are hashed without the salt, in whole hash blocks
-    cache_share: float = 1.0  # of each cache on the node: how much the tenant may fill
+    cache_share: float = 1.0  # share of each cache on the node that the tenant may fill
     peer: PeerRef | None = None
     # Mode "decode": `peer` runs this one sample already, and has, or will have, more output than the prompt's.
     is_running: bool = False
-    # To a node that pools: from which token on it is the second text of a pair; 0: it is one text.
+    # For a node that pools: the token at which the second text of a pair begins; 0: the prompt is one text.
     pair_start: Count = 0
     # Whoever computes the prompt may pull this part of it instead, and computes it after all if that fails.
     prefix: PrefixHint | None = None
 
 
 class Cancel(AttemptMessage, frozen=True, kw_only=True):
-    """Valid in every state, answered by Cancelled, idempotent. Empty `sample_indices`: the whole request."""
+    """Ends these samples of a request; empty `sample_indices`: all of it. Valid in every state, answered by Cancelled,
+    idempotent."""
 
     sample_indices: tuple[int, ...] = ()
 
@@ -86,7 +87,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tokens(Message, frozen=True, kw_only=True):
-    """All a step made for one router process."""
+    """All the tokens that one step made for one router process."""
 
     deltas: tuple[TokenDelta, ...]
 
@@ -98,7 +99,7 @@ class PromptLogprobs(AttemptMessage, frozen=True, kw_only=True):
 
 
 class Pooled(AttemptMessage, frozen=True, kw_only=True):
-    """All that a node which pools makes of a prompt: its vector, or its score. It ends the request."""
+    """The vector, or the score, that a pooling node makes of a prompt. It ends the request."""
 
     values: bytes  # float32 little-endian
 
@@ -112,9 +113,9 @@ class RequestFailed(AttemptMessage, frozen=True, kw_only=True):
 
 
 class Migrate(AttemptMessage, frozen=True, kw_only=True):
-    """Router -> node that decodes: hand this sample to `peer`, which has the Submit of `successor`, whose prompt is
-    the first `num_tokens` tokens of prompt and output. Answered by Migrated when that has ended, one way or the other;
-    until then the sample's tokens come from here.
+    """Router -> node that decodes: hand this sample to `peer`, which has the Submit of the attempt `successor`. The
+    prompt of that Submit is the first `num_tokens` tokens of prompt and output. Answered by Migrated when the move has
+    succeeded or failed; until then the sample's tokens come from this node.
     """
 
     sample_index: int
@@ -125,8 +126,8 @@ class Migrate(AttemptMessage, frozen=True, kw_only=True):
 
 
 class Migrated(AttemptMessage, frozen=True, kw_only=True):
-    """Answer to Migrate. `reason` "": the sample is the peer's, nothing more of it comes from here; else it goes on
-    here, or has ended here."""
+    """Answer to Migrate. `reason` "": the sample is the peer's, and this node sends no more of it. Any other reason:
+    the sample goes on here, or has ended here."""
 
     sample_index: int
     successor: AttemptKey
