@@ -76,8 +76,8 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def _library_of_short_calls() -> ctypes.PyDLL:
-    """The same, called without letting other Python threads run: to get on again after each call of a few us would take
-    as long as they please."""
+    """The driver's library, called while this thread keeps the GIL. Calls here take a few µs; if each let go of the
+    GIL, getting it back could take as long as other threads please."""
     _library()
     return ctypes.PyDLL("libcuda.so.1")
 
@@ -107,9 +107,9 @@ def map_memory(device_index: int, handle: bytes) -> int:
 def copy_runs(
     device_index: int, targets_N: np.ndarray, sources_N: np.ndarray, sizes_N: np.ndarray, stream: int
 ) -> None:
-    """Enqueues copies (addresses and bytes, uint64 [N]) on `stream`, a handle of torch's; between devices the copy
-    engines do them, in any order. Neighbours become one. One call of the driver, where it has one for many copies
-    (CUDA 13) and takes the stream (not the default one)."""
+    """Enqueues N copies on `stream`, a handle of torch's: addresses, and sizes in bytes, uint64 [N]. Between devices
+    the copy engines do them, in any order. Neighbouring copies are merged. It is a single call of the driver, if the
+    driver has one for many copies (CUDA 13) and `stream` is not the default one, which that call refuses."""
     if not len(sizes_N):
         return
     library = _library()
@@ -130,7 +130,7 @@ def copy_runs(
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Runs of one length at equal distances, in bytes."""
+    """`count` runs of `nbytes` bytes each; the distances from one run's start to the next are in bytes, too."""
 
     nbytes: int
     count: int
@@ -157,7 +157,8 @@ def copy_rows(device_index: int, targets_N: np.ndarray, sources_N: np.ndarray, r
 def merged_runs(
     targets_N: np.ndarray, sources_N: np.ndarray, sizes_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs that continue the one before them on both sides become part of it. uint64, contiguous."""
+    """(targets, sources, sizes in bytes), uint64 and contiguous: of the given runs, each that continues the one before
+    it on both sides has become part of it."""
     continues = (targets_N[1:] == targets_N[:-1] + sizes_N[:-1]) & (sources_N[1:] == sources_N[:-1] + sizes_N[:-1])
     first = np.flatnonzero(np.concatenate(([True], ~continues)))
     return targets_N[first], sources_N[first], np.add.reduceat(sizes_N, first)
@@ -170,8 +171,8 @@ def unmap_memory(device_index: int, address: int) -> None:
 
 
 def lock_pages(device_index: int, address: int, nbytes: int) -> None:
-    """Host memory that copies to and from GPUs need not wait for, until `unlock_pages`, which must come before it is
-    unmapped. Raises TransportError, e.g. for more than the user may lock."""
+    """Page-locks host memory, so that copies to and from GPUs are asynchronous. `unlock_pages` must be called before
+    the memory is unmapped. Raises TransportError, e.g. for more than the user may lock."""
     library = _library()
     with _primary_context(device_index):
         locked = library.cuMemHostRegister_v2(address, nbytes, _FOR_ALL_DEVICES)
@@ -198,7 +199,7 @@ def _primary_context(device_index: int) -> Iterator[None]:
 
 @cache
 def _retained_context(device_index: int) -> ctypes.c_void_p:
-    """Kept for the life of the process, as torch does."""
+    """The device's primary context, kept for the life of the process as torch does."""
     library = _library()
     device, context = ctypes.c_int(), ctypes.c_void_p()
     _check("cuDeviceGet", library.cuDeviceGet(ctypes.byref(device), device_index), library)

@@ -1,4 +1,4 @@
-"""What a node keeps KV as: the dtype it computes in, or another, and the scales of fp8."""
+"""The form in which a node keeps KV: the dtype that it computes in, or another one, and the scales of fp8."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TORCH_NAMES = {"fp8_e4m3": "float8_e4m3fn"}
 
 
 class LayerScales(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Content of a `kv_scales` file: of keys and values, one a layer; value = stored * scale."""
+    """Content of a `kv_scales` file: the scales of keys and of values, one for each layer; value = stored * scale."""
 
     k: tuple[float, ...]
     v: tuple[float, ...]
@@ -23,7 +23,7 @@ class LayerScales(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class KVEncoding:
-    """`scales` only for fp8; None: 1.0 for every layer."""
+    """The pool's dtype, and for fp8 its scales; `scales` None: 1.0 for every layer."""
 
     dtype: torch.dtype
     scales: LayerScales | None = None
@@ -32,7 +32,8 @@ class KVEncoding:
 def choose_kv_encoding(
     options: CacheOptions, computed_in: torch.dtype, device: torch.device, num_layers: int
 ) -> KVEncoding:
-    """Raises ConfigError for a dtype that `device` has no kernels for, or scales that don't fit."""
+    """The encoding that `options` ask for. Raises ConfigError for a dtype that `device` has no kernels for, and for
+    scales that don't fit."""
     name = options.kv_cache_dtype
     dtype = computed_in if name == "auto" else getattr(torch, _TORCH_NAMES.get(name, name))
     is_fp8 = dtype == torch.float8_e4m3fn

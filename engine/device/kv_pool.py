@@ -36,8 +36,8 @@ def make_layout(
     shard: Shard | None = None,
     scales: LayerScales | None = None,
 ) -> KVLayout:
-    """Layout of a pool that holds every layer of the model (of its heads a rank's `shard`) in `dtype` (fp8: divided by
-    `scales`). Raises ConfigError for what KV can't be."""
+    """Layout of a pool that holds every layer of the model in `dtype`; with a `shard`, only that rank's KV heads. fp8
+    values are stored divided by `scales`. Raises ConfigError for a dtype that KV can't have."""
     num_kv_heads = model_config.num_kv_heads
     own_kv_heads = num_kv_heads if shard is None else shard.num_kv_heads(num_kv_heads)
     name = str(dtype).removeprefix("torch.")
@@ -126,7 +126,8 @@ def num_blocks_for(options: CacheOptions, layout: KVLayout, free_bytes: int) -> 
 
 
 def free_host_bytes(share: float = 0.25, most: int = 4 << 30) -> int:
-    """What a node takes of host memory when nothing is configured: a share of what is available now, capped."""
+    """The bytes of host memory that a node takes when nothing is configured: a `share` of what is available now, at
+    most `most` bytes."""
     return int(min(psutil.virtual_memory().available * share, _free_in_cgroup(Path("/sys/fs/cgroup")) * share, most))
 
 

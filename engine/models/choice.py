@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def takes_transformers(folder: Path, options: ModelOptions) -> bool:
-    """Raises ConfigError when it would and the package is not there."""
+    """Whether transformers' modules compute this model. Raises ConfigError when they would but aren't installed."""
     if options.model_impl == "tandem" or (options.model_impl == "auto" and is_native(folder)):
         return False
     if find_spec("transformers") is None:
@@ -31,10 +31,10 @@ def takes_transformers(folder: Path, options: ModelOptions) -> bool:
 
 
 def load_config(folder: Path, options: ModelOptions) -> ModelConfig | HFConfig:
-    """Raises CheckpointError for a model that neither can serve."""
+    """The configuration of the model in `folder`. Raises CheckpointError for a model that neither can serve."""
     if not takes_transformers(folder, options):
         return load_model_config(folder)
-    from tandem.engine.models.hf.config import load_hf_config  # seconds of imports
+    from tandem.engine.models.hf.config import load_hf_config  # importing this takes seconds
 
     return load_hf_config(folder)
 

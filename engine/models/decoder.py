@@ -24,7 +24,7 @@ from tandem.kernels.products.rotary_attention import WantedTokens, rotary_attent
 
 
 class Linear(nn.Linear):
-    """A linear layer, by the fastest product for the number of rows."""
+    """A linear layer that uses the fastest product for the number of rows."""
 
     def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
         return linear(x_TK, self.weight, self.bias)
@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
     def forward_wanted(
         self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor, wanted: WantedTokens
     ) -> torch.Tensor:
-        """[N, E], of the wanted tokens only; every token's KV is stored."""
+        """Attention's output [N, E] for the wanted tokens only; the KV of every token is stored."""
         weight, bias, size = self.qkv_proj.weight, self.qkv_proj.bias, self.query_size
         q_bias, kv_bias = (None, None) if bias is None else (bias[:size], bias[size:])
         query_NC = linear(x_TE[wanted.index], weight[:size], q_bias)
@@ -147,7 +147,7 @@ class DecoderLayer(nn.Module):
         cos_sin: torch.Tensor,
         wanted: WantedTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what is still to be added to the residual stream, the stream). With `wanted`, both of those tokens only."""
+        """(what is still to be added to the residual stream, the stream). With `wanted`, only those tokens."""
         normed = self.input_layernorm(residual_TE) if x_TE is None else self.input_layernorm(x_TE, residual_TE)
         if wanted is None:
             attended = self.self_attn(normed, positions_T, cos_sin)
@@ -157,7 +157,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(self.post_attention_layernorm(attended, residual_TE)), residual_TE
 
     def forward_few_rows(self, residual_RE: torch.Tensor, positions_R: torch.Tensor, cos_sin: torch.Tensor) -> None:
-        """`forward` of a decode step of few rows, in place: each product takes what lies before and after it along."""
+        """`forward` of a decode step of few rows, in place: each product is fused with the operations around it."""
         self.self_attn.forward_few_rows(residual_RE, self.input_layernorm, positions_R, cos_sin)
         self.mlp.forward_few_rows(residual_RE, self.post_attention_layernorm)
 
@@ -210,14 +210,14 @@ class DecoderModel(nn.Module):
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
 
     def _allocate(self, device: torch.device | str) -> None:
-        """Uninitialised parameters on the device: torch's to_empty imports an algebra system (sympy) for it."""
+        """Makes uninitialised parameters on the device. torch's to_empty would import an algebra system (sympy)."""
         for module in list(self.modules()):
             for name, value in list(module.named_parameters(recurse=False)):
                 empty = torch.empty(value.shape, dtype=value.dtype, device=device)
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
     def finish_loading(self) -> None:
-        """Once, when the parameters are filled: lays weights out as the products want them."""
+        """Lays weights out as the products want them. To be called once, when the parameters are filled."""
         for module in self.modules():
             if isinstance(module, MLP):
                 module.group()
@@ -230,7 +230,7 @@ class DecoderModel(nn.Module):
         return self.config.vocab_size
 
     def keep_kv_as(self, group: KVGroup) -> None:
-        """Takes the dtype and scales of the pool that will be bound; before the first step."""
+        """Takes the dtype and scales of the pool that will be bound. To be called before the first step."""
         for index, attention in enumerate(self.attention_layers.values()):
             k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
             attention.keep_kv_as(group.dtype, k_scale, v_scale)
@@ -273,10 +273,10 @@ class DecoderModel(nn.Module):
         return only_decodes and few_rows.serves(residual_TE, self._few_rows_products)
 
     def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, E] -> logits [N, V] in the model's dtype; in a group of this rank's run of the vocabulary."""
+        """[N, E] -> logits [N, V] in the model's dtype; in a group only those of this rank's run of the vocabulary."""
         return linear(hidden_NE, self.lm_head.weight[self._head_rows], None, out_NV)
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> fp32 [N, V], of the whole vocabulary."""
+        """[N, E] -> logits fp32 [N, V] of the whole vocabulary."""
         logits = self.project(hidden_NE)
         return (logits if self.group is None else self.group.gather_logits(logits)).float()

@@ -33,7 +33,8 @@ CACHE_FROM_BYTES = 64 << 20  # smaller files are hashed sooner than a cache file
 def model_identity(
     folder: Path, config: ModelConfig | HFConfig, hash_block_size: int, dtype: str, load_format: str = "auto"
 ) -> ModelIdentity:
-    """Raises CheckpointError when weights are missing. `dtype` is the one computed in: KV of another differs."""
+    """The identity of a model that generates. `dtype` is the one computed in, since KV of another one differs. Raises
+    CheckpointError when weights are missing."""
     tokenizer = folder / "tokenizer.json"
     weights = DUMMY_DIGEST if load_format == "dummy" else _weights_digest(folder)
     return ModelIdentity(
@@ -46,7 +47,7 @@ def model_identity(
 
 
 def pooling_identity(folder: Path, config: PoolingConfig, hash_block_size: int, dtype: str) -> ModelIdentity:
-    """The same of a model that pools: what must be equal before one router gives requests to both nodes."""
+    """The identity of a model that pools: it must be equal on two nodes before one router gives requests to both."""
     tokenizer = folder / "tokenizer.json"
     return ModelIdentity(
         config=_short(msgspec.json.encode((config, dtype))),

@@ -1,4 +1,4 @@
-"""How far the loading of weights is, for people who wait for it."""
+"""Shows people who wait how far the loading of weights has come."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ logger = logging.getLogger(__name__)
 
 
 class LoadMeter:
-    """A context manager: `on_loaded` is told the fraction of tensors that are there, at most a hundred times. Without
-    it a terminal gets a bar, and a log a line every `LOG_EVERY_S`."""
+    """A context manager that counts loaded tensors. `on_loaded` is told the fraction of tensors that are there, at most
+    a hundred times. Without it a terminal gets a bar, and a log gets a line every `LOG_EVERY_S`."""
 
     def __init__(self, num_tensors: int, on_loaded: Callable[[float], None] | None) -> None:
         self._total, self._num, self._percent = num_tensors, 0, 0
@@ -31,7 +31,7 @@ class LoadMeter:
         self._bar.close()
 
     def update(self) -> None:
-        """One more tensor is there."""
+        """Counts one more tensor as loaded."""
         self._num += 1
         self._bar.update()
         percent = 100 * self._num // self._total

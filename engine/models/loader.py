@@ -32,8 +32,8 @@ def load_model(
     """The model in `dtype` on `device`; with a group this rank's share, of which alone it reads the bytes.
 
     Files are checked by their headers before the first byte is copied, so a wrong folder fails at once. `on_loaded` is
-    told how much of the tensors is there, of 1. Raises CheckpointError for missing, unknown, misshapen or torn tensors,
-    ConfigError for a model that can't be shared out.
+    told the fraction of the tensors that is there, from 0 to 1. Raises CheckpointError for missing, unknown, misshapen
+    or torn tensors, and ConfigError for a model that can't be shared out.
     """
     whole = DecoderModel(config, dtype, "meta", attention_backend)
     if options.load_format == "dummy":
@@ -60,7 +60,7 @@ def load_model(
 
 
 def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
-    """What this model holds of the whole one's made-up weights."""
+    """Fills `model` with its share of the made-up weights of the `whole` one."""
     config, group = model.config, model.group
     if group is None:
         for name, parameter in model.named_parameters():
@@ -78,7 +78,7 @@ def _fill_with_noise(model: DecoderModel, whole: DecoderModel) -> None:
 def _tensors(
     stored: Mapping[str, StoredTensor], cuts: Mapping[str, Cut | None] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor, or what is cut of it, in turn, file by file: mapped from the file, not read as a whole."""
+    """Yields (name, tensor, or what `cuts` takes of it), file by file. Tensors are mapped from the file, not read."""
     cuts = cuts or {}
     for path in sorted({tensor.path for tensor in stored.values()}):
         try:
@@ -96,7 +96,7 @@ def _tensors(
 
 
 def _check_tied(stored: Mapping[str, StoredTensor]) -> None:
-    """A checkpoint that says it is tied may still hold an output matrix, but only a copy of the embedding."""
+    """Raises CheckpointError when a tied checkpoint holds an output matrix that is no copy of the embedding."""
     names = ("model.embed_tokens.weight", "lm_head.weight")
     embedding, head = dict(_tensors({name: stored[name] for name in names})).values()
     if embedding.dtype != head.dtype or not torch.equal(embedding, head):
@@ -120,7 +120,7 @@ def _own_targets(model: DecoderModel) -> dict[str, torch.Tensor]:
 
 
 def _parts(name: str, parameter: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """A parameter by the names that checkpoints have for it or for what is merged into it."""
+    """Checkpoint name -> the part of `parameter` that it fills: all of it, or one of what is merged into it."""
     full = name if name.startswith("lm_head") else f"model.{name}"
     if "qkv_proj" in full:
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

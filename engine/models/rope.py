@@ -16,7 +16,7 @@ from tandem.engine.contracts.rope_config import RopeConfig
 
 
 def inverse_frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """(fp32 [F], factor on cos and sin)."""
+    """(inverse frequencies fp32 [F] in radians a position, factor on cos and sin)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     base = 1.0 / (config.theta**exponents)
     if config.rope_type == "linear":

@@ -19,7 +19,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100 << 20  # about the safetensors library's own limit
 DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
-DUMMY_DIGEST = "dummy/1"  # identity of the weights of `--load-format dummy`; changes when their formula does
+DUMMY_DIGEST = "dummy/1"  # identity of the weights of `--load-format dummy`; to be changed with their formula
 
 
 @dataclass(frozen=True)

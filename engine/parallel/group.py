@@ -34,14 +34,14 @@ class Membership:
 
 
 class TensorParallel:
-    """One rank's end of the group; one a process.
+    """One rank's end of the group. Each process has one.
 
-    Rows go through the peers' memory (kernels/products/all_reduce.py), what its mail doesn't hold through NCCL; on CPU
-    all through gloo. Each way gives every rank the same bits.
+    Rows go through the peers' memory (kernels/products/all_reduce.py), or through NCCL when they are more than its mail
+    holds. On CPU everything goes through gloo. Each way gives every rank the same bits.
     """
 
     def __init__(self, shard: Shard, device: torch.device, ends_steps_together: bool) -> None:
-        """`ends_steps_together`: a step that rank 0 has done is done on all ranks, so that others may use its KV."""
+        """`ends_steps_together`: a step that has ended on rank 0 has ended on all ranks, so others may use its KV."""
         self.shard = shard
         self.device = device
         self._ends_steps_together = ends_steps_together
@@ -58,7 +58,7 @@ class TensorParallel:
         dtype: torch.dtype,
         ends_steps_together: bool,
     ) -> TensorParallel:
-        """Meets the other ranks. `max_rows`: of the exchanges through peers' memory."""
+        """Meets the other ranks. `max_rows`: the most rows of an exchange through peers' memory."""
         shard, on_gpu = membership.shard, device.type == "cuda"
         os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast: one process that misuses it can stop a whole host
         for library in ("GLOO", "NCCL"):
@@ -79,7 +79,7 @@ class TensorParallel:
         return group
 
     def _compile_sums(self, mail: Mail) -> None:
-        """One exchange in every way that steps can take: no step then waits for a compiler."""
+        """Does one exchange in every way that steps can take, so that no step waits for a compiler."""
         layout = mail.layout
         stream_E = torch.zeros((1, layout.hidden_size), dtype=layout.dtype, device=self.device)
         self._nothing_1E = stream_E
@@ -118,13 +118,13 @@ class TensorParallel:
         return self._gathered(logits_NV).transpose(0, 1).flatten(1)
 
     def from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Rank 0's content, in place."""
+        """Overwrites `tensor` with rank 0's content and returns it."""
         dist.broadcast(tensor, src=0)
         return tensor
 
     def end_step(self, num_sampled: int) -> None:
-        """Where steps end together: what follows on rank 0 follows every rank's part of the step, on its device. What
-        is sampled is sampled together already. On CPU it waits."""
+        """With `ends_steps_together`, orders what follows on rank 0's device after every rank's part of the step. A
+        step that samples needs nothing, since the ranks sample together. On CPU it is a barrier."""
         if not self._ends_steps_together:
             return
         if self.device.type == "cpu":
@@ -134,8 +134,8 @@ class TensorParallel:
             self.sum_add_rms_norm(self._nothing_1E, self._nothing_1E, self._nothing_1E[0], 1.0)
 
     def share_memory(self, memory: torch.Tensor) -> list[RankMemory]:
-        """A collective on GPUs: every rank's `memory`, in the order of ranks, for as long as they live. Raises
-        TransportError where GPUs of this host can't reach each other's memory."""
+        """A collective on GPUs that returns every rank's `memory`, in the order of ranks, mapped for as long as they
+        live. Raises TransportError where GPUs of this host can't reach each other's memory."""
         return share(self.shard, memory, self._gathered)
 
     def smallest(self, value: int) -> int:

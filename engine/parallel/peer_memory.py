@@ -27,16 +27,16 @@ class RankMemory:
 
 
 def open_mail(shard: Shard, device: torch.device, gather: Gather, layout: MailLayout) -> Mail:
-    """A collective: every rank makes its mail and maps the others'. `gather` gives every rank's tensor, in the order of
-    ranks. Raises TransportError where GPUs of this host can't reach each other's memory."""
+    """A collective in which every rank makes its mail and maps the others'. `gather` returns every rank's tensor in the
+    order of ranks. Raises TransportError where GPUs of this host can't reach each other's memory."""
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
     torch.cuda.synchronize(device)  # zeroed before a peer may write
     return Mail.make(shard.rank, [each.address for each in share(shard, memory, gather)], layout, device)
 
 
 def share(shard: Shard, memory: torch.Tensor, gather: Gather) -> list[RankMemory]:
-    """A collective: every rank shows its `memory` and maps the others', for the life of the process. In the order of
-    ranks. `gather`, errors: as of `open_mail`."""
+    """A collective in which every rank shows its `memory` and maps the others', for the life of the process. Returns
+    them in the order of ranks. `gather` and the errors are those of `open_mail`."""
     _kept.append(memory)
     index = torch.cuda.current_device() if memory.device.index is None else memory.device.index
     handle, offset = export_memory(index, memory.data_ptr())

@@ -27,7 +27,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """Rank `rank` of `size`."""
+    """The share of rank `rank`, counted from 0, out of `size` ranks."""
 
     rank: int
     size: int

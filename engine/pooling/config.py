@@ -1,4 +1,4 @@
-"""What a model that pools is: read off its folder, without torch. None where a model generates, or is anything else."""
+"""What a model that pools is, read off its folder. No torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tandem.engine.contracts.wire.parts import Task
 
 Pooling = Literal["cls", "mean", "max", "lasttoken"]
 
-# Encoders that transformers has; those in the second line number positions from behind the padding token's id.
+# Encoders that transformers has, and those of them whose positions start after the padding token's id.
 ENCODERS = ("bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta", "camembert")
 OFFSET_POSITIONS = ("mpnet", "roberta", "xlm-roberta", "camembert")
 PARTS = "sentence_transformers.models."
 
 
 class PoolingConfig(msgspec.Struct, frozen=True):
-    """`max_model_len`: of one input, its special tokens included. `pooling` and `normalize` are of embeddings."""
+    """A model that pools. `max_model_len` is the longest input in tokens, its special tokens included. `pooling` and
+    `normalize` are for embeddings only."""
 
     task: Task
     model_type: str
@@ -31,7 +32,7 @@ class PoolingConfig(msgspec.Struct, frozen=True):
 
 
 def read_pooling_config(folder: Path) -> PoolingConfig | None:
-    """Raises CheckpointError for a model that pools in a way that isn't built."""
+    """The folder's model, or None when it doesn't pool. CheckpointError: its way of pooling isn't built."""
     raw = read_json_object(folder / "config.json") or {}
     kind, names = raw.get("model_type"), raw.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
@@ -49,7 +50,7 @@ def read_pooling_config(folder: Path) -> PoolingConfig | None:
 
 
 def _num_labels(raw: dict[str, Any]) -> int:
-    """The number that transformers would take: two where nothing is said."""
+    """The number of labels that transformers would take: two where config.json doesn't say."""
     labels = raw.get("id2label")
     return len(labels) if isinstance(labels, dict) else int(raw.get("num_labels", 2))
 
@@ -68,8 +69,8 @@ def _count(raw: dict[str, Any], folder: Path, name: str) -> int:
 
 
 def _sentence_transformers(folder: Path) -> tuple[Pooling, bool, int]:
-    """Pooling, whether vectors get the length 1, and the longest input (0: the model's), as the library of that name
-    says it in a model's folder; the mean, as it is, where there is no word of it."""
+    """(pooling, whether vectors are normalized to length 1, longest input in tokens or 0 for the model's own), as files
+    of the library sentence-transformers say it. Without them it is the mean, not normalized."""
     modules = folder / "modules.json"
     if not modules.is_file():
         return "mean", False, 0

@@ -1,4 +1,4 @@
-"""What a model that pools is given."""
+"""The input of a model that pools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class PoolingInput:
-    """int32 [num_tokens]; from `pair_start` on the second text of a pair, 0: there is one text alone."""
+    """Token ids, int32 [num_tokens]. The second text of a pair begins at `pair_start`; 0: there is only one text."""
 
     token_ids: npt.NDArray[np.int32]
     pair_start: int = 0

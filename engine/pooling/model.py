@@ -1,4 +1,4 @@
-"""Encoders of transformers' own, and what is made of their last hidden states."""
+"""Encoders of transformers, and the vectors or scores that are made of their last hidden states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem.engine.pooling.input import PoolingInput
 
 
 class PoolingModel:
-    """Raises ConfigError where transformers can't load the folder."""
+    """An encoder that makes a vector, or a score, of each input. Raises ConfigError if transformers can't load it."""
 
     def __init__(self, folder: Path, config: PoolingConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._config, self._device = config, device
@@ -43,7 +43,7 @@ class PoolingModel:
             if each.pair_start:
                 types[row, each.pair_start : len(each.token_ids)] = 1
         mask = (torch.arange(width)[None] < lengths[:, None]).long()
-        ids[mask == 0] = self._model.config.pad_token_id or 0  # by which some number their positions
+        ids[mask == 0] = self._model.config.pad_token_id or 0  # some encoders number positions by it
         fields = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
         if self._has_types:
             fields["token_type_ids"] = types.to(self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 
-# Some systems allow a thousand million; libraries that go through all of them then take minutes; a guess.
+# A guess. Some systems allow a thousand million, and libraries that go through all of them then take minutes.
 MOST = 1 << 20
 
 

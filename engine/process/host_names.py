@@ -18,7 +18,7 @@ Found = str | OSError
 
 
 def needs_look_up(address: str) -> bool:
-    """Whether the address names a host; what is none at all is for ZMQ to refuse."""
+    """Whether the address has a host's name in it. False also for what is no address: ZMQ refuses that itself."""
     host = _host_of(address)
     try:
         ipaddress.ip_address(host)
@@ -28,15 +28,15 @@ def needs_look_up(address: str) -> bool:
 
 
 def look_up(address: str, then: Callable[[Found], object], loop: asyncio.AbstractEventLoop | None = None) -> None:
-    """Calls `then` with the address by number, or with why there is none, after as long as the system's resolver takes:
-    on `loop`, as long as it runs, or on another thread."""
+    """Looks the host up and calls `then` with the numeric address, or with the OSError that says why there is none. The
+    call comes on `loop`, if that still runs, or without one on another thread, as late as the resolver answers."""
 
     def run() -> None:
         found = _numeric(address)
         if loop is None:
             then(found)
             return
-        with contextlib.suppress(RuntimeError):  # it is closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(then, found)
 
     watched_thread(run, "look-up of a host name", on_failure=log_only).start()
@@ -48,13 +48,13 @@ def _numeric(address: str) -> Found:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError as error:
         return error
-    except Exception as error:  # it is no name that there may be
+    except Exception as error:  # e.g. a name that can't be encoded
         return OSError(f"{host[:100]!r} is no host name: {error}")
     return f"tcp://{found[0][4][0]}:{address.rpartition(':')[2]}"
 
 
 def _host_of(address: str) -> str:
-    """ "": the address is not one of TCP with a host and a port, or any host of this one (*)."""
+    """The host in a TCP address; "" when the address isn't TCP with a host and a port, or its host is `*`."""
     scheme, _, place = address.partition("://")
     host, _, port = place.rpartition(":")
     if scheme != "tcp" or not port.isdecimal() or host == "*" or "\0" in host:

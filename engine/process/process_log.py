@@ -19,19 +19,19 @@ from tandem.engine.contracts.config import LogFormat, LogLevel
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 COLOURS = {"DEBUG": 2, "INFO": 32, "WARNING": 33, "ERROR": 31, "CRITICAL": 35}  # of a terminal: dim, green, yellow, …
-REPEAT_S = 30.0  # between two lines about the same; a guess: often enough to be seen while it lasts
-MAX_KINDS = 1_000  # of lines that are remembered; beyond, the oldest may be said too often; a guess
+REPEAT_S = 30.0  # between two lines of one kind; a guess: often enough to be seen while the trouble lasts
+MAX_KINDS = 1_000  # kinds of lines that are remembered; lines of forgotten kinds may come too often; a guess
 
 
 class _Gate:
-    """Which lines pass: of each key the first, then one every `repeat_s`. Safe to use from every thread."""
+    """Decides which lines pass: the first of each key, then one every `repeat_s`. Safe to use from every thread."""
 
     def __init__(self, repeat_s: float, clock: Callable[[], float]) -> None:
         self._repeat_s, self._clock, self._lock = repeat_s, clock, threading.Lock()
         self._kinds: dict[Hashable, tuple[float, int]] = {}  # when it was said last, and how many were held back since
 
     def admit(self, key: Hashable) -> int | None:
-        """How many were held back since the last line of this key; None: this one is held back, too."""
+        """How many lines of this key were held back since the last that passed; None: this one is held back, too."""
         now = self._clock()
         with self._lock:
             said_at, num_held = self._kinds.get(key, (-float("inf"), 0))
@@ -50,7 +50,8 @@ class _Gate:
 
 
 class RateLimited:
-    """A logger for what may repeat without end: of each kind of line one every `repeat_s`, with how many were left out.
+    """A logger for what may repeat without end. It writes one line of each kind every `repeat_s`, and how many were
+    left out.
 
     Lines are of one kind when they have the same `key`, by default the text before its arguments are filled in.
     """
@@ -71,7 +72,7 @@ class RateLimited:
         self._log(logging.ERROR, text, args, key, True)
 
     def over(self) -> None:
-        """What was wrong is well again: the next line is said at once, whatever its kind."""
+        """Notes that the trouble is over: the next line is written at once, whatever its kind."""
         self._gate.forget()
 
     def _log(self, level: int, text: str, args: tuple[object, ...], key: Hashable, with_traceback: bool) -> None:
@@ -128,7 +129,7 @@ def chosen_format(wanted: LogFormat, stream: TextIO) -> LogFormat:
 
 
 def start_log(level: LogLevel = "info", log_format: LogFormat = "auto") -> None:
-    """May be called again, with another level or format. Libraries speak from warnings on."""
+    """Starts the log of this process, or changes its level or format. Libraries log from warnings on."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     kinds = {"plain": logging.Formatter(FORMAT), "color": ShortFormatter(), "json": JsonFormatter()}
     for handler in logging.getLogger().handlers:

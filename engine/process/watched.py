@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
 
 EXIT_FAULT = 70  # EX_SOFTWARE: a fault of this program
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # guesses: before work that failed starts again
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0  # guesses: pauses before work that failed starts again
 GOOD_RUN_S = 30.0  # after which a failure counts as the first again; a guess
 
 OnFailure = Callable[[BaseException], object]
@@ -51,7 +51,7 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
 
 
 def log_only(error: BaseException) -> None:
-    """The failure costs nothing beyond the thread or task itself; that it happened is in the log."""
+    """Logs a failure, which costs nothing beyond the thread or task itself."""
 
 
 def watched_thread(

@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tandem.engine.models.hf.attention import NAME, QueryScale, paged_attention
 
-# Scalings that look at how long a batch is: one request's tokens would depend on its neighbours'.
+# Rope scalings that depend on the longest sequence of a batch: a request's tokens would depend on its neighbours.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 
 
 class _UnlessOurs:
-    """True while the model runs by its own attention."""
+    """An object that is true while the model runs its own attention, and false while it runs ours."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config = config
@@ -26,8 +26,9 @@ class _UnlessOurs:
 
 
 class _BloomAttention:
-    """BLOOM's attention with its middle given to ours. Its module has a fused projection before and adds the residual
-    after; the positions' biases, which it is given for one sequence, are known by their slopes."""
+    """BLOOM's attention module with ours in the middle. The module's own fused projection stays before it and its
+    residual sum after it. The biases by position, which the model passes for one sequence only, are replaced by the
+    heads' slopes."""
 
     def __init__(self, module: Any, config: PreTrainedConfig, slopes: tuple[float, ...]) -> None:
         self._module, self._config, self._slopes = module, config, slopes
@@ -46,7 +47,7 @@ class _BloomAttention:
 
 
 def adapt(causal: PreTrainedModel) -> bool:
-    """Changes the model in place; says whether its attention calls us only since then."""
+    """Changes the model in place. Returns whether its attention calls ours only because of that change."""
     modules: list[Any] = list(causal.modules())
     calls_us = False
     for module in modules:
@@ -63,12 +64,12 @@ def adapt(causal: PreTrainedModel) -> bool:
 
 
 def _bloom_slopes(causal: Any) -> tuple[float, ...]:
-    """How much further each head's bias goes from one position to the next."""
+    """The step of each head's bias from one position to the next."""
     bias_H1P = causal.get_decoder().build_alibi_tensor(torch.ones(1, 2), causal.config.n_head, torch.float32)
     return tuple(bias_H1P[:, 0, 1].tolist())
 
 
 def _changes_by_length(module: Any) -> bool:
-    """Whether it is a rotary embedding that depends on the longest sequence of a batch."""
+    """Whether the module is a rotary embedding that depends on the longest sequence of a batch."""
     kinds = getattr(module, "rope_type", None)
     return any(kind in ROPE_BY_LENGTH for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]))

@@ -23,7 +23,7 @@ NAME = "tandem"
 
 
 class AttentionCall(NamedTuple):
-    """What one layer asked for: sizes of heads, and options."""
+    """What one layer asked of attention: the sizes of its heads, and options."""
 
     layer: int
     num_heads: int
@@ -46,7 +46,7 @@ class QueryScale(NamedTuple):
     by: float
 
     def of(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """float32 [T, 1, 1]."""
+        """The factor of the queries at each position, float32 [T, 1, 1]."""
         return (torch.log1p(torch.floor((positions_T.float() + 1.0) / self.every)) * self.by + 1.0)[:, None, None]
 
 
@@ -55,7 +55,8 @@ _thread = threading.local()
 
 @contextmanager
 def recorded() -> Iterator[list[AttentionCall]]:
-    """What this thread's forward passes ask of attention in the block, in order; nothing is computed."""
+    """Within its `with` block, gathers what this thread's forward passes ask of attention, in order. No attention is
+    computed there."""
     calls: list[AttentionCall] = []
     _thread.calls = calls
     try:
@@ -66,7 +67,7 @@ def recorded() -> Iterator[list[AttentionCall]]:
 
 @contextmanager
 def at_positions(positions_T: torch.Tensor) -> Iterator[None]:
-    """The positions of the tokens of this thread's forward pass."""
+    """Within its `with` block, tells attention the positions of the tokens of this thread's forward pass."""
     _thread.positions = positions_T
     try:
         yield
@@ -79,7 +80,7 @@ def layer_name(layer: int) -> str:
 
 
 def index_of(module: Any) -> int:
-    """Which layer an attention module is."""
+    """The index of the layer that an attention module belongs to."""
     return int(module.layer_idx)
 
 
@@ -99,8 +100,8 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """query [1, H, T, D], key and value [1, K, T, D] (value may be of another width) -> [1, T, H, value's width].
 
-    Options that don't change from call to call were read when the model was looked at (`look_at`); here they are
-    unread. Heads of unlike widths are filled up with zeros to the pool's.
+    Options that don't change from call to call were read by `look_at` and are ignored here. Heads narrower than the
+    pool's are padded with zeros.
     """
     assert attention_mask is None, "no mask is made for an attention of this name"
     layer, width = index_of(module), value.shape[3]

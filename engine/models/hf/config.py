@@ -1,4 +1,4 @@
-"""A model folder's config.json as transformers reads it, as far as others than the model ask.
+"""A model folder's config.json as transformers reads it: the fields that others than the model itself need.
 
 Sizes of heads and the number of layers are what the modules really ask of attention, found by a pass of an empty model
 on the meta device (layers.py), not what a field of some name says.
@@ -52,7 +52,7 @@ class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_hf_config(folder: Path) -> HFConfig:
-    """Raises CheckpointError that says what transformers or we can't do with this model."""
+    """The configuration of a folder for transformers. Raises CheckpointError that says why it can't be served."""
     config = read_config(folder)
     raw = json.loads((folder / "config.json").read_bytes())
     for name, why in REFUSED_IF_SET.items():
@@ -84,7 +84,7 @@ def load_hf_config(folder: Path) -> HFConfig:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Raises CheckpointError."""
+    """config.json as transformers parses it. Raises CheckpointError."""
     _quiet()
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -100,19 +100,19 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 @cache
 def _quiet() -> None:
-    """transformers' own warnings are about training and about fields that we read ourselves."""
+    """Silences transformers' warnings, which are about training and about fields that we read ourselves."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 def _of_either(name: str, config: PreTrainedConfig) -> Any:
-    """A field of the whole, or else of the language model within it."""
+    """A field of the whole model's configuration, or else of the language model's within it."""
     value = getattr(config, name, None)
     return getattr(config.get_text_config(), name, None) if value is None else value
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:
-    """Raises CheckpointError when nothing says it."""
+    """The longest sequence, in tokens. Raises CheckpointError when no field says it."""
     names = ("max_position_embeddings", "seq_length", "max_seq_len")  # the latter two where nothing embeds a position
     length = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
     if not isinstance(length, int) or not 1 <= length < 1 << 31:

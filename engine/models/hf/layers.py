@@ -39,7 +39,7 @@ class ModelNeeds(NamedTuple):
 
 
 def look_at(config: PreTrainedConfig) -> ModelNeeds:
-    """Raises ValueError that says why the model can't run over our attention."""
+    """What the model of this configuration needs. Raises ValueError that says why it can't run over our attention."""
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError("transformers has no class of it that generates text")
     try:
@@ -58,7 +58,7 @@ def look_at(config: PreTrainedConfig) -> ModelNeeds:
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
-    """(its name in `model`, what makes hidden states of tokens): all but the head."""
+    """(name within `model`, module) of the part that turns tokens into hidden states: all but the head."""
     decoder = model.get_decoder()
     if decoder is model:
         decoder = model.model  # noqa: B009: Llama4ForCausalLM names itself
@@ -67,7 +67,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
 
 
 def make_layers(needs: tuple[LayerNeeds, ...], backend: str, sinks: dict[int, torch.Tensor]) -> dict[str, Attention]:
-    """Attention of each layer by its name, in order. `sinks`: of the layers that have them, [H]."""
+    """Layer name -> attention, in the order of layers. `sinks`: layer -> its learnt sinks [H], where it has them."""
     layers = {}
     for index, layer in enumerate(needs):
         layers[layer_name(index)] = Attention(
@@ -98,7 +98,7 @@ def _run_on_meta(model: PreTrainedModel) -> tuple[list[AttentionCall], torch.Ten
 
 
 def _needs(calls: list[AttentionCall], config: PreTrainedConfig) -> tuple[LayerNeeds, ...]:
-    """Raises ValueError unless each layer came once, in order, with heads that one pool can hold."""
+    """The needs of each layer. Raises ValueError unless each came once, in order, with heads that one pool can hold."""
     num_layers = config.num_hidden_layers
     if [call.layer for call in calls] != list(range(num_layers)):
         came = len({call.layer for call in calls})

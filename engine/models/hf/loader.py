@@ -30,10 +30,10 @@ def load_hf_model(
     attention_backend: str = "auto",
     on_loaded: Callable[[float], None] | None = None,
 ) -> HFModel:
-    """The model in `dtype` on `device`. `on_loaded` is told how much of the weights is there, of 1.
+    """The model in `dtype` on `device`. `on_loaded` is told the fraction of the weights that is there, from 0 to 1.
 
-    Raises CheckpointError for missing, unknown or misshapen tensors, and for a model that our attention computes
-    otherwise than its own.
+    Raises CheckpointError for missing, unknown or misshapen tensors, and for a model of which our attention and its
+    own make different hidden states.
     """
     if options.load_format == "dummy":
         causal = _made_up(folder, device, dtype)
@@ -77,7 +77,7 @@ def _loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _made_up(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The weights of --load-format dummy."""
+    """A model with the made-up weights of --load-format dummy."""
     with torch.device(device):
         causal = AutoModelForCausalLM.from_config(read_config(folder), dtype=dtype, attn_implementation=NAME)
     for name, parameter in causal.named_parameters():

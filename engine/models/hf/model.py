@@ -19,14 +19,14 @@ from tandem.kernels.products.rotary_attention import WantedTokens
 
 @dataclass
 class _Hidden(MoeModelOutputWithPast):
-    """Hidden states, with every field that some head looks for and none that this one has."""
+    """A decoder's output that holds hidden states alone; other fields that a head may look for are empty."""
 
     cross_attentions: None = None
 
 
 class _DecoderStub(nn.Module):
-    """Stands where the head's decoder was, and says what it is given: so the head's own code does the rest, whatever
-    scales or caps it has."""
+    """Stands in for the decoder within a head and returns the hidden states that it is given. So the head's own code
+    makes the logits, with whatever scales or caps it has."""
 
     def forward(self, *args: object, inputs_embeds: torch.Tensor, **more: object) -> _Hidden:
         return _Hidden(last_hidden_state=inputs_embeds)
@@ -51,7 +51,7 @@ class HFModel(nn.Module):
         return self.config.vocab_size
 
     def keep_kv_as(self, group: KVGroup) -> None:
-        """Takes the dtype and scales of the pool that will be bound; before the first step."""
+        """Takes the dtype and scales of the pool that will be bound. To be called before the first step."""
         for index, attention in enumerate(self.attention_layers.values()):
             k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
             attention.keep_kv_as(group.dtype, k_scale, v_scale)
@@ -76,5 +76,5 @@ class HFModel(nn.Module):
         return logits_NV if out_NV is None else out_NV.copy_(logits_NV)
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> fp32 [N, V]."""
+        """[N, E] -> logits fp32 [N, V]."""
         return self.project(hidden_NE).float()

@@ -24,8 +24,8 @@ LARGEST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0.02}
 
 @torch.inference_mode()
 def check_against_own_attention(model: HFModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Two sequences in one row, in two steps over scattered blocks, against each one alone by transformers' eager
-    attention. Raises CheckpointError when they differ: something the model does is not what we take it for."""
+    """Computes two sequences in one row, in two steps over scattered blocks, and each one alone by transformers' eager
+    attention. Raises CheckpointError when they differ: then the model does something that we don't know of."""
     generator = torch.Generator().manual_seed(7)
     embedding: Any = model.decoder.get_input_embeddings()
     most = min(model.vocab_size, int(embedding.num_embeddings))
@@ -41,7 +41,7 @@ def check_against_own_attention(model: HFModel, device: torch.device, dtype: tor
 
 
 def _alone(model: HFModel, prompts: list[torch.Tensor]) -> torch.Tensor:
-    """[T, E], by the model's own attention and masks."""
+    """Hidden states [T, E], by the model's own attention and masks."""
     config: Any = model.decoder.config  # one for all modules; `set_attn_implementation` refuses some classes
     config._attn_implementation = "eager"
     try:
@@ -59,7 +59,7 @@ def _alone(model: HFModel, prompts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _paged(model: HFModel, prompts: list[torch.Tensor], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """[T, E], over a small pool, in two steps."""
+    """Hidden states [T, E], by our attention over a small pool, in two steps."""
     config = model.config
     layers = make_layers(config.layers, "auto", sinks_of(model.decoder, config.layers))
     tables = np.array([[5, 2, 4], [1, 3, 0]], np.int32)
