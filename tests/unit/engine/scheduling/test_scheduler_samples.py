@@ -185,7 +185,7 @@ def test_committed_kv_comes_before_new_prompts() -> None:
     harness = Harness(max_num_seqs=1)
     harness.add("running", range(4), max_tokens=4)
     harness.step()
-    harness.add("prompt", range(9), max_tokens=2, priority=-5)
+    harness.add("prompt", range(9), max_tokens=2)
     receive(harness, "received", [5] * 8, max_tokens=2)
     harness.run()
     assert [key[0] for key in harness.finished] == ["running", "received", "prompt"]
