@@ -1,4 +1,4 @@
-"""Which nodes a cluster has, as far as leases tell. Pure: observations in, changes out.
+"""Finds the nodes of a cluster by their leases. Pure: observations in, changes out.
 
 Absent from Redis means unknown, not dead. A node whose lease is missing counts as removed only after it was missing
 for `grace_s`, so that an emptied or restarted Redis, to which the nodes return, changes nothing.
@@ -33,7 +33,7 @@ class Discovery:
     _seen_at: dict[str, float] = field(default_factory=dict)
 
     def observe(self, present: Iterable[NodeRecord], now: float) -> list[NodeChange]:
-        """A full sweep over the leases that Redis holds now."""
+        """Takes a full sweep over the leases that Redis holds now, at `now` in monotonic seconds."""
         changes: list[NodeChange] = []
         for record in present:
             changes += self.up(record, now)
@@ -43,7 +43,7 @@ class Discovery:
         return changes
 
     def up(self, record: NodeRecord, now: float) -> list[NodeChange]:
-        """One lease was seen or announced."""
+        """Takes one lease that was seen or announced."""
         known = self.records.get(record.node_id)
         self.records[record.node_id] = record
         self._seen_at[record.node_id] = now
@@ -57,12 +57,12 @@ class Discovery:
         return changes
 
     def left(self, owner: NodeKey) -> list[NodeChange]:
-        """A node said goodbye. A goodbye of an older epoch is late news."""
+        """Takes a node's goodbye. One of an older epoch comes late and changes nothing."""
         known = self.records.get(owner.node_id)
         return self._remove(owner.node_id) if known is not None and known.owner == owner else []
 
     def unreachable(self, now: float) -> None:
-        """Redis can't be read: nobody's absence counts."""
+        """Notes that Redis can't be read: until it can, no node counts as missing."""
         for node_id in self._seen_at:
             self._seen_at[node_id] = now
 
@@ -71,7 +71,7 @@ class Discovery:
         return [self._gone(self.records.pop(node_id))]
 
     def _gone(self, record: NodeRecord) -> NodeChange:
-        """A node that was started again at its address may have another name, and be known before the old one is
-        forgotten."""
+        """The change by which a node is gone. Its address may be taken: a node that was started again there can have
+        another name, and be known before the old one is forgotten."""
         addresses = {other.control_address for other in self.records.values()}
         return NodeChange(False, record, is_address_taken=record.control_address in addresses)

@@ -1,4 +1,4 @@
-"""Who holds which block, in a few bytes an entry. Pure.
+"""A table of which owner holds which block, in a few bytes for each entry. Pure.
 
 One dict from 60 bits of a block's hash (an int of 32 bytes) to a mask with one bit for each (owner, tier) that holds
 it. Equal masks are one object, so a million blocks cost their keys and their places in the dict: 70 to 95 bytes each,
@@ -23,18 +23,18 @@ MAX_SHARED_MASKS = 65_536  # a guess
 
 
 def key_of(block_hash: bytes) -> int:
-    """60 bits of a 16-byte hash."""
+    """The key of a block: 60 bits of its 16-byte hash."""
     return int.from_bytes(block_hash[:8], "little") & (1 << 60) - 1
 
 
 def keys_of(block_hashes: Sequence[bytes]) -> list[int]:
-    """`key_of` each."""
+    """The key of each block, as `key_of` makes it."""
     return keys_of_joined(b"".join(block_hashes))
 
 
 def keys_of_joined(hashes: bytes) -> list[int]:
-    """The keys that `keys_of` makes, of concatenated hashes. Raises ValueError when they are no whole number of
-    hashes."""
+    """The keys of concatenated hashes, as `keys_of` makes them. Raises ValueError when the length is no multiple of 16
+    bytes."""
     if len(hashes) % HASH_BYTES:
         raise ValueError(f"{len(hashes)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
     keys: list[int] = (np.frombuffer(hashes, "<u8")[::2] & KEY_MASK).tolist()
@@ -42,16 +42,16 @@ def keys_of_joined(hashes: bytes) -> list[int]:
 
 
 class Holders:
-    """Columns are small ints from `open_column`; tiers are 0, 1 and 2."""
+    """The table of holders. Columns are small ints from `open_column`; tiers are 0, 1 and 2."""
 
     def __init__(self) -> None:
         self._mask_of: dict[int, int] = {}
         self._shared: dict[int, int] = {}  # mask -> the object that stands for it
-        self._live = 0  # all bits of open columns
+        self._live = 0  # mask of all bits of open columns
         self._free: list[int] = []
         self._closed: list[int] = []  # closed columns whose bits may still be in masks
         self._num_columns = 0
-        self._num_sweeping = 0  # how many of the closed columns this sweep takes out
+        self._num_sweeping = 0  # how many of `_closed` this sweep takes out
         self._to_sweep: list[int] = []
 
     def __contains__(self, key: int) -> bool:
@@ -59,7 +59,7 @@ class Holders:
         return key in self._mask_of
 
     def __len__(self) -> int:
-        """Blocks, with those of dropped owners that were not swept up yet."""
+        """The number of blocks, including those of dropped owners that were not swept up yet."""
         return len(self._mask_of)
 
     def open_column(self) -> int:
@@ -71,7 +71,7 @@ class Holders:
         return column
 
     def close_column(self, column: int) -> None:
-        """Empties a column at once. It is used again when its bits were swept up."""
+        """Empties a column at once. It is used again once its bits have been swept up."""
         self._live &= ~_column_bits(column)
         self._closed.append(column)
 
@@ -94,7 +94,7 @@ class Holders:
         return num_new
 
     def remove(self, column: int, tier: int, keys: Iterable[int]) -> int:
-        """Returns how many of the blocks the column holds in no tier any more."""
+        """Removes blocks from a column's tier. Returns how many of them the column holds in no tier any more."""
         mask_of, shared = self._mask_of, self._shared
         bit, own = 1 << (BITS_PER_OWNER * column + tier), _column_bits(column)
         num_gone = 0
@@ -111,8 +111,8 @@ class Holders:
         return num_gone
 
     def prefixes(self, keys: Iterable[int]) -> dict[int, int]:
-        """Column -> how many of the first of these blocks it holds in any tier; columns with none are left out. No
-        key is asked for when nobody holds all that came before.
+        """For each column, how many of the first of these blocks it holds in any tier; columns with none are left out.
+        `keys` is read only as long as some column holds all that came before.
         """
         live, num_keys = self._live, 0
         found: dict[int, int] = {}
@@ -135,7 +135,8 @@ class Holders:
         return found
 
     def sweep(self, num_blocks: int) -> None:
-        """Takes closed columns out of the next `num_blocks` blocks; once around, the columns may be used again."""
+        """Takes closed columns out of the next `num_blocks` blocks. After a full round the columns may be used
+        again."""
         if not self._closed:
             return
         if not self._to_sweep:
@@ -158,7 +159,7 @@ class Holders:
             self._shared.clear()
 
     def count(self, column: int) -> int:
-        """Blocks that the column holds, by looking at all."""
+        """The number of blocks that the column holds. Looks at every block."""
         own = _column_bits(column)
         return sum(1 for mask in self._mask_of.values() if mask & own)
 
@@ -177,7 +178,7 @@ def _column_bits(column: int) -> int:
 
 
 def _any_tier(mask: int) -> int:
-    """One bit for each column, whatever the tier."""
+    """Reduces a mask to one bit for each column that holds the block in any tier."""
     low = mask | mask >> 1 | mask >> 2
     return low & _lowest_bits(mask.bit_length())
 
@@ -186,7 +187,7 @@ _LOWEST: dict[int, int] = {}
 
 
 def _lowest_bits(num_bits: int) -> int:
-    """The first bit of each column, up to `num_bits` and a column beyond."""
+    """A mask of the first bit of each column, up to `num_bits` and one column beyond."""
     num_columns = num_bits // BITS_PER_OWNER + 1
     if num_columns not in _LOWEST:
         _LOWEST[num_columns] = sum(1 << BITS_PER_OWNER * column for column in range(num_columns))

@@ -16,7 +16,7 @@ from tandem.kv_connector.directory.holders import Holders, key_of, keys_of, keys
 from tandem.kv_connector.directory.records import TIERS, Batch, TierChange
 
 _TIER_INDEX = {tier: index for index, tier in enumerate(TIERS)}
-SWEEP_BLOCKS = 1_024  # of dropped owners, looked at with each batch: a fraction of a millisecond; a guess
+SWEEP_BLOCKS = 1_024  # swept for dropped owners with each batch: a fraction of a millisecond; a guess
 
 
 class Outcome(enum.Enum):
@@ -29,13 +29,13 @@ class Outcome(enum.Enum):
 class _OwnerView:
     column: int  # in Holders
     sequence: int = 0
-    whole: bool = False  # False: what is here may be out of date until the next snapshot or reset
+    whole: bool = False  # False: the entries may be out of date until the next snapshot or reset
     last_used: int = 0
     num_entries: int = 0
 
 
 class Mirror:
-    """What every node holds. Only the adopted epoch of a node is kept."""
+    """The blocks that every node holds. Only the adopted epoch of a node is kept."""
 
     def __init__(self, max_entries: int = 4_000_000) -> None:
         assert max_entries > 0
@@ -52,7 +52,7 @@ class Mirror:
     # --- life of owners -----------------------------------------------------------------------------------------
 
     def adopt(self, owner: NodeKey) -> None:
-        """`owner` holds its node's lease: entries of other epochs of that node die."""
+        """Takes `owner` for the living epoch of its node: entries of other epochs of that node are dropped."""
         node_id, epoch = owner
         if self._epochs.get(node_id) == epoch:
             return
@@ -62,7 +62,7 @@ class Mirror:
         self._owner_of[view.column] = owner
 
     def drop(self, node_id: str) -> None:
-        """The node is gone; forget it."""
+        """Forgets a node that is gone."""
         epoch = self._epochs.pop(node_id, None)
         if epoch is not None:
             view = self._owners.pop(NodeKey(node_id, epoch))
@@ -74,19 +74,21 @@ class Mirror:
         return list(self._owners)
 
     def distrust(self, owner: NodeKey | None = None) -> None:
-        """Something was missed: this owner, or every one, needs a snapshot; until then the old entries serve on."""
+        """Notes that something was missed: this owner, or every one (None), needs a snapshot. Until then the old
+        entries serve on."""
         for view in self._owners.values() if owner is None else [self._owners[owner]]:
             view.whole = False
 
     def sequence(self, owner: NodeKey) -> int:
-        """The sequence number of the newest batch that is in here."""
+        """The sequence number of the newest batch of this owner that was applied."""
         return self._owners[owner].sequence
 
     def needs_snapshot(self) -> list[NodeKey]:
         return [owner for owner, view in self._owners.items() if not view.whole]
 
     def await_reset(self, owner: NodeKey) -> None:
-        """Redis has no snapshot of the owner. Its next batch is a reset, or follows what is here, or is a gap."""
+        """Notes that Redis has no snapshot of the owner. Its next batch is a reset, or follows the last one applied, or
+        shows a gap."""
         self._owners[owner].whole = True
 
     # --- content ------------------------------------------------------------------------------------------------
@@ -124,11 +126,11 @@ class Mirror:
         self._stay_bounded(keep=view)
 
     def longest_prefix(self, block_hashes: Sequence[bytes]) -> dict[NodeKey, int]:
-        """Owner -> number of leading hashes it holds in any tier; owners with none are left out.
+        """For each owner, the number of leading hashes that it holds in any tier; owners with none are left out.
 
         Nodes hold no block without those before it, so the ends of groups tell how many groups an owner holds, and
-        only the group in which its prefix ends is looked at block by block. `block_hashes` may make them when asked:
-        they are asked for little more than somebody holds.
+        only the group in which its prefix ends is looked at block by block. `block_hashes` may compute hashes when they
+        are asked for: few more are asked for than some owner holds.
         """
         if not block_hashes or (first := key_of(block_hashes[0])) not in self._holders:
             return {}
@@ -146,7 +148,8 @@ class Mirror:
         return found
 
     def _groups_held(self, first: int, block_hashes: Sequence[bytes]) -> dict[int, int]:
-        """Column -> number of leading groups it holds, for those that hold the first block, whose key is `first`."""
+        """The number of leading groups that each column holds, for columns that hold the first block, whose key is
+        `first`."""
         columns = self._holders.prefixes((first,))
         ends = range(BLOCKS_PER_GROUP - 1, len(block_hashes), BLOCKS_PER_GROUP)
         whole = self._holders.prefixes(map(key_of, map(block_hashes.__getitem__, ends)))
@@ -154,7 +157,7 @@ class Mirror:
 
     def _change(self, view: _OwnerView, change: TierChange) -> None:
         tier = _TIER_INDEX.get(change.tier)
-        if tier is None:  # of a newer version: not ours to place by
+        if tier is None:  # from a newer version: this router can't place by it
             return
         num_gone = self._holders.remove(view.column, tier, keys_of_joined(change.removed))
         view.num_entries -= num_gone
@@ -162,7 +165,8 @@ class Mirror:
         self._store(view, tier, keys_of_joined(change.stored))
 
     def _store(self, view: _OwnerView, tier: int, keys: Iterable[int]) -> None:
-        """Leaves out an owner's further hashes beyond the bound: parents come first, so what stays is prefixes."""
+        """Stores an owner's hashes, and leaves out those beyond the bound: parents come first, so that prefixes
+        stay."""
         num_new = self._holders.add(view.column, tier, keys, self.max_entries - view.num_entries)
         view.num_entries += num_new
         self.num_entries += num_new

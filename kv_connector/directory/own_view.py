@@ -1,4 +1,4 @@
-"""A node's own account of what it holds, and what of it Redis does not know yet. Pure.
+"""A node's own account of the blocks it holds, and of the changes that Redis does not know yet. Pure.
 
 Redis may be away, paused or emptied at any time; this view is what everything is published from, so it is complete
 and always current. Pending changes are bounded: when more pile up than `max_pending`, the next thing to publish is
@@ -20,7 +20,7 @@ BATCH_HASHES = 4_096  # hashes in one batch: 64 KiB on the wire; a guess
 
 @dataclass(frozen=True)
 class Changes:
-    """What is to be published: the whole view (`held`, by tier) or the events since the last time."""
+    """Changes to be published: the whole view (`held`, by tier) or the events since the last time."""
 
     whole: bool
     events: list[BlockEvent]
@@ -45,7 +45,7 @@ class OwnView:
         self._whole = True  # the next batch starts a whole publication
 
     def record(self, events: Iterable[BlockEvent]) -> None:
-        """Takes the events in. Storing what is held and removing what is not are no changes."""
+        """Takes events in. Storing a block that is held, or removing one that is not, changes nothing."""
         for event in events:
             held = self._held[event.tier]
             if event.stored == (event.block_hash in held):
@@ -61,7 +61,7 @@ class OwnView:
             self.publish_all_again()
 
     def publish_all_again(self) -> None:
-        """Redis may not hold what it was told: everything is pending once more."""
+        """Makes everything pending once more, since Redis may not hold what it was told."""
         self._pending.clear()
         self._whole = True
 
@@ -69,7 +69,8 @@ class OwnView:
         return self._whole or bool(self._pending)
 
     def take(self) -> Changes:
-        """Everything that Redis has not been told. Either all of it is written, or `publish_all_again` is called."""
+        """Takes out everything that Redis has not been told. The caller must either write all of it or call
+        `publish_all_again`."""
         if self._whole:
             self._whole = False
             return Changes(True, [], {tier: list(held) for tier, held in self._held.items()})
@@ -77,7 +78,8 @@ class OwnView:
         return Changes(False, events, {})
 
     def number(self, changes: Changes) -> list[Batch]:
-        """The changes as batches, in the order in which they must be written. Needs no lock: one thread numbers."""
+        """The changes as batches, in the order in which they must be written. Needs no lock: only one thread calls
+        it."""
         if changes.whole:
             self.generation += 1
             return list(self._whole_batches(changes.held))

@@ -1,4 +1,4 @@
-"""Node side over Redis: a lease and a stream of batches, written by a thread of their own.
+"""The node's side of the directory: a lease and a stream of batches, written to Redis by a thread of their own.
 
 `publish` touches memory only. Redis may be down, paused, emptied or replaced at any time: the thread reconnects and
 writes everything again from the node's own view, so Redis is whole again within `heartbeat_s` plus a second or two.
@@ -34,9 +34,9 @@ from tandem.kv_connector.directory.records import (
 from tandem.kv_connector.directory.servers import RedisServers, is_wrong_type
 
 log = logging.getLogger(__name__)
-once = RateLimited(log, repeat_s=3600.0)  # what is wrong in Redis stays so until somebody takes it out
+once = RateLimited(log, repeat_s=3600.0)  # a wrong record in Redis stays until somebody removes it
 
-# Pending events are gathered this long into one batch; a guess, most of the delay in
+# Pending events are gathered this long into one batch. A guess; it makes up most of the delay in
 # docs/measurements.md#directory-of-blocks.
 FLUSH_S = 0.01
 MAX_BACKOFF_S = 1.0  # a guess
@@ -46,15 +46,16 @@ REDIS_ERRORS = (redis.RedisError, OSError)
 
 @dataclass(frozen=True)
 class PublisherTimes:
-    heartbeat_s: float = 1.0  # lease renewal and the check whether Redis still has what it was told
+    heartbeat_s: float = 1.0  # between lease renewals, each with a check that Redis has kept what it was told
     lease_s: float = 15.0  # TTL of everything this node writes; a guess
     io_timeout_s: float = 1.0  # a Redis that answers slower counts as down
 
 
 class RedisPublisher:
-    """Starts its thread at once; never raises into the node, Redis there or not.
+    """Publishes a node's record and blocks. It starts its thread at once, and never raises into the node, whether Redis
+    is there or not.
 
-    `load` is asked by that thread at each heartbeat, so the record in Redis is never older than `heartbeat_s`; it must
+    `load` is called by that thread at each heartbeat, so the record in Redis is never older than `heartbeat_s`; it must
     be safe to call beside the step loop.
     """
 
@@ -106,7 +107,7 @@ class RedisPublisher:
         while not self._closing:
             try:
                 self._serve()
-            except Exception as error:  # whatever it is, a node without a directory still serves
+            except Exception as error:  # of whatever kind: a node without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
                 else:
@@ -151,7 +152,7 @@ class RedisPublisher:
             time.sleep(min(left_s, 0.05))
 
     def _client(self) -> redis.Redis:
-        """A client of the server that has this node's keys: they are all in one slot."""
+        """A client of the server that has this node's keys, which are all in one slot."""
         return self._servers.client_for(self._keys.node(self._record.node_id))
 
     def _greet(self) -> None:
@@ -160,7 +161,8 @@ class RedisPublisher:
             self._client().config_set("lazyfree-lazy-expire", "yes")
 
     def _heartbeat(self) -> None:
-        """Renews the lease and the load it tells; finds out whether Redis lost or never got what was published."""
+        """Renews the lease with the node's present load, and finds out whether Redis lost, or never got, anything that
+        was published."""
         record = self._record = msgspec.structs.replace(self._record, load=self._load())
         ttl_ms = int(self._times.lease_s * 1000)
         keys = self._keys
@@ -207,7 +209,8 @@ class RedisPublisher:
             self._view.publish_all_again()
 
     def _leave(self) -> None:
-        """A successor under the same id loses its lease to this, until its next heartbeat."""
+        """Takes the node's records out of Redis. A successor under the same id loses its lease by this, until its next
+        heartbeat."""
         keys, owner = self._keys, self._record.owner
         with self._client().pipeline(transaction=True) as pipe:
             pipe.unlink(*keys.all_blocks(owner), keys.sequence(owner), keys.node(owner.node_id))
@@ -217,8 +220,8 @@ class RedisPublisher:
 
 
 def write_batch(pipe: Pipeline, keys: KeySpace, record: NodeRecord, batch: Batch, lease_s: float) -> None:
-    """Queues what `batch` changes in Redis, and its announcement. The sequence is counted up, not set: in a Redis that
-    was emptied the count comes out wrong, and shows it."""
+    """Queues what `batch` changes in Redis, and its announcement. The sequence is counted up, not set, so that it comes
+    out wrong in a Redis that was emptied, which shows the loss."""
     ttl_ms, sequence_key = int(lease_s * 1000), keys.sequence(batch.owner)
     if batch.reset:
         pipe.unlink(*keys.all_blocks(batch.owner))

@@ -1,4 +1,4 @@
-"""Router side over Redis: discovery of nodes and the mirror of what they hold, fed by one task.
+"""The router's side of the directory: discovery of nodes and the mirror of their blocks, fed from Redis by one task.
 
 The task subscribes first and reads snapshots after, on another connection, while the stream waits in the socket;
 batches that a snapshot already contains are recognised by their sequence. Nothing here raises into the router:
@@ -37,18 +37,19 @@ from tandem.kv_connector.directory.records import (
 from tandem.kv_connector.directory.servers import AsyncRedisServers, is_wrong_type
 
 log = logging.getLogger(__name__)
-once = RateLimited(log, repeat_s=3600.0)  # what is wrong in Redis stays so until somebody takes it out
+once = RateLimited(log, repeat_s=3600.0)  # a wrong record in Redis stays until somebody removes it
 
-SWEEP_S = 1.0  # leases are read this often besides the stream's announcements; a guess
-CHECK_S = 5.0  # what should have been heard by now is compared with what was; a guess
+SWEEP_S = 1.0  # between readings of all leases, beside the stream's announcements; a guess
+CHECK_S = 5.0  # between comparisons of Redis's sequences with those that were heard; a guess
 SCAN_COUNT = 1_000  # hashes per SSCAN answer: below a millisecond of the event loop; a guess
-TURN_S = 0.0005  # taking messages before requests get their turn; a guess
+TURN_S = 0.0005  # for taking messages before requests get their turn; a guess
 LEAST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 1.0  # guesses
 REDIS_ERRORS = (RedisError, OSError, asyncio.TimeoutError)
 
 
 class RedisDirectory:
-    """Implements DirectoryReader. `start()` inside a running event loop, `close()` at the end; one `watch()`."""
+    """Implements DirectoryReader over Redis. Call `start()` inside a running event loop and `close()` at the end; only
+    one `watch()` may run."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class RedisDirectory:
         await self._servers.aclose()
 
     async def watch(self) -> AsyncIterator[NodeChange]:
-        """Yields each node found, and each whose lease has long been missing. One watcher; never ends, never raises."""
+        """Yields each node found, and each whose lease has long been missing. Never ends and never raises."""
         while True:
             yield await self._changes.get()
 
@@ -116,7 +117,7 @@ class RedisDirectory:
                     await stream.subscribe(self._keys.events)
                     self.mirror.distrust()
                     await self._follow(stream)
-            except Exception as error:  # whatever it is, a router without a directory still serves
+            except Exception as error:  # of whatever kind: a router without a directory still serves
                 if not isinstance(error, REDIS_ERRORS):
                     log.exception("directory: an unexpected error; starting over")
                 else:
@@ -136,7 +137,7 @@ class RedisDirectory:
     async def _follow(self, stream: PubSub) -> None:
         next_sweep = end_of_turn = 0.0
         while True:
-            if (now := time.monotonic()) >= end_of_turn:  # messages that are here already don't wait, so others would
+            if (now := time.monotonic()) >= end_of_turn:  # messages that are here never make this task wait
                 await asyncio.sleep(0)
                 now = time.monotonic()
                 end_of_turn = now + TURN_S
@@ -152,7 +153,8 @@ class RedisDirectory:
                 await self._take(message["data"])
 
     def _all_is_well(self) -> None:
-        """A cluster of which one server is gone takes subscriptions, but can't be read."""
+        """Notes that everything was read. A subscription alone does not prove that: a cluster of which one server is
+        gone takes subscriptions, but can't be read."""
         self.connected, self._backoff_s = True, LEAST_BACKOFF_S
         self._away.over()
 
@@ -165,7 +167,7 @@ class RedisDirectory:
             once.warning("directory: a message on %s can't be read: %s", self._keys.events, error)
         except REDIS_ERRORS:
             raise
-        except Exception:  # costs this message; an owner that it was of is read anew
+        except Exception:  # costs this message; its owner, if known, is read anew
             once.exception("directory: a message on %s can't be taken in", self._keys.events)
             if isinstance(event, Batch) and event.owner in self.mirror.owners():
                 self.mirror.distrust(event.owner)
@@ -179,7 +181,8 @@ class RedisDirectory:
             await self._meet(event)
 
     async def _meet(self, batch: Batch) -> None:
-        """A batch that can't be applied: of a node not met yet, if its lease says so. Known owners get a snapshot."""
+        """Handles a batch that can't be applied. A node not met yet is adopted if its lease says that it exists; a
+        known owner gets a snapshot."""
         if batch.owner in self.mirror.owners():
             return
         (packed,) = await self._servers.get_many([self._keys.node(batch.node_id)])
@@ -215,7 +218,8 @@ class RedisDirectory:
         return sorted(names)
 
     async def _check_sequences(self, now: float) -> None:
-        """A gap shows with the next batch, a loss of the last one only here: a cluster's bus may lose messages."""
+        """Compares sequences with those in Redis. A gap shows with the next batch, the loss of the last batch only
+        here: a cluster's bus may lose messages."""
         if now < self._next_check:
             return
         self._next_check = now + self._check_s

@@ -1,4 +1,4 @@
-"""What the directory keeps in Redis and what travels on its stream. Pure data.
+"""The directory's records in Redis and the messages of its stream. Pure data.
 
 <ns>:nodes                    SET of node ids that ever took a lease (readers drop the stale ones)
 <ns>:{<id>}:node              msgpack NodeRecord, with a TTL: the node's lease
@@ -52,7 +52,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     role: Role
     control_address: str
     model_name: str = ""
-    num_blocks: int = 0  # capacity
+    num_blocks: int = 0  # capacity of its pool
     block_size: int = 0
     identity_key: bytes = b""  # ModelIdentity.key()
     load: NodeLoad = NodeLoad()
@@ -71,10 +71,10 @@ class TierChange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
-    """Changes of one owner. `sequence` counts its batches from 1; `reset`: everything before is void.
+    """Changes of one owner's blocks. `sequence` counts its batches from 1; `reset` makes everything before it void.
 
-    `generation` counts how often the owner had to publish itself anew (Redis was away or emptied); it is for people.
-    """
+    `generation` counts how often the owner had to publish itself anew (Redis was away or emptied); it is shown to
+    people."""
 
     node_id: str
     epoch: int
@@ -89,13 +89,13 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
 
 
 class NodeUp(msgspec.Struct, frozen=True, kw_only=True, tag="up"):
-    """A node took its lease."""
+    """Announces that a node took its lease."""
 
     record: NodeRecord
 
 
 class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
-    """A node closed on purpose; its records are gone."""
+    """Announces that a node closed on purpose and took its records away."""
 
     node_id: str
     epoch: int
@@ -104,7 +104,7 @@ class NodeLeft(msgspec.Struct, frozen=True, kw_only=True, tag="left"):
 DirectoryEvent = Batch | NodeUp | NodeLeft
 
 encode = msgspec.msgpack.Encoder().encode
-# They raise DecodeError for whatever is none, text that is not UTF-8 included.
+# Decoders raise DecodeError for anything that is no such record, including text that is not UTF-8.
 decode_record: WireDecoder[NodeRecord] = WireDecoder(NodeRecord)
 decode_event: WireDecoder[DirectoryEvent] = WireDecoder(DirectoryEvent)
 
@@ -113,7 +113,7 @@ decode_event: WireDecoder[DirectoryEvent] = WireDecoder(DirectoryEvent)
 class KeySpace:
     """The names of one cluster's keys; two namespaces share a Redis without seeing each other.
 
-    Raises ConfigError for braces in the namespace: they would decide about slots.
+    Raises ConfigError for braces in the namespace, since Redis Cluster would choose slots by them.
     """
 
     namespace: str
@@ -150,7 +150,7 @@ def join_hashes(hashes: Sequence[bytes]) -> bytes:
 
 
 def split_hashes(joined: bytes) -> list[bytes]:
-    """Raises ValueError when the length is no multiple of 16."""
+    """Splits concatenated 16-byte hashes. Raises ValueError when the length is no multiple of 16."""
     if len(joined) % HASH_BYTES:
         raise ValueError(f"{len(joined)} bytes are no whole number of {HASH_BYTES}-byte block hashes")
     return [joined[start : start + HASH_BYTES] for start in range(0, len(joined), HASH_BYTES)]

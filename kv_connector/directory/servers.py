@@ -1,11 +1,11 @@
-"""Which Redis a URL means, and clients of it: one server, a cluster, or whichever server its sentinels name.
+"""Redis URLs and the clients for them: one server, a cluster, or whichever server its sentinels name.
 
     redis://[user:password@]host:port[/db]                              one server; unix:// likewise
     redis+cluster://[user:password@]host:port[,host:port…]              any nodes of a Redis Cluster, the rest is found
     redis+sentinel://[user:password@]host:port[,host:port…]/service[/db] sentinels, and the name of what they watch
 
-`rediss` in place of `redis`: TLS. Options follow after `?` as redis-py takes them (`ssl_ca_certs=/path`, …); those that
-begin with `sentinel_` are for the connections to sentinels (`sentinel_username=…`).
+`rediss` in place of `redis` asks for TLS. Options follow after `?` as redis-py takes them (`ssl_ca_certs=/path`, …);
+those that begin with `sentinel_` are for the connections to sentinels (`sentinel_username=…`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BEGINNING = re.compile(r"(?P<scheme>[a-z+]+)://(?P<netloc>[^/?#]*)")
 
 
 def is_wrong_type(error: redis.ResponseError) -> bool:
-    """Whether somebody keeps something else under a name of ours. Other errors are the server's, and may pass."""
+    """Whether the error says that a key of ours holds another type. Other errors are the server's, and may pass."""
     return str(error).startswith("WRONGTYPE")
 
 
@@ -56,7 +56,7 @@ class RedisAddress:
 
     kind: Kind
     hosts: tuple[tuple[str, int], ...]
-    service: str  # of sentinels
+    service: str  # the name that sentinels watch
     options: dict[str, Any]
     sentinel_options: dict[str, Any]
 
@@ -66,7 +66,7 @@ class RedisAddress:
 
 
 def parse_redis_url(url: str) -> RedisAddress:
-    """Raises ConfigError that says what is wrong; passwords are not repeated."""
+    """Parses a URL. Raises ConfigError that says what is wrong without repeating passwords."""
     beginning = BEGINNING.match(url)  # urllib refuses several hosts of which one is an IPv6 address
     if beginning is None or beginning["scheme"] not in SCHEMES:
         raise ConfigError(
@@ -116,7 +116,8 @@ def _host_and_port(place: str, default_port: int) -> tuple[str, int]:
 
 
 class RedisServers:
-    """Clients for one thread. Nothing is connected before it is used; a call fails within about `io_timeout_s`."""
+    """Redis clients for one thread. Nothing is connected before it is used; a call fails within about
+    `io_timeout_s`."""
 
     def __init__(self, url: str, io_timeout_s: float) -> None:
         """Raises ConfigError."""
@@ -133,7 +134,7 @@ class RedisServers:
             self._client = sentinels.master_for(address.service)
 
     def client_for(self, key: str) -> redis.Redis:
-        """A client of the server that has `key`: any number of keys of its slot may be one transaction there."""
+        """A client of the server that has `key`. Keys of the same slot may be used in one transaction there."""
         if self._client is not None:
             return self._client
         if self._cluster is None:
@@ -145,7 +146,7 @@ class RedisServers:
         return self._cluster.get_redis_connection(node)
 
     def disconnect(self) -> None:
-        """Makes the next call connect anew and ask who is in charge; after an error."""
+        """Makes the next call connect anew and ask which server is in charge. For use after an error."""
         if self._client is not None:
             self._client.connection_pool.disconnect()
         elif self._cluster is not None:
@@ -159,7 +160,7 @@ class RedisServers:
 
 
 class AsyncRedisServers:
-    """Clients for one event loop."""
+    """Redis clients for one event loop."""
 
     def __init__(self, url: str, io_timeout_s: float) -> None:
         """Raises ConfigError."""
@@ -167,7 +168,7 @@ class AsyncRedisServers:
         timeouts = {"socket_timeout": io_timeout_s, "socket_connect_timeout": io_timeout_s}
         self._options: dict[str, Any] = {"health_check_interval": 10, **timeouts, **address.options}
         self._stream_client: aioredis.Redis | None = None
-        self.client: Any  # of commands on one key; in a cluster it finds out where the key is
+        self.client: Any  # for commands on one key; in a cluster it finds the key's server by itself
         if address.kind == "cluster":
             self.client = self._new_cluster()
             return
@@ -195,7 +196,8 @@ class AsyncRedisServers:
         return found
 
     async def stream(self) -> PubSub:
-        """A subscription on a connection of its own. What is published on one node of a cluster reaches all."""
+        """Opens a subscription on a connection of its own. A cluster passes on what is published at any of its
+        servers."""
         if self._address.kind != "cluster":
             return self.client.pubsub()  # type: ignore[no-any-return]
         await self._drop_stream_client()
@@ -207,7 +209,7 @@ class AsyncRedisServers:
         return self._stream_client.pubsub()
 
     async def reconnect(self) -> None:
-        """Makes the next call ask who is in charge; after an error."""
+        """Makes the next call ask which server is in charge. For use after an error."""
         if self._address.kind == "cluster":
             await self.aclose()
             self.client = self._new_cluster()

@@ -1,1 +1,1 @@
-"""Prefixes fetched from peers that have them cached: who asks, who answers. Pure."""
+"""Pulls: prefixes fetched from peers that have them cached, the side that asks and the side that answers. Pure."""

@@ -1,4 +1,4 @@
-"""Pulls prefixes of prompts from peers that have them cached: who asks whom for what, what is held meanwhile. Pure.
+"""Pulls prefixes of prompts from peers that have them cached, and holds blocks for the requests meanwhile. Pure.
 
     WANTED ──asked──> ASKED ──Fetched──> HELD ──the request starts, ends or gives way──> OVER
        └ not worth it, nothing missing ─┴ NotFetched, given up ─────────────────────────────^
@@ -34,8 +34,8 @@ from tandem.kv_connector.sink.manager import SinkManager
 
 
 class Puller:
-    """Implements LowerTiers. `below`: this node's own tiers. `compute_rate`: of prompt tokens, as the step clock
-    measures it. `now` is that of the last `on_tick`."""
+    """The pulls of one node. Implements LowerTiers. `below` are this node's own tiers; `compute_rate` measures prompt
+    tokens, as the step clock does. The time is that of the last `on_tick`, in monotonic seconds."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class Puller:
     # --- requests -------------------------------------------------------------------------------------------
 
     def want(self, request: Request, hint: PrefixHint) -> None:
-        """Called before the scheduler gets `request`."""
+        """Notes that a prefix of `request` may be pulled from the peer that `hint` names. Must be called before the
+        scheduler gets `request`."""
         if self._pool.enable_caching and hint.peer.node_id != self.info.node_id:
             self._pulls[request] = Pull(request, hint)
 
@@ -74,7 +75,7 @@ class Puller:
         if pull is not None and pull.stage is PullStage.ASKED:
             return None
         if len(hits) < len(hashes) and hashes[len(hits)] in self._moving:
-            return None  # somebody else's pull brings it
+            return None  # another request's pull brings it
         if pull is None or pull.stage is not PullStage.WANTED:
             return self._below.prepare(taker, hashes, hits, runs_alone)
         if self._below.prepare(taker, hashes, hits, runs_alone=False) is None:
@@ -129,7 +130,8 @@ class Puller:
                 self._send(pull)
 
     def peer_lost(self, peer: NodeKey) -> None:
-        """It is gone, or refuses this node. The sink may have told of its hand-offs' ends already."""
+        """Ends the pulls from a peer that is gone or refuses this node. The sink may have reported their ends
+        already."""
         self._connected.discard(peer)
         for pull in [each for each in self._by_key.values() if each.hint.peer.key == peer]:
             self.counters.failed += 1
@@ -153,7 +155,7 @@ class Puller:
         return connects
 
     def fetch_rates(self) -> tuple[float, dict[str, float]]:
-        """Seconds a token: from any peer, and by node_id."""
+        """How many seconds pulling takes for each token: from any peer, and by node_id."""
         if not self._pool.enable_caching:
             return 0.0, {}
         return self.rates.s_per_token(self.compute_rate.seconds, self._now), self.rates.by_peer(self._now)
@@ -179,7 +181,8 @@ class Puller:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _ask(self, pull: Pull, hashes: Sequence[bytes], hits: Sequence[int]) -> None:
-        """Leaves it WANTED while others' pulls fill their share of the pool."""
+        """Asks the peer for the blocks, if that is worth it. Leaves the pull WANTED while others' pulls fill their
+        share of the pool."""
         size, peer, first = self._cache.block_size, pull.hint.peer, len(hits)
         wanted = hashes[first : pull.hint.num_tokens // size]
         compute = self.compute_rate.seconds
@@ -225,8 +228,8 @@ class Puller:
         self._outbox.append((pull.hint.peer.key, message))
 
     def _register(self, pull: Pull, blocks: Sequence[int]) -> None:
-        """What others have put into the table meanwhile stays, and is held in place of its copy: held beside it, copies
-        would only take room from the request that they are for."""
+        """Registers pulled blocks in the pool's table. A block that others have put there meanwhile stays, and is held
+        in place of its copy: copies held beside it would only take room from the request that they are for."""
         secrecy = pull.request.prompt.secrecy
         num_public = num_public_blocks(secrecy, self._cache.block_size, self._cache.hash_block_size)
         for index, block_id in enumerate(blocks, pull.first):

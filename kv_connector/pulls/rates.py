@@ -1,4 +1,4 @@
-"""What pulling a prefix from each peer takes, as measured here, and whether it beats computing it. Pure."""
+"""Measures how long pulling a prefix from each peer takes, and says whether that beats computing it. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from tandem.engine.contracts.rate import Rate
 
 MAX_PEERS = 1024  # a guess
-# Of computing a token: what pulling it is taken to cost before the first was pulled, and what computing it is taken to
-# cost before the first was computed. A node that never tried would never know.
+# Assumed before the first measurement: pulling a token costs GUESSED_SHARE of computing it, and computing it takes
+# GUESSED_COMPUTE_S. They let a node try: one that never tried would never know. Both are guesses.
 GUESSED_SHARE, GUESSED_COMPUTE_S = 0.25, 1 / 20_000
-# A rate that nothing has confirmed for so long is no reason any more not to pull: the load that it was measured under
-# has passed, and while routers heed it, nothing would measure it again.
+# A rate that nothing has confirmed for so long is forgotten: the load that it was measured under has passed, and while
+# it keeps routers from pulling, nothing would measure it again.
 FORGOTTEN_S = 60.0  # a guess
 
 
@@ -28,21 +28,21 @@ class _Measured:
         self.at = now
 
     def seconds(self, now: float) -> float:
-        """A token; 0: not known."""
+        """Seconds for each token; 0 when that is not known."""
         return self.rate.seconds if now - self.at < FORGOTTEN_S else 0.0
 
 
 class PullRates:
-    """Seconds a token, from the question until it had come: the way, the peer's answers and its tiers are in it. `now`
-    is in seconds of a monotonic clock."""
+    """Pull times in seconds for each token, from the question until the KV has come: network, the peer's answers and
+    its tiers included. `now` is in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._all = _Measured()
         self._by_peer: OrderedDict[str, _Measured] = OrderedDict()
 
     def measured(self, node_id: str, num_tokens: int, seconds: float, now: float) -> None:
-        """A pull of so many tokens; one that took too long counts with the time that was waited for it. The first from
-        a peer does not count: connections and channels are made for it."""
+        """Notes a pull of `num_tokens`. One that took too long counts with the time that was waited for it; the first
+        from a peer does not count, since it includes making connections and channels."""
         one = self._by_peer.get(node_id)
         if one is None:
             self._by_peer[node_id] = _Measured()
@@ -59,9 +59,9 @@ class PullRates:
         return one is None or not compute_s_per_token or one.seconds(now) < compute_s_per_token
 
     def s_per_token(self, compute_s_per_token: float, now: float) -> float:
-        """Seconds a token takes from any peer."""
+        """Seconds that pulling a token takes, measured over all peers; a guess before the first measurement."""
         return self._all.seconds(now) or GUESSED_SHARE * (compute_s_per_token or GUESSED_COMPUTE_S)
 
     def by_peer(self, now: float) -> dict[str, float]:
-        """Seconds a token takes, by node_id, where it is known."""
+        """Seconds that pulling a token takes, by node_id; peers without a measurement are left out."""
         return {node_id: each.seconds(now) for node_id, each in self._by_peer.items() if each.seconds(now)}

@@ -1,4 +1,4 @@
-"""What is kept of a pull, and what is counted of all. Pure."""
+"""The record of one pull, and the counters over all. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class PullStage(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Pull:
-    """`held`: one reference each, the request's hits and, once they came, the blocks after them."""
+    """One request's pull. It has a reference to each block in `held`: the request's hits and, once they came, the
+    blocks after them."""
 
     request: Request
     hint: PrefixHint
     stage: PullStage = PullStage.WANTED
     key: AttemptKey = NOT_ASKED
     first: int = 0  # number of hits
-    hashes: list[bytes] = field(default_factory=list)  # from the prompt's first block on to the last that is asked for
+    hashes: list[bytes] = field(default_factory=list)  # from the prompt's first block to the last one asked for
     held: list[int] = field(default_factory=list)
     hold: Hold | None = None
     asked_at: float = 0.0
@@ -43,9 +44,9 @@ class Pull:
 
 @dataclass
 class PullCounters:
-    asked: int = 0  # pulls
+    asked: int = 0  # pulls that were asked for
     completed: int = 0
-    failed: int = 0  # nothing came of them: the peer had nothing, was busy, slow, or is gone
-    declined: int = 0  # computing was faster
-    tokens: int = 0  # that need not be computed any more
-    seconds: float = 0.0  # from the question until they had come, of completed ones
+    failed: int = 0  # pulls that brought nothing: the peer had nothing, was busy or slow, or is gone
+    declined: int = 0  # pulls not made because computing was expected to be faster
+    tokens: int = 0  # tokens that pulls have brought, so that they need not be computed
+    seconds: float = 0.0  # from question to arrival, summed over completed pulls

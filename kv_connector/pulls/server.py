@@ -1,7 +1,7 @@
-"""The other end of a pull: finds what a peer asks for, in the pool or below, pins it and offers it. Pure.
+"""The answering end of pulls: finds the blocks that a peer asks for in the pool or below, pins and offers them. Pure.
 
 Only blocks that are cached and complete at that moment are offered, and each keeps a reference until the hand-off has
-ended (`SourceManager.offer`): what a peer reads can't be evicted under it.
+ended (`SourceManager.offer`): a block can't be evicted while a peer reads it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ANSWERED = 65536  # a guess
 
 @dataclass(eq=False, slots=True)
 class PullRequest:
-    """Asked, and waiting for this node's own tiers, where it takes what is loaded for it."""
+    """A peer's question that waits for this node's own tiers. Toward them it is a taker: they load blocks for it."""
 
     sender: NodeKey
     pull: KVPull
@@ -43,7 +43,7 @@ class PullRequest:
 
 
 class PullServer:
-    """`tiers`: this node's own, below `pool`."""
+    """Answers the pulls of peers from `pool` and from `tiers`, this node's own below it."""
 
     def __init__(
         self, info: NodeInfo, pool: BlockPool, source: SourceManager, tiers: LowerTiers, options: NodeOptions
@@ -58,8 +58,8 @@ class PullServer:
         self._outbox: list[tuple[NodeKey, Message]] = []
 
     def on_pull(self, sender: NodeKey, pull: KVPull, now: float) -> None:
-        """Idempotent. One that was answered by a claim is not heard again: its hand-off may have said that it writes
-        no more, and a second one under its name would take the grant of the first."""
+        """Takes a peer's question; idempotent. One that was answered by a claim is not answered again: its hand-off may
+        have said that it writes no more, and a second one under its name would take the first one's grant."""
         if pull.source_epoch != self.info.epoch or pull.key in self._answered or pull.key in self._waiting:
             return
         problem = self._problem(sender, pull)
@@ -77,7 +77,7 @@ class PullServer:
             self._look(question, now)
 
     def on_outcome(self, outcome: SourceOutcome) -> bool:
-        """How a hand-off ended; False: it was no pull's."""
+        """Takes the end of a hand-off; False if that was no pull's."""
         offer = self._offers.pop(outcome.key, None)
         self._pool.reservations.end(offer)
         return offer is not None
@@ -97,9 +97,9 @@ class PullServer:
     # --- inside ---------------------------------------------------------------------------------------------
 
     def _problem(self, sender: NodeKey, pull: KVPull) -> str:
-        """Why it can't be served, ""  when it can."""
+        """The reason why the pull can't be served; "" when it can."""
         if self._source.knows(pull.key):
-            return outcomes.UNKNOWN  # another hand-off has its name
+            return outcomes.UNKNOWN  # another hand-off has the same key
         peer = self._source.peers.get(sender)
         if peer is None or peer.layout is None or self.info.layout is None:
             return outcomes.UNKNOWN
@@ -113,7 +113,8 @@ class PullServer:
         return "" if not rest and 0 <= pull.first_block < num_hashes else outcomes.UNKNOWN
 
     def _look(self, question: PullRequest, now: float) -> None:
-        """Offers what is there as soon as nothing more is being loaded, or half of the peer's patience has gone."""
+        """Offers the blocks that are there, once nothing more is being loaded or half of the peer's patience is
+        over."""
         hits = self._pool.match_prefix(question.hashes)
         patience_s = question.deadline - now
         hurries = patience_s < question.pull.deadline_s / 2
@@ -145,7 +146,8 @@ class PullServer:
         self._source.offer(question.key, PeerRef(*question.sender, ""), blocks, num_tokens, question.deadline, now)
 
     def _withdraw(self, key: AttemptKey) -> None:
-        """Once it is granted it ends by itself, and sooner than its writes could be taken back."""
+        """Withdraws an offer that has not been granted. A granted one ends by itself, sooner than its writes could be
+        taken back."""
         if self._source.withdraw(key):
             self._pool.reservations.end(self._offers.pop(key))
 

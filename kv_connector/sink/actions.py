@@ -26,7 +26,7 @@ class SinkActions:
         self._verifying: set[AttemptKey] = set()
 
     def run(self, record: SinkRecord, actions: Sequence[A]) -> None:
-        if A.RECOMPUTE in actions:  # whatever led to it: the source must not report a failure
+        if A.RECOMPUTE in actions:  # whatever the reason was, the source must not report a failure
             record.reason = outcomes.RECOMPUTING
         for action in actions:
             if action.value.startswith("send_"):
@@ -41,7 +41,7 @@ class SinkActions:
 
     @property
     def num_verifying(self) -> int:
-        """Hand-offs whose bytes are all here, and being checked."""
+        """The number of hand-offs whose bytes are all here and are being checked."""
         return len(self._verifying)
 
     def check_integrity(self) -> None:

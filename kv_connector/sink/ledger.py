@@ -34,7 +34,7 @@ class SinkCounters:
 
 
 class SinkLedger:
-    """`now` (monotonic seconds) is set by whoever brings an event.
+    """The records of one sink. Whoever brings an event sets the time (monotonic seconds) with `at`.
 
     Blocks: `hits` (pinned prefix, shared) and `granted` (to be written by the source) of each record hold one
     reference each until the machine says COMMIT, UNPIN or FREE."""
@@ -45,7 +45,7 @@ class SinkLedger:
         self.counters = SinkCounters()
         self.now = 0.0
         self.records: dict[AttemptKey, SinkRecord] = {}
-        self.live: dict[AttemptKey, SinkRecord] = {}  # not the thousands that have ended; these hold no blocks
+        self.live: dict[AttemptKey, SinkRecord] = {}  # without the thousands that have ended, which hold no blocks
         self._connect_s = options.timeouts.connect_s
         self._tombstones: deque[SinkRecord] = deque()  # in the order of their ends
 
@@ -84,7 +84,7 @@ class SinkLedger:
         return -(-num_tokens // self.block_size)
 
     def has_room_for(self, num_tokens: int) -> bool:
-        """Whether they would fit into an empty pool."""
+        """Whether so many tokens would fit into an empty pool."""
         return self.num_blocks_of(num_tokens) <= self.pool.num_blocks
 
     def pin(self, record: SinkRecord) -> None:
@@ -107,7 +107,8 @@ class SinkLedger:
         record.hits, record.hold = [], None
 
     def grant(self, record: SinkRecord, blocks: list[int]) -> None:
-        """What a granted record holds it gives back to nobody: it becomes the request's, or waits until it is safe."""
+        """Gives `blocks` to a record. From here on nobody can ask it to give back what it holds: its blocks become the
+        request's, or wait in quarantine until they are safe."""
         self.pool.reservations.end(record.hold)
         record.granted, record.hold = blocks, None
 
@@ -117,13 +118,15 @@ class SinkLedger:
         del record.granted[first:]
 
     def shorten(self, record: SinkRecord, num_tokens: int) -> None:
-        """A running sequence needs what was granted up to its length at the end; its source wrote no other block."""
+        """Frees the granted blocks beyond `num_tokens`, the length of a sequence at its end: its source wrote none of
+        them."""
         record.num_tokens, record.num_blocks = num_tokens, self.num_blocks_of(num_tokens)
         self.free_granted(record, record.num_blocks - len(record.hits))
 
     def take(self, record: SinkRecord) -> tuple[int, ...]:
-        """The request's blocks, out of the record's hands. What others with the same prefix brought since the grant
-        takes the place of what came again: kept once it leaves room, and decodes read it together."""
+        """Takes the request's blocks out of the record and returns them. Where others with the same prefix have brought
+        a block since the grant, theirs takes the place of the one that came again: the block is kept once, which leaves
+        room, and decodes read it together."""
         blocks, request = [*record.hits, *record.granted], record.request
         record.hits, record.granted = [], []
         if request is None or not request.prompt.use_prefix_cache:
@@ -140,7 +143,7 @@ class SinkLedger:
 
     @property
     def is_idle(self) -> bool:
-        """No hand-off is under way; quarantined blocks die with this process."""
+        """Whether no hand-off is under way. Quarantined blocks don't count: they die with this process."""
         return all(r.machine.state in (*OVER, *UNTIL_SAFE) for r in self.live.values())
 
     @property

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from tandem.engine.contracts.security import ClusterKeys
 
 
-# The claim that is first in line lets requests of this node keep so long what is held for them until they start: each
-# may hold what the other lacks.
+# The claim that is first in line leaves blocks held for requests of this node with them for so long; then it takes
+# them, since claim and requests may each hold what the other lacks.
 PATIENCE_S = 0.3  # a guess
 
 
@@ -37,11 +37,11 @@ class SinkLine:
         self._lease_s = options.timeouts.grant_lease_s
         self._headroom = int(options.scheduler.growth_headroom * ledger.pool.num_blocks)
         self._queue: deque[SinkRecord] = deque()
-        self._pulls: list[SinkRecord] = []  # claimed
-        self._short_since = math.inf  # when it was first seen that the first claim lacks blocks
+        self._pulls: list[SinkRecord] = []  # those that have claimed
+        self._short_since = math.inf  # when the first claim was first seen to lack blocks
 
     def on_claim(self, record: SinkRecord, claim: KVClaim) -> None:
-        """Takes a claim in. A pull's says how much the source has; a repetition must say the same."""
+        """Takes a claim in. That of a pull says how much the source has; a repetition must say the same."""
         if record.kind is HandoffKind.PULL:
             num_blocks, rest = divmod(claim.num_prompt_tokens, self._ledger.block_size)
             fits = not rest and 0 < num_blocks <= record.most_blocks
@@ -55,13 +55,14 @@ class SinkLine:
         self._actions.run(record, record.machine.on_claim(claim.source_epoch, claim.sink_epoch))
 
     def take_claimed(self, record: SinkRecord) -> None:
-        """Sizes a running sequence: its source alone knows how long it may become; it is no shorter than its prompt."""
+        """Takes the size of a running sequence from its claim: its source alone knows how long it may become. It is no
+        shorter than its prompt."""
         if record.kind is HandoffKind.SEQUENCE and record.num_claimed and record.request is not None:
             record.num_tokens = max(record.num_claimed, record.request.num_prompt_tokens)
             record.num_blocks = self._ledger.num_blocks_of(record.num_tokens)
 
     def settle(self, record: SinkRecord) -> None:
-        """Called after any event: queues a new claim, notes an end, grants what can be granted now."""
+        """Queues a new claim, notes an end, grants what can be granted now. Must be called after every event."""
         line = self._queue if record.kind is HandoffKind.PROMPT else self._pulls
         if record.machine.state is S.QUEUED and record not in line:
             line.append(record)
@@ -106,8 +107,8 @@ class SinkLine:
                 self._grant(record, blocks)
 
     def _make_room(self, head: SinkRecord, needed: int) -> bool:
-        """Who is about to start is let start: what is held for requests of this node goes to the first claim when it
-        has waited for some time, or at once if nothing else holds blocks."""
+        """Gives the first claim what is held for requests of this node when it has waited for PATIENCE_S, or at once if
+        nothing else holds blocks: until then a request that is about to start may do so."""
         make_room, now = self._pool.reservations.make_room, self._ledger.now
         if not self._others_will_free_blocks():
             return make_room(needed, Kind.CLAIM, head)
@@ -119,8 +120,8 @@ class SinkLine:
         return has_room and needed <= self._pool.num_grantable - self._headroom
 
     def _others_will_free_blocks(self) -> bool:
-        """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Then waiting helps; head-room
-        for growth is kept only while somebody can grow."""
+        """Whether anything but pinned hits holds blocks: sequences, grants, quarantine. Only then does waiting help,
+        and is head-room for growth needed."""
         pinned = {block_id for record in self._ledger.live.values() for block_id in record.hits}
         return self._pool.num_blocks - self._pool.num_free > len(pinned)
 

@@ -1,5 +1,7 @@
-"""The sink's hand-offs: tickets, the line of claims, grants, verification, commit, quarantine. Pure: what is decided
-stands in `effects`; time comes in with each event."""
+"""The sink's hand-offs: tickets, the line of claims, grants, verification, commit, quarantine.
+
+Pure: decisions are put into `effects`; time comes in with each event.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 
 class SinkManager:
-    """`pool` is shared with the scheduler. `is_settled` (grant id) says whether a source's word that it writes no more
-    may be believed (Transport.is_settled): if not, the word is not heard, and comes again.
+    """Decides on all hand-offs of which this node is the sink. `pool` is shared with the scheduler. `is_settled` (grant
+    id) says whether a source that says that it writes no more may be believed (Transport.is_settled); if not, its
+    message is dropped, and comes again.
 
     Its parts: `ledger` (records and their blocks), `actions` (what a machine's actions mean), `line` (who is granted
     next), `peers` (who may write)."""
@@ -64,7 +67,8 @@ class SinkManager:
     # --- requests -------------------------------------------------------------------------------------------
 
     def expect(self, submit: Submit, request: Request, now: float) -> int:
-        """The ticket: pins this node's own prefix of the prompt, takes no new block; number of tokens pinned."""
+        """Makes the ticket of a hand-off: pins this node's own prefix of the prompt and takes no new block. Returns the
+        number of tokens pinned."""
         self.ledger.at(now)
         record = self.ledger.open(request.key)
         record.deadline, record.expected_at = now + submit.deadline_s, now
@@ -96,7 +100,7 @@ class SinkManager:
         self.actions.run(record, record.machine.on_submit(source.epoch))
 
     def is_unanswered(self, key: AttemptKey) -> bool:
-        """Whether the source has not been heard of in this hand-off."""
+        """Whether the source has sent nothing yet in this hand-off."""
         record = self.ledger.records.get(key)
         return record is not None and record.machine.state is S.EXPECTING
 
@@ -111,11 +115,12 @@ class SinkManager:
     # --- what happens elsewhere -----------------------------------------------------------------------------
 
     def drop_foreign(self) -> None:
-        """Counts a message of somebody whose loss would fence nothing that it was granted."""
+        """Counts a hand-off message of a peer that can't be a source: its loss would fence nothing that it was
+        granted."""
         self.counters.foreign_messages += 1
 
     def on_message(self, sender: NodeKey, message: Message, now: float) -> None:
-        """Takes a source's message; one that speaks for another node or epoch than its connection is not heard."""
+        """Takes a source's message; one that speaks for another node or epoch than its connection is dropped."""
         self.ledger.at(now)
         if not isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.counters.foreign_messages += 1
@@ -212,7 +217,8 @@ class SinkManager:
         self.actions.run(record, actions)
 
     def _makes_sense(self, record: SinkRecord, ready: KVReady) -> bool:
-        """Whether sequences can go on behind what it says: tokens of this model, of samples that were asked for."""
+        """Whether sequences can go on from this KVReady: its tokens are of this model, and of samples that were asked
+        for."""
         named = [token.sample_index for token in ready.first_tokens]
         if record.request is not None and not set(named) <= set(record.request.sample_indices):
             return False

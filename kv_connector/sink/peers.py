@@ -1,5 +1,4 @@
-"""Who may write into this sink's blocks: sources that come, are lost and come back, and their fences.
-Pure."""
+"""The sources that may write into this sink's blocks: they come, are lost and come back, and are fenced. Pure."""
 
 from __future__ import annotations
 
@@ -20,24 +19,27 @@ MAX_LOST = 4096  # a guess
 
 
 class SinkPeers:
-    """A source that is lost may still write: what it was granted stays in quarantine until it is fenced."""
+    """Keeps track of lost sources. One may still write, so what it was granted stays in quarantine until it is
+    fenced."""
 
     def __init__(
         self, ledger: SinkLedger, actions: SinkActions, line: SinkLine, effects: list[SinkEffect], options: NodeOptions
     ) -> None:
         self._ledger, self._actions, self._line, self._effects = ledger, actions, line, effects
         self._connect_s = options.timeouts.connect_s
-        self._lost: OrderedDict[NodeKey, None] = OrderedDict()  # and not greeted since
-        self._fences: Counter[NodeKey] = Counter()  # asked for and not ended
+        self._lost: OrderedDict[NodeKey, None] = OrderedDict()  # sources that were not greeted since
+        self._fences: Counter[NodeKey] = Counter()  # fences asked for that have not ended
 
     def connected(self, info: NodeInfo) -> None:
-        """A source was greeted (again). One that was lost gets new grants at once, whether its fence has ended or not:
-        what it held before stays in quarantine, and that fence says nothing of what it is granted from now on."""
+        """Notes that a source was greeted (again). One that was lost gets new grants at once, whether its fence has
+        ended or not: what it held before stays in quarantine, and that fence does not cover what it is granted from now
+        on."""
         self._lost.pop(info.key, None)
         self._effects.append(AdmitSource(info))
 
     def lost(self, source: NodeKey) -> None:
-        """The source is silent or gone: what it may still write stays in quarantine until it is fenced."""
+        """Notes that a source is silent or gone: blocks that it may still write stay in quarantine until it is
+        fenced."""
         self._lost[source] = None
         if len(self._lost) > MAX_LOST:
             self._lost.popitem(last=False)
@@ -49,8 +51,8 @@ class SinkPeers:
             self._line.settle(record)
 
     def fenced(self, source: NodeKey) -> None:
-        """A fence closes grants that were open when it was asked for, so only hand-offs that have seen the loss count,
-        and, of a source lost more than once, only when its last fence has ended."""
+        """Notes the end of a fence. A fence closes the grants that were open when it was asked for, so it settles only
+        hand-offs that have seen the loss; if the source was lost more than once, only its last fence settles them."""
         self._fences[source] -= 1
         if self._fences[source] > 0:
             return

@@ -15,7 +15,8 @@ from tandem.kv_connector.protocol.sink_table import SinkState as S
 
 ENDED = (S.COMMITTED, S.CLOSED, S.REJECTED)
 OVER = (*ENDED, S.UNKNOWN)
-# The request has ended; its blocks wait for KVDrained or a fence, however long: no passing of time makes them safe.
+# States in which the request has ended and its blocks wait for KVDrained or a fence, however long that takes: time
+# alone never makes them safe.
 UNTIL_SAFE = (S.QUARANTINED,)
 
 
@@ -24,21 +25,21 @@ class SinkRecord:
     key: AttemptKey
     machine: SinkMachine
     deadline: float
-    kind: HandoffKind = HandoffKind.PROMPT  # true from when this node asks for it
+    kind: HandoffKind = HandoffKind.PROMPT  # correct as soon as this node has asked for the hand-off
     source_id: str = ""
     request: Request | None = None
-    expected_at: float = 0.0  # when it was submitted
-    num_tokens: int = 0  # to be in the pool at its commit, of a sequence at most; of a pull known from its claim on
+    expected_at: float = 0.0  # when the request was submitted
+    num_tokens: int = 0  # in the pool at the commit: of a sequence at most so many, of a pull known from its claim on
     num_blocks: int = 0
     num_claimed: int = 0  # tokens that the claim names
-    most_blocks: int = 0  # that a pull asked for
+    most_blocks: int = 0  # how many blocks a pull asked for
     hits: list[int] = field(default_factory=list)
-    hold: Hold | None = None  # of the hits, while they are a ticket's
+    hold: Hold | None = None  # the reservation of the hits, while they belong to a ticket
     granted: list[int] = field(default_factory=list)
     grant: KVGrant | None = None
     lease_until: float = 0.0
     quarantined_at: float = 0.0
-    was_warned: bool = False  # that the quarantine lasts
+    was_warned: bool = False  # whether the log says already that the quarantine lasts
     ready: KVReady | None = None
     bad_indices: tuple[int, ...] = ()
     reason: str = ""

@@ -1,7 +1,7 @@
 """The source's hand-offs: one SourceMachine each, fed by the scheduler, the sinks' messages and the transfer thread.
 
 `prompts` pushes what is being computed, `offer` hands over KV that exists already, `follow` a sequence that runs. Pure:
-what is decided stands in `effects`; time comes in with each event.
+decisions are put into `effects`; time comes in with each event.
 """
 
 from __future__ import annotations

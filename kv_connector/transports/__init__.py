@@ -1,1 +1,1 @@
-"""One file a transport: local, shm, tcp."""
+"""Transports that move KV blocks between nodes: within a process, within a host (mapped/), over sockets (links/)."""

@@ -1,4 +1,4 @@
-"""What every transport is: it moves blocks of one node's pool into granted blocks of another node's pool.
+"""The interface of transports, which move blocks of one node's pool into granted blocks of another node's pool.
 
     register(pool) → export() → [handshake carries NodeInfo] → admit(source) on the sink, connect(sink) on the source
     → open_grant → Channel.write … Channel.flush → close_grant; fence(source) when the source can't be asked.
@@ -32,15 +32,15 @@ MAX_WRITE_BYTES = 4 << 20  # a guess; what it reaches: docs/measurements.md#tran
 
 @dataclass(frozen=True, slots=True)
 class PairSums:
-    """Where the blocks of a write are summed for digests on their way: pair i at `indices[i]` of `sums`."""
+    """The place for sums that a write takes of its blocks, for digests: that of pair i is `sums[indices[i]]`."""
 
     sums: BlockSums
     indices: Sequence[int]
 
 
 class Write(NamedTuple):
-    """A copy that a source makes under a grant: of pair i the slots 0 … num_valid[i]-1 of `layers` (None: all). Sums
-    only where the channel has `sums_blocks`, and `sums_layers` or all layers."""
+    """A copy that a source makes under a grant: of pair i the slots 0 … num_valid[i]-1 of `layers` (None: all). It has
+    sums only where the channel has `sums_blocks`, and `sums_layers` unless all layers are written."""
 
     grant: KVGrant
     pairs: BlockPairs
@@ -49,11 +49,11 @@ class Write(NamedTuple):
     sums: PairSums | None = None
 
     def span(self, num_layers: int) -> range:
-        """The layers, where a block has so many."""
+        """The layers as a range, for blocks of `num_layers` layers."""
         return range(num_layers) if self.layers is None else self.layers
 
     def take(self, indices: Sequence[int]) -> Write:
-        """The part of it that these pairs, in ascending order, are."""
+        """The part of this write that has the pairs at `indices`, which ascend."""
         if len(indices) == len(self.pairs):
             return self
         pairs, num_valid, sums = [self.pairs[i] for i in indices], [self.num_valid[i] for i in indices], self.sums
@@ -80,7 +80,7 @@ class Write(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RegisteredPool:
-    """A node's pool as its transports see it. `ranks`: where blocks are, if `pool_NHLPBD` has only some heads."""
+    """A node's pool as its transports see it. `ranks` has the blocks if `pool_NHLPBD` has only some of their heads."""
 
     pool_NHLPBD: torch.Tensor
     layout: KVLayout
@@ -92,9 +92,9 @@ class Channel(Protocol):
     """One source's way into one sink's pool. `write` and `flush` belong to one thread, `close` to any."""
 
     peer: NodeKey
-    max_write_bytes: int  # a longer push is split: between two writes it is noticed that its grant was retired
+    max_write_bytes: int  # a longer push is split, so that the end of its grant is noticed between two writes
     sums_blocks: bool  # whether writes take up `sums` while they read the blocks
-    sums_layers: bool  # also those of some layers, beside a computation that it does not slow down
+    sums_layers: bool  # whether also writes of some layers do, beside a computation that this does not slow down
 
     def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:
         """Starts (or does) the copy, on CUDA ordered after the current stream's work. Source block ids index
@@ -125,7 +125,7 @@ class Transport(Protocol):
         """Zeroed memory that the pool must live in (engine/device/kv_pool.py's `storage`); None: any memory will do."""
 
     def register(self, pool: RegisteredPool) -> None:
-        """Once, before anything below."""
+        """Tells the transport the node's pool. Must be called once, before any method below."""
 
     def export(self) -> bytes:
         """Address of this node's pool for peers: the value of NodeInfo.transports[name]."""
@@ -145,7 +145,7 @@ class Transport(Protocol):
     def is_settled(self, grant_id: int) -> bool:
         """Sink: False while writes that the source began under this grant were not flushed, whatever the source says.
 
-        A Drained must not be believed then; its repetition may be: what stands against it is being ended."""
+        A KVDrained must not be believed then. Its repetition may be: whatever still writes is being ended."""
 
     def fence(self, source: NodeKey) -> Future[None]:
         """Sink: done when no write under any grant of that source opened so far can land any more.

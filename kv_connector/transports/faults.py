@@ -28,7 +28,7 @@ _NUMBERED = ("drop", "duplicate", "corrupt", "die")
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """Which write numbers suffer what; `None` in a set stands for every write."""
+    """The numbers of the writes that each fault hits; `None` in a set stands for every write."""
 
     delay_s: float
     numbers: dict[str, frozenset[int | None]]
@@ -39,7 +39,7 @@ class FaultPlan:
 
 
 def parse_faults(specification: str) -> FaultPlan:
-    """Raises ConfigError that names the part which is not understood."""
+    """Reads a specification. Raises ConfigError that names the part which is not understood."""
     delay_s = 0.0
     numbers: dict[str, set[int | None]] = {}
     for part in filter(None, (each.strip() for each in specification.split(","))):

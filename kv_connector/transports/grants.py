@@ -1,4 +1,4 @@
-"""Receiver-side gate: which grants are open, and who is writing under them right now. Thread-safe.
+"""The receiver's gate: knows which grants are open, and who is writing under them right now. Thread-safe.
 
 Invariant: bytes of a peer go into the pool only inside `writing(...)`, and `close` returns only after every such
 section of that grant has been left. Hence a closed grant's blocks can't change any more.
@@ -21,7 +21,7 @@ class GrantInUse:
     grant: KVGrant
     blocks: frozenset[int]
     closed: bool = False  # read by the writer between two pieces, to leave early
-    wakers: list[Callable[[], None]] = field(default_factory=list)  # one per writing section
+    wakers: list[Callable[[], None]] = field(default_factory=list)  # one for each writing section
 
 
 class GrantTable:
@@ -83,7 +83,7 @@ class GrantTable:
         block_ids: Iterable[int],
         wake: Callable[[], None] = lambda: None,
     ) -> Iterator[GrantInUse]:
-        """Section in which `source` may write `block_ids`.
+        """A context in which `source` may write `block_ids`.
 
         `wake` is called from the closing thread when the grant closes meanwhile; the writer must then leave soon.
         Raises GrantError when the grant is not open, belongs to another source or does not cover a block.
@@ -120,7 +120,7 @@ class GrantTable:
         return entry
 
     def _close_entries(self, entries: list[GrantInUse]) -> None:
-        """Lock held. Wakes the writers of `entries` and waits until they have left."""
+        """Wakes the writers of `entries` and waits until they have left. The lock must be held."""
         for entry in entries:
             if not entry.closed:
                 entry.closed = True

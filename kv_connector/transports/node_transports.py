@@ -1,4 +1,4 @@
-"""All transports of one node behind one object: what the node's main, its managers and its transfer thread use.
+"""All transports of one node behind one object, which the node's main, managers and transfer thread use.
 
 A sink opens each grant on every transport that the source might take (it falls back to the next one when connecting
 fails), and a fence is done when all of them have fenced.
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 def make_transports(
     requested: str, device: torch.device, keys: ClusterKeys, host: str, timeout_s: float, has_ranks: bool = False
 ) -> list[Transport]:
-    """The transports that `requested` ("auto" or a name) allows on `device`, for a pool that is there as a whole or, if
-    it `has_ranks`, on other GPUs too. Raises ConfigError."""
+    """Makes the transports that `requested` ("auto" or a name) allows on `device`. With `has_ranks` the node's pool
+    lies on other GPUs too. `timeout_s` bounds waits for a peer. Raises ConfigError if none can be used."""
     if requested != "auto" and requested not in ORDER:
         raise ConfigError(f"there is no transport {requested!r}: choose auto, {', '.join(ORDER)}")
     known: tuple[Transport, ...] = (
@@ -67,7 +67,7 @@ def _problem(transport: Transport, device: torch.device, has_ranks: bool) -> str
 
 
 class NodeTransports:
-    """Thread-safe after `register`."""
+    """The transports of one node. Thread-safe after `register`."""
 
     def __init__(self, transports: Sequence[Transport], requested: str = "auto") -> None:
         self._transports = {transport.name: transport for transport in transports}
@@ -75,7 +75,7 @@ class NodeTransports:
         self._device = torch.device("cpu")
         self._lock = threading.Lock()
         self._sources: dict[NodeKey, list[Transport]] = {}
-        self.counters = {f"kv_channels_{name}": 0.0 for name in self._transports}  # opened by this node as a source
+        self.counters = {f"kv_channels_{name}": 0.0 for name in self._transports}  # channels opened as a source
 
     def pool_storage(self, nbytes: int) -> memoryview | None:
         """Memory for a CPU pool, to be given to `allocate_pool`; None: any memory will do."""
@@ -86,7 +86,7 @@ class NodeTransports:
         return None
 
     def pool_file(self) -> tuple[int, int] | None:
-        """(descriptor, offset) of what `pool_storage` gave; None: it gave nothing."""
+        """The descriptor, and the offset in bytes, of the memory that `pool_storage` gave; None if it gave none."""
         shm = self._transports.get("shm")
         return shm.pool_file if isinstance(shm, ShmTransport) else None
 
@@ -96,11 +96,12 @@ class NodeTransports:
             transport.register(RegisteredPool(as_moved(pool), layout, node, ranks))
 
     def exports(self) -> dict[str, bytes]:
-        """Value of NodeInfo.transports."""
+        """The value for NodeInfo.transports: an address for each transport, by its name."""
         return {name: transport.export() for name, transport in self._transports.items()}
 
     def check_peer(self, ours: NodeInfo, peer: NodeInfo) -> None:
-        """Raises HandshakeError when nothing moves KV between the two: else each hand-off would find that out."""
+        """Raises HandshakeError when no transport can move KV between the two nodes, before each hand-off finds that
+        out."""
         try:
             choose_transport(ours, peer, self._requested, self._device)
         except TransportError as error:
@@ -124,7 +125,8 @@ class NodeTransports:
         raise TransportError(f"no channel to {peer.node_id} ({'; '.join(failures)})")
 
     def admit(self, ours: NodeInfo, peer: NodeInfo) -> None:
-        """Sink: `peer` said Hello and may become a source. Before the first grant to it. Raises TransportError."""
+        """Sink: admits a peer that said Hello and may become a source. Must be called before the first grant to it.
+        Raises TransportError."""
         choose_transport(ours, peer, self._requested, self._device)
         ways = [self._transports[name] for name in candidates(ours, peer)[0]]
         for transport in ways:
@@ -133,7 +135,8 @@ class NodeTransports:
             self._sources[peer.key] = ways
 
     def open_grant(self, grant: KVGrant) -> None:
-        """Sink: before the grant is sent. Raises GrantError when its source was never admitted or is fenced or gone."""
+        """Sink: opens a grant on the transports that its source might take. Must be called before the grant is sent.
+        Raises GrantError when the source was never admitted, or is fenced or gone."""
         with self._lock:
             ways = self._sources.get(grant.source, [])
         if not ways:
@@ -144,7 +147,7 @@ class NodeTransports:
             transport.open_grant(grant)
 
     def close_grant(self, grant_id: int) -> None:
-        """Sink: before the grant's blocks are given to anyone, whatever ended the grant. Idempotent."""
+        """Sink: closes a grant, whatever ended it; idempotent. Must be called before its blocks are given to anyone."""
         for transport in self._transports.values():
             transport.close_grant(grant_id)
 
@@ -154,7 +157,7 @@ class NodeTransports:
         return all(settled)
 
     def fence(self, source: NodeKey) -> Future[None]:
-        """Sink: as Transport.fence, for every way that the source may have taken."""
+        """Sink: fences the source on every transport that it may have used; see Transport.fence."""
         with self._lock:
             self._sources.pop(source, None)
         return _all_done([transport.fence(source) for transport in self._transports.values()])

@@ -14,7 +14,7 @@ from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, OnLost, Registe
 
 
 class PoolChannel(ABC):
-    """Checks each write against its grant, reports the loss of the peer once."""
+    """Checks each write against its grant, and reports the loss of the peer once."""
 
     sums_blocks = sums_layers = False
 
@@ -24,7 +24,7 @@ class PoolChannel(ABC):
         self.max_write_bytes = MAX_WRITE_BYTES
         self._on_lost = on_lost
         self._end_lock = threading.Lock()
-        self._end_reason = ""  # why it takes no more writes
+        self._end_reason = ""  # why the channel takes no more writes
 
     def write(self, write: Write, pool_NHLPBD: torch.Tensor | None = None) -> None:
         assert pool_NHLPBD is not None or self.source.ranks is None, "blocks that are not whole are gathered first"
@@ -42,13 +42,13 @@ class PoolChannel(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Lets go of sockets or mappings; called once."""
+        """Lets go of sockets or mappings. Is called once."""
 
     def close(self) -> None:
         self._end("the channel was closed here")
 
     def lose(self, reason: str) -> None:
-        """The peer can't be written to any more: ends the channel and tells its owner."""
+        """Ends the channel and tells its owner: the peer can't be written to any more."""
         if self._end(reason):
             self._on_lost(self.peer, reason)
 

@@ -1,4 +1,4 @@
-"""Which transport a pair of nodes uses. Both sides see the same two NodeInfos, so both find the same answer.
+"""Chooses the transport of a pair of nodes. Both sides see the same two NodeInfos, so both find the same answer.
 
 A node exports only the transports that its configuration and device allow; what both export and what their places
 (process, host) allow is a candidate, the first in `ORDER` is used.
@@ -17,7 +17,7 @@ ONLY_WHEN_ASKED = ("ucx",)  # `auto` does not offer it: it is better than tcp on
 
 
 def candidates(ours: NodeInfo, theirs: NodeInfo) -> tuple[list[str], dict[str, str]]:
-    """(usable transports in order, reason against each of the others)."""
+    """Returns the transports that the two nodes can use, best first, and the reason against each of the others."""
     usable, reasons = [], {}
     for name in ORDER:
         reason = _why_not(name, ours, theirs)
@@ -44,7 +44,7 @@ def choose_transport(ours: NodeInfo, theirs: NodeInfo, requested: str, device: t
 
 
 def _why_not(name: str, ours: NodeInfo, theirs: NodeInfo) -> str:
-    """ "" when `name` works between the two."""
+    """The reason why the two nodes can't use transport `name`; "" if they can."""
     for info in (ours, theirs):
         if name not in info.transports:
             return f"{info.node_id} does not offer it (its configuration or its device rules it out)"

@@ -1,8 +1,8 @@
-"""Where links come in: a listening socket, a thread for each connection, and a bound on what strangers can take up.
+"""The entrance of links: a listening socket, a thread for each connection, and a bound on what strangers can use up.
 
 Whoever reaches the port can connect. Until a connection has proven that it holds the cluster's key it costs a thread
-and a few KiB, for a few seconds, and there are MAX_STRANGERS of them: one more ends the oldest. A node proves itself
-within a round trip, so it is hardly ever the oldest, however many others there are.
+and a few KiB, for a few seconds, and there are at most MAX_STRANGERS of them: one more ends the oldest. A node proves
+itself within a round trip, so it is hardly ever the oldest, however many others there are.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ limited = RateLimited(logger)
 
 
 class LinkDoor:
-    """`serve(sock, address)` is called on a thread of its own for each connection, which ends when it returns; it calls
-    `admit` as soon as the other side has proven itself."""
+    """Accepts connections. For each, `serve(sock, address)` is called on a thread of its own; the connection ends when
+    it returns. `serve` must call `admit` as soon as the other side has proven itself."""
 
     def __init__(self, name: str, host: str, serve: Callable[[socket.socket, object], None]) -> None:
-        """Listens from now on. Raises ConfigError when `host` is no address of this machine, OSError when no socket is
+        """Starts to listen. Raises ConfigError when `host` is no address of this machine, OSError when no socket is
         left."""
         self._name, self._serve = name, serve
         self._lock = threading.Lock()
@@ -59,7 +59,7 @@ class LinkDoor:
             self._strangers.pop(sock, None)
 
     def close(self) -> None:
-        """Lets nobody in any more; who is in stays, but for strangers."""
+        """Lets nobody in any more. Admitted connections stay, strangers are ended."""
         with self._lock:
             self._closed = True
             for sock in self._strangers:
@@ -111,7 +111,8 @@ class LinkDoor:
             self._let_out(sock)
 
     def _let_out(self, sock: socket.socket) -> None:
-        """Closed under the lock: whom `_let_in` ends has not given its descriptor to another."""
+        """Closes a connection, under the lock: so `_let_in` never ends one whose descriptor another has got
+        meanwhile."""
         with self._lock:
             self._strangers.pop(sock, None)
             self._num_connections -= 1

@@ -1,6 +1,6 @@
-"""Source's end of a link whose bytes travel beside it: packs short runs into slots, keeps count of what is answered.
+"""The source's end of a link whose bytes travel beside it: packs short runs into slots, keeps count of the answers.
 
-All of `write` and `flush` runs under one lock, in which the channel's end is asked for at every wait, so that `close`
+All of `write` and `flush` runs under one lock, and every wait checks whether the channel has ended, so that `close`
 from another thread takes the library's agent down only when nobody uses it.
 """
 
@@ -44,14 +44,14 @@ OfferT = TypeVar("OfferT", bound=msgspec.Struct)
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A frame without an answer yet. `slot` is free again when it is answered; -1: none."""
+    """A frame that has no answer yet. Its `slot` (-1: none) is free again when the answer comes."""
 
     grant_id: int
     slot: int
 
 
 class LandingChannel(PoolChannel):
-    """Subclasses move the bytes. Any failure but a refused grant ends the channel."""
+    """A channel over such a link; subclasses move the bytes. Any failure but a refused grant ends the channel."""
 
     def __init__(
         self, source: RegisteredPool, sock: socket.socket, peer: NodeInfo, on_lost: OnLost, timeout_s: float
@@ -69,7 +69,7 @@ class LandingChannel(PoolChannel):
         self._sequence = 0
         self._asked: dict[int, _Asked] = {}  # by sequence
         self._refused: dict[int, str] = {}  # by grant id, until flushed
-        self._awake = False  # the sink drives its library
+        self._awake = False  # whether the sink drives its library
         self._progressed_at = 0.0
 
     # --- what the library does ------------------------------------------------------------------------------
@@ -80,15 +80,15 @@ class LandingChannel(PoolChannel):
 
     @abstractmethod
     def _poll_library(self) -> bool:
-        """Drives the library; whether something that was started has ended. Raises what the library raises."""
+        """Drives the library. Returns whether something that was started has ended; raises what the library raises."""
 
     @abstractmethod
     def _is_idle(self) -> bool:
-        """Nothing that was started is under way."""
+        """Whether nothing that was started is under way."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Takes the library's side down: no memory of this node is read any more."""
+        """Takes the library's side down. When it returns, no memory of this node is read any more."""
 
     # --- Channel --------------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class LandingChannel(PoolChannel):
 
     def _release(self) -> None:
         try:
-            self._sock.shutdown(socket.SHUT_RDWR)  # the sink hears of it at once, whatever we wait for
+            self._sock.shutdown(socket.SHUT_RDWR)  # so that the sink hears of it at once, whatever we wait for
         except OSError:
             pass
         with self._lock:
@@ -112,7 +112,8 @@ class LandingChannel(PoolChannel):
             self._sock.close()
 
     def _receive_offer(self, kind: type[OfferT]) -> OfferT:
-        """Raises TransportError when the sink refuses, PeerLostError when it is gone, DecodeError for no such offer."""
+        """Receives the sink's offer. Raises TransportError when the sink refuses, PeerLostError when it is gone,
+        DecodeError when it sends anything else."""
         self._sock.settimeout(max(self._timeout_s, LIBRARY_START_S))
         decode_offer: WireDecoder[OfferT | Refusal] = WireDecoder(kind | Refusal)  # type: ignore[operator]
         offer = decode_offer(receive_header(self._sock))
@@ -125,7 +126,8 @@ class LandingChannel(PoolChannel):
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """The lock; an error of library or link inside it ends the channel. Raises TransportError, PeerLostError."""
+        """Holds the lock; an error of library or link inside ends the channel and is raised as TransportError or
+        PeerLostError."""
         with self._lock:
             try:
                 self._raise_if_ended()
@@ -134,7 +136,7 @@ class LandingChannel(PoolChannel):
                 raise
             except Exception as error:
                 if isinstance(error, TransportError) and error.request_id:
-                    raise  # a grant was refused, others go on
+                    raise  # only one grant was refused: others go on
                 self._raise_if_ended()
                 reason = error.message if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
                 self.lose(reason)
@@ -149,7 +151,7 @@ class LandingChannel(PoolChannel):
         self._progressed_at = time.monotonic()
 
     def _ask(self, frame: OpenFrame | LandFrame | LandingFlushFrame) -> int:
-        """Numbers and sends a frame that will be answered; its sequence."""
+        """Numbers and sends a frame that will be answered; returns its sequence number."""
         self._sequence += 1
         self._asked[self._sequence] = _Asked(frame.grant_id, frame.slot if isinstance(frame, LandFrame) else -1)
         send_frame(self._sock, msgspec.structs.replace(frame, sequence=self._sequence))
@@ -168,7 +170,7 @@ class LandingChannel(PoolChannel):
             self._send_slot(LandFrame(0, write.grant.grant_id, *where))
 
     def _wait_for_device(self) -> None:
-        """The library reads memory without asking the stream that fills it."""
+        """Waits for the current stream: the library reads memory without asking the stream that fills it."""
         if self.source.pool_NHLPBD.is_cuda:
             torch.cuda.current_stream(self.source.pool_NHLPBD.device).synchronize()
 

@@ -1,4 +1,4 @@
-"""Sink's end of a link whose bytes travel beside it: a thread that stores what has landed, and drives the library.
+"""The sink's end of a link whose bytes travel beside it: a thread that stores landed bytes and drives the library.
 
 What reaches the pool by this thread (LandFrame) passes the gate of grants, as with tcp. What the source writes into
 the pool itself (after an OpenFrame) can't be turned away any more: only the end of this thread, which takes down the
@@ -30,26 +30,27 @@ from tandem.kv_connector.transports.links.tcp_wire import receive_header, send_f
 
 _SHORTEST_PAUSE_S = 200e-6  # sockets buffer many times what comes in this time, and the GIL is left to others; a guess
 _LONGEST_PAUSE_S = 1e-3  # a guess
-_PAUSE_SHARE = 0.005  # of the time since the last frame; a guess
+_PAUSE_SHARE = 0.005  # a pause is this share of the time since the last frame; a guess
 
 
 class LandingReceiver(LinkReceiver):
-    """Subclasses move the bytes and drive their library."""
+    """A receiver of such a link; subclasses move the bytes and drive their library."""
 
     def __init__(self, link: AuthenticatedSocket) -> None:
         super().__init__(link)
         self._slots = BlockSlots(self._geometry, link.pool.pool_NHLPBD.device)
-        self._direct: set[int] = set()  # grants with direct writes that were not flushed
+        self._direct: set[int] = set()  # grants with unflushed direct writes
 
     # --- what the library does ------------------------------------------------------------------------------
 
     @abstractmethod
     def _start(self) -> msgspec.Struct:
-        """The offer: what the source must know to reach this node's memory. Raises TransportError."""
+        """Starts the library and returns the offer: what the source must know to reach this node's memory. Raises
+        TransportError."""
 
     @abstractmethod
     def _progress(self) -> None:
-        """Lets the library handle what has arrived; doesn't wait."""
+        """Lets the library handle what has arrived, without waiting."""
 
     @abstractmethod
     def _fetch(self, frame: LandFrame) -> None:
@@ -111,7 +112,7 @@ class LandingReceiver(LinkReceiver):
             self._direct.add(frame.grant_id)
         try:
             with self._grants.writing(frame.grant_id, self.source, frame.block_ids):
-                pass  # only asks: what lands later is answered for by this link's end
+                pass  # only the question matters: this link's end answers for what lands later
         except GrantError:
             with self._lock:
                 self._direct.discard(frame.grant_id)

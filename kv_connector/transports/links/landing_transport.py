@@ -1,4 +1,5 @@
-"""Transports whose bytes travel beside the link, by a library that may be missing: a channel and a receiver class."""
+"""The base of transports whose bytes travel beside the link, by a library that may be missing. A subclass names its
+channel and receiver classes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from tandem.kv_connector.transports.links.transport import LinkTransport
 
 
 class LandingTransport(LinkTransport):
-    channel: ClassVar[type[LandingChannel]]  # source's end of a link
+    channel: ClassVar[type[LandingChannel]]  # the source's end of a link
 
     @abstractmethod
     def _problem(self) -> str:

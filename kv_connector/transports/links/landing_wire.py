@@ -1,4 +1,4 @@
-"""Frames on a link whose bytes travel beside it (NIXL, UCX). The preface and the framing are those of tcp_wire.py.
+"""The frames on a link whose bytes travel beside it (NIXL, UCX). Preface and framing are those of tcp_wire.py.
 
     sink → source   an offer (what the source needs to reach this node's memory) or Refusal
     source → sink   WakeFrame | OpenFrame | LandFrame | LandingFlushFrame, any number
@@ -15,13 +15,13 @@ from tandem.engine.contracts.wire.decoder import WireDecoder
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refused"):
-    """Instead of an offer: this node can't do it, whatever its export says."""
+    """The sink's answer in place of an offer: it can't use the library, whatever its export says."""
 
     error: str
 
 
 class WakeFrame(msgspec.Struct, frozen=True, tag="w"):
-    """Bytes will come: the sink's thread drives their library until the next LandingFlushFrame."""
+    """Announces bytes: the sink's thread drives the library until the next LandingFlushFrame."""
 
 
 class OpenFrame(msgspec.Struct, frozen=True, tag="o"):
@@ -33,7 +33,7 @@ class OpenFrame(msgspec.Struct, frozen=True, tag="o"):
 
 
 class LandFrame(msgspec.Struct, frozen=True, tag="l"):
-    """A slot of the sink's landing buffer is (NIXL) or will be (UCX) filled with blocks: the sink stores them."""
+    """Asks the sink to store the blocks with which a slot of its landing buffer is (NIXL) or will be (UCX) filled."""
 
     sequence: int
     grant_id: int
@@ -46,7 +46,7 @@ class LandFrame(msgspec.Struct, frozen=True, tag="l"):
 
 
 class LandingFlushFrame(msgspec.Struct, frozen=True, tag="f"):
-    """Every write so far, under any grant, is complete on the source's side."""
+    """Says that every write so far, under any grant, is complete on the source's side."""
 
     sequence: int
     grant_id: int

@@ -29,11 +29,11 @@ from tandem.kv_connector.transports.links.nixl_agent import NixlAgent, device_id
 
 MIN_RUN_BYTES = 64 << 10  # a guess; what it reaches: docs/measurements.md#transports-within-a-host
 MAX_WRITE_BYTES = 8 << 20  # a guess
-WINDOW_BYTES = 64 << 20  # under way at once; a guess
+WINDOW_BYTES = 64 << 20  # how much may be under way at once; a guess
 
 
 class NixlOffer(msgspec.Struct, frozen=True, tag="nixl"):
-    """The sink's first frame: the remote descriptors that this source may use."""
+    """The sink's first frame: names the memory that this source may write."""
 
     metadata: bytes
     memory: str  # NIXL's memory type
@@ -81,7 +81,7 @@ class NixlReceiver(LandingReceiver):
 class _Transfer:
     handle: Any
     nbytes: int
-    landing: LandFrame | None  # to be sent when the transfer is complete
+    landing: LandFrame | None  # the frame to send when the transfer is complete
 
 
 class NixlChannel(LandingChannel):
@@ -170,7 +170,7 @@ class NixlChannel(LandingChannel):
         self._fly(np.array([run], dtype=np.uint64), frame)
 
     def _fly(self, runs: np.ndarray, landing: LandFrame | None) -> None:
-        """`runs`: uint64 [n, 3] of address here, address there, bytes."""
+        """Starts to write `runs`, uint64 [n, 3] of (address here, address there, bytes)."""
         local = np.full_like(runs, self._device)
         local[:, :2] = runs[:, (0, 2)]
         remote = np.full_like(runs, self._offer.device)

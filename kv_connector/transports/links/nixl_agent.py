@@ -1,4 +1,4 @@
-"""The NIXL library: which wheel, which of UCX's ways, one agent.
+"""Access to the NIXL library: finds its wheel, checks UCX's settings, wraps one agent.
 
 An agent is a UCX context with its workers, connections and registered memory. Here each link has one agent on each
 side, used by one thread and without a progress thread of its own (it would spin on a core even when nothing moves).
@@ -19,8 +19,8 @@ import torch
 
 from tandem.engine.contracts.errors import TransportError
 
-# With these a source stores into the sink's memory by itself, as with a mapping: no end of the sink's agent stops it.
-# Nodes of one host have transports of their own, which know that.
+# UCX transports with which a source stores into the sink's memory by itself, as with a mapping: the end of the sink's
+# agent does not stop it. Nodes of one host have transports of their own, which know how to end that.
 _STORES_BY_SOURCE = ("cma", "xpmem", "knem", "cuda_ipc")
 _ALIASES_WITH_THEM = ("all", "sm", "shm", "mm", "cuda", "rocm", "ze")
 DEFAULT_UCX_TLS = "^" + ",".join(_STORES_BY_SOURCE)
@@ -28,7 +28,7 @@ _make_lock = threading.Lock()
 
 
 def unsafe_ways(ucx_tls: str) -> list[str]:
-    """What in a value of UCX_TLS would let a source write past the end of the sink's agent."""
+    """Lists the entries of a UCX_TLS value that would let a source write beyond the end of the sink's agent."""
     names = [name.strip().partition(":")[0].lower() for name in ucx_tls.lstrip("^").split(",")]
     if ucx_tls.startswith("^"):
         return [name for name in _STORES_BY_SOURCE if name not in names]
@@ -36,7 +36,7 @@ def unsafe_ways(ucx_tls: str) -> list[str]:
 
 
 def nixl_problem() -> str:
-    """ "" when NIXL can be used here, else why not and what to do."""
+    """The reason why NIXL can't be used here, and what to do; "" when it can."""
     if _wheel() is None:
         return "the package nixl-cu13 (or nixl-cu12) is not installed: pip install 'tandem-serve[nixl]'"
     unsafe = unsafe_ways(os.environ.get("UCX_TLS") or DEFAULT_UCX_TLS)
@@ -52,7 +52,7 @@ def _wheel() -> str | None:
 
 
 def load_nixl() -> Any:
-    """The wheel's API module. Raises TransportError."""
+    """Loads the wheel's API module. Raises TransportError."""
     wheel = _wheel()
     os.environ.setdefault("UCX_TLS", DEFAULT_UCX_TLS)
     problem = nixl_problem()
@@ -74,13 +74,13 @@ class NixlAgent:
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self.name = f"tandem-{secrets.token_hex(8)}"
         try:
-            with _make_lock:  # loading plugins and reading the environment are the process's
+            with _make_lock:  # plugins and environment belong to the whole process
                 self._agent: Any = api.nixl_agent(self.name, config)
         except Exception as error:
             raise TransportError(f"NIXL can't start an agent with UCX: {error}") from error
 
     def register(self, memory: torch.Tensor) -> None:
-        """The storage of `memory` from its first element on. Raises TransportError."""
+        """Registers the storage of `memory` from its first element on. Raises TransportError."""
         nbytes = memory.untyped_storage().nbytes() - memory.storage_offset() * memory.element_size()
         try:
             self._agent.register_memory([(memory.data_ptr(), nbytes, device_id(memory), "")], memory_type(memory))
@@ -96,7 +96,8 @@ class NixlAgent:
     def start_write(
         self, peer: str, local: np.ndarray, local_type: str, remote: np.ndarray, remote_type: str
     ) -> tuple[Any, bool]:
-        """`local` and `remote`: uint64 [n, 3] of (address, bytes, device). (handle, whether it is complete already)."""
+        """Starts to write `local` into `remote` memory of `peer`, both uint64 [n, 3] of (address, bytes, device).
+        Returns a handle, and whether the write is complete already."""
         agent = self._agent
         handle = agent.initialize_xfer(
             "WRITE", agent.get_xfer_descs(local, local_type), agent.get_xfer_descs(remote, remote_type), peer
@@ -104,7 +105,7 @@ class NixlAgent:
         return handle, self._is_done(agent.transfer(handle))
 
     def is_complete(self, handle: Any) -> bool:
-        """Drives the transfer. Raises when it has failed."""
+        """Drives the transfer and returns whether it is complete. Raises when it has failed."""
         return self._is_done(self._agent.check_xfer_state(handle))
 
     def progress(self) -> None:

@@ -1,4 +1,4 @@
-"""Sink's end of one link: the thread that serves it, from the first frame to the proof that nothing more lands."""
+"""The sink's end of one link: a thread serves it from the first frame to the proof that nothing more lands."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AuthenticatedSocket:
-    """What a receiver serves. `source` is (node_id, epoch) of the authenticated peer, `timeout_s` bounds each stall
-    inside a frame, `on_end` is called once, when nothing of that source can change the pool any more."""
+    """A connection for a receiver to serve. `source` is the authenticated peer, `timeout_s` bounds each stall inside a
+    frame, `on_end` is called once, when nothing of that source can change the pool any more."""
 
     sock: socket.socket
     source: NodeKey
@@ -63,7 +63,7 @@ class LinkReceiver(ABC):
         """Serves until the link ends. Returns only when nothing of that source can change the pool any more."""
         try:
             if self._pool.pool_NHLPBD.is_cuda:
-                torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # a thread's own setting
+                torch.cuda.set_device(self._pool.pool_NHLPBD.device)  # each thread has a setting of its own
             self._serve_link()
         except PeerLostError:
             pass
@@ -85,11 +85,11 @@ class LinkReceiver(ABC):
                 pass  # the peer was faster
 
     def abandon(self) -> None:
-        """Instead of `run`, when the link is refused after all."""
+        """Ends the link without serving it. Is called in place of `run` when the link is refused after all."""
         self._end()
 
     def _check_blocks(self, frame: WriteFrame | LandFrame) -> None:
-        """A frame that makes no sense ends the link: raises TransportError."""
+        """Raises TransportError, which ends the link, for a frame that makes no sense."""
         geometry = self._geometry
         if not (frame.first_layer >= 0 and 0 < frame.num_layers <= geometry.num_layers - frame.first_layer):
             raise TransportError(f"layers {frame.first_layer}+{frame.num_layers} of {geometry.num_layers}")

@@ -1,6 +1,6 @@
 """Transport over plain sockets: works between any two machines, for CPU and CUDA pools. The sink does the writing.
 
-Source: `TcpChannel`, blocking sends with deadlines. Sink: one `TcpReceiver` thread a link.
+The source has a `TcpChannel`, whose blocking sends have deadlines; the sink has a `TcpReceiver` thread for each link.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Source side of one KV connection: sends frames, asks for the sink's word at a flush."""
+"""The source's side of one KV connection: sends frames, and at a flush asks the sink whether they were stored."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _SEND_BUFFER_BYTES = 4 << 20  # a guess; what it reaches: docs/measurements.md#t
 
 
 def dial(address: tuple[str, int], me: NodeKey, sink: NodeKey, key: bytes, timeout_s: float) -> socket.socket:
-    """A connection on which both sides have proven the cluster's key. Raises TransportError, PeerLostError."""
+    """Opens a connection on which both sides have proven the cluster's key. Raises TransportError, PeerLostError."""
     try:
         sock = socket.create_connection(address, timeout=timeout_s)
-    except (OSError, OverflowError, ValueError) as error:  # the latter two: no address at all
+    except (OSError, OverflowError, ValueError) as error:  # the latter two: for what is no address at all
         raise PeerLostError(f"can't connect to {sink.node_id} at {address[0]}:{address[1]}: {error}") from error
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -71,14 +71,14 @@ def dial(address: tuple[str, int], me: NodeKey, sink: NodeKey, key: bytes, timeo
 
 
 class TcpChannel(PoolChannel):
-    """Any failure ends the channel: after half a frame the stream can't be used again."""
+    """A channel over one TCP connection. Any failure ends it: after half a frame the stream can't be used again."""
 
     def __init__(self, source: RegisteredPool, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> None:
         super().__init__(source, peer.key, on_lost)
         self._sock = sock
         self._sequence = 0
         assert peer.layout is not None, "only nodes are connected to"
-        self._layout = peer.layout  # of every pool that is written from, but for its blocks' stride
+        self._layout = peer.layout  # that of every pool written from; only strides may differ
         pool = source.pool_NHLPBD
         self._staging = Staging(BlockGeometry(peer.layout), pool.device) if pool.is_cuda else None
 
@@ -133,7 +133,7 @@ def _views(
 
 
 def _frames(geometry: BlockGeometry, num_layers: int, num_valid: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """[first, end) of each frame: as many blocks as fit into MAX_FRAME_BYTES, at least one."""
+    """Yields the blocks [first, end) of each frame: as many as fit into MAX_FRAME_BYTES, at least one."""
     first, nbytes = 0, 0
     for index, valid in enumerate(num_valid):
         block_bytes = geometry.payload_bytes(num_layers, valid)

@@ -1,4 +1,4 @@
-"""Sink side of one KV connection: a thread that reads frames and does the writing into the pool.
+"""The sink's side of one KV connection: a thread that reads frames and does the writing into the pool.
 
 It stores into a block only inside `GrantTable.writing`. When the grant closes meanwhile, an eventfd wakes it out of
 waiting for bytes, and the rest of the frame is read into a scratch buffer.
@@ -54,7 +54,7 @@ class TcpReceiver(LinkReceiver):
             self._serve(decode_frame(receive_header(self._sock)))
 
     def _stop(self) -> None:
-        os.close(self._wake_fd)  # no grant holds `_wake` any more: each section of writing has been left
+        os.close(self._wake_fd)  # no grant can call `_wake` any more: each writing section has been left
 
     def _serve(self, frame: WriteFrame | FlushFrame) -> None:
         self._sock.settimeout(self._timeout_s)
@@ -68,7 +68,8 @@ class TcpReceiver(LinkReceiver):
             self._receive_in_place(frame)
 
     def _check_shape(self, frame: WriteFrame) -> None:
-        """A frame that can't be measured ends the connection: there is no way to find the next one."""
+        """Raises TransportError for a frame that makes no sense or is too long. That ends the connection: where the
+        next frame begins can't be known."""
         self._check_blocks(frame)
         if len(frame.block_ids) > 1 and self._payload_bytes(frame) > MAX_FRAME_BYTES:
             raise TransportError(f"a frame of {self._payload_bytes(frame)} bytes, more than {MAX_FRAME_BYTES}")
@@ -96,7 +97,8 @@ class TcpReceiver(LinkReceiver):
         self._discard(self._payload_bytes(frame) - received)
 
     def _receive_some(self, runs: list[memoryview], first: int, grant: GrantInUse) -> int:
-        """Some bytes into runs[first:]. Raises _GrantClosedError as soon as the grant closes."""
+        """Receives some bytes into runs[first:] and returns how many; 0 if none are there yet. Raises _GrantClosedError
+        as soon as the grant closes."""
         if grant.closed:
             raise _GrantClosedError
         events = self._wait_payload.poll(self._timeout_s * 1000)

@@ -1,4 +1,4 @@
-"""Bytes on a KV socket: the preface that proves who speaks, frames, and reads and writes with deadlines.
+"""The wire format of a KV socket: a preface that proves who speaks, frames, and reads and writes with deadlines.
 
     sink → source   16 random bytes
     source → sink   Preface (its MAC covers the sink's bytes)
@@ -27,11 +27,11 @@ from tandem.engine.contracts.wire.decoder import WireDecoder
 
 NONCE_BYTES = 16
 MAX_HEADER_BYTES = 1 << 20  # a guess
-MAX_PREFACE_BYTES = 4 << 10  # of whoever has proven nothing yet; a guess
+MAX_PREFACE_BYTES = 4 << 10  # header size before the sender has proven anything; a guess
 MAX_FRAME_BYTES = 8 << 20  # payload, unless a single block is larger; a guess
 _MAX_IOVECS = 512  # below every system's IOV_MAX
-# Past a deadline what has arrived is still read, since it may have come while this process was stopped; a stranger who
-# sends a byte at a time gains no more than this for each of them.
+# Bytes that have arrived are still read past a deadline, since they may have come while this process was stopped; a
+# stranger who sends a byte at a time gains no more than this for each of them.
 _LEAST_WAIT_S = 1e-3  # a guess
 _LENGTH = struct.Struct("!I")
 
@@ -51,7 +51,8 @@ class PrefaceReply(msgspec.Struct, frozen=True):
 
 
 class WriteFrame(msgspec.Struct, frozen=True, tag="w"):
-    """Payload: the blocks one after the other, each in wire order (kv_connector/layouts/geometry.py)."""
+    """A frame with KV. Its payload is the blocks one after the other, each in wire order
+    (kv_connector/layouts/geometry.py)."""
 
     grant_id: int
     block_ids: tuple[int, ...]
@@ -99,15 +100,16 @@ def _preface_mac(key: bytes, preface: Preface, sink_nonce: bytes) -> bytes:
 
 
 def send_frame(sock: socket.socket, header: msgspec.Struct, payload: Sequence[memoryview] = ()) -> None:
-    """Blocks; the socket's timeout bounds each wait for progress. Raises TransportError, PeerLostError."""
+    """Sends a frame and waits for that; the socket's timeout bounds each wait for progress. Raises TransportError,
+    PeerLostError."""
     encoded = msgspec.msgpack.encode(header)
     assert len(encoded) <= MAX_HEADER_BYTES, "a frame names too many blocks"
     send_views(sock, [memoryview(_LENGTH.pack(len(encoded)) + encoded), *payload])
 
 
 def receive_header(sock: socket.socket, most_bytes: int = MAX_HEADER_BYTES, deadline: float | None = None) -> bytes:
-    """The next header. Raises PeerLostError at the end of the stream; TransportError beyond `most_bytes`, and past
-    the socket's timeout (of each wait) or `deadline` (monotonic, of all of it)."""
+    """Receives the next header. Raises PeerLostError at the end of the stream, TransportError for one longer than
+    `most_bytes`, past the socket's timeout (for each wait) and past `deadline` (for all of it, monotonic seconds)."""
     length = bytearray(_LENGTH.size)
     receive_into(sock, memoryview(length), deadline)
     (header_bytes,) = _LENGTH.unpack(length)
@@ -130,7 +132,7 @@ def send_views(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_into(sock: socket.socket, view: memoryview, deadline: float | None = None) -> None:
-    """Fills `view`; `deadline` as in `receive_header`, it sets the socket's timeout."""
+    """Fills `view`. A `deadline`, as in `receive_header`, sets the socket's timeout."""
     while view:
         try:
             if deadline is not None:

@@ -1,8 +1,8 @@
-"""What transports between machines share: one authenticated socket for each pair of source and sink, their link.
+"""The common part of transports between machines: an authenticated socket, their link, for each source and sink.
 
-Sink: a listener thread, and one receiver's thread a link, which alone decides what that source's bytes do to the pool.
-A fence breaks the links of an epoch and is done when their threads have ended. Subclasses say what travels on the link
-and what beside it.
+The sink has a listener thread, and a receiver's thread for each link, which alone decides what that source's bytes do
+to the pool. A fence breaks the links of an epoch and is done when their threads have ended. Subclasses say what travels
+on the link and what beside it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class LinkExport(msgspec.Struct, frozen=True):
-    host: str  # a wildcard: take the host of the node's control address
+    host: str  # in place of a wildcard use the host of the node's control address
     port: int
 
 
@@ -56,11 +56,11 @@ _decode_export: WireDecoder[LinkExport] = WireDecoder(LinkExport)
 
 
 class LinkTransport(ABC):
-    """`timeout_s` bounds every wait for a peer's progress, on both sides."""
+    """A transport over links, both halves. `timeout_s` bounds every wait for a peer's progress, on both sides."""
 
     name: str
     receiver_writes: bool
-    receiver: ClassVar[type[LinkReceiver]]  # sink's end of a link
+    receiver: ClassVar[type[LinkReceiver]]  # the sink's end of a link
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1", timeout_s: float = 5.0) -> None:
         self.grants = GrantTable()
@@ -80,7 +80,8 @@ class LinkTransport(ABC):
 
     @abstractmethod
     def _make_channel(self, sock: socket.socket, peer: NodeInfo, on_lost: OnLost) -> PoolChannel:
-        """Source's end of a new link; owns `sock` unless it raises TransportError or PeerLostError."""
+        """Makes the source's end of a new link, which owns `sock` unless this raises TransportError or
+        PeerLostError."""
 
     def pool_storage(self, nbytes: int) -> memoryview | None:
         return None
@@ -103,7 +104,7 @@ class LinkTransport(ABC):
             export = _decode_export(peer.transports[self.name])
         except (KeyError, DecodeError) as error:
             raise TransportError(f"{peer.node_id} exports no pool for {self.name}") from error
-        # Where a peer is reached may not be what it listens on; its control address says it.
+        # A peer may be reached at another address than the one it listens on: its control address tells.
         host = _control_host(peer) if peer.control_address or export.host in _WILDCARDS else export.host
         sock = dial((host, export.port), self.pool.node, peer.key, self._key, self._timeout_s)
         try:
@@ -137,7 +138,7 @@ class LinkTransport(ABC):
         return not unsettled
 
     def fence(self, source: NodeKey) -> Future[None]:
-        """Bars it until it is admitted again, breaks its connections; done when their threads have ended."""
+        """Bars the source until it is admitted again and breaks its links; done when their threads have ended."""
         self.grants.fence(source)
         fenced: Future[None] = Future()
         with self._lock:
@@ -162,7 +163,7 @@ class LinkTransport(ABC):
             thread.join()
 
     def _greet(self, sock: socket.socket, address: object) -> None:
-        """Thread of one connection: who is it, then its frames."""
+        """Runs on the thread of one connection: authenticates the other side, then serves its frames."""
         try:
             receiver = self._authenticate(sock)
         except TandemError as error:
@@ -176,8 +177,8 @@ class LinkTransport(ABC):
         receiver.run()
 
     def _end_older_links(self, newest: LinkReceiver) -> None:
-        """What a source wrote by itself over an older link must have landed, or never will, before it flushes this one.
-        Returns when the threads of those links have ended."""
+        """Ends older links of the same source and returns when their threads have ended. So what the source wrote by
+        itself over those has landed, or never will, before it flushes this one."""
         older = []
         with self._lock:
             for receiver, thread in self._receivers.items():
@@ -208,7 +209,7 @@ class LinkTransport(ABC):
         link = AuthenticatedSocket(sock, source, self.pool, self.grants, self._timeout_s, self._receiver_ended)
         receiver = self.receiver(link)
         with self._lock:
-            # Listed before it is asked whether the source is fenced: a fence sees one or the other.
+            # The receiver is listed before the check of a fence: so a fence either sees it here or is seen by it.
             self._receivers[receiver] = threading.current_thread()
             closed = self._closed
         if closed or self.grants.is_fenced(source):
@@ -237,7 +238,7 @@ class LinkTransport(ABC):
 
 
 def _control_host(peer: NodeInfo) -> str:
-    """tcp://host:port or tcp://[host]:port -> host."""
+    """The host of an address tcp://host:port or tcp://[host]:port."""
     host = peer.control_address.rpartition(":")[0].rpartition("/")[2].strip("[]")
     if not host:
         raise PeerLostError(f"{peer.node_id} listens on all interfaces and names no control address")

@@ -35,7 +35,7 @@ class UcxOffer(msgspec.Struct, frozen=True, tag="ucx"):
 
 
 def ucx_problem() -> str:
-    """ "" when ucxx is installed, else what to do."""
+    """What to do about ucxx not being installed; "" when it is."""
     if importlib.util.find_spec("ucxx") is None:
         return (
             "the package ucxx is not installed: pip install 'tandem-serve[ucx]', or ucxx over a UCX build of your own"
@@ -44,7 +44,7 @@ def ucx_problem() -> str:
 
 
 class UcxWorker:
-    """A UCX worker of one thread."""
+    """A UCX worker; all calls must come from one thread."""
 
     def __init__(self) -> None:
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
@@ -60,7 +60,7 @@ class UcxWorker:
         return bytes(memoryview(self._worker.address))
 
     def connect(self, address: bytes) -> Any:
-        """An endpoint of the worker with that address."""
+        """Returns an endpoint that leads to the worker with that address."""
         remote = self._library.UCXAddress.create_from_buffer(address)
         return self._worker.create_endpoint_from_worker_address(remote, True)
 
@@ -72,7 +72,7 @@ class UcxWorker:
         return self._worker.tag_recv(self._array(_exposed(memory)), library.UCXXTag(tag), library.UCXXTagMaskFull)
 
     def is_complete(self, request: Any) -> bool:
-        """Drives the worker. Raises ucxx's error when the message has failed."""
+        """Drives the worker and returns whether the message is complete. Raises ucxx's error when it has failed."""
         self._worker.progress()
         if request.completed:
             request.check_error()

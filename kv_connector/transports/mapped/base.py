@@ -1,4 +1,4 @@
-"""What one-sided transports between processes of one host share: everything but how memory is mapped and copied.
+"""The common part of one-sided transports between processes of one host: all but how memory is mapped and copied.
 
 The source maps the sink's pool and stores into it without the sink's help. Hence:
 - the sink can't turn a write away; only the exit of the source's process (its pidfd) proves that none can land;
@@ -29,7 +29,7 @@ from tandem.kv_connector.transports.pool_channel import PoolChannel
 
 
 class MappedExport(msgspec.Struct, frozen=True):
-    """Value of NodeInfo.transports for these transports. `handle` is read by the one transport alone."""
+    """The value in NodeInfo.transports for these transports. Only the transport that made `handle` can read it."""
 
     pid: int
     start_time: int
@@ -47,15 +47,15 @@ _decode_export: WireDecoder[MappedExport] = WireDecoder(MappedExport)
 class Mapping(ABC):
     """Another process's pool in our address space. `close` waits for the copy that is running."""
 
-    max_write_bytes = MAX_WRITE_BYTES  # of one copy
-    sums_blocks = sums_layers = False  # as Channel has them
+    max_write_bytes = MAX_WRITE_BYTES  # the most that one copy moves
+    sums_blocks = sums_layers = False  # see Channel
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._closed = False
 
     def copy_in(self, source_NHLPBD: torch.Tensor, write: Write) -> bool:
-        """Starts (or does) the copy; False when the mapping is closed. Sums only where it `sums_blocks`."""
+        """Starts (or does) the copy; False when the mapping is closed. Sums blocks only where `sums_blocks` is True."""
         with self._lock:
             if not self._closed:
                 self._copy(source_NHLPBD, write)
@@ -79,7 +79,7 @@ class Mapping(ABC):
 
 
 class MappedTransport(ABC):
-    """Life of channels and fences; subclasses export and map memory."""
+    """Manages channels and fences; subclasses export and map memory."""
 
     name: str
     receiver_writes = False
@@ -99,7 +99,7 @@ class MappedTransport(ABC):
 
     @abstractmethod
     def _export_handle(self) -> bytes:
-        """How a peer finds this process's pool."""
+        """The encoded handle by which a peer finds this process's pool."""
 
     @abstractmethod
     def _map(self, export: MappedExport, layout: KVLayout) -> Mapping:
@@ -199,7 +199,7 @@ class MappedTransport(ABC):
 
 
 class MappedChannel(PoolChannel):
-    """Stores into a mapped pool. Ends with the peer's process."""
+    """A channel that stores into a mapped pool. It ends with the peer's process."""
 
     def __init__(self, source: RegisteredPool, peer: NodeInfo, mapping: Mapping, on_lost: OnLost) -> None:
         super().__init__(source, peer.key, on_lost)
@@ -209,7 +209,8 @@ class MappedChannel(PoolChannel):
         self._watch: Watch | None = None
 
     def watch_peer(self, process: ProcessRef) -> None:
-        """Raises PeerLostError when it is gone, or is not the process that the mapping was meant for."""
+        """Ends the channel when the peer's process exits. Raises PeerLostError when that is gone already, or is not the
+        process that the mapping was meant for."""
         self._watch = process_watcher().watch(process, lambda: self.lose("its process exited"))
         if self.ended:
             self._release()

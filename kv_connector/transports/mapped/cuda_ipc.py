@@ -46,15 +46,16 @@ SHORTEST_BLOCK_RUN, SHORTEST_ROW = 64 << 10, 4 << 10  # guesses
 
 
 class CopyPath(enum.Enum):
-    """What moves whole blocks; of partly filled ones the kernel moves what is there."""
+    """The ways to move whole blocks. Partly filled blocks are always moved by the kernel."""
 
-    BLOCKS = "blocks"  # copy engines: one call of the driver, a run a block
-    ROWS = "rows"  # copy engines: a call a block, a run a head
+    BLOCKS = "blocks"  # copy engines: one call of the driver, with one run for each block
+    ROWS = "rows"  # copy engines: one call for each block, with one run for each head
     KERNEL = "kernel"
 
 
 def way_of(num_layers: int, first: int, count: int, layer_bytes: int) -> tuple[CopyPath, int]:
-    """The way for `count` layers from `first` on, of a head `layer_bytes` each; and how many programs the kernel has.
+    """Returns the way to move `count` layers from `first` on, of `layer_bytes` bytes for each head, and the number of
+    programs that a kernel gets.
 
     On H200s 1 GiB goes at 362 GB/s as whole blocks, the kernel needs 132 programs for that; 8, 16 and 32 move 208, 277
     and 323. But each takes a place on a multiprocessor from the computation: prefill slowed down by 2.3 % with 8 of
@@ -68,7 +69,7 @@ def way_of(num_layers: int, first: int, count: int, layer_bytes: int) -> tuple[C
 
 
 class CudaIpcHandle(msgspec.Struct, frozen=True):
-    """Memory with the next `num_heads` heads of each block. A node of several ranks has as many of these."""
+    """Names memory with the next `num_heads` heads of each block. A node has one of these for each rank."""
 
     handle: bytes
     offset: int
@@ -80,22 +81,22 @@ _decode_handles: WireDecoder[list[CudaIpcHandle]] = WireDecoder(list[CudaIpcHand
 
 
 class CudaMapping(Mapping):
-    """`address` is where our kernels see the other pool's first block."""
+    """A mapped GPU pool. `address` is where our kernels see its first block."""
 
-    max_write_bytes = 256 << 20  # one takes some layers of a long chunk
-    # Of layers one pass over the blocks takes less when all are computed (0.9 % of a prefill): sums beside the
-    # computation took 1.3 %; at its own priority they don't get on, at a higher one it waits for them.
+    max_write_bytes = 256 << 20  # some layers of a long chunk; a guess
+    # Writes of some layers are not summed: one pass over the blocks when all layers are computed costs less (0.9 % of a
+    # prefill) than sums beside the computation (1.3 %). At its priority those don't get on, at a higher one it waits.
     sums_blocks, sums_layers = True, False
 
     def __init__(self, device: torch.device, mapped: int, offset: int, stride_bytes: int) -> None:
         super().__init__()
         self._device, self._mapped = device, mapped
         self._address, self._stride_bytes = mapped + offset, stride_bytes
-        self._listed: OrderedDict[object, torch.Tensor] = OrderedDict()  # what was pushed last, on the device
-        # Beside copies, and before the computation as they are: a sum takes 10 us a layer, but behind the kernels of
-        # the next prompt, of which there are always more, it would wait for the end of that step.
+        self._listed: OrderedDict[object, torch.Tensor] = OrderedDict()  # lists of blocks pushed last, on the device
+        # For sums, which run beside copies and like them before the computation: a sum takes 10 us for each layer, but
+        # behind the kernels of the next prompt, of which there are always more, it would wait for that step's end.
         self._sums_stream = torch.cuda.Stream(device, priority=-1)
-        self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed: others' wait for other steps
+        self._last_copies: dict[int, torch.cuda.Event] = {}  # by grant, until flushed; others wait for other steps
 
     def _copy(self, source_NHLPBD: torch.Tensor, write: Write) -> None:
         num_layers, block_size = source_NHLPBD.shape[2], source_NHLPBD.shape[4]
@@ -113,8 +114,8 @@ class CudaMapping(Mapping):
         copied.record(torch.cuda.current_stream(self._device))
 
     def _by_engine(self, source_NHLPBD: torch.Tensor, write: Write, layers: range, way: CopyPath) -> None:
-        """Whole blocks. Sums are taken beside the copies. With few calls of torch: beside a busy step loop each of them
-        waits for the interpreter."""
+        """Moves whole blocks by copy engines, and takes sums beside the copies. It makes few calls of torch, since each
+        of them waits for the interpreter beside a busy step loop."""
         current = torch.cuda.current_stream(self._device)
         sums, listed = write.sums, None
         if sums is not None:
@@ -139,7 +140,8 @@ class CudaMapping(Mapping):
         push_listed(source_NHLPBD, *target, self._list_once(write), layers, num_programs, summed)
 
     def _list_once(self, write: Write) -> torch.Tensor:
-        """Layers follow each other with the same blocks, on the same stream."""
+        """The write's list of blocks on the device. Layer after layer moves the same blocks on the same stream, so it
+        is sent once and kept."""
         sum_indices = () if write.sums is None else tuple(write.sums.indices)
         wanted = (tuple(map(tuple, write.pairs)), tuple(write.num_valid), sum_indices)
         if wanted not in self._listed:
@@ -219,8 +221,8 @@ class CudaIpcTransport(MappedTransport):
 
 
 def sum_blocks(source_NHLPBD: torch.Tensor, write: Write) -> None:
-    """Sums blocks that go into several memories. Of partly filled ones the kernel that sums what it moves moves them
-    onto themselves."""
+    """Sums blocks whose heads go into several memories. Partly filled ones are summed by the kernel that sums what it
+    moves: it moves them onto themselves."""
     layers, block_size = write.span(source_NHLPBD.shape[2]), source_NHLPBD.shape[4]
     for is_whole in (True, False):
         chosen = write.take([i for i, valid in enumerate(write.num_valid) if (valid == block_size) is is_whole])

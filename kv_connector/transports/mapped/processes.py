@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def host_id() -> str:
-    """Equal for two processes exactly when they can name each other by pid on the same kernel."""
+    """A name of the host, equal for two processes exactly when they can name each other by pid on the same kernel."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot_id}/{os.readlink('/proc/self/ns/pid')}"
 
@@ -40,7 +40,7 @@ class ProcessRef:
 
     def open_pidfd(self) -> int:
         """A pidfd of exactly this process. Raises PeerLostError when it is gone, and OSError when this process has no
-        descriptor left: whoever can't be watched must not count as one that can't write any more."""
+        descriptor left: a process that can't be watched must not be taken for one that can't write any more."""
         try:
             pidfd = os.pidfd_open(self.pid)
         except OSError as error:  # kernels differ in how they say that there is no such process
@@ -88,7 +88,8 @@ class ProcessWatcher:
         self._thread: threading.Thread | None = None
 
     def watch(self, process: ProcessRef, on_exit: Callable[[], None] = lambda: None) -> Watch:
-        """Raises PeerLostError when `process` is gone already. `on_exit` returns before `Watch.exited` is done."""
+        """Watches `process` and calls `on_exit` when it exits, before `Watch.exited` is done. Raises PeerLostError when
+        it is gone already."""
         watch = Watch(process, process.open_pidfd(), on_exit, Future())
         with self._lock:
             self._watches[watch.pidfd] = watch
@@ -99,7 +100,7 @@ class ProcessWatcher:
         return watch
 
     def unwatch(self, watch: Watch) -> None:
-        """Idempotent; its callback won't run unless it has begun."""
+        """Ends a watch; idempotent. Its callback won't run any more unless it has begun."""
         if self._remove(watch):
             watch.exited.cancel()
 
@@ -133,7 +134,8 @@ class ProcessWatcher:
 
     @staticmethod
     def _has_exited(watch: Watch) -> bool:
-        """The number of a closed pidfd may name a newer watch by the time its event is handled: ask again."""
+        """Whether the process is gone, asked of its pidfd itself: the number of a closed pidfd may name a newer watch
+        by the time its event is handled."""
         poll = select.poll()
         poll.register(watch.pidfd, select.POLLIN)
         return bool(poll.poll(0))

@@ -37,7 +37,7 @@ _decode_handle: WireDecoder[ShmHandle] = WireDecoder(ShmHandle)
 
 
 class ShmMapping(Mapping):
-    """Unmapped when the only reference to its memory is dropped."""
+    """A mapped CPU pool. It is unmapped when the only reference to its memory is dropped."""
 
     def __init__(self, pool_NHLPBD: torch.Tensor) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class ShmTransport(MappedTransport):
 
     @property
     def pool_file(self) -> tuple[int, int]:
-        """(descriptor, offset) of what `pool_storage` gave."""
+        """The memfd's descriptor, and the offset in bytes of the memory that `pool_storage` gave."""
         return self._fd, _HEADER_BYTES
 
     def close(self) -> None:

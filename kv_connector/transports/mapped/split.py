@@ -1,4 +1,5 @@
-"""Another node's pool in several memories, each with some heads of every block: those of its ranks' GPUs."""
+"""A mapping of another node's pool that lies in several memories, those of its ranks' GPUs, each with some heads of
+every block."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import torch
 from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.mapped.base import Mapping
 
-SumBlocks = Callable[[torch.Tensor, Write], None]  # as `Mapping._copy`: a pool with all heads, and what to sum of it
+# Takes a pool with all heads, and the write that says what to sum of it.
+SumBlocks = Callable[[torch.Tensor, Write], None]
 
 
 class SplitMapping(Mapping):
-    """`parts`: which heads are where. What is written has all heads; `sum_blocks` sums it, where that can be done."""
+    """Writes blocks with all heads into `parts`, which say which heads are where. `sum_blocks` sums them, where that
+    can be done."""
 
     def __init__(self, parts: Sequence[tuple[range, Mapping]], sum_blocks: SumBlocks | None = None) -> None:
         super().__init__()
