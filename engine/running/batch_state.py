@@ -80,8 +80,8 @@ class BatchState:
     # --- patches --------------------------------------------------------------------------------------------
 
     def apply(self, new_slots: Sequence[NewSlot], block_appends: Sequence[BlockAppend]) -> dict[int, str]:
-        """Takes in sequences that enter and blocks that tables gained; before the step's forward pass. Slots whose
-        settings can't be taken, and why: they are computed as greedy ones, and nobody is to hear what they make."""
+        """Takes in sequences that enter and blocks that tables gained, before the step's forward pass. Returns slot ->
+        why its settings can't be used; such a slot is computed as a greedy one, and its tokens must be dropped."""
         failed = {}
         for new in new_slots:
             try:
@@ -121,11 +121,11 @@ class BatchState:
         self._scatter([(self.block_table_SB, *self._table_patch(forks))])
 
     def write_tokens(self, slot_N: torch.Tensor, position_N: torch.Tensor, token_N: torch.Tensor) -> None:
-        """Sampled tokens into the table: the next step reads its input there."""
+        """Writes sampled tokens into the table, where the next step reads its input."""
         self.token_ids_SC[slot_N, position_N] = token_N.to(torch.int32)
 
     def count_outputs(self, samples: Sequence[SampleRow], slot_N: torch.Tensor, token_N: torch.Tensor) -> None:
-        """Sampled tokens of rows with penalties into their counts."""
+        """Counts the sampled tokens of rows with penalties."""
         if not self.settings["penalised"][[sample.slot for sample in samples]].any():
             return
         counts_SV, _ = self._penalty_tables()  # slots without penalties are counted too: void at their next NewSlot
@@ -179,12 +179,12 @@ class BatchState:
     # --- what the sampler gets ------------------------------------------------------------------------------
 
     def are_plain(self, samples: Sequence[SampleRow]) -> bool:
-        """Whether every sample is the most likely token and nothing else."""
+        """Whether every sample is greedy and asks for nothing that the sampler would have to do."""
         return bool(self.settings["plain"][[sample.slot for sample in samples]].all())
 
     def prompt_logprob_runs(self, row: ScheduledRow) -> list[tuple[int, int]]:
-        """(first, count) of the row's tokens whose next ones' log-probabilities somebody asks for, a bounded run at a
-        time."""
+        """(first, count) of runs of the row's tokens, at most PROMPT_LOGPROB_ROWS each, whose hidden states are needed
+        for the log-probabilities of the prompt's next tokens; empty when nobody asks for those."""
         if not row.prompt_logprobs or self.settings["num_prompt_logprobs"][row.slot] < 0:
             return []
         num_entries = min(row.num_tokens, int(self.settings["num_prompt_tokens"][row.slot]) - 1 - row.start)
@@ -192,7 +192,7 @@ class BatchState:
         return [(first, min(PROMPT_LOGPROB_ROWS, num_entries - first)) for first in firsts]
 
     def sampling_batch(self, samples: Sequence[SampleRow]) -> tuple[SamplingBatch, torch.Tensor, torch.Tensor]:
-        """(settings of the rows, slot_N, position_N), sent in one copy."""
+        """(settings of the rows, slot_N, position_N) on the device, both int64 [N], sent in one copy."""
         columns = np.array([(s.slot, s.position, s.sample_index, s.output_index) for s in samples], np.int64).T
         slots, positions, sample_indices, output_indices = columns
         assert positions.max() < self.token_ids_SC.shape[1], "a token beyond max_model_len"
@@ -278,7 +278,7 @@ def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) 
 
 
 def _random_settings(random: np.ndarray, sent: list[torch.Tensor]) -> RandomSettings:
-    """`random`: the settings of the rows that are drawn; `sent`: of all rows."""
+    """What `sample_tokens` takes. `random`: the settings of the rows that are not greedy; `sent`: those of all rows."""
     fractions_3N, top_k, seed, sample_index, output_index = sent
     temperature, top_p, min_p = fractions_3N.float()
     return RandomSettings(

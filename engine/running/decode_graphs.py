@@ -85,7 +85,7 @@ class DecodeBatch:
         self._pinned = state.device.type == "cuda"
 
     def fill(self, rows: Sequence[ScheduledRow], size: int) -> None:
-        """Which slots are in the step, and the position of each one's newest token; the copy doesn't wait."""
+        """Writes the slots of the step, and the position of each one's newest token, with a copy that doesn't wait."""
         host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._pinned)
         words = host.numpy()
         words[:, : len(rows)] = np.array([(row.slot, row.start) for row in rows], np.int64).T
@@ -116,15 +116,15 @@ class DecodeBatch:
         return self._model.project(hidden_GH, out_GV)
 
     def store(self, token_R: torch.Tensor) -> None:
-        """The sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
+        """Writes the sampled tokens (one per row, in the order of `fill`) into the slots' tables."""
         num_rows = len(token_R)
         store_tokens(self._words[0, :num_rows], self._words[1, :num_rows], token_R, self._state.token_ids_SC)
 
 
 @contextmanager
 def _without_garbage() -> Iterator[None]:
-    """What a collection frees in the middle of a capture (page-locked memory, graphs of a node that has ended) would
-    end it: frees are forbidden there. torch no longer collects before it captures."""
+    """Collects garbage now and none within its `with` block. A collection in the middle of a capture would end it: it
+    may free page-locked memory or old graphs, which is forbidden there. torch no longer collects before it captures."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
@@ -166,8 +166,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Captures largest first, so that the smaller find their memory in the shared pool. Rows are padding: no KV
-        is written."""
+        """Captures all graphs, the largest first, so that smaller ones find their memory in the shared pool. Their rows
+        are padding: no KV is written."""
         stream = torch.cuda.Stream(self.batch.device)  # torch's own would be that of the process's first capture
         pool = None
         with _without_garbage():

@@ -1,4 +1,4 @@
-"""What the decode rows of a step share: found on the host when the batch changes, kept on the device for the kernels.
+"""The prefixes that decode rows of a step share: found on the host when the batch changes, kept on the device.
 
 Which groups there are depends on block tables alone, and a table's leading blocks stay as long as its slot does: a
 step with the slots of the step before costs one comparison.
@@ -34,7 +34,7 @@ class PrefixSharing:
 
     @classmethod
     def for_layers(cls, layers: Iterable[Attention], state: BatchState, max_rows: int) -> PrefixSharing | None:
-        """None when no layer could use it. The layers' caches are bound."""
+        """Makes one for these layers, whose caches must be bound; None when no layer could use it."""
         able = [layer for layer in layers if layer.shares_prefixes]
         members = chunk_members(max((layer.spec.group_size for layer in able), default=1))
         if max_rows < 2 or not able or members < 2:
@@ -60,7 +60,7 @@ class PrefixSharing:
         return self._buffers.prefixes.first(len(rows)) if self._found else None
 
     def nothing(self, num_rows: int) -> SharedPrefixes:
-        """No groups, but all the kernels: for warm-up and capture."""
+        """Shared prefixes without any group. Warm-up and capture run the same kernels with them."""
         self._buffers.load((), self._state.block_size)
         self._seen = None
         return self._buffers.prefixes.first(num_rows)

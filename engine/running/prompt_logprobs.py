@@ -16,8 +16,8 @@ from tandem.engine.running.step_result import HostLogprobs
 def prompt_logprobs(
     model: Model, state: BatchState, piece: StepPiece, inputs: ForwardInputs, hidden_TH: torch.Tensor
 ) -> list[HostLogprobs]:
-    """How likely, for rows of `piece` that ask, the prompt's own next tokens were, a bounded run of positions at a
-    time. `hidden_TH`: of every token of the piece. Targets are indices of the step's scheduled rows."""
+    """Log-probabilities of the prompt's own next tokens, for the rows of `piece` that ask, a bounded run of positions
+    at a time. `hidden_TH` has every token of the piece. Targets are indices of the step's scheduled rows."""
     parts = []
     for index, row in enumerate(piece.rows):
         wanted = int(state.settings["num_prompt_logprobs"][row.slot])

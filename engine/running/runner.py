@@ -56,7 +56,7 @@ class ModelRunner:
         guides: Guides | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
-        `followers` are told of everything that is run here, before it is. `guides`: who draws tokens needs them."""
+        `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -117,8 +117,8 @@ class ModelRunner:
             step.event.record()
 
     def _replay(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
-        """A decode step or small chunks of prompts, by replaying a graph. False: this step is none for a graph, or the
-        device had no memory for what comes beside it; what has run is run again, to the same effect."""
+        """Runs a decode step, or small chunks of prompts, by replaying a graph. False: no graph fits this step, or the
+        device had no memory for what comes beside it; what has run already may be run again, to the same effect."""
         graphs = self._graphs
         if graphs is None:
             return False
@@ -148,8 +148,8 @@ class ModelRunner:
             self._sample(output.samples, logits_NV, step)
 
     def _compute(self, output: SchedulerOutput, step: LaunchedStep) -> None:
-        """Any mix of rows, layer by layer. Without the memory for all at once: in ever smaller pieces; what has run
-        already is run again, to the same effect. If even the smallest do not fit, its requests fail."""
+        """Runs any mix of rows, layer by layer. When memory doesn't suffice, it runs them again in ever smaller pieces,
+        to the same effect. If even the smallest pieces do not fit, the step's requests fail."""
         pieces = split_step(output, output.num_tokens)
         while True:
             try:
@@ -174,7 +174,8 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def _compute_pieces(self, pieces: Sequence[StepPiece], output: SchedulerOutput, step: LaunchedStep) -> None:
-        """The hooks see the step as a whole: beside its layers when it is one piece, else before and after them."""
+        """Runs the step piece by piece. The connector's hooks see it as a whole: they are called beside its layers when
+        there is one piece, else before and after all of them."""
         hooks = self._connector if output.connector_meta is not None else None
         every = any(row.prompt_logprobs for row in output.rows)
         step.prompt_logprobs = []
@@ -213,7 +214,7 @@ class ModelRunner:
             return self.model(inputs.input_ids_T, inputs.positions_T, wanted)
 
     def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
-        """Draws tokens: at once, or where some must follow grammars when the step before is known."""
+        """Draws tokens: at once, or, if some must follow grammars, once the tokens of the step before are known."""
         step.guided = None if self._guides is None else self._guides.of(samples)
         if step.guided is None:
             self._draw(samples, logits_NV, step)
@@ -296,7 +297,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run_dummy(self, rows: Sequence[ScheduledRow]) -> None:
-        """One step of such rows (single tokens first), greedy; writes no KV and leaves the batch state as it is."""
+        """Runs one greedy step of such rows (single tokens first). Writes no KV and leaves the batch state as it is."""
         if self._followers is not None:
             self._followers.announce("dummy", SchedulerOutput(0, tuple(rows), ()))
         if self._graphs is not None and self._graphs.takes(rows):
@@ -307,7 +308,7 @@ class ModelRunner:
         self._choose(logits_NV, SamplingBatch())
 
     def capture_decode_steps(self) -> None:
-        """CUDA: from here on decode steps replay graphs. Once, after `warmup`."""
+        """Captures decode steps, so that from here on they replay graphs. CUDA only, once, after `warmup`."""
         assert self._graphs is None, "captured once"
         assert self.device.type == "cuda"
         if self._followers is not None:

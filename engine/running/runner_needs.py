@@ -1,4 +1,4 @@
-"""What a runner needs of others: the model that it runs, and the ranks that it leads."""
+"""The two things that a runner needs: the model that it runs, and the ranks that it leads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.engine.scheduling.step import SchedulerOutput
 
 
 class Model(DecoderLike, Protocol):
-    """`group`: with the ranks that hold the rest of it."""
+    """A model as the runner uses it. `group` are the ranks that share it out; None: this process holds all of it."""
 
     @property
     def group(self) -> TensorParallel | None: ...

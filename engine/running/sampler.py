@@ -33,7 +33,7 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """`row_P` int64; the settings float32 [P]; `output_counts_PV` int32; `in_prompt_PV` bool."""
+    """Penalties: `row_P` int64; the settings float32 [P]; `output_counts_PV` int32; `in_prompt_PV` bool."""
 
     row_P: torch.Tensor
     repetition_P: torch.Tensor
@@ -70,7 +70,7 @@ class RandomSettings:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """What the rows of one step ask for; None: no row asks for it."""
+    """The settings of the rows of one step. A field that is None is one that no row asks for."""
 
     edits: LogitEdits | None = None
     penalties: Penalties | None = None
@@ -82,15 +82,15 @@ class SamplingBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """Every row takes the most likely token, and nothing else is asked."""
+        """Whether every row takes the most likely token, and nothing else is asked."""
         is_edited = self.edits is not None or self.penalties is not None or self.is_guided
         return not is_edited and self.random is None and self.logprob_row_L is None
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of each row: the given token first, then the top K, best first. `rank_L` of the given token, 1
-    is best."""
+    """Log-probabilities (natural) of each row: the given token first, then the top K, best first. `rank_L` is the given
+    token's rank, where 1 is best."""
 
     token_LK1: torch.Tensor  # int64 [L, K + 1]
     logprob_LK1: torch.Tensor  # float32 [L, K + 1]

@@ -21,8 +21,8 @@ from tandem.kernels.products.rotary_attention import WantedTokens
 
 @dataclass(frozen=True, slots=True)
 class ForwardInputs:
-    """Row i (in the scheduler's order) begins at `first_token_R[i]` of the T tokens and is row `place_R[i]` of the
-    metadata, which has rows of one token first."""
+    """Inputs of one forward pass. Row i (in the scheduler's order) begins at `first_token_R[i]` of the T tokens and is
+    row `place_R[i]` of the metadata, which has rows of one token first."""
 
     input_ids_T: torch.Tensor  # int32
     positions_T: torch.Tensor  # int64
@@ -66,7 +66,7 @@ class StepInputs:
         return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R)
 
     def last_tokens(self, inputs: ForwardInputs, row_N: Sequence[int]) -> WantedTokens:
-        """The last token of each of these rows (scheduler's order), as decode rows."""
+        """The last token of each of these rows (given in the scheduler's order), as decode rows."""
         metadata, place_N = inputs.metadata, inputs.place_R[list(row_N)]
         lengths, ends = np.array(metadata.query_lens_cpu)[place_N], np.array(metadata.seq_lens_cpu)[place_N]
         index_N = inputs.first_token_R[list(row_N)] + lengths - 1

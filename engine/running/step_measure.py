@@ -26,8 +26,8 @@ class DummySteps(Protocol):
 
 
 def measure_step_times(runner: DummySteps, max_tokens: int) -> dict[int, float]:
-    """Seconds by tokens of mixed steps: a few decodes and one prompt, back to back, as serving launches them. Writes no
-    KV."""
+    """Number of tokens -> seconds of a mixed step: a few decodes and one prompt. Steps are launched back to back, as in
+    serving. Writes no KV."""
     seconds: dict[int, float] = {}
     for tokens in MEASURED_TOKENS:
         if tokens <= max_tokens:

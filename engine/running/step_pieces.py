@@ -11,8 +11,8 @@ from tandem.engine.scheduling.step import ScheduledRow, SchedulerOutput
 
 @dataclass(slots=True)
 class StepPiece:
-    """`rows[i]` is (a part of) row `parents[i]` of the step. `samples` index the step's samples that become possible
-    here; sample `samples[k]` comes after the last token of `rows[sampled[k]]`."""
+    """A part of a step. `rows[i]` is (a part of) row `parents[i]` of the step. `samples` are indices of the step's
+    samples that become possible here; sample `samples[k]` comes after the last token of `rows[sampled[k]]`."""
 
     rows: list[ScheduledRow] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)

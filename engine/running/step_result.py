@@ -25,7 +25,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class HostLogprobs:
-    """`Logprobs` on the host. Row i is for entry `targets[i]` of the step and keeps `num_logprobs[i]` of the top."""
+    """`Logprobs` on the host. Row i is for entry `targets[i]` of the step and keeps `num_logprobs[i]` top tokens."""
 
     targets: np.ndarray
     num_logprobs: np.ndarray
@@ -64,7 +64,7 @@ class LaunchedStep:
     _draw_later: Callable[[], None] | None = None
 
     def put_off(self, draw: Callable[[], None]) -> None:
-        """Leaves the drawing of its tokens for `sample`. In place of what was put off before."""
+        """Leaves the drawing of its tokens to `sample`. Replaces what was put off before."""
         self._draw_later = draw
 
     @property

@@ -13,8 +13,9 @@ from tandem.engine.scheduling.step import ScheduledRow
 def extreme_steps(
     max_num_tokens: int, max_chunk: int, max_model_len: int, max_decode_rows: int
 ) -> Iterator[list[ScheduledRow]]:
-    """Rows of the slot 0, those of one token first: the token budget in as few rows as a step could have, decodes only,
-    a decode beside a prompt that goes on where it had stopped, and a lone token, which has kernels of its own."""
+    """Yields the rows of each step, all of slot 0, those of one token first. The steps are: the token budget in as few
+    rows as can be; decodes only; a decode beside a later chunk of a prompt; and a lone token, which has kernels of its
+    own."""
     longest = min(max_chunk, max_model_len)
     full, rest = divmod(max_num_tokens, longest)
     # A single token would count as a decode row, and those come first.
@@ -28,8 +29,8 @@ def extreme_steps(
 
 
 def every_way_to_sample(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[SamplingBatch]:
-    """Greedy, drawn, drawn with filters, each of logits as they are and of edited ones, and under masks. Where nothing
-    is compiled, only the one that needs most."""
+    """Yields settings for greedy, drawn, filtered and masked rows, with plain and with edited logits. Where nothing is
+    compiled, only the last of them, which need most memory."""
     zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
     half = torch.full((num_rows,), 0.5, device=device)
     rows = torch.arange(num_rows, device=device)

@@ -17,7 +17,8 @@ from tandem.engine.scheduling.step import BlockCopy
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """`destination` is the forked request's own; a reference keeps `source` until the copy's step is built."""
+    """A block copy for a fork, not yet part of a step. `destination` belongs to the forked request; a reference of the
+    copy's own keeps `source` until the copy's step is built."""
 
     source: int
     destination: int
@@ -49,8 +50,8 @@ class KVAllocator:
         return self.pool.match_prefix(self.reusable_hashes(request))
 
     def num_cached_tokens(self, request: Request) -> int:
-        """The number of tokens that `cached_prefix` holds, by a few lookups: the pool never holds a block without those
-        before it."""
+        """The number of tokens that `cached_prefix` holds. A few look-ups suffice, since the pool never holds a block
+        without those before it."""
         hashes, find = self.reusable_hashes(request), self.pool.find
         return self.block_size * bisect.bisect_left(hashes, True, key=lambda each: find(each) is None)
 
@@ -79,7 +80,7 @@ class KVAllocator:
     # --- growth and release ---------------------------------------------------------------------------------
 
     def num_missing_blocks(self, request: Request) -> int:
-        """Blocks that its launched tokens need beyond those it has."""
+        """How many blocks the launched tokens of `request` need beyond those it has."""
         return max(0, self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids))
 
     def start(self, request: Request, hits: list[int], num_external_tokens: int) -> bool:
@@ -98,8 +99,8 @@ class KVAllocator:
         return True
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens in all, those first that others only wait with; False and no change to the
-        request when there are too few."""
+        """Gives `request` blocks for `num_tokens` tokens in all, if need be after other holds of blocks gave theirs
+        back. False, and no change to the request, when there are too few."""
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True

@@ -27,7 +27,7 @@ def _sort_key(request: Request) -> tuple[int, int, int]:
 
 
 class SchedulerState:
-    """See module docstring. `waiting` and `running` are in the order of `Request.sort_key`. Lengths are in tokens."""
+    """The books themselves. `waiting` and `running` are in the order of `Request.sort_key`. Lengths are in tokens."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class SchedulerState:
         self._admit_or_fail(sequences)
 
     def count_start(self, request: Request) -> None:
-        """Its prompt starts here, for the first time."""
+        """Counts the prompt of `request`, and what is cached of it, at its first start."""
         self.num_prompt_tokens += request.num_prompt_tokens
         self.num_cached_tokens += request.num_cached_tokens
 
@@ -131,7 +131,7 @@ class SchedulerState:
         del request.block_hashes[request.num_tokens // self.block_size :]
 
     def _admit_or_fail(self, sequences: Sequence[Request]) -> None:
-        """All sequences of one request: equally long, so all can run here or none. One event if none."""
+        """Queues all sequences of one request. They are equally long, so all can run here or none, with one event."""
         request = sequences[0]
         num_blocks = self.kv.num_blocks_for(request.num_tokens)
         if num_blocks > self.pool.num_blocks:
@@ -164,7 +164,7 @@ class SchedulerState:
         self._run(request)
 
     def fork_into_batch(self, child: Request) -> None:
-        """A new child starts beside its parent."""
+        """Puts a new child into a slot beside its parent's."""
         self._requests[child.key].append(child)
         self._run(child)
 
@@ -184,7 +184,7 @@ class SchedulerState:
         bisect.insort(self.waiting, request, key=_sort_key)
 
     def put_first(self, request: Request) -> None:
-        """A waiting request has waited long enough."""
+        """Moves a request that has waited long enough before all others that wait."""
         self.waiting.remove(request)
         request.is_aged = True
         bisect.insort(self.waiting, request, key=_sort_key)
@@ -280,8 +280,8 @@ class SchedulerState:
         return bool(self.waiting or self.running or self.events)
 
     def check_integrity(self, external_references: Mapping[int, int] | None = None) -> None:
-        """AssertionError when an invariant does not hold. `external_references` (block_id -> references held by
-        others): with it every reference must be accounted for, {} meaning that only requests hold blocks."""
+        """Raises AssertionError when an invariant does not hold. With `external_references` (block_id -> references
+        held by others) every reference must be accounted for; {} means that only requests hold blocks."""
         self.pool.check_integrity()
         self.tiers.check_integrity()
         slots = [request.slot for request in self.running]
@@ -313,7 +313,7 @@ class SchedulerState:
         assert len(request.block_ids) >= self.kv.num_blocks_for(request.num_computed_tokens), "KV without a block"
 
     def assert_empty(self) -> None:
-        """For tests: every request has left and nothing of it is held."""
+        """Asserts, for tests, that every request has left and nothing of it is held."""
         self.check_integrity({})
         assert not self._requests, "a request is left"
         assert not self.has_work(), "an event was not taken"

@@ -20,7 +20,7 @@ class StepBookings:
 
 
 class StepBuilder:
-    """Builds one step; made anew for each."""
+    """Builds one step. Each step has a builder of its own."""
 
     def __init__(self, state: SchedulerState, step_id: int) -> None:
         self._state = state
@@ -87,7 +87,7 @@ class StepBuilder:
     # --- samples --------------------------------------------------------------------------------------------
 
     def _sample(self, row: int, request: Request) -> None:
-        """The row's last token predicts the next: of one sample, or of each of a prompt's samples."""
+        """Adds the samples that the row's last token predicts: one, or each of a prompt's samples."""
         position = request.num_launched_tokens
         if request.prompt.mode == "prefill":  # its samples go on elsewhere: no slot of their own
             for sample_index in request.sample_indices:

@@ -14,17 +14,20 @@ from typing import NamedTuple
 
 from tandem.engine.contracts.rate import Rate
 
-# Small steps, which tell as much about launches, count together: as much as one of so many; a guess.
+# Prompt tokens that one measurement covers at least: smaller steps, whose time is mostly launches, add up; a guess.
 MEASURED_TOKENS = 1024
-TOKENS_ALIKE = 16  # steps are captured for so many rows more each; a guess
-FASTER, SLOWER = 0.5, 1 / 16  # shares of a difference that are learned: a late decision leaves the device idle
-LEAST, MOST = 0.8, 1.25  # of what is known: what took less or more was read late, it or the step before
-LATE_S = 0.0003  # later than so long after its expected end a step ended unseen; a guess
-HELD_UP_S, MEMORY = 0.0015, 1 / 64  # a step that was read so much later; of how many steps that is remembered
+TOKENS_ALIKE = 16  # tokens by which sizes of steps differ, about as the sizes of captured steps do; a guess
+# Guesses: the share of a difference that is learned from a faster or a slower step. Faster ones are learned sooner,
+# since a decision that comes too late leaves the device idle.
+FASTER, SLOWER = 0.5, 1 / 16
+# Guesses: a step that took less or more than these multiples of the known time was read late, or the one before was.
+LEAST, MOST = 0.8, 1.25
+LATE_S = 0.0003  # a step that is read more than this after its expected end ended unseen; a guess
+HELD_UP_S, MEMORY = 0.0015, 1 / 64  # guesses: lateness by which the host was held up; weight of the newest such step
 
 
 def size_of(num_tokens: int) -> int:
-    """Steps of one size take equally long."""
+    """The size class of a step, in units of TOKENS_ALIKE. Steps of one size are taken to last equally long."""
     return -(-num_tokens // TOKENS_ALIKE)
 
 
@@ -39,23 +42,24 @@ class RunningStep(NamedTuple):
 
 
 class StepClock:
-    """Times are seconds of `now`. A step begins when it is launched or, behind another, when that one ends."""
+    """Follows launched steps. Times are seconds of `now`; "the past" is 0.0. A step begins when it is launched
+    or, behind another one, when that one ends."""
 
     def __init__(
         self, now: Callable[[], float], *, by_size: bool = True, measured_tokens: int = MEASURED_TOKENS
     ) -> None:
-        """`by_size`: a step is expected to take what those of its size took, as decodes do, again and again; else what
-        its prompt tokens take, since hardly two chunks of prompts are equally long. `measured_tokens`: over how many a
-        prompt token's time is measured at least."""
+        """With `by_size` a step is expected to take what earlier ones of its size took, which suits decodes; else what
+        its prompt tokens take, since hardly two chunks of prompts are equally long. `measured_tokens`: the least
+        number of prompt tokens over which their time is measured."""
         self.now = now
         self.prompt_rate = Rate()
-        self.share_held_up = 0.0  # of the last steps: ended long before they were read; known `by_size`
+        self.share_held_up = 0.0  # share of the last steps that ended long before they were read; only `by_size`
         self._by_size = by_size
         self._measured_tokens = measured_tokens
         self._gathered = (0, 0.0)  # prompt tokens of small steps, and what those took
-        self._seconds: dict[int, float] = {}  # of a step, by size
-        self._steps: dict[int, RunningStep] = {}  # launched and not read
-        self._last_completed = 0.0  # read
+        self._seconds: dict[int, float] = {}  # size -> expected seconds of a step
+        self._steps: dict[int, RunningStep] = {}  # launched and not read, by step id
+        self._last_completed = 0.0  # when the last step was read
         self._free_at = 0.0  # when the step that was read last is believed to have ended
         self._seen_running_at = 0.0
 
@@ -66,11 +70,11 @@ class StepClock:
 
     @property
     def seconds_per_token(self) -> float:
-        """What a prompt token takes, measured; 0: nothing measured."""
+        """The measured seconds of a prompt token; 0: nothing measured."""
         return self.prompt_rate.seconds
 
     def seconds_of(self, step: RunningStep) -> float:
-        """What `step` is expected to take; 0: not known."""
+        """The seconds that `step` is expected to take; 0: not known."""
         if self._by_size:
             return self._seconds.get(step.size, 0.0)
         return step.num_prompt_tokens * self.seconds_per_token
@@ -88,15 +92,15 @@ class StepClock:
         return max(self.now(), self.began_at() + sum(map(self.seconds_of, self._steps.values())))
 
     def launched(self, step_id: int, num_tokens: int, num_prompt_tokens: int) -> None:
-        """A step is certain and goes to the device next."""
+        """Notes a step that is certain and goes to the device next."""
         self._steps[step_id] = RunningStep(self.now(), num_tokens, num_prompt_tokens)
 
     def seen_running(self) -> None:
-        """The step that is read next has not ended: if it is late by now, it's the device that takes longer."""
+        """Notes that the step to be read next still runs. If it is late by now, the device is slow and not the host."""
         self._seen_running_at = self.now()
 
     def completed(self, step_id: int) -> float:
-        """Seconds that the step took. Its results have been read, in the order of steps."""
+        """Notes that a step's results were read, in the order of steps. Returns the seconds that it took."""
         expected_begin = self.began_at()
         step = self._steps.pop(step_id)
         now = self.now()

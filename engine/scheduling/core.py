@@ -12,7 +12,8 @@ from tandem.engine.scheduling.step import SchedulerOutput
 
 
 class EngineCore:
-    """`pipelined=False` reads each step before the next is scheduled (for debugging)."""
+    """The step loop's two halves, `launch` and `read`. `pipelined=False` reads each step before the next is scheduled
+    (for debugging)."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, pipelined: bool = True) -> None:
         self.scheduler = scheduler
@@ -32,15 +33,15 @@ class EngineCore:
         return self.inflight or self.scheduler.state.has_work()
 
     def step(self) -> list[EngineEvent]:
-        """One turn of the loop; events of the step that was read."""
+        """Does one turn of the loop. Returns the events of the step that was read."""
         self.launch()
         return self.read()
 
     def launch(
         self, before_execution: Callable[[], None] | None = None, between_layers: BetweenLayers | None = None
     ) -> None:
-        """First half of a turn. `before_execution` is called when a step is decided, but not launched, which takes the
-        host some time; `between_layers` from within a launch layer by layer, which takes long."""
+        """First half of a turn: decides a step and launches it. `before_execution` is called between the two, since the
+        launch takes the host some time; `between_layers` from within a launch layer by layer, which takes long."""
         output = self.scheduler.schedule()
         if output is not None:
             self.scheduler.state.pool.step_launched(output.step_id)
@@ -64,8 +65,8 @@ class EngineCore:
         return waits
 
     def read(self) -> list[EngineEvent]:
-        """Second half: waits for the step before the one that was launched, whose tokens may say what this one may
-        draw. All events since the last call."""
+        """Second half of a turn: waits for the step before the launched one, whose tokens may decide what that one may
+        draw. Returns all events since the last call."""
         events, self._events = self._events, []
         self.newest_read = None
         if self._reads:
@@ -74,12 +75,12 @@ class EngineCore:
         return events
 
     def _draw(self) -> None:
-        """Lets what is launched draw its tokens: all before it has been read."""
+        """Lets the launched steps draw their tokens, now that all steps before them have been read."""
         for _, handle in self._unread:
             handle.sample()
 
     def read_ended(self) -> list[EngineEvent]:
-        """What the step before made, if it has ended: for whoever launches a step layer by layer, from within."""
+        """Events of the step before, if it has ended. To be called from within a launch layer by layer."""
         if self._unread and self._pipelined and self._unread[0][1].done():
             return self._read_oldest()
         return []

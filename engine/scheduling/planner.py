@@ -19,8 +19,8 @@ limited = RateLimited(logging.getLogger(__name__))
 
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
 MAX_PASSED_BY = 256  # a guess
-# Of a prompt beside decodes, however long a step with them takes; fewer where they cost nothing, since the graph that
-# runs the decodes has room for so many.
+# The least prompt tokens beside decodes, however long such a step takes; and the least that suffice where they cost
+# nothing, since the graph that runs the decodes has room for them.
 LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
 
 
@@ -34,7 +34,7 @@ class PlannedRow:
 
 @dataclass(slots=True)
 class StepPlan:
-    """`budget` and `prompt_budget` are what is left of them, in tokens."""
+    """The rows of a step that is being planned. `budget` and `prompt_budget` are what is left of them, in tokens."""
 
     budget: int
     prompt_budget: int
@@ -100,8 +100,8 @@ class StepPlanner:
         return plan
 
     def _prompt_budget(self, num_decodes: int) -> int:
-        """Prompt tokens beside so many decodes: what leaves the step within `itl_budget_ms`, and at least a few, so
-        that prompts get on; without measured step times a fixed number."""
+        """How many prompt tokens may run beside so many decodes: as many as leave the step within `itl_budget_ms`, but
+        at least a few, so that prompts get on; without measured step times a fixed number."""
         times, most = self._state.step_times, self._options.max_num_batched_tokens
         if not times.are_measured:
             return self._options.decode_prompt_budget or most
@@ -110,8 +110,8 @@ class StepPlanner:
         return max(room, free if LEAST_FREE_TOKENS <= free < least else least)
 
     def prompt_s_per_token(self) -> float:
-        """What a token of the next prompt would take beside the decodes that run now; without measured step times what
-        such tokens took lately, 0: not known."""
+        """Seconds that a token of the next prompt would take beside the decodes that run now; without measured step
+        times the seconds that such tokens took lately; 0: not known."""
         times = self._state.step_times
         if not times.are_measured or not self._state.limits_prompt_work:
             return self._state.clock.seconds_per_token
@@ -131,8 +131,8 @@ class StepPlanner:
             plan.put(request, PlannedRow(num_tokens, is_prompt=True, is_new=False))
 
     def _chunk(self, plan: StepPlan, request: Request) -> int:
-        """Tokens of the next chunk: within budget and chunk limit. It ends on a block boundary, unless it is the
-        last or the limit is below a block."""
+        """Number of tokens of the next chunk, within budget and chunk limit. The chunk ends on a block boundary, unless
+        it is the last or the limit is below a block."""
         todo = request.num_uncomputed_tokens
         limit = min(plan.num_prompt_tokens_left, self._options.max_prefill_chunk or todo)
         if todo <= limit or limit < self._state.block_size:
@@ -141,8 +141,8 @@ class StepPlanner:
         return end - request.num_computed_tokens if end > request.num_computed_tokens else limit
 
     def _make_room(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` tokens, by preempting the less important. False: not in this step; what it has it
-        keeps, and if that hinders someone more important it will be preempted in turn."""
+        """Gets blocks for `num_tokens` tokens, if need be by preempting less important requests. False: not in this
+        step. `request` then keeps what it has; if that hinders a more important one it will be preempted in turn."""
         if self._outgrew_pool(plan, request, num_tokens):
             return False
         while not self._kv.grow(request, num_tokens):
@@ -167,8 +167,8 @@ class StepPlanner:
         return True
 
     def _preemptable(self) -> list[Request]:
-        """Holders of blocks, but not what is being handed off: transfers may be reading those, and they need no more
-        blocks than they have."""
+        """Requests that hold blocks, but not those that are being handed off: transfers may read their blocks, and
+        they need no more than they have."""
         holders = [r for r in (*self._state.running, *self._state.waiting) if r.block_ids]
         return [r for r in holders if r.prompt.mode != "prefill" and not r.is_paused]
 
@@ -181,7 +181,7 @@ class StepPlanner:
             waiting = [r for r in self._state.waiting if not r.block_ids and self._may_have_slot(r)]
         arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
-        # So that who comes next doesn't wait for a long step, which a prompt that is late anyway need not be either.
+        # A long step would make the next prompt to come wait; and a prompt that is late anyway needs no long steps.
         if chunk and (len(arranged) > 1 or self._state.prompt_order.has_late):
             plan.prompt_budget = min(plan.prompt_budget, chunk)
         admission = Admission()
@@ -239,7 +239,7 @@ class StepPlanner:
             admission.num_passed_by += 1
 
     def _start(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
-        """False: it must wait for its connector, or for a load."""
+        """Starts a waiting request; False when it must wait for its connector, or for a load."""
         num_hit = len(hits) * self._state.block_size
         num_external = self._ask_connector(request, num_hit)
         num_loaded = self._ask_tiers(plan, request, hits, num_external)
@@ -268,7 +268,7 @@ class StepPlanner:
         self._state.enter_batch(request)
 
     def _take_blocks(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
-        """Room for a waiting request from less important ones that run, if they have enough for it."""
+        """Preempts less important running requests for a waiting one, if they have enough blocks for it."""
         pool, yielding = self._state.pool, who_gives_way(self._state.running, request)
         own = self._kv.num_missing_blocks(request) - len(hits)
         if own > pool.num_free - pool.num_unused(hits) + sum(len(other.block_ids) for other in yielding):
@@ -280,7 +280,7 @@ class StepPlanner:
         return False  # they shared blocks with others
 
     def _num_reserved(self) -> int:
-        """Blocks that requests in the batch will need for what they know."""
+        """How many more blocks requests in the batch will need for the tokens that they have."""
         return sum(self._kv.num_missing_blocks(other) for other in self._state.running)
 
     def _yield(self, plan: StepPlan, victim: Request) -> None:
@@ -301,7 +301,7 @@ class StepPlanner:
         return num_external
 
     def _ask_tiers(self, plan: StepPlan, request: Request, hits: list[int], num_external: int | None) -> int | None:
-        """Asks also for a request that waits for its connector: both take their time at once."""
+        """Asks the tiers for a request, also while it waits for its connector, so that both waits overlap."""
         if num_external:
             return 0
         is_alone = not plan.rows and not self._state.running and len(self._state.waiting) == 1
@@ -317,8 +317,8 @@ class StepPlanner:
         tiers.started(request, hashes)
 
     def _unlock(self) -> None:
-        """Holders of blocks wait for each other (for a slot that one has, a block that another has): the least
-        important starts over."""
+        """Makes the least important holder of blocks start over, when holders wait for each other (one for a slot that
+        another has, which waits for a block)."""
         stuck = self._preemptable()
         if len(stuck) > 1:
             self._state.preempt(max(stuck, key=lambda r: r.sort_key))

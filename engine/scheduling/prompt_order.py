@@ -21,12 +21,12 @@ from tandem.engine.scheduling.request import Request
 
 LATE_SHARE = 1 / 16  # of the prompt tokens that are computed while late prompts wait; a guess
 MAX_CREDIT = 2048.0  # tokens: one chunk; a guess
-# A late prompt passes those that came before it by so many times less than they have more left; a guess.
+# Late prompts go in the order of arrival time plus this many times their remaining work, in seconds; a guess.
 LATE_STRETCH = 8.0
 MOST_YIELDS = 3  # a guess
 AGED_AFTER_S = 30.0  # a guess
 LOOK_EVERY_S = 1.0  # a guess
-MARGIN = 0.02  # of the target: to spare for prompts that have not begun, since times are estimated; a guess
+MARGIN = 0.02  # share of the target that is spared for prompts that have not begun: times are estimates; a guess
 
 
 CountsTokens = Callable[[Request], int]
@@ -38,11 +38,11 @@ class PromptOrder(Protocol):
     def arrange(
         self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens
     ) -> list[Request]:
-        """All of both, first the one that should be computed first. `num_cached`: tokens of a prompt that has not begun
-        which it would find cached now; others with its prefix may have come."""
+        """All requests of both, in the order in which they should be computed. `num_cached` says how many tokens a
+        prompt that has not begun would find cached now; others with its prefix may have come since it arrived."""
 
     def launched(self, tokens: Sequence[tuple[Request, int]]) -> None:
-        """A step with these prompt tokens is on its way."""
+        """Notes that a step with these numbers of prompt tokens was launched."""
 
     def ended(self, request: Request) -> None: ...
 
@@ -52,7 +52,7 @@ class PromptOrder(Protocol):
 
 
 class ArrivalOrder:
-    """What has begun goes on; then by priority and arrival, as the queue is sorted."""
+    """The order in which prompts that have begun come first, then the others by priority and arrival."""
 
     has_late = False
 
@@ -69,8 +69,9 @@ class ArrivalOrder:
 
 
 class SlackOrder:
-    """`target_s`: from arrival to first token. A prompt that alone would take longer than `target_s` / `stretch` gets
-    `stretch` times what it takes. Work is estimated from the time of the steps before, which `clock` measures."""
+    """The order by deadlines of the module docstring. `target_s` is the time from arrival to first token. A prompt that
+    alone would take longer than `target_s` / `stretch` gets `stretch` times what it takes. Work is estimated from the
+    time of earlier steps, which `clock` measures."""
 
     def __init__(self, target_s: float, clock: StepClock, stretch: float = 1.25) -> None:
         self._clock = clock
@@ -78,7 +79,7 @@ class SlackOrder:
         self._stretch = stretch
         self._arrivals: dict[Request, float] = {}
         self._late: Request | None = None  # the first of those behind their deadline
-        self._credit = 0.0  # tokens that late prompts may have before others
+        self._credit = 0.0  # tokens that late prompts may compute before others
 
     def arrived(self, request: Request) -> None:
         self._arrivals[request] = self._clock.now()
@@ -130,8 +131,8 @@ class SlackOrder:
 
 
 def who_gives_way(running: list[Request], request: Request) -> list[Request]:
-    """Those that `request` may preempt, the least important first. What is being handed off is none of them: transfers
-    may be reading its blocks."""
+    """The requests that `request` may preempt, the least important first. One that is being handed off is none of them:
+    transfers may be reading its blocks."""
     return [
         other
         for other in reversed(running)

@@ -73,7 +73,7 @@ class Request:
     num_registered_blocks: int = 0  # leading blocks offered to the hash table
     num_table_blocks: int = 0  # leading blocks that the slot's block table on the device has
     num_preemptions: int = 0
-    num_yields: int = 0  # of these: for one that waited
+    num_yields: int = 0  # how many of these preemptions were for a request that waited
     waiting_since: float = 0.0
     is_aged: bool = False  # has waited so long that it goes before all others
     is_paused: bool = False  # keeps its slot and blocks and gets no rows: its KV is being handed to another node

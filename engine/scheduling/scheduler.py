@@ -58,7 +58,7 @@ class Scheduler:
 
     @property
     def prompt_s_per_token(self) -> float:
-        """What a token of a prompt that comes now would take; 0: not known."""
+        """Seconds that a token of a prompt that comes now would take; 0: not known."""
         return self._planner.prompt_s_per_token()
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> list[EngineEvent]:
@@ -93,8 +93,8 @@ class Scheduler:
         return self.state.take_events()
 
     def _give_up(self, launched: StepBookings, reason: str) -> list[EngineEvent]:
-        """The step was not computed. Whatever has blocks may have found its prefix in those of the step, or be in the
-        step that was launched meanwhile: all of it ends here. Another node may have the memory that this one lacks."""
+        """Fails every request that has blocks, since a step was not computed: each may have found its prefix in that
+        step's blocks, or be in the step that was launched meanwhile. Another node may have the memory for them."""
         for request in launched.sampled:
             request.num_in_flight -= 1
         self.state.fail_holders("out_of_memory", reason)
@@ -107,7 +107,7 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------------------------
 
     def _take_prompt_logprobs(self, request: Request, row: ScheduledRow, entries: list[TokenLogprobs]) -> None:
-        """Kept by position: a prompt that was preempted and computed again reports some of them twice."""
+        """Keeps entries by position, since a prompt that was preempted and computed again reports some twice."""
         if request.state is RequestState.FINISHED or request.prompt_logprobs_sent:
             return
         request.prompt_logprobs.update(enumerate(entries, row.start + 1))

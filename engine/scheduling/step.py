@@ -82,9 +82,9 @@ class ScheduledRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that KV moves beside a step, as far as the runner must know; what moves is in the connector's own kind of it
-    (StepMoves of kv_connector/protocol/jobs.py). `by_layer` False: nothing happens beside the layers, so that they need
-    not be launched one by one."""
+    """Tells the runner that KV moves beside a step. What moves is said in the connector's subclass (StepMoves of
+    kv_connector/protocol/jobs.py). `by_layer` False: nothing happens between the layers, so that they need not be
+    launched one by one."""
 
     by_layer: bool = True
 

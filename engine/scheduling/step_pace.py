@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from tandem.engine.scheduling.clock import MOST, TOKENS_ALIKE, StepClock, size_of
 
-# Of a step after which the next is decided late: beyond, the host takes as long as the device;
+# Tokens of the largest step after which the next is decided late. For larger ones the host takes as long as the device;
 # docs/measurements.md#steps-of-few-rows.
 MOST_TOKENS = 512
 LEAD_SMOOTHING = 1 / 8  # a guess
-# A host that is held up itself needs the time that an early decision leaves it: where more than this share of steps,
-# lately, was seen to have ended so much later than expected, and so long after the last look, none is decided late.
+# A host that is often held up needs the time that an early decision leaves it: no step is decided late while
+# `StepClock.share_held_up` is above this.
 MOST_HELD_UP = 0.06  # a guess
-SPARE_S = 0.0005  # beside what the last decision and launch took; a guess
+SPARE_S = 0.0005  # time to spare, beyond what the last decision and launch took; a guess
 PROMPT_LEAD_S = 0.010  # from the decision of a step of prompts to its first kernels; a guess
 PROMPT_ERROR = 0.08  # by how much of itself a step of prompts may be shorter than expected; a guess
 
 
 class StepPace:
-    """Beside decodes. It measures what the host takes from a decision until the device has the step."""
+    """The pace of steps with decodes. It measures the host's time from a decision until the device has the step."""
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
@@ -30,18 +30,19 @@ class StepPace:
         self._leads: dict[int, float] = {}  # from a decision to the device, by size
 
     def decided(self) -> None:
-        """A step is about to be planned."""
+        """Notes that a step is about to be planned."""
         self._decided_at = self._clock.now()
 
     def executed(self, num_tokens: int) -> None:
-        """The device has the step that was planned last."""
+        """Notes that the device has the step that was planned last."""
         self._newest_size = size = size_of(num_tokens)
         seconds = self._clock.now() - self._decided_at
         known = self._leads.setdefault(size, seconds)
         self._leads[size] = known + LEAD_SMOOTHING * (min(seconds, known * MOST) - known)
 
     def next_decision_at(self, late_s: float = 0.0) -> float:
-        """The past: now. `late_s`: how much later than would be in time; the step begins later then, by less."""
+        """When to decide the next step, in seconds of the clock; a time in the past means now. `late_s` asks for a time
+        later than the best one by that much; the step then begins later, but by less."""
         running = self._clock.running
         if running is None:
             return 0.0
@@ -53,8 +54,8 @@ class StepPace:
 
 
 def next_prompt_decision_at(clock: StepClock) -> float:
-    """Where steps are prompts alone: when the next should be decided at the latest, so that the device does not wait
-    for it. Earlier only makes those wait who come meanwhile and should go first. The past: now."""
+    """When the next of steps that are prompts alone must be decided at the latest, so that the device does not wait for
+    it; a time in the past means now. Deciding sooner only delays prompts that come meanwhile and should go first."""
     running = clock.running
     if running is None:
         return 0.0

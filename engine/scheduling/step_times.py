@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 SMOOTHING = 1 / 16  # a guess
 MOST_SLOWNESS = 3.0  # a guess
-MOST_CHANGE = 0.25  # that one step is believed: beyond it something else than the step took the time; a guess
+MOST_CHANGE = 0.25  # most that one step counts: beyond it something else than the step took the time; a guess
 
 
 class StepTimes:
@@ -26,14 +26,14 @@ class StepTimes:
         return bool(self._tokens)
 
     def measured(self, seconds_by_tokens: Mapping[int, float]) -> None:
-        """Once, with at least one point. A larger step that was measured faster than a smaller one counts as equally
-        slow."""
+        """Takes the table, once, with at least one point. A larger step that was measured faster than a smaller one
+        counts as equally slow."""
         self._tokens = sorted(seconds_by_tokens)
         for tokens in self._tokens:
             self._seconds.append(max([seconds_by_tokens[tokens], *self._seconds[-1:]]))
 
     def observed(self, tokens: int, seconds: float) -> None:
-        """How long a step with prompt work took in fact."""
+        """Learns from how long a step with prompt work took in fact."""
         ratio = min(MOST_SLOWNESS, max(1.0, seconds / self._seconds_of(tokens)))
         self._slowness += SMOOTHING * min(MOST_CHANGE, ratio - self._slowness)
 
@@ -46,7 +46,7 @@ class StepTimes:
         return self._seconds[index - 1] + share * (self._seconds[index] - self._seconds[index - 1])
 
     def seconds(self, tokens: int) -> float:
-        """What a step of so many tokens is expected to take, in proportion beyond the largest that was measured."""
+        """The expected seconds of a step of so many tokens, in proportion beyond the largest that was measured."""
         beyond = max(1.0, tokens / self._tokens[-1])
         return self._seconds_of(tokens) * beyond * self._slowness
 

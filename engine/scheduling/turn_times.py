@@ -19,9 +19,9 @@ Note = Callable[[dict[str, float | str]], None]
 
 
 class TurnTimes:
-    """`slow_s`: from when on a turn is slow. `note` gets each slow turn: its parts in ms, `reason`, `total`, `cpu` (of
-    this thread: what is missing to the parts besides "device" it waited for the interpreter or a core), rows, prompt
-    tokens and new sequences of the step."""
+    """Accounts of the turns of a step loop. A turn longer than `slow_s` seconds is slow, and `note` is called with it:
+    its parts, `total` and `cpu` in ms, its `reason`, and the rows, prompt tokens and new sequences of the step. `cpu`
+    is this thread's; what the parts besides "device" exceed it by, the thread waited for the GIL or a core."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class TurnTimes:
         self.counters = {"steps": 0.0, "slow_steps": 0.0, **{f"slow_steps_{reason}": 0.0 for reason in REASONS}}
 
     def charge(self, part: str) -> None:
-        """The time since the last call, to `part`."""
+        """Charges the time since the last call to `part`."""
         now = self._clock()
         self._parts[part] += now - self._last
         self._last = now
@@ -49,7 +49,7 @@ class TurnTimes:
         self._follows = False
 
     def step_read(self, step: SchedulerOutput) -> None:
-        """The results of `step` are there: its turn ends."""
+        """Ends the turn of `step`, whose results are there."""
         self.charge("results")
         parts, total, cpu = self._parts, sum(self._parts.values()), self._cpu_clock()
         if self._follows:

@@ -28,8 +28,8 @@ class Grammars:
     """Compiles grammars and keeps the latest. Any thread may ask; others run meanwhile, but for `prepare`."""
 
     def __init__(self, folder: Path, vocab_size: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
-        """`vocab_size`: of the logits, which may be wider than the tokenizer's; 0: it is the tokenizer's, and masks
-        aren't wanted."""
+        """`vocab_size` is the width of the logits, which may exceed the tokenizer's; 0: the tokenizer's, for callers
+        that want no masks."""
         self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
@@ -38,13 +38,13 @@ class Grammars:
         return grammar in self._kept
 
     def prepare(self) -> None:
-        """Loads the library and the tokenizer, which for a large vocabulary keeps all Python threads of this process
-        waiting for a second. Else the first grammar does."""
-        with contextlib.suppress(ValueError):  # said again to whoever brings a grammar
+        """Loads the library and the tokenizer, so that the first grammar need not. For a large vocabulary it keeps all
+        Python threads of the process waiting for a second."""
+        with contextlib.suppress(ValueError):  # whoever brings a grammar gets the same error
             self.matcher('start: "a"')
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher at its beginning, the caller's own. ValueError: why it can't be followed."""
+        """A matcher of the caller's own, at its beginning. Raises ValueError that says why it can't be followed."""
         with self._lock:
             kept = self._kept.get(grammar)
             if kept is not None:

@@ -45,11 +45,11 @@ class Guide:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has a say in the next token. What is drawn after an end or an error is dropped."""
+        """Whether the guide limits the next token. What is drawn after an end or an error is dropped."""
         return not self.has_ended and not self.error
 
     def check(self, has_mask: bool) -> None:
-        """After a mask was filled. `has_mask`: some token is in it."""
+        """Looks for an error after a mask was filled. `has_mask`: the mask allows some token."""
         assert self.matcher is not None
         if self.matcher.is_error():
             self.error = f"the grammar can't be followed further: {shown(self.matcher.get_error())}"
@@ -65,8 +65,8 @@ class Guide:
 
 
 class GuidedSamples:
-    """The samples of one step that follow grammars: `indices` in the step's samples. After `take`: which of those have
-    ended, and which failed and why."""
+    """The samples of one step that follow grammars; `indices` are their places among the step's samples. After `take`,
+    `ended` and `failed` say which of them have ended, and which failed and why."""
 
     def __init__(self, grammars: Grammars, indices: list[int], guides: list[Guide]) -> None:
         self._grammars, self.indices, self._guides = grammars, indices, guides
@@ -93,7 +93,7 @@ class GuidedSamples:
                 masks_MW[i] = -1
 
     def take(self, token_ids: np.ndarray) -> None:
-        """`token_ids`: of all samples of the step. Idempotent."""
+        """Advances the guides by what was drawn. `token_ids` are those of all samples of the step. Idempotent."""
         if self._was_taken:
             return
         self._was_taken = True
@@ -111,7 +111,7 @@ class Guides:
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._first: dict[int, Guide] = {}  # by slot, as it was entered
+        self._first: dict[int, Guide] = {}  # by slot, as its sequence entered
         self._of_sample: dict[tuple[int, int], Guide] = {}  # by slot and sample index
 
     def apply(self, new_slots: Sequence[NewSlot], forks: Sequence[ForkSlot]) -> None:

@@ -11,7 +11,8 @@ from tandem.engine.structured.grammars import Grammars
 
 
 class GrammarWorkshop:
-    """`prepare` belongs to one thread. What waits is done in order, one grammar after the other."""
+    """Compiles grammars in the order in which they come, one after the other. `prepare` must always be called from one
+    and the same thread."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -20,8 +21,8 @@ class GrammarWorkshop:
         self._num_given = self._num_done = 0  # each written by one thread
 
     def prepare(self, grammar: str, then: Callable[[], object]) -> None:
-        """Calls `then` when the grammar has been compiled, or can't be: at once if it is known and nobody waits. An
-        empty one needs nothing but its turn."""
+        """Calls `then` when the grammar has been compiled, or can't be: at once if it is known and nobody waits. The
+        empty grammar needs no compiling and only takes its turn."""
         if self._num_given == self._num_done and (not grammar or grammar in self._grammars):
             then()
             return
@@ -44,6 +45,6 @@ class GrammarWorkshop:
                 if grammar:
                     self._grammars.matcher(grammar)
             except ValueError:
-                pass  # whoever follows it says why it can't be followed
+                pass  # the guide that follows this grammar reports the error
             then()
             self._num_done += 1
