@@ -20,11 +20,11 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """`salt` enters the hashes of the tenant's blocks: b"" or 16 bytes that no client knows."""
+    """A tenant of this cluster. `salt` enters the hashes of its blocks: b"" or 16 bytes that no client knows."""
 
     name: str = ""
     salt: bytes = b""
-    cache_share: float = 1.0  # of each node's pool and tiers
+    cache_share: float = 1.0  # share of each node's pool and tiers that the tenant may fill
 
     def salt_for(self, cache_salt: str) -> bytes:
         """The tenant's salt, narrowed further to requests that bring the same `cache_salt`."""
@@ -55,8 +55,8 @@ ANYBODY = Caller()
 class ApiKeys:
     """Bearer keys of a file, or one `key`. Without either everybody may ask, as one tenant without a salt.
 
-    `salt_of` makes a tenant's salt of its name, equal in every router. ConfigError: the file can't be read or used, or
-    both are given.
+    `salt_of` makes a tenant's salt of its name, equal in every router. Raises ConfigError when the file can't be read
+    or used, and when both are given.
     """
 
     def __init__(self, path: str, salt_of: Callable[[str], bytes], key: str = "") -> None:
@@ -73,8 +73,8 @@ class ApiKeys:
         return cls(options.api_keys_file, salt_of, options.api_key)
 
     def reload(self) -> None:
-        """Reads the file again if it has changed. One that is wrong changes nothing, which is logged. Public prefixes
-        stay as they were at the start: what is cached was hashed with them."""
+        """Reads the file again if it has changed. A file that is wrong is logged and changes nothing. Public prefixes
+        stay as they were at the start, since what is cached was hashed with them."""
         version = _version_of(self._path)
         if version == self._version:
             return
@@ -87,8 +87,8 @@ class ApiKeys:
         logger.info("%d API keys are read anew from %s", len(self._callers), self._path)
 
     def check(self, headers: Headers, scope: Scope = "inference") -> Caller:
-        """Raises AuthenticationError, or ScopeError for a key that may do other things alone. Keys are looked up by
-        digest: how long that takes says nothing about a key."""
+        """The caller whose key `headers` bring. Raises AuthenticationError, or ScopeError when the key lacks
+        `scope`. Keys are looked up by digest, so that how long it takes says nothing about a key."""
         if not self._callers:
             return ANYBODY
         given = next((value for name, value in headers if name.lower() == b"authorization"), b"")
@@ -123,7 +123,7 @@ class ApiKeys:
 
 
 def _version_of(path: str) -> tuple[int, ...]:
-    """Differs once the file's content does; () where there is none."""
+    """A value that changes with the file's content; () when there is no file."""
     try:
         found = os.stat(path) if path else None
     except OSError:

@@ -1,4 +1,4 @@
-"""The gate that each HTTP request passes: its key, what the key may do, how much of it."""
+"""The gate that each HTTP request passes: it checks the key, what the key may do, and how much of it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ audit = logging.getLogger("tandem.audit")
 
 
 class Gate:
-    """`limits`: of all routers of a cluster, else those of this process."""
+    """Checks keys and their limits. `limits` counts for all routers of a cluster; None: for this process alone."""
 
     def __init__(self, keys: ApiKeys, limits: RequestLimits | None = None) -> None:
         self._keys, self._limits = keys, limits or LocalLimits()
 
     def check(self, headers: Headers) -> Caller:
-        """Raises AuthenticationError and ScopeError."""
+        """The caller whose key this is. Raises AuthenticationError and ScopeError."""
         return self._keys.check(headers)
 
     def check_admin(self, headers: Headers, what: str) -> Caller:
-        """The same for what operators do, which the log names. Raises AuthenticationError and ScopeError."""
+        """The caller, when its key has the scope "admin". The audit log says who asked for `what`, or that it was
+        refused. Raises AuthenticationError and ScopeError."""
         try:
             caller = self._keys.check(headers, "admin")
         except InvalidRequestError as error:

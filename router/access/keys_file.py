@@ -44,12 +44,12 @@ class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keys: dict[Name, Name | KeyEntry]
     tenants: dict[Name, TenantEntry | None] | None = None
-    limits: KeyLimits | None = None  # of each key that has none of its own
+    limits: KeyLimits | None = None  # limits of each key that has none of its own
     public_prefixes: list[Name | list[TokenId]] | None = None
 
 
 def read_keys_file(path: str) -> KeysFile:
-    """Raises ConfigError that says where the file is wrong, and repeats no key."""
+    """Reads an API keys file. Raises ConfigError that says where the file is wrong, and repeats no key."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
@@ -81,7 +81,7 @@ def _is_mapping(raw: bytes) -> bool:
 
 
 def _from_lines(path: str, raw: bytes) -> KeysFile:
-    """One key a line, no tenants. A key that no client can send, since it holds white space, is a line of YAML."""
+    """A file of one key a line, without tenants. Raises ConfigError for a line with white space: no key holds any."""
     keys: dict[str, str | KeyEntry] = {}
     for number, line in enumerate(raw.splitlines(), start=1):
         key = line.strip().decode(errors="surrogateescape")

@@ -20,7 +20,7 @@ BUSY_S = 1.0  # a guess: when to try again while others of the key run
 
 @dataclass(slots=True)
 class Permit:
-    """A request that runs; `num_tokens` is what it has used in the end."""
+    """Leave for one request to run. `num_tokens` is what it has used, known at its end."""
 
     caller: Caller
     request_id: str
@@ -32,14 +32,14 @@ class Permit:
 
 class RequestLimits(Protocol):
     async def enter(self, permit: Permit, limits: KeyLimits) -> None:
-        """Raises RateLimitError, which says when to try again."""
+        """Lets a request in. Raises RateLimitError, which says when to try again."""
 
     async def leave(self, permit: Permit, limits: KeyLimits) -> None: ...
 
 
 @dataclass(slots=True)
 class Usage:
-    """What one key has left, as of `at`."""
+    """What one key has left of its minute, as of `at` (seconds of the clock), and which of its requests run."""
 
     at: float
     requests: float
@@ -48,7 +48,7 @@ class Usage:
 
 
 class LocalLimits:
-    """Counts what this process has let in."""
+    """Limits that count only what this process has let in."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -80,6 +80,6 @@ class LocalLimits:
 
 
 def refusal(what: str, most: int, left: float | None = None) -> RateLimitError:
-    """`left`: of what comes back by the minute."""
+    """The error for a limit of `most`. `left` is what a limit by the minute has left; None: a limit at a time."""
     wait_s = BUSY_S if left is None else (1 - left) * 60 / most
     return RateLimitError(f"this API key may have {most} {what}; try again later", retry_after_s=wait_s)

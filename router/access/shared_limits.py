@@ -48,7 +48,7 @@ redis.call('HINCRBYFLOAT', KEYS[1], 'tokens', -ARGV[2])
 
 
 class SharedLimits:
-    """`longest_s`: after so long a request counts as over, should its router have died."""
+    """Limits counted in Redis. After `longest_s` seconds a request counts as over, should its router have died."""
 
     def __init__(self, url: str, namespace: str, longest_s: float) -> None:
         self._servers = AsyncRedisServers(url, IO_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What parsers of tool calls share: text is read by a generator, deltas are gathered; and the JSON of one call."""
+"""The base of parsers of tool calls: a generator reads the text, and the JSON of each call, and gathers deltas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ BESIDE = ("name", "type", "id", *ARGUMENTS)  # what a call's object may begin wi
 
 
 class CallParser(ABC):
-    """`names`: of the tools there are. `markers`: the special tokens that it must see."""
+    """Reads tool calls out of an answer. `names` are those of the tools there are; `markers` are the special tokens
+    whose text it must see."""
 
     markers: ClassVar[tuple[str, ...]] = ()
     has_short_ids: ClassVar[bool] = False  # the model's template takes ids of nine letters and digits alone
@@ -48,7 +49,7 @@ class CallParser(ABC):
     @classmethod
     @abstractmethod
     def form(cls, template: str, marks: Container[str]) -> CallForm:
-        """How the model with this template, and these of the markers as tokens, writes what is read here."""
+        """How a model with this template writes calls. `marks` are those of the markers that are tokens of its own."""
 
     @abstractmethod
     def _read(self) -> Reader[None]:
@@ -71,7 +72,8 @@ class CallParser(ABC):
     # --- what is read -----------------------------------------------------------------------------------------
 
     def _call_or_content(self, prefix: str, is_known_only: bool = False) -> Reader[bool]:
-        """Reads a call's object; if none begins here, `prefix` and what was read are content. Whether it was whole."""
+        """Reads a call's object and returns whether it was whole. If none begins here, `prefix` and what was read are
+        content."""
         self._in.mark()
         before = self._num_calls
         yield from self._in.spaces()
@@ -88,11 +90,12 @@ class CallParser(ABC):
             self._content(spaces)
 
     def _content_until(self, *markers: str) -> Reader[str]:
-        """Content up to the first marker, but for white space around calls."""
+        """Takes the text before the first marker as content, without white space around calls; returns the marker."""
         return (yield from self._in.until(markers, self._content, trim=True, trim_end=self._num_calls > 0))
 
     def _call_object(self, is_known_only: bool) -> Reader[bool]:
-        """`{"name": …, "arguments": {…}}`, the members in any order. Nothing is emitted before both are known."""
+        """Reads `{"name": …, "arguments": {…}}`, its members in any order, and returns whether it was whole. Nothing is
+        emitted before both are known."""
         if not (yield from self._in.literal("{")):
             return False
         name, early, is_first, has_started = "", None, True, False
@@ -134,7 +137,7 @@ class CallParser(ABC):
         return key
 
     def _text(self) -> Reader[str | None]:
-        """A JSON string, decoded; None: something else comes."""
+        """Reads a JSON string and returns its value; None: something else comes."""
         if (yield from self._in.peek()) != '"':
             return None
         raw = yield from self._value()
@@ -147,8 +150,8 @@ class CallParser(ABC):
         return "".join(parts) if is_whole else None
 
     def _streamed(self, name: str) -> Reader[bool]:
-        """Arguments: an object is passed on as it comes, a string that holds one in one piece. False: the text ended,
-        or they are no JSON."""
+        """Reads arguments: an object is passed on as it comes, a string that holds one in one piece. False: the text
+        ended, or they are no JSON."""
         if (yield from self._in.peek()) == "{":
             self._start(name)
             return (yield from self._in.json_value(self._arguments))

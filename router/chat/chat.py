@@ -31,7 +31,8 @@ class ChatPrompt:
 
 
 class Chat:
-    """Raises ConfigError for a template or parser that can't be used."""
+    """Turns conversations into prompts, and answers back into messages. Raises ConfigError for a template or parser
+    that can't be used."""
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, options: RouterOptions) -> None:
         self._tokenizer = tokenizer
@@ -45,7 +46,7 @@ class Chat:
         return self._templates.tokenizer_info
 
     def output(self, body: ChatBody, prompt: str) -> ChatOutput:
-        """What reads one answer to `prompt`."""
+        """A reader for one answer to `prompt`."""
         return ChatOutput(self.parsers.make(body.callable_names, prompt), body)
 
     def call_id(self) -> str:
@@ -70,7 +71,7 @@ class Chat:
             )
 
     def grammar(self, body: ChatBody, prompt: str) -> tuple[list[Part], str] | None:
-        """What an answer to `prompt` must follow, and the field that asks for it; None: it is free. Raises
+        """(grammar that an answer to `prompt` must follow, field that asks for it); None: the answer is free. Raises
         InvalidRequestError."""
         answer, names = answer_of(body), body.forced_names or body.callable_names or ()
         tools = [tool for tool in called_tools(body.tools or ()) if tool.name in names]
@@ -121,7 +122,7 @@ class Chat:
 
 
 class ChatOutput:
-    """One answer's text on its way through the parser; counts what is reasoning, by pieces."""
+    """Reads one answer's text with the parser. It counts reasoning tokens piece by piece."""
 
     def __init__(self, parser: OutputParser, body: ChatBody) -> None:
         self._parser = parser

@@ -22,14 +22,14 @@ from tandem.router.text.openai_api import (
 MaxTokens = Annotated[int, Meta(ge=1, lt=1 << 31)]
 Messages = Annotated[list[dict[str, Any]], Meta(min_length=1)]
 
-# Variables that templates get from elsewhere.
+# Template variables that are set by the router, so that a body must not set them.
 RESERVED = frozenset(
     {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
 
 
 class ChatTokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize with messages."""
+    """The body of POST /tokenize with messages."""
 
     messages: Messages
     model: str | None = None
@@ -42,7 +42,7 @@ class ChatTokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/chat/completions as it is on the wire."""
+    """The body of POST /v1/chat/completions as it is on the wire."""
 
     messages: Messages
     max_completion_tokens: MaxTokens | None = None
@@ -84,7 +84,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
         return tool_names(self.tools) if self.tools and self.tool_choice != "none" else None
 
     def as_completion(self) -> CompletionBody:
-        """The same, but for the prompt. Raises InvalidRequestError."""
+        """The completion that this body asks for, without its prompt. Raises InvalidRequestError."""
         shared = {field: getattr(self, field) for field in GenerationBody.__struct_fields__}
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -94,7 +94,7 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def parse_chat(bodies: BodyReader, raw: bytes) -> ChatBody:
-    """Raises InvalidRequestError; `param` names the field."""
+    """Decodes and checks a body. Raises InvalidRequestError, whose `param` names the field."""
     body = bodies.read(ChatBody, raw)
     check_chat(body)
     return body
@@ -128,7 +128,7 @@ def _check_tool_choice(body: ChatBody) -> None:
 
 
 def check_opening(body: ChatBody | ChatTokenizeBody) -> None:
-    """Raises InvalidRequestError when what is to become of the last message contradicts itself."""
+    """Raises InvalidRequestError when fields contradict each other on how the prompt is made."""
     if body.continue_final_message and body.add_generation_prompt:
         _bad("continue_final_message", "continue_final_message and add_generation_prompt exclude each other")
     for name in sorted(RESERVED & set(body.chat_template_kwargs or ())):
@@ -136,7 +136,7 @@ def check_opening(body: ChatBody | ChatTokenizeBody) -> None:
 
 
 def parse_tokenize(bodies: BodyReader, raw: bytes) -> TokenizeBody | ChatTokenizeBody:
-    """A body of /tokenize is one of both, by which of `messages` and `prompt` it has. Raises InvalidRequestError."""
+    """A body of /tokenize, whose kind is told by whether it has `messages` or `prompt`. Raises InvalidRequestError."""
     if not parse_body(_Peek, raw).messages:
         return bodies.read(TokenizeBody, raw)
     body = bodies.read(ChatTokenizeBody, raw)

@@ -17,7 +17,7 @@ Fields = Mapping[str, Any]
 
 
 class Arguments(dict[str, Any]):
-    """Arguments of a call. Most templates take an object; to those that put text together it is text."""
+    """The arguments of a call, as an object for most templates and as text for those that concatenate it."""
 
     def __init__(self, value: Fields, text: str) -> None:
         super().__init__(value)
@@ -34,7 +34,7 @@ class Arguments(dict[str, Any]):
 
 
 def as_templates_expect(messages: Sequence[Fields], knows_developer: bool) -> list[dict[str, Any]]:
-    """Raises InvalidRequestError that names the message and its field."""
+    """The messages in the form that templates take. Raises InvalidRequestError that names the message and its field."""
     return [_message(message, f"messages[{i}]", knows_developer) for i, message in enumerate(messages)]
 
 
@@ -52,12 +52,12 @@ def _message(message: Fields, place: str, knows_developer: bool) -> dict[str, An
         if not isinstance(calls, list):
             _bad("messages", f"{place}.tool_calls must be a list")
         found["tool_calls"] = [_call(call, f"{place}.tool_calls[{i}]") for i, call in enumerate(calls)]
-        found["content"] = found["content"] or None  # as templates tell a message of calls alone
+        found["content"] = found["content"] or None  # templates know a message of calls alone by its None
     return found
 
 
 def plain_text(content: Any, place: str) -> str:
-    """Content that is text or a list of text parts. Raises InvalidRequestError that names its place."""
+    """The text of content that is text or a list of text parts. Raises InvalidRequestError that names its place."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -80,7 +80,8 @@ def _call(call: Any, place: str) -> dict[str, Any]:
 
 
 def _arguments(given: Any) -> Any:
-    """What is no object stays as it is: a model's own slip must not end its conversation."""
+    """The arguments of an earlier call, parsed. Those that are no object stay as they are, since a model's slip must
+    not end its conversation."""
     text = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
     try:
         value = json.loads(text or "{}")
@@ -90,7 +91,7 @@ def _arguments(given: Any) -> Any:
 
 
 def tool_names(tools: Sequence[Any]) -> frozenset[str]:
-    """Raises InvalidRequestError that names a tool which is no function."""
+    """The names of these tools. Raises InvalidRequestError that names a tool which is no function."""
     names = set()
     for i, tool in enumerate(tools):
         if not isinstance(tool, dict) or tool.get("type") != "function":
@@ -107,7 +108,7 @@ def tool_names(tools: Sequence[Any]) -> frozenset[str]:
 
 
 def called_tools(tools: Sequence[Fields]) -> list[Tool]:
-    """Tools that `tool_names` has found to be functions."""
+    """The tools as grammars take them. `tool_names` must have found all of them to be functions."""
     functions = [tool["function"] for tool in tools]
     return [Tool(each["name"], each.get("parameters"), each.get("strict") is True) for each in functions]
 

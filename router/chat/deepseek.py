@@ -30,7 +30,7 @@ class DeepSeekParser(CallParser):
 
     def _read(self) -> Reader[None]:
         while (yield from self._content_until(BEGIN)):
-            unsaid = self._in.trimmed + BEGIN  # content, if no call follows
+            unsaid = self._in.trimmed + BEGIN  # this is content, if no call follows
             while True:
                 spaces = yield from self._in.spaces()
                 if not (yield from self._in.literal(CALL)):
@@ -42,14 +42,14 @@ class DeepSeekParser(CallParser):
                 unsaid = ""
 
     def _call(self, prefix: str) -> Reader[bool]:
-        """Whether a whole call was read."""
+        """Reads a call; returns whether it was whole."""
         parts: list[str] = []
         if not (yield from self._in.until((SEPARATOR,), parts.append)):
             self._content(prefix + "".join(parts))
             return False
         name = "".join(parts).strip()
         raw = "".join(parts) + SEPARATOR + (yield from self._in.spaces())
-        if (yield from self._in.peek()) != "{":  # what stood there is the kind of the tool
+        if (yield from self._in.peek()) != "{":  # then what was read is the tool's kind, and its name follows
             parts.clear()
             if not (yield from self._in.until(("\n",), parts.append)):
                 self._content(prefix + raw + "".join(parts))

@@ -1,4 +1,4 @@
-"""What a parser makes of output text, and what every parser is."""
+"""The deltas that parsers make of output text, and the interface of parsers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
-    """Call number `index` of the answer begins; its arguments follow."""
+    """The beginning of call number `index` of the answer, counted from 0; its arguments follow."""
 
     index: int
     name: str
@@ -37,7 +37,7 @@ Delta = Reasoning | Content | CallStart | CallArguments
 
 
 def merged(deltas: list[Delta]) -> list[Delta]:
-    """The same in fewer: neighbours that continue each other are one."""
+    """The same deltas in fewer: neighbours that continue each other become one."""
     found = deltas[:1]
     for delta in deltas[1:]:
         last = found[-1]
@@ -53,7 +53,8 @@ def merged(deltas: list[Delta]) -> list[Delta]:
 
 
 class OutputParser(Protocol):
-    """However a text is cut, the deltas of its parts add up to the same. Neither call raises, whatever the text."""
+    """A parser of one answer's text. However the text is cut, the deltas of its parts add up to the same. Neither
+    `feed` nor `finish` raises, whatever the text."""
 
     @property
     def is_reasoning(self) -> bool:
@@ -65,7 +66,7 @@ class OutputParser(Protocol):
 
 
 class PlainText:
-    """All text is content."""
+    """A parser for which all text is content."""
 
     is_reasoning = False
 

@@ -16,7 +16,7 @@ SPACE = " \t\r\n"
 
 
 class Incoming:
-    """`add` parts, then `close`. After a reader has yielded, either has happened."""
+    """Text that comes by `add`, in parts, and ends by `close`. A reader that yields resumes after one of the two."""
 
     def __init__(self) -> None:
         self._text, self._at, self._mark = "", 0, -1
@@ -35,7 +35,7 @@ class Incoming:
     # --- going back -----------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """From here on the text is kept, until `since_mark` or `forget` is called; `since_mark` then has none."""
+        """Keeps the text from here on, until `since_mark` returns it or `forget` drops it."""
         self._mark = self._at
 
     def since_mark(self) -> str:
@@ -44,13 +44,13 @@ class Incoming:
         return text
 
     def forget(self) -> None:
-        """The text since the mark, which may become long, is needed no more."""
+        """Drops the text since the mark, which may become long."""
         self._mark = -1
 
     # --- readers --------------------------------------------------------------------------------------------------
 
     def has_more(self) -> Reader[bool]:
-        """False: the text has ended."""
+        """Waits for more text; False: the text has ended."""
         while self._at == len(self._text):
             if self._closed:
                 return False
@@ -62,13 +62,13 @@ class Incoming:
         return self._text[self._at] if (yield from self.has_more()) else ""
 
     def take(self) -> str:
-        """The character that was peeked at."""
+        """Reads the character that was peeked at."""
         self._at += 1
         return self._text[self._at - 1]
 
     @property
     def is_drained(self) -> bool:
-        """Nothing is left of what has come."""
+        """Whether all that has come was read."""
         return self._at == len(self._text)
 
     def spaces(self) -> Reader[str]:
@@ -78,7 +78,7 @@ class Incoming:
         return found
 
     def literal(self, wanted: str) -> Reader[bool]:
-        """Whether `wanted` comes next; if so it is read, else nothing is."""
+        """Reads `wanted` if it comes next, else nothing. Returns whether it did."""
         while True:
             known = self._text[self._at : self._at + len(wanted)]
             if known == wanted:

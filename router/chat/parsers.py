@@ -28,7 +28,7 @@ CALL_PARSERS: Mapping[str, type[CallParser]] = {
     "llama3_json": LlamaParser,
 }
 REASONING_PARSERS = (QWEN3, DEEPSEEK_R1, HARMONY)
-# Other names of the same, as users of other servers know them.
+# Other names of the same parsers, as users of other servers know them.
 ALIASES = {
     "openai_gptoss": HARMONY,
     "gpt-oss": HARMONY,
@@ -54,7 +54,7 @@ _REASONING_MARKS = ((HARMONY, (harmony.CHANNEL,)), (QWEN3, (thinking.BEGIN, thin
 
 @dataclass(frozen=True, slots=True)
 class Parsers:
-    """Names of what reads calls and reasoning; "none" for neither."""
+    """The names of the parsers of calls and of reasoning; "none" where there is none."""
 
     calls: str
     reasoning: str
@@ -69,7 +69,7 @@ class Parsers:
         return (*of_calls, *of_reasoning)
 
     def make(self, names: Set[str] | None, prompt: str) -> OutputParser:
-        """A parser for one answer to `prompt`. `names`: of the tools that may be called; None: nothing is a call."""
+        """A parser for one answer to `prompt`. `names` are the tools that may be called; None: nothing is a call."""
         wants_calls = names is not None and self.calls != NONE
         if HARMONY in (self.reasoning, self.calls):
             return HarmonyParser(names or set(), self.reasoning == HARMONY, wants_calls and self.calls == HARMONY)
@@ -89,7 +89,7 @@ class Parsers:
 
 
 def choose_parsers(calls: str, reasoning: str, template: str) -> Parsers:
-    """The parsers that are named, or for "auto" those of which `template` holds a mark. Raises ConfigError."""
+    """The named parsers, or for "auto" those whose marks `template` holds. Raises ConfigError for an unknown name."""
     calls, reasoning = ALIASES.get(calls, calls), ALIASES.get(reasoning, reasoning)
     _check("tool-call-parser", calls, CALL_PARSERS)
     _check("reasoning-parser", reasoning, REASONING_PARSERS)

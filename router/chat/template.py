@@ -17,12 +17,12 @@ from tandem.engine.contracts.errors import ConfigError, InvalidRequestError
 
 Fields = Mapping[str, Any]
 
-# Stands for the end of the last message while that is rendered, if it is to be continued: nothing that anybody writes.
+# Marks the end of the last message while it is rendered, if it is to be continued. Nobody writes such text.
 END_MARK = "\ue000end of the last message\ue000"
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what an assistant said, for training; here it says nothing."""
+    """The tag `{% generation %}…{% endgeneration %}`, which marks what to train on; here it is ignored."""
 
     tags = {"generation"}
 
@@ -71,7 +71,7 @@ class ChatTemplate:
         self.takes_tools, self.knows_developer = "tools" in used, "developer" in source
 
     def render(self, messages: Sequence[Fields], variables: Fields | None = None) -> str:
-        """Raises InvalidRequestError with what the template says against these messages."""
+        """The prompt of a conversation. Raises InvalidRequestError with the template's objection to these messages."""
         try:
             return self._template.render({**self._special, **(variables or {}), "messages": messages})
         except Exception as error:  # whatever expressions of a template do to values of a request

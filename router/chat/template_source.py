@@ -44,7 +44,7 @@ class ChatTemplates:
 
     @property
     def source(self) -> str:
-        """The text of all of them."""
+        """The text of all these templates together."""
         return "\n".join(template.source for template in self._made.values())
 
     @property
@@ -54,7 +54,7 @@ class ChatTemplates:
         return {"tokenizer_class": "PreTrainedTokenizerFast", **self._facts, "chat_template": template}
 
     def choose(self, has_tools: bool) -> ChatTemplate:
-        """Raises InvalidRequestError when there is none."""
+        """The template for a request with or without tools. Raises InvalidRequestError when there is none."""
         if not self._made:
             raise InvalidRequestError(self._problem, param="messages")
         if has_tools and WITH_TOOLS in self._made:

@@ -9,8 +9,8 @@ BEGIN, END = "<think>", "</think>"
 
 
 class ThinkingParser:
-    """What follows the reasoning goes to `inner`. `is_open`: the prompt has begun the reasoning, or the model may do
-    so without a word. White space around reasoning belongs to neither side."""
+    """Takes reasoning from the beginning of an answer and gives the rest to `inner`. `is_open`: the answer begins in
+    the reasoning, without `<think>`. White space around reasoning belongs to neither side."""
 
     def __init__(self, inner: OutputParser, is_open: bool) -> None:
         self._inner, self.is_reasoning = inner, is_open

@@ -1,4 +1,4 @@
-"""What stands around every path: X-Request-Id, which comes back with the answer; CORS, compression, TLS."""
+"""What is done around every path: X-Request-Id comes back with the answer; CORS, compression, TLS."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tandem.engine.contracts.config import WebOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.router.text.request_headers import REQUEST_ID
 
-EXPOSED_HEADERS = ("X-Request-Id", "X-Tandem-Placement", "Retry-After")  # that pages may read
+EXPOSED_HEADERS = ("X-Request-Id", "X-Tandem-Placement", "Retry-After")  # headers that pages in browsers may read
 GZIP_LEVEL = 1  # a guess: answers are compressed while others wait
-_PRINTABLE = re.compile(rb"[\x21-\x7e]{1,256}")  # what else there is would be another header, or none
+_PRINTABLE = re.compile(rb"[\x21-\x7e]{1,256}")  # other bytes could end the header, or begin another one
 
 
 def with_request_id(scope: Scope, send: Send) -> Send:
-    """The same `send`, whose answer carries the request's id, as the request's own headers then do. Ids need not be
-    unique: nothing is looked up by them."""
+    """A `send` that adds the request's id to the answer's headers; a request without one gets one in its headers.
+    Ids need not be unique, since nothing is looked up by them."""
     request_id = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
     if not _PRINTABLE.fullmatch(request_id):
         request_id = uuid.uuid4().hex.encode()
@@ -37,7 +37,7 @@ def with_request_id(scope: Scope, send: Send) -> Send:
 
 
 def around(app: ASGIApp, web: WebOptions) -> ASGIApp:
-    """The application with what these options put around it; nothing costs anything that isn't asked for."""
+    """The application with what these options put around it; what isn't asked for costs nothing."""
     if web.gzip_min_bytes:
         app = GZipMiddleware(app, web.gzip_min_bytes, GZIP_LEVEL)
     if web.allowed_origins:
@@ -53,7 +53,7 @@ def around(app: ASGIApp, web: WebOptions) -> ASGIApp:
 
 
 def tls_settings(web: WebOptions) -> dict[str, Any]:
-    """uvicorn's, of certificates that can be read. Raises ConfigError."""
+    """uvicorn's settings for TLS. Raises ConfigError when the certificate or key can't be used."""
     if not web.ssl_certfile:
         if web.ssl_keyfile or web.ssl_ca_certs or web.ssl_cert_reqs:
             raise ConfigError("HTTPS needs a certificate: --ssl-certfile")

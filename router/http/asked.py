@@ -29,7 +29,7 @@ class Asked:
     body: CompletionBody
     plans: list[PromptPlan]
     format: AnswerFormat
-    on_pooled: Callable[[int, bytes], None] = _makes_text  # an input's values, of a model that pools
+    on_pooled: Callable[[int, bytes], None] = _makes_text  # for models that pool: takes an input's index and values
 
 
 AskReader = Callable[[bytes, Tenant], Awaitable[Asked]]
@@ -81,7 +81,8 @@ class _PlannedChat:
 async def _plan_chat(
     service: CompletionService, chat: Chat, asked: ChatBody, num_bytes: int, tenant: Tenant
 ) -> _PlannedChat:
-    """`num_bytes`: of the conversation's body. Raises as CompletionService.plan does."""
+    """Plans the completion that a conversation asks for. `num_bytes`: the size of its body. Raises what
+    CompletionService.plan raises."""
     body = asked.as_completion()
     facts = await service.awaited_facts()
     check_model(body.model, facts)
@@ -93,7 +94,7 @@ async def _plan_chat(
     except InvalidRequestError as error:
         if error.param != "prompt":
             raise
-        raise type(error)(error.message, param="messages") from error  # as its client calls it
+        raise type(error)(error.message, param="messages") from error  # the client has no field `prompt`
     if (asked_for := chat.grammar(asked, prompt.text)) is not None:
         plans = held_to(plans, await service.grammars.check(*asked_for))
     plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids | plan.shown_ids) for plan in plans]
@@ -101,6 +102,7 @@ async def _plan_chat(
 
 
 def _ids(kind: str, body: CompletionBody) -> tuple[str, str]:
-    """A request's own id, and the one that its client reads: clients' need not be unique, and nodes don't see them."""
+    """(the request's own id, the id that its client reads). Ids that clients choose need not be unique, so nodes never
+    see them."""
     own = kind + uuid.uuid4().hex
     return own, own if body.request_id is None else kind + body.request_id

@@ -98,7 +98,7 @@ class ChatEventWriter:
         self._form, self._include_usage, self._with_token_ids = form, include_usage, with_token_ids
         self._start, self._end = frame(head_dict, include_usage)
         self._outputs: dict[int, ChatOutput] = {}
-        self._plain: dict[int, bytes] = {}  # per choice, all that comes before the text of most events
+        self._plain: dict[int, bytes] = {}  # choice -> the bytes before the text in most of its events
         self._plain_end = b'},"logprobs":null,"finish_reason":null}' + self._end
 
     def piece(
@@ -112,7 +112,7 @@ class ChatEventWriter:
             self._plain[index] = self._start + b'{"index":%d,"delta":{"content":' % index
             events.append(self._event(index, {"role": "assistant", "content": ""}, extra, end))
         deltas = output.read(piece.text, len(piece.token_ids), piece.finish_reason is not None)
-        beside: dict[str, Any] = {}  # what the first event of a piece says besides
+        beside: dict[str, Any] = {}  # further fields of the first event of a piece
         if piece.logprobs is not None:
             beside["logprobs"] = piece.logprobs
         if self._with_token_ids:

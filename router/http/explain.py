@@ -1,4 +1,4 @@
-"""Why requests go where they go: the header that tells, and `POST /explain`."""
+"""Explains why requests go where they go: by a header of each answer, and by `POST /explain`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ PLACEMENT_HEADER = b"x-tandem-placement"
 
 
 def placement_headers(generations: Sequence[Generation]) -> list[tuple[bytes, bytes]]:
-    """One header a prompt: where its first attempt went and why."""
+    """One header for each prompt, which says where its first attempt went and why."""
     placed = [generation.placement for generation in generations if generation.placement is not None]
     return [(PLACEMENT_HEADER, placement.explanation().encode("ascii", "replace")) for placement in placed]
 
 
 def add_explain_route(app: FastAPI, service: CompletionService, gate: Gate, limit: int) -> None:
-    """Takes what /v1/completions takes, answers what each node would cost now. Nothing is placed or sent."""
+    """Adds `POST /explain`, which takes a body of /v1/completions and answers what each node would cost now. Nothing is
+    placed or sent. `limit`: the most bytes of a body."""
 
     @app.post("/explain")
     async def explain(request: Request) -> Response:

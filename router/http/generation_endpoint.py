@@ -26,7 +26,7 @@ EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cach
 
 
 class GenerationEndpoint:
-    """An ASGI application for one path and method; `read` makes of its bodies what completions know."""
+    """An ASGI application for one path and method; `read` turns its bodies into completions."""
 
     def __init__(self, service: CompletionService, gate: Gate, read: AskReader) -> None:
         self._service, self._gate, self._read = service, gate, read
@@ -101,7 +101,7 @@ class GenerationEndpoint:
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
-            headers = placement_headers(generations)  # before there is something to write
+            headers = placement_headers(generations)  # made before there is something to write
             batch = await stream.next_batch()
             if len(headers) < len(generations):
                 headers = placement_headers(generations)
@@ -115,8 +115,8 @@ class GenerationEndpoint:
             self._end(generations, watcher, permit)
 
     def _end(self, generations: list[Generation], watcher: asyncio.Future[None], permit: Permit) -> None:
-        """Aborts whatever still runs, and counts what was used. Generations and their listener know each other: left
-        so, each request would stay until the garbage collector stops everybody's streams to look for it."""
+        """Aborts whatever still runs, and counts what was used. It also cuts the cycle of generations and listener:
+        only the garbage collector would free such a cycle, and each of its rounds stops all streams."""
         self._service.abort(generations, _client_gone())
         watcher.cancel()
         permit.charge(sum(generation.num_tokens for generation in generations))

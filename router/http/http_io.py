@@ -25,8 +25,9 @@ class UnsupportedMediaTypeError(InvalidRequestError):
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Raises UnsupportedMediaTypeError, BodyTooLargeError, ClientGoneError when the client leaves before the end,
-    which includes a body that takes too long: http_protocol.py closes its connection."""
+    """The request's body, decompressed, of at most `limit` bytes. Raises UnsupportedMediaTypeError, BodyTooLargeError,
+    and ClientGoneError when the client leaves before the end, or takes so long that http_protocol.py closes its
+    connection."""
     is_compressed = _check_media_type(scope["headers"])
     too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
     length = _announced_length(scope["headers"])
@@ -63,8 +64,8 @@ def _inflated(body: bytearray, limit: int) -> bytes:
 
 
 def _check_media_type(headers: Headers) -> bool:
-    """Refuses types that web pages may send anywhere unasked; a body without a type counts as JSON. True: it is
-    compressed by gzip."""
+    """Whether the body is compressed by gzip. Refuses types that web pages may send anywhere without asking; a body
+    without a type counts as JSON. Raises UnsupportedMediaTypeError."""
     is_compressed = False
     for name, value in headers:
         if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
@@ -114,7 +115,7 @@ def error_headers(error: TandemError) -> list[tuple[bytes, bytes]]:
     if error.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
     if isinstance(error, BodyTooLargeError):
-        headers.append((b"connection", b"close"))  # the rest of the body is not read
+        headers.append((b"connection", b"close"))  # since the rest of the body is not read
     return headers
 
 

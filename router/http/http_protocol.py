@@ -1,8 +1,8 @@
-"""uvicorn's HTTP protocol, told more: requests have deadlines, connections a number, faults below HTTP look like
-OpenAI's errors, a client may end its sending side and still gets its answer, and a stuck client's connection can be
-aborted.
+"""uvicorn's HTTP protocol, with more: requests have deadlines, connections are limited in number, faults below HTTP
+look like OpenAI's errors, a client may end its sending side and still gets its answer, and a stuck client's connection
+can be aborted.
 
-All of this holds before anybody is asked for a key: whoever can connect may send nothing, or a byte now and then.
+All of this holds before anybody is asked for a key, since whoever can connect may send nothing, or a byte now and then.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class HttpProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _expect_within(self, duration_s: float) -> None:
-        """Sets the deadline in two halves: what came while this process itself stood still is read between them."""
+        """Sets the deadline in two halves. What came while this process itself stood still is read between them, so
+        that no client is blamed for it."""
         self._expect_nothing()
         half_s = duration_s / 2
         self._overdue = self.loop.call_later(half_s, self._expect_second_half, half_s)
@@ -149,7 +150,8 @@ class HttpProtocol(HttpToolsProtocol):
     # --- a client that ends its side --------------------------------------------------------------------------
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Says so before closing in the middle of a request. After a whole one the answer is still sent."""
+        """Handles the end of what the client sends. In the middle of a request it answers with an error and closes;
+        after a whole request the answer is still sent."""
         cycle = self.cycle
         if self._in_message:
             answering = cycle is not None and cycle.response_started and not cycle.response_complete
@@ -166,8 +168,8 @@ class HttpProtocol(HttpToolsProtocol):
         return True
 
     def _look_for_reset(self) -> None:
-        """A client that closed its socket altogether looks the same, but its system answers whatever is written with a
-        reset: that is what the interim response is for, which every client of HTTP/1.1 skips."""
+        """Aborts the connection if the client has closed its socket altogether: its system then answers whatever is
+        written with a reset. For that an interim response was written, which every client of HTTP/1.1 skips."""
         if self.transport.is_closing() or not self._is_answering:
             return
         if _has_failed(self.transport):
@@ -200,5 +202,5 @@ def _has_failed(transport: asyncio.Transport) -> bool:
         try:
             return view.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
         finally:
-            view.detach()  # it is the transport's
+            view.detach()  # the descriptor belongs to the transport
     return True

@@ -1,4 +1,4 @@
-"""Who gets the output of the generations of one HTTP request: a collector of the whole, or a stream of events."""
+"""Listeners that take the output of one HTTP request: a collector of the whole, or a stream of events."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Listener:
         return Piece(echo_text(plan, self._tokenizer), (), logprobs, None)
 
     def _shown(self, piece: Piece) -> Piece:
-        """What is shown of a piece: with max_tokens = 0 (echo alone) not the one token that was made."""
+        """The piece as the client sees it: with max_tokens = 0 (echo alone) without the one token that was made."""
         if self._body.max_tokens == 0:
             return Piece("", (), None, "length" if piece.finish_reason else None)
         return piece
@@ -112,14 +112,14 @@ class Collector(_Listener):
 
 class ChunkWriter(Protocol):
     def write_chunk(self, body: bytes) -> bool:
-        """False, and nothing is written: not now."""
+        """Writes a part of the response. Returns False, and writes nothing, when that isn't possible now."""
 
 
 class EventStream(_Listener):
     """Server-sent events through a bounded queue; a client that does not read makes it overflow, once.
 
-    What a turn of the event loop brings is one write: when there is a single choice, and the response has begun, and
-    nothing waits, an event is that write, past the queue; the events of several choices are gathered in it.
+    Each turn of the event loop makes one write. An event of a single choice is written at once, past the queue, if the
+    response has begun and nothing waits; the events of several choices are gathered first.
 
     `next_batch` returns what waits, b"" at the end; it raises the error of a request that failed before its first
     event, so that it can still become an HTTP status.
@@ -142,7 +142,7 @@ class EventStream(_Listener):
         self._has_output = False
 
     def begin(self) -> None:
-        """The response has begun: events may be written past the queue."""
+        """Notes that the response has begun, so that events may be written past the queue."""
         self._has_begun = True
 
     def piece(self, prompt_index: int, sample_index: int, piece: Piece) -> None:
@@ -154,7 +154,7 @@ class EventStream(_Listener):
             self._push(event)
 
     def _first_of(self, prompt_index: int, index: int) -> dict[str, Any] | None:
-        """What a choice begins with: its echo, as an event of its own, or what its first event says besides."""
+        """Begins a choice: sends its echo as an event of its own, or returns fields for its first event."""
         self._seen.add(index)
         extra: dict[str, Any] | None = None
         if self._body.return_token_ids:
@@ -207,7 +207,7 @@ class EventStream(_Listener):
         self._wake()
 
     def _may_pass(self) -> bool:
-        """Nothing is on its way to be written while the endpoint waits for more."""
+        """Whether an event may be written past the queue: nothing waits, and the endpoint waits for more."""
         return self._is_single and self._has_begun and self._wakeup is not None and not self._events
 
     def _close(self) -> None:

@@ -37,7 +37,7 @@ class ErrorAnswer(msgspec.Struct, frozen=True):
 
 
 def description(options: RouterOptions) -> dict[str, Any]:
-    """OpenAPI 3.1. Fields that are refused with a reason are shown as taking alone what says that they aren't used."""
+    """The API in OpenAPI 3.1. Fields that are refused are shown with only the values that leave them unused."""
     _, schemas = msgspec.json.schema_components((*BODIES, ErrorAnswer), ref_template=_REFERENCE)
     _show_prompts(schemas)
     for kind in BODIES:
@@ -77,7 +77,7 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
 
 
 def _show_prompts(schemas: dict[str, Any]) -> None:
-    """What the decoder leaves to a second look."""
+    """Adds the schemas of prompts, which the decoder leaves to a second look."""
     ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
     text = {"type": "string", "minLength": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, ids)]
@@ -86,7 +86,7 @@ def _show_prompts(schemas: dict[str, Any]) -> None:
 
 
 def _show_other_fields(schema: dict[str, Any], is_strict: bool) -> None:
-    """What becomes of fields that the structure lacks."""
+    """Shows what becomes of fields that the structure lacks."""
     if not is_strict:
         del schema["additionalProperties"]
     nothing = [msgspec.json.decode(value) for value in SAYS_NOTHING]
@@ -110,7 +110,7 @@ def _get(
 
 
 def _operation(summary: str, *kinds: str, is_open: bool = False) -> dict[str, Any]:
-    """`is_open`: asks nobody for a key."""
+    """The description of one operation. `is_open`: it asks nobody for a key."""
     content: dict[str, Any] = {kind: {} for kind in kinds or ("application/json",)}
     answers = {"200": {"description": "the answer", "content": content}, "default": _error()}
     return {"summary": summary, "responses": answers} | ({"security": []} if is_open else {})

@@ -83,7 +83,7 @@ def _asked(
     answer: Answer,
     tenant: Tenant,
 ) -> Asked:
-    """`encoded`: token ids, and where the second text of a pair begins."""
+    """What a body asks for. `encoded`: for each input its token ids, and where the second text of a pair begins."""
     facts, completion = service.facts(), body.as_completion()
     all_ids = [ids for ids, _ in encoded]
     for index, ids in enumerate(all_ids):

@@ -34,7 +34,7 @@ class AnswerWriter(Protocol):
         """The events of a piece of choice `index`, perhaps none. `extra` goes into its choice, `usage` is so far."""
 
     def end(self, usage_dict: dict[str, Any]) -> bytes:
-        """What stands at the end of a stream of which all choices have ended."""
+        """The end of a stream of which all choices have ended."""
 
     def failed(self, error: TandemError) -> bytes:
         """Ends a stream that had begun, so that nobody takes it for a success."""
@@ -50,7 +50,7 @@ class AnswerFormat(Protocol):
     def writer(self) -> AnswerWriter: ...
 
     def usage_details(self) -> dict[str, Any]:
-        """What usage says besides tokens of prompts and output."""
+        """The fields of usage besides the tokens of prompts and output."""
 
 
 class CompletionFormat:
@@ -127,7 +127,7 @@ class EventWriter:
     def __init__(self, head_dict: dict[str, Any], include_usage: bool, with_token_ids: bool) -> None:
         self._start, self._end = frame(head_dict, include_usage)
         self._include_usage, self._with_token_ids = include_usage, with_token_ids
-        self._plain: dict[int, bytes] = {}  # per choice, all that comes before the text of most events
+        self._plain: dict[int, bytes] = {}  # choice -> the bytes before the text in most of its events
         self._plain_end = b',"logprobs":null,"finish_reason":null}' + self._end
 
     def piece(
@@ -159,7 +159,7 @@ class EventWriter:
 
 
 def frame(head_dict: dict[str, Any], include_usage: bool) -> tuple[bytes, bytes]:
-    """What stands before and after the choices of an event."""
+    """The bytes before and after the choices of an event."""
     return (
         b"data: " + encode(head_dict)[:-1] + b',"choices":[',
         b'],"usage":null}\n\n' if include_usage else b"]}\n\n",
@@ -171,5 +171,5 @@ def usage_end(usage_dict: dict[str, Any]) -> bytes:
 
 
 def error_event(error: TandemError) -> bytes:
-    """No [DONE] follows."""
+    """The event that ends a failed stream. No [DONE] follows it."""
     return b"data: " + error_body(error) + b"\n\n"

@@ -1,4 +1,4 @@
-"""uvicorn with our protocol, and without its handling of signals: they drain, and don't end the process."""
+"""uvicorn with our protocol, and without its handling of signals: here signals drain and don't end the process."""
 
 from __future__ import annotations
 
