@@ -35,7 +35,7 @@ repeated = RateLimited(logger)
 
 
 class ClusterListener(Protocol):
-    """Called on the event loop."""
+    """What hears of a cluster's events, on the event loop."""
 
     def on_up(self, node: NodeKey) -> None: ...
 
@@ -44,11 +44,11 @@ class ClusterListener(Protocol):
     def on_lost(self, node: NodeKey, reason: str) -> None: ...
 
     def on_room(self) -> None:
-        """Placing may succeed now."""
+        """Hears that placing may succeed now."""
 
 
 class Cluster:
-    """`start()` before nodes are added."""
+    """The nodes that one router process knows. `start()` must come before nodes are added."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ class Cluster:
             link.open()
 
     def remove(self, address: str) -> None:
-        """The record is gone: an unreachable node is forgotten, a reachable one is kept until it is lost. Addresses
-        that were given (`--node`) are kept always."""
+        """Notes that an address's record is gone: an unreachable node is forgotten, a reachable one is kept until it is
+        lost. Addresses that were given (`--node`) are always kept."""
         self._left_out.pop(address, None)
         link = self._links.get(address)
         if link is None or address in self._options.nodes:
@@ -122,7 +122,7 @@ class Cluster:
                     self._links.pop(address).close()
                 else:
                     link.tick(now, pause_s)
-            except Exception:  # costs this node's connection: the others have their heartbeats and deadlines
+            except Exception:  # it costs this node's connection only: the others have their heartbeats and deadlines
                 repeated.exception("the connection to %s failed", address)
                 self._fail(link)
 
@@ -160,7 +160,7 @@ class Cluster:
 
     @property
     def ready(self) -> bool:
-        """A unified node, or a decode node and a prefill node, can take requests."""
+        """Whether requests can be served: by a unified node, or by a decode node and a prefill node."""
         return not missing_roles(self.serving())
 
     def missing(self) -> str:
@@ -203,7 +203,7 @@ class Cluster:
     # --- placing ----------------------------------------------------------------------------------------------
 
     def hash_prompt(self, token_ids: npt.NDArray[np.int32], secrecy: Secrecy) -> PromptHashes:
-        """Made as far as placing needs them; nodes go on from there."""
+        """The hashes of a prompt, int32 [num_tokens], made only as far as placing asks for them."""
         if self.identity is None:
             return PromptHashes(token_ids[:0], 1, self._root_for_salt)
         return PromptHashes(token_ids, self.identity.hash_block_size, self._root_for_salt, secrecy)
@@ -236,7 +236,7 @@ class Cluster:
                 view.note_placement(ping_sequence, told.num_tokens, told.num_sequences, now, told.num_new_tokens)
 
     def expect_sequence(self, view: NodeView, now: float) -> None:
-        """A running sequence is about to come to this node."""
+        """Counts a running sequence that is about to come to this node."""
         self._note(view, 0, 1, 0, now)
 
     def offers(self, request: PlacementRequest, block_hashes: Sequence[bytes], now: float) -> list[Choice]:
@@ -249,7 +249,7 @@ class Cluster:
         return cached_tokens(self._directory, self.serving(), block_hashes, self.identity.hash_block_size)
 
     def send(self, key: NodeKey, message: Submit | Cancel | Migrate, now: float) -> bool:
-        """False: that epoch of the node is not connected."""
+        """Sends a verb to a node. False: that epoch of the node is not connected."""
         link = self._links_by_key.get(key)
         if link is None:
             return False
@@ -295,7 +295,7 @@ class Cluster:
     def node_message(self, key: NodeKey, message: RequestMessage) -> None:
         link = self._links_by_key.get(key)
         if isinstance(message, RequestFailed) and message.code == "draining" and link is not None and link.view:
-            link.view.note_draining()  # its Status will say so
+            link.view.note_draining()  # its next Status will say so, too
         self._listener.on_message(key, message)
 
     def _serve(self, info: NodeInfo) -> None:

@@ -17,7 +17,8 @@ class NodeEvent(Protocol):
 
 
 class NodeDiscovery(Protocol):
-    """`watch` never ends and never raises because its source is down: it waits and goes on, repeating what it finds.
+    """A source of node records. `watch` never ends, and never raises because its source is down: it waits, and then
+    repeats what it finds.
 
     An absent record means unknown, not dead: the router goes on using a node that it can reach.
     """

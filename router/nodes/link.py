@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 repeated = RateLimited(logger)
 
 READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
-SILENT_HEARTBEATS = 3  # unanswered, before a node gets nothing that others can take; a guess
+SILENT_HEARTBEATS = 3  # unanswered ones, before a node gets nothing that others can take; a guess
 REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
 RequestMessage = Accepted | Tokens | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated
 
 
 class LinkListener(Protocol):
-    """Called on the event loop. After `node_lost` nothing of that epoch is delivered."""
+    """What hears of a link's events, on the event loop. After `node_lost` nothing of that epoch is delivered."""
 
     def node_up(self, view: NodeView) -> None: ...
 
@@ -65,7 +65,8 @@ class LinkListener(Protocol):
 
 
 class NodeLink:
-    """`open()` on a running event loop, then `tick()` at least every `heartbeat_s / 2`, `close()` at the end."""
+    """The connection to one node. Call `open()` on a running event loop, then `tick()` at least every `heartbeat_s / 2`
+    and `close()` at the end."""
 
     def __init__(
         self,
@@ -142,7 +143,8 @@ class NodeLink:
         self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def close(self, linger_ms: int = 200) -> None:
-        """`linger_ms`: how long what was said last may still go out. May be called in every state, and again."""
+        """Closes the connection. `linger_ms`: how long what was said last may still go out. May be called in every
+        state, and again."""
         self._is_closed, self._is_connected = True, False
         socket, self._socket = self._socket, None
         self.view, self._welcomed = None, None
@@ -157,7 +159,8 @@ class NodeLink:
         self.outbox.sent(message, payload, now)
 
     def tick(self, now: float, own_pause_s: float = 0.0) -> None:
-        """`own_pause_s`: how long this process itself stood still; the node's silence then proves nothing."""
+        """Sends heartbeats, resends verbs and looks for a lost node. `own_pause_s`: how long this process itself stood
+        still, during which the node's silence proves nothing."""
         self._last_seen += own_pause_s
         if self._socket is None:
             if not self._is_closed and now >= self._next_open:
@@ -180,7 +183,7 @@ class NodeLink:
         self._read_monitor()
 
     def fail(self) -> None:
-        """Something failed here in a way that nobody expected: the connection ends, the link goes on after a pause."""
+        """Ends the connection after a failure that nobody expected; the link goes on after a pause."""
         now = time.monotonic()
         try:
             self._forget("an error of this router")

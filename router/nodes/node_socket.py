@@ -26,14 +26,15 @@ _numbers = itertools.count()
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """One for all connections of a process."""
+    """A ZMQ context for all connections of a process."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context
 
 
 class NodeSocket:
-    """`on_readable` and `on_event` are called by the running event loop when there may be something to receive."""
+    """A ZMQ socket and its monitor. `on_readable` and `on_event` are called by the running event loop when there may be
+    something to receive."""
 
     def __init__(
         self,
@@ -82,7 +83,8 @@ class NodeSocket:
         socket.connect(address)
 
     def send(self, payload: bytes) -> bool:
-        """Whether something has come in meanwhile: the descriptor, which is edge-triggered, may not say so."""
+        """Sends a message. Returns whether something has come in meanwhile, of which the descriptor, which is
+        edge-triggered, may not tell."""
         assert self._socket is not None
         self._socket.send(payload, zmq.NOBLOCK)
         return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
@@ -95,7 +97,7 @@ class NodeSocket:
             return None
 
     def event(self) -> int | None:
-        """The next of `EVENTS`, in the order in which they happened."""
+        """The next of `EVENTS`, in the order in which they happened; None: no other has happened."""
         assert self._monitor is not None
         try:
             parts = self._monitor.recv_multipart(zmq.NOBLOCK)
@@ -104,7 +106,8 @@ class NodeSocket:
         return int(parse_monitor_message(parts)["event"])
 
     def close(self, linger_ms: int) -> None:
-        """`linger_ms`: how long what was sent last may still go out. May be called in every state, and again."""
+        """Closes socket and monitor. `linger_ms`: how long what was sent last may still go out. May be called in every
+        state, and again."""
         for descriptor in self._watched:
             self._loop.remove_reader(descriptor)
         self._watched.clear()

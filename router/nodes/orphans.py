@@ -12,7 +12,7 @@ class Orphans:
         self._by_node: dict[NodeKey, set[AttemptKey]] = {}
 
     def lost(self, node: NodeKey, work: set[AttemptKey]) -> None:
-        """The requests go on elsewhere; `work` is what this epoch of the node had of them."""
+        """Remembers the `work` that this epoch of a lost node had. Its requests go on elsewhere."""
         if work:
             self._by_node[node] = work
         if len(self._by_node) > MAX_LOST_NODES:

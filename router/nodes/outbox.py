@@ -37,8 +37,8 @@ class Outbox:
         return len(self._pending)
 
     def sent(self, message: Submit | Cancel | Migrate, payload: bytes, now: float) -> None:
-        """A cancelled request must not be submitted again by a resend that overtakes the cancel's answer. A Migrate is
-        sent once: whoever asked for it waits for what comes of it, and asks anew."""
+        """Remembers a verb that was sent. A Cancel takes its request's Submit out, which a resend could else submit
+        again. A Migrate is not sent again: whoever asked for it waits for its outcome, and asks anew."""
         if isinstance(message, Migrate):
             return
         if isinstance(message, Cancel):

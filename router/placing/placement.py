@@ -27,8 +27,8 @@ __all__ = ["Choice", "NodeView", "Placement", "PlacementRequest", "find_placemen
 SESSION_PATIENCE_S = 1.0  # a guess
 # What a hand-over takes besides its bytes: claim, grant, digests, commit, each at the next turn of somebody's loop.
 HANDOVER_S = 0.01  # docs/measurements.md#the-gap-of-a-hand-off
-# So much sooner a prefill node must be done with a short tail that a decode node could take: a long prompt that comes
-# meanwhile, which is what prefill nodes are there for, would wait for it.
+# A prefill node gets a short tail that a decode node could take only if it is done with it this much sooner: a long
+# prompt that comes meanwhile, which is what prefill nodes are there for, would wait for the tail.
 DISTURBANCE_S = 0.02  # a guess
 # What a tail waits for on a prefill node, in tokens, however many wait there: late prompts let it pass, and a step has
 # no more while others wait.
@@ -48,7 +48,7 @@ class Placement(msgspec.Struct, frozen=True):
     primary: PeerRef  # makes the tokens
     prefill: PeerRef | None  # computes the prompt and hands its KV to the primary; None: the primary does all
     reason: str
-    choices: tuple[Choice, ...] = ()  # one for each of the nodes above, whoever computes the prompt last
+    choices: tuple[Choice, ...] = ()  # one for each of the nodes above; last that of the node that computes the prompt
     prefix: PrefixHint | None = None  # for whoever computes the prompt
 
     def explanation(self) -> str:
@@ -101,7 +101,7 @@ def offers(
 
 
 def mean_transfer_s(sources: Sequence[NodeView]) -> float:
-    """Seconds a token, over the nodes that have measured it: they hand over, and it is their pushes that take time."""
+    """Mean seconds of handing over a token's KV, over the source nodes that have measured their pushes."""
     measured = [rate for node in sources if (rate := node.status.transfer_s_per_token)]
     return sum(measured) / len(measured) if measured else 0.0
 
@@ -157,14 +157,14 @@ class _Finder:
         return Placement(decode.node.ref, prefill.node.ref, "prefill and decode", (decode, prefill))
 
     def _tail_s(self, decode: Choice) -> float:
-        """When the decode node would be done with the tail itself, beside its decodes: by the rate that it measured."""
+        """Seconds until the decode node would be done with the tail itself, beside decodes, by its measured rate."""
         tail = decode.num_new_tokens
         if tail > self.local_tail_tokens:
             return math.inf
         return decode.node.backlog_s(self.now) + tail * decode.node.prefill_s_per_token
 
     def _alone(self, choice: Choice, reason: str) -> Placement:
-        """The node computes the prompt too, whatever it was chosen for."""
+        """A placement on one node that does everything, whatever it was chosen for."""
         work = Work("all", self.request.num_prompt_tokens)
         whole = price(choice.node, work, self.cached, self.now, 0.0, choice.why, choice.num_candidates)
         return Placement(choice.node.ref, None, reason, (whole,))

@@ -48,7 +48,7 @@ class Choice(msgspec.Struct, frozen=True):
     node: NodeView
     kind: str
     num_cached_tokens: int
-    num_fetched_tokens: int  # cheaper from a peer than computed
+    num_fetched_tokens: int  # tokens that are cheaper to fetch from a peer than to compute
     queue_s: float
     compute_s: float
     transfer_s: float
@@ -197,7 +197,7 @@ def _costs_of_tail(
 
 
 def load_s(node: NodeView, kind: str, now: float) -> float:
-    """The work that a node has, whatever the request brings."""
+    """The seconds of work that a node has, whatever the request brings."""
     load = 0.0 if kind == "tokens" else node.backlog_s(now)
     if kind != "prompt":
         load += SEQUENCE_COST_TOKENS * node.prefill_s_per_token * node.num_sequences
@@ -254,7 +254,8 @@ class PrefixAware:
 
 
 def make_policy(name: PlacementName, seed: int = 0) -> PlacementPolicy:
-    """`seed`: of the policies that draw; different in each router process, so that they don't draw alike."""
+    """The policy of that name. `seed` is for policies that draw; each router process has another, so that they don't
+    draw alike."""
     policies: dict[PlacementName, Callable[[], PlacementPolicy]] = {
         "round_robin": RoundRobin,
         "least_loaded": LeastLoaded,

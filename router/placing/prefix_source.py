@@ -22,7 +22,8 @@ PULL_OVERHEAD_S = 0.005  # a guess
 def with_holder(
     choice: Choice, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], num_prompt_tokens: int
 ) -> tuple[Choice, PrefixHint | None]:
-    """`choice`, made with the most that any peer holds in mind, with what a single one can give; and that peer."""
+    """(`choice`, corrected to what the best single peer can give; where to pull that from, or None). It was made
+    with the most that any peer holds."""
     if not choice.num_fetched_tokens:
         return choice, None
     holder = best_holder(choice.node, nodes, cached, num_prompt_tokens)
@@ -43,7 +44,7 @@ def with_holder(
 def best_holder(
     node: NodeView, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], num_prompt_tokens: int
 ) -> NodeView | None:
-    """The one that saves `node` most time; None when none saves more than asking costs."""
+    """The peer that saves `node` most time; None when none saves more than asking costs."""
     best, most = None, PULL_OVERHEAD_S
     held, by_peer = cached.get(node.key, 0), node.status.fetch_s_per_token_from
     gain = node.prefill_s_per_token - node.fetch_s_per_token
@@ -63,7 +64,7 @@ def pull_s_per_token(node: NodeView, peer: NodeView) -> float:
 
 
 def _fits(node: NodeView, peer: NodeView) -> bool:
-    """Blocks are pulled as they are: the same numbers in blocks of the same size."""
+    """Whether blocks can be pulled as they are: both nodes keep the same numbers in blocks of the same size."""
     ours, theirs = node.info.layout, peer.info.layout
     same_blocks = ours is theirs or (
         ours is not None

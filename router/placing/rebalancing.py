@@ -22,7 +22,7 @@ REBALANCE_EVERY_S = 1.0  # a guess
 NEARLY_FULL = 0.95  # a guess
 # Roles whose requests decode. Between them sequences move.
 DECODING = frozenset({"decode", "unified"})
-# Of a target's pool, what stays free for the growth of what it has.
+# Share of a target's pool that stays free for the growth of the sequences that it has.
 TARGET_HEADROOM = 0.15  # a guess
 
 
@@ -34,8 +34,8 @@ def kv_use(node: NodeView) -> float:
 
 @dataclass
 class MigrationPolicy:
-    """`rebalance_at`: difference in KV use from which the fuller node gives sequences away, until it is half of that;
-    0: never."""
+    """Decides which nodes give sequences away. `rebalance_at` is the difference in KV use, as a share of a pool, from
+    which the fuller node gives sequences away, until the difference is half of that; 0: never."""
 
     rebalance_at: float = 0.0
     _relieved: set[NodeKey] = field(default_factory=set)
@@ -55,8 +55,8 @@ class MigrationPolicy:
     def target(
         self, source: NodeView, nodes: Sequence[NodeView], num_tokens: int, most_tokens: int = 0
     ) -> NodeView | None:
-        """Where a sequence of `num_tokens` tokens, that may grow to `most_tokens`, goes, or None: nowhere. To a node of
-        the same role, if one has room. Rebalancing must not turn the difference around."""
+        """The node that a sequence of `num_tokens` tokens, which may grow to `most_tokens`, moves to: of the same role,
+        if one of those has room. None: it stays. Rebalancing must not turn the difference in KV use around."""
         usable = [n for n in nodes if n.role in DECODING and n.usable and not n.silent and n.key != source.key]
         fitting = [node for node in usable if node.model == source.model and _has_room(node, num_tokens)]
         fitting = [node for node in fitting if most_tokens <= node.most_tokens]

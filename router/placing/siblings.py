@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-RING = 4096  # placements: of a second, at the most that a process places; a guess
+RING = 4096  # placements: about as many as a process makes in a second at most; a guess
 _WORD_BYTES = 8
 
 
 class Told(NamedTuple):
     """A placement on a node, as in `NodeView.note_placement`."""
 
-    tag: int  # of the node: NodeView.tag
+    tag: int  # NodeView.tag of the node
     num_tokens: int
     num_sequences: int
     num_new_tokens: int
@@ -75,7 +75,7 @@ class Siblings:
         words[self._own] = number + 1  # last: from here on the others read the record
 
     def news(self) -> list[Told]:
-        """What the others have told since the last call, of each the newest that the ring still has."""
+        """What the others have told since the last call; of each process only what its ring still has."""
         words, news = self._words, []
         for start, heard in self._heard.items():
             count = words[start]

@@ -7,7 +7,7 @@ import math
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import NodeInfo, PeerRef
 
-# Until a node has measured its own.
+# The rate of a node until it has measured its own.
 PREFILL_S_PER_TOKEN = 1 / 20_000  # a guess
 # Moving a token's KV is cheaper than computing it, but not free: this share of computing it.
 TRANSFER_SHARE = 0.25  # a guess
@@ -52,14 +52,14 @@ class NodeView:
         self.key = info.key
         self.role = info.role
         self.model = info.identity.key() if info.identity is not None else b""
-        self.most_tokens = info.max_model_len or math.inf  # that a sequence may grow to: its pool may be small
+        self.most_tokens = info.max_model_len or math.inf  # to which a sequence may grow here: the pool may be small
         self.lost = False
         self.silent = False  # for some heartbeats: it may be lost soon, and gets only what nobody else can take
         # ping sequence that was current when placed -> (prompt tokens to compute there, sequences)
         self.unseen: dict[int, tuple[int, int]] = {}
         self.seed = int.from_bytes(info.node_id.encode()[-64:], "big") * _ODD & _MASK
         self.idle_at = 0.0
-        self.num_new_tokens = 0.0  # that this router's placements brought into its cache in the last minutes
+        self.num_new_tokens = 0.0  # tokens that this router's placements brought into its cache in the last minutes
         self._status_at = now
         self.note_status(status, now)
 
@@ -83,7 +83,8 @@ class NodeView:
     def note_placement(
         self, ping_sequence: int, num_tokens: int, num_sequences: int, now: float, num_new_tokens: int = 0
     ) -> None:
-        """`num_tokens`: of the prompt, to be computed there; `num_new_tokens`: that its cache doesn't hold yet."""
+        """Counts a placement that the node's Status doesn't show yet. `num_tokens`: prompt tokens to be computed there;
+        `num_new_tokens`: those that the node's cache doesn't hold yet."""
         tokens, sequences = self.unseen.get(ping_sequence, (0, 0))
         self.unseen[ping_sequence] = tokens + num_tokens, sequences + num_sequences
         self.num_unseen += num_sequences
@@ -101,8 +102,8 @@ class NodeView:
         self.lost = True
 
     def note_status(self, status: Status, now: float) -> None:
-        """A node's step loop publishes its load a moment after its I/O thread took a message. What was placed after
-        the ping is surely not in the answer; what was placed just before it may be, or may even be done."""
+        """Takes a new Status. A node's step loop publishes its load a moment after its I/O thread took a message: what
+        was placed after the ping is not in the answer; what was placed just before may be, or may even be done."""
         self.num_new_tokens *= 0.5 ** ((now - self._status_at) / NEW_TOKENS_MEMORY_S)
         self._status_at = now
         self.status = status

@@ -15,7 +15,7 @@ Pair = tuple[str, str]
 
 
 class PoolingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all of them may say."""
+    """The fields that all these bodies may have."""
 
     model: str | None = None
     user: str | None = None
@@ -30,7 +30,7 @@ class PoolingBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class EmbeddingsBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/embeddings. `input` is as a completion's `prompt`."""
+    """The body of POST /v1/embeddings. `input` has the forms of a completion's `prompt`."""
 
     input: msgspec.Raw
     encoding_format: Literal["float", "base64"] | None = None
@@ -39,13 +39,13 @@ class EmbeddingsBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ScoreBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /score: one text against each of others, or each against its counterpart."""
+    """The body of POST /score: one text against each of several others, or texts against their counterparts."""
 
     text_1: str | Texts
     text_2: str | Texts
 
     def pairs(self) -> list[Pair]:
-        """Raises InvalidRequestError when there are as many of neither."""
+        """The pairs of texts to be scored. Raises InvalidRequestError when the numbers of texts don't match."""
         first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
         second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
         if len(first) not in (1, len(second)):
@@ -56,7 +56,7 @@ class ScoreBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class RerankBody(PoolingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /rerank, as Jina's and Cohere's clients send it."""
+    """The body of POST /rerank, as Jina's and Cohere's clients send it."""
 
     query: str
     documents: Texts

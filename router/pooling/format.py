@@ -16,7 +16,7 @@ from tandem.router.requests.sample_output import Piece
 _encode = msgspec.json.Encoder().encode
 Fields = dict[str, Any]
 Answer = Callable[[list[bytes]], Fields]
-"""What an answer says besides its id, model and usage, of each input's values in order."""
+"""Makes the fields of an answer besides its id, model and usage, from each input's values in order."""
 
 
 class PoolingFormat:

@@ -24,7 +24,7 @@ from tandem.router.process.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-# More objects than before that bring the garbage collector in. Requests leave it nothing to do, and each of its rounds
+# The number of new objects that starts the garbage collector. Requests leave it nothing to do, and each of its rounds
 # stops all streams for milliseconds.
 YOUNG_OBJECTS = 50_000  # a guess; what requests leave: docs/measurements.md#one-router-process
 
@@ -62,7 +62,8 @@ def _say_defaults(worker: Worker, options: RouterOptions) -> None:
 
 
 def default_workers(num_cores: int) -> int:
-    """One process streams tens of thousands of tokens a second; nodes on the same host need most of the cores."""
+    """The number of worker processes that suits a host. It is small, since one process streams tens of thousands of
+    tokens a second, and nodes on the same host need most of the cores."""
     return max(1, min(8, num_cores // 4))
 
 
@@ -74,7 +75,7 @@ def run_worker(
     on_serving: Callable[[int], None],
     on_beat: Callable[[], None],
 ) -> None:
-    """One of several worker processes, with a listening socket of its own on the shared port."""
+    """Runs one of several worker processes, with a listening socket of its own on the shared port."""
     start_log(options.log_level, options.log_format)
     name_process(f"router {seat.index}")
     sock = bind(options.host, port, share_port=True)

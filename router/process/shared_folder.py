@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Locked as long as this process lives, so that who finds it unlocked knows that nobody uses it any more."""
+    """A new folder, locked as long as this process lives: one that is found unlocked is no longer used by anybody."""
     remove_abandoned()
     path, lock = _make()
     try:
@@ -51,7 +51,7 @@ def _make() -> tuple[Path, int]:
 
 
 def _lock(path: Path) -> int:
-    """A descriptor that holds the lock on the folder itself. Raises OSError when somebody else does."""
+    """A descriptor that holds the lock on the folder itself. Raises OSError when another process holds it."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,7 +11,8 @@ from tandem.router.process.worker import Sources
 
 @contextlib.asynccontextmanager
 async def open_sources(options: RouterOptions) -> AsyncIterator[Sources]:
-    """Redis may be down, now or later: nodes that were found stay, placement gets worse."""
+    """The sources that `options` name, open within the block. Redis may be down, now or later: nodes that were found
+    stay, and placement gets worse."""
     if not options.redis_url:
         yield Sources()
         return

@@ -47,11 +47,11 @@ class Sources:
     discovery: NodeDiscovery | None = None
     directory: DirectoryReader | None = None
     counters: Callable[[], dict[str, float]] = dict  # for /metrics
-    limits: RequestLimits | None = None  # None: of this process alone
+    limits: RequestLimits | None = None  # None: each process counts alone
 
 
 class Worker:
-    """`sock` is bound and becomes this process's listening socket. `on_beat` is called every heartbeat."""
+    """One router process. `run` listens on a bound `sock`, and calls `on_beat` at every heartbeat."""
 
     def __init__(self, options: RouterOptions, router_id: str = "", seat: Seat | None = None) -> None:
         """Raises ConfigError for a folder, key file or secret that can't be used."""
@@ -71,7 +71,8 @@ class Worker:
         self._server: Server | None = None
 
     def stop(self) -> None:
-        """Stop accepting, finish running streams within `drain_s`. Safe from signal handlers and other threads."""
+        """Makes `run` stop accepting, finish running streams within `drain_s` and return. Safe to call from signal
+        handlers and other threads."""
         if self._server is not None:
             self._server.should_exit = True
 
@@ -149,7 +150,7 @@ async def _announce(server: Server, port: int, on_serving: Callable[[int], None]
 
 
 def stop_on_signals(worker: Worker) -> None:
-    """SIGTERM and SIGINT drain; a second one ends at once."""
+    """Makes SIGTERM and SIGINT drain the worker; a second signal ends the process at once."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:

@@ -1,4 +1,4 @@
-"""Several worker processes behind one port: start, watch, restart, stop.
+"""Runs several worker processes behind one port: starts, watches, restarts and stops them.
 
 Each worker listens through a SO_REUSEPORT socket of its own and has its own connections to the nodes. Workers report
 through a pipe; a worker whose pipe breaks has lost its parent and drains. What they place they tell each other
@@ -57,7 +57,7 @@ class _Worker:
 
 
 class WorkerGroup:
-    """`on_serving(port)` is called once, when every worker accepts connections."""
+    """The worker processes of one router. `on_serving(port)` is called once, when every worker accepts connections."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What is asked for; never changes. Durations in seconds."""
+    """What one request asks for. It never changes. Durations are in seconds."""
 
     request_id: str
     prompt_token_ids: npt.NDArray[np.int32]
@@ -43,8 +43,8 @@ class RequestSpec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Find nodes for this sub-request, then call `placed`. When there are none, or it must not be placed yet, it waits:
-    the machine asks again."""
+    """The order to find nodes for this sub-request and then to call `placed`. When there are none, or it must not be
+    placed yet, the sub-request waits and the machine asks again."""
 
     request_id: str
 
@@ -62,7 +62,7 @@ class EmitPromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class EmitPooled:
-    """A vector, or a score: float32 little-endian."""
+    """The order to pass on a prompt's vector, or its score: float32 little-endian."""
 
     values: bytes
 

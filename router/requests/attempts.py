@@ -11,11 +11,12 @@ from tandem.engine.contracts.wire.requests import Cancel, TokenDelta
 from tandem.router.requests.actions import Action, SendToNode
 from tandem.router.requests.parts import Attempt, AttemptState, Sample
 
-OVERLOAD_BACKOFF_S = 0.2  # before the next attempt when a node's queue was full; a guess
+OVERLOAD_BACKOFF_S = 0.2  # pause before the next attempt when a node's queue was full; a guess
 
 
 class LiveAttempts:
-    """Every unfinished sample is in exactly one of them: at first all in one, later perhaps in one each."""
+    """The live attempts of one request. Every unfinished sample is in exactly one of them: at first all in one, later
+    perhaps each in one of its own."""
 
     def __init__(self, request_id: str, samples: Sequence[Sample], now: float) -> None:
         self._request_id, self._samples = request_id, samples
@@ -59,8 +60,8 @@ class LiveAttempts:
         return self._samples[attempt.sample_indices[0]].token_ids
 
     def has_all_first_tokens(self, attempt: Attempt) -> bool:
-        """The prefill node owes nothing more: the decode node streams, and what came before its tokens is here. A
-        prefill node may die after it handed over and before its own tokens reached the router."""
+        """Whether the prefill node owes nothing more: the decode node streams, and all tokens before its own are here.
+        A prefill node may die after it handed over and before its own tokens reached the router."""
         return attempt.primary_streams and all(
             len(self._samples[i].token_ids) > attempt.num_prior for i in self.unfinished(attempt)
         )
@@ -84,7 +85,7 @@ class LiveAttempts:
         return f"{self._request_id}-s{sample_index}"
 
     def replace(self, attempt: Attempt, culprits: Iterable[NodeKey], error: TandemError, now: float) -> list[str]:
-        """The next attempts take the place of one that failed; returns the sub-requests, which want nodes."""
+        """Puts the next attempts in the place of one that failed. Returns their sub-requests, which need nodes."""
         del self.live[attempt.request_id]
         backoff_s = OVERLOAD_BACKOFF_S if error.status == 429 else 0.0
         following = self._continuations(attempt)
@@ -103,7 +104,7 @@ class LiveAttempts:
         return [(self.own_name(i), (i,)) for i in unfinished]
 
     def cancel(self, attempt: Attempt, nodes: Iterable[NodeKey], sample_indices: tuple[int, ...] = ()) -> list[Action]:
-        """`sample_indices`: only these of its samples."""
+        """Cancels for these nodes of an attempt. `sample_indices` cancels only these of its samples; (): all."""
         message = Cancel(request_id=attempt.request_id, attempt=attempt.number, sample_indices=sample_indices)
         actions: list[Action] = []
         for node in nodes:
@@ -113,13 +114,13 @@ class LiveAttempts:
         return actions
 
     def cancel_all(self) -> list[Action]:
-        """The request is over: no attempt lives on."""
+        """Cancels every live attempt, since the request is over."""
         actions = [action for attempt in self.live.values() for action in self.cancel(attempt, attempt.nodes)]
         self.live.clear()
         return actions
 
     def node_lost(self, node: NodeKey) -> None:
-        """Cancels aimed at it need no answer."""
+        """Stops waiting for the answers of a lost node to cancels."""
         self.pending_cancels = {cancel for cancel in self.pending_cancels if cancel[0] != node}
 
     def check_integrity(self, ended: bool) -> None:

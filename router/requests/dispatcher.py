@@ -39,7 +39,7 @@ repeated = RateLimited(logger)
 
 @dataclass(frozen=True, slots=True)
 class _CountPlaced:
-    """A placement is counted after what it sends, so that nodes hear of it first."""
+    """The order to count a placement, carried out after what the placement sends, so that nodes hear of it first."""
 
     reason: str
     is_first: bool
@@ -113,7 +113,7 @@ class Dispatcher:
         self._times.end()
 
     def on_up(self, node: NodeKey) -> None:
-        """A node whose connection broke, and that lives, must not go on with attempts that were given up."""
+        """Cancels attempts that were given up when the connection to this node broke: it may still work on them."""
         for key in self._orphans.returned(node):
             self._cluster.send(node, Cancel(request_id=key.request_id, attempt=key.attempt), self._clock())
 
@@ -137,7 +137,7 @@ class Dispatcher:
                 self._give_up(generation)
 
     def _give_up(self, generation: Generation) -> None:
-        """Ends a request in the handler of an exception that nobody expected: it costs this one, and no other."""
+        """Ends one request. To be called in the handler of an exception that nobody expected, which costs no other."""
         request_id = generation.machine.spec.request_id
         repeated.exception("request %s failed by an error of this router", request_id)
         error = TandemError("the server made an error; its log says more", request_id=request_id)
@@ -159,7 +159,7 @@ class Dispatcher:
     def carry_out(self, generation: Generation, actions: Sequence[Action]) -> None:
         """Carries actions out in order; what one of them leads to comes after those that were decided before it."""
         work: list[Action | _CountPlaced] = list(actions)
-        for action in work:  # which grows meanwhile
+        for action in work:  # the list grows meanwhile
             if isinstance(action, EmitTokens):
                 work += self._emit(generation, action)
             elif isinstance(action, SendToNode):

@@ -19,7 +19,7 @@ from tandem.router.text.tokenizer import PROMPT_TAIL, Tokenizer, names_of
 
 
 class GenerationListener(Protocol):
-    """Called on the event loop; after `finished` or `failed` nothing more comes."""
+    """What takes a generation's output, on the event loop. After `finished` or `failed` nothing more comes."""
 
     def pooled(self, prompt_index: int, values: bytes) -> None:
         """What a model that pools made of the prompt: float32 little-endian."""

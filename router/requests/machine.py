@@ -50,7 +50,7 @@ from tandem.router.requests.parts import PEER_LOST, TAKES_NOTHING, Attempt, Atte
 
 
 class RequestMachine:
-    """See the module's docstring. Every event returns the actions to carry out, in order."""
+    """One request's life, as the module docstring tells it. Every event returns the actions to carry out, in order."""
 
     def __init__(self, spec: RequestSpec, now: float) -> None:
         self.spec = spec
@@ -74,7 +74,7 @@ class RequestMachine:
 
     @property
     def closed(self) -> bool:
-        """Ended, and every node that was told to cancel has answered or is gone."""
+        """Whether the request has ended, and every node that was told to cancel has answered or is gone."""
         return self.outcome is not None and not self.attempts.pending_cancels
 
     def prompt_of(self, request_id: str) -> npt.NDArray[np.int32]:
@@ -97,7 +97,7 @@ class RequestMachine:
         return [Place(request_id) for request_id in self.attempts.queued()]
 
     def placed(self, request_id: str, placement: Placement, now: float) -> list[Action]:
-        """Nodes were found."""
+        """Takes the nodes that were found for a sub-request."""
         attempt = self.attempts.live.get(request_id)
         if attempt is None or attempt.state is not AttemptState.QUEUED:
             return []
@@ -108,13 +108,13 @@ class RequestMachine:
         return submits.to_placed(self._submit(attempt, now), attempt, placement)
 
     def move(self, sample_index: int, source: PeerRef, target: PeerRef, now: float, within_s: float) -> list[Action]:
-        """A sample out of `moves.movable(source)` goes to `target`, if that succeeds."""
+        """Begins to move a sample out of `moves.movable(source)` to `target`, within `within_s` seconds."""
         move = self.moves.begin(sample_index, source.key, target.key, now, within_s)
         base = self._submit(move.successor, now)
         return submits.to_moving(base, move, self.num_tokens_of(sample_index), source, target, within_s)
 
     def stop_sample(self, sample_index: int) -> list[Action]:
-        """The text of a sample contains a stop string: it is complete; the nodes must not go on."""
+        """Ends a sample whose text contains a stop string: it is complete, and the nodes must not go on."""
         sample = self.samples[sample_index]
         if self.outcome is not None or sample.finish_reason is not None:
             return []
@@ -231,7 +231,7 @@ class RequestMachine:
         return actions + self._retire(attempt) if sample.finish_reason is not None else actions
 
     def migrated(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:
-        """The old node's word on how a move ended there."""
+        """Takes the old node's word on how a move ended there."""
         move = self.moves.under_way.get(message.sample_index)
         if move is None or move.successor.key != message.successor:
             return [] if message.reason else self._left_for_nowhere(node, message, now)
@@ -261,7 +261,7 @@ class RequestMachine:
         return self._node_gave_up(attempt, node, culprits, error, message.retryable, now)
 
     def node_lost(self, node: NodeKey, reason: str, now: float) -> list[Action]:
-        """Nothing more comes from this epoch of the node."""
+        """Takes the loss of a node: nothing more comes from this epoch of it."""
         self.attempts.node_lost(node)
         self.moves.node_lost(node, now)
         actions: list[Action] = []

@@ -20,7 +20,7 @@ STATUS_FIELDS = (
 
 
 Mode = Literal["livemin", "livemax", "sum"]
-# What all workers of a router see alike; of other figures the sum is shown, of workers that have ended too.
+# Figures that all workers of a router see alike. Of others the sum is shown, which includes workers that have ended.
 SEEN_BY_ALL: dict[str, Mode] = {
     "nodes_known": "livemax",
     "nodes_unreachable": "livemax",
@@ -75,14 +75,14 @@ class RouterMetrics:
         self.e2e_s = _histogram("e2e_s", "Seconds from arrival to the end of a prompt", LATENCY_BUCKETS_S, registry)
 
     def observe_step(self, gaps_s: dict[float, int], num_tokens: int) -> None:
-        """What one message brought: how often each gap between tokens occurred, and tokens. Most gaps of a step are
-        equal, since the tokens before came in one message too."""
+        """Counts what one message brought: gap between tokens in seconds -> how often it occurred, and the number of
+        tokens. Most gaps of a step are equal, since the tokens before came in one message too."""
         for gap_s, count in gaps_s.items():
             self.itl_s.observe_many(gap_s, count)
         self.output_tokens.inc(num_tokens)
 
     def note_figures(self) -> None:
-        """Called at every heartbeat: of several workers each notes its own, and one of them is asked for all."""
+        """Notes this process's figures, at every heartbeat: of several workers, any may be asked for all figures."""
         for name, value in self._read_figures().items():
             if name not in self._figures:
                 text, mode = "A figure of this router, over all its workers", SEEN_BY_ALL.get(name, "sum")

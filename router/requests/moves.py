@@ -17,7 +17,7 @@ from tandem.router.requests.actions import Action, Moved
 from tandem.router.requests.attempts import LiveAttempts
 from tandem.router.requests.parts import Attempt, AttemptState, Sample
 
-MOVE_AGAIN_S = 1.0  # after a move that came to nothing; a guess
+MOVE_AGAIN_S = 1.0  # pause after a move that came to nothing; a guess
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Moves:
     # --- changes ----------------------------------------------------------------------------------------------
 
     def begin(self, sample_index: int, source: NodeKey, target: NodeKey, now: float, within_s: float) -> Move:
-        """A sample out of `movable(source)` gets a successor at `target`."""
+        """Gives a sample out of `movable(source)` a successor at `target`."""
         old = self._attempts.of_sample(sample_index)
         assert old.primary == source
         assert sample_index not in self.under_way
@@ -74,7 +74,8 @@ class Moves:
         return move
 
     def arrived(self, node: NodeKey, delta: TokenDelta, now: float) -> tuple[Attempt | None, list[Action]]:
-        """The attempt that a delta is of, if it is a successor's: it takes over, unless tokens before are missing."""
+        """The attempt of a delta, if it is a successor's, which takes over unless tokens before it are missing; and the
+        actions of that."""
         move = self.under_way.get(delta.sample_index)
         if move is None or not _is_of(move.successor, node, delta):
             return None, []
@@ -83,7 +84,7 @@ class Moves:
         return move.successor, self.take_over(delta.sample_index, now)
 
     def take_over(self, sample_index: int, now: float) -> list[Action]:
-        """The successor is the sample's live attempt from now on."""
+        """Makes the successor the sample's live attempt."""
         move = self.under_way.pop(sample_index)
         old, new = move.source, move.successor
         old.sample_indices = tuple(i for i in old.sample_indices if i != sample_index)
@@ -109,25 +110,25 @@ class Moves:
             self._forget(i, now)
 
     def give_up(self, samples: Iterable[int], now: float) -> list[Action]:
-        """Ends the moves of these samples: the successors are cancelled."""
+        """Ends the moves of these samples by cancelling their successors."""
         return [action for i in samples if i in self.under_way for action in self._cancel(self._forget(i, now))]
 
     def give_up_overdue(self, now: float) -> list[Action]:
         return self.give_up([i for i, move in self.under_way.items() if now >= move.give_up_at], now)
 
     def end_finished(self) -> list[Action]:
-        """Samples that have ended need no successor."""
+        """Cancels the successors of samples that have ended."""
         ended = [i for i in self.under_way if self._samples[i].finish_reason is not None]
         return [action for i in ended for action in self._cancel(self.under_way.pop(i).successor)]
 
     def end_all(self) -> list[Action]:
-        """The request is over."""
+        """Cancels all successors, since the request is over."""
         successors = [move.successor for move in self.under_way.values()]
         self.under_way.clear()
         return [action for successor in successors for action in self._cancel(successor)]
 
     def _forget(self, sample_index: int, now: float) -> Attempt:
-        """Returns the successor, of which nothing more counts."""
+        """Forgets a move and returns its successor, of which nothing more counts."""
         self._samples[sample_index].pending.clear()  # the old node's tokens come in order
         self.not_before = now + MOVE_AGAIN_S
         return self.under_way.pop(sample_index).successor

@@ -45,11 +45,11 @@ class Attempt:
     prefill: NodeKey | None = None
     awaiting: set[NodeKey] = field(default_factory=set)  # nodes that have not answered Submit
     primary_streams: bool = False  # it has sent tokens: whoever computed the prompt owes none
-    num_failures: int = 0  # of attempts before it
+    num_failures: int = 0  # how many attempts before it failed
     num_prior: int = 0  # output tokens that its prompt contains
     not_before: float = 0.0
-    waits_since: float = field(init=False)  # for nodes that take it
-    was_turned_away: bool = False  # a node took nothing: no failure of it, and no reason to avoid the node
+    waits_since: float = field(init=False)  # when it began to wait for nodes
+    was_turned_away: bool = False  # a node was full or draining: the attempt did not fail, the node is not avoided
     avoid: set[NodeKey] = field(default_factory=set)  # nodes that failed earlier attempts
     error: TandemError | None = None  # why the attempt before failed
 
@@ -99,7 +99,7 @@ class Attempt:
         return self.num_failures + 1 >= max_attempts
 
     def with_history(self, error: TandemError) -> TandemError:
-        """The error that ended it; if others were before, with how many and the one before."""
+        """The error that ended the attempt. If others failed before it, the text says how many and how the last did."""
         if self.num_failures and self.error is not None:
             error.add(f" (failure {self.num_failures + 1} of the request; before: {self.error.message})")
         return error

@@ -1,4 +1,4 @@
-"""From a sub-request that waits to the nodes that take it."""
+"""Finds nodes for a sub-request that waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.router.requests.machine import RequestMachine
 
 
 def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: float) -> Placement | None:
-    """Places the next attempt of a sub-request, prompt and what it has emitted so far. None: nobody takes it now."""
+    """Places the next attempt of a sub-request: its prompt and what it has emitted. None: no node takes it now."""
     if not any(view.usable for view in cluster.serving()):
         return None
     attempt, prompt, spec = machine.attempts.live[request_id], machine.prompt_of(request_id), machine.spec

@@ -1,4 +1,4 @@
-"""Has running sequences moved where the policy wants them moved. One per router process, on its event loop."""
+"""Moves running sequences where the policy wants them. One per router process, on its event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Nodes(Protocol):
 
 
 class Rebalancer:
-    """`carry_out` runs the actions of a generation's machine."""
+    """Starts moves as the policy decides. `carry_out` carries out the actions of a generation's machine."""
 
     def __init__(self, options: RouterOptions, nodes: Nodes, carry_out: CarryOut) -> None:
         self._within_s = options.timeouts.migrate_s
@@ -39,8 +39,9 @@ class Rebalancer:
     def _candidates(
         self, generations: Sequence[Generation], source: NodeView, now: float
     ) -> list[tuple[Generation, int]]:
-        """Samples of one prompt one by one: the others then find its blocks at the target. Longest first, since moving
-        one large sequence interrupts fewer streams than moving many small ones."""
+        """(generation, sample index) that may move now, at most one sample of each prompt, since the others then find
+        its blocks at the target. The longest come first: moving one large sequence interrupts fewer streams than moving
+        many small ones."""
         found = []
         for generation in generations:
             machine = generation.machine

@@ -87,7 +87,8 @@ class Piece:
 
 
 class SampleOutput:
-    """Feed it a machine's EmitTokens in order; `stopped` turns True when a stop string ended it."""
+    """Turns one sample's tokens into what its client sees. It is fed the machine's EmitTokens in order; `stopped` is
+    True once a stop string has ended the sample."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class SampleOutput:
         self.sum_logprobs = 0.0
 
     def feed(self, emitted: EmitTokens) -> Piece | None:
-        """None when the sample had ended before."""
+        """What these tokens add to the choice; None when the sample had ended before."""
         if self.finish_reason is not None:
             return None
         if self._is_plain and emitted.finish_reason is None and emitted.logprobs is None:
@@ -141,7 +142,7 @@ class SampleOutput:
         return piece
 
     def _add_text(self, piece: Piece, text: str) -> bool:
-        """True: the text completed a stop string, and the sample ends here."""
+        """Adds text to a piece. True: the text completed a stop string, and the sample ends here."""
         self._offset += len(text)
         if self.num_tokens <= self._min_tokens:
             piece.text += text

@@ -1,4 +1,4 @@
-"""Completions: bodies become prompts, prompts become requests on their way, and those end at the latest when told."""
+"""Completions: bodies become prompts, and prompts become requests that are under way until they end or are aborted."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class CompletionService:
         self._rebalancer = Rebalancer(options, cluster, self._dispatcher.carry_out)
 
     def connect(self) -> None:
-        """From here on nodes are connected to, and heard."""
+        """Connects to the nodes, whose events are handled from here on."""
         self.cluster.start(self._dispatcher)
 
     @property
@@ -79,7 +79,7 @@ class CompletionService:
         return len(self._dispatcher.active)
 
     def facts(self) -> ModelFacts:
-        """Raises UnavailableError while no node has said yet what is served."""
+        """What is known of the served model. Raises UnavailableError while no node has said what is served."""
         if self.cluster.facts is None:
             raise UnavailableError(f"no node is connected yet ({self.cluster.missing()})")
         return self.cluster.facts
@@ -122,7 +122,7 @@ class CompletionService:
         tenant: Tenant,
         default_max_tokens: int = DEFAULT_MAX_TOKENS,
     ) -> list[PromptPlan]:
-        """Raises InvalidRequestError and UnavailableError."""
+        """One plan for each prompt. Raises InvalidRequestError and UnavailableError."""
         facts = self.facts()
         if body.truncate_prompt_tokens is not None:
             prompts = prompt_ids = [last_tokens(ids, body, self.tokenizer, facts) for ids in prompt_ids]
@@ -171,7 +171,8 @@ class CompletionService:
         self.abort(list(self._dispatcher.active), error)
 
     def tick(self) -> None:
-        """Each part, and each request, by itself: deadlines hold whatever else fails."""
+        """Judges deadlines and sends heartbeats. Each part, and each request, is on its own: deadlines hold whatever
+        else fails."""
         now = self._clock()
         self._try("the nodes", self.cluster.tick, now)
         self._dispatcher.tick(now)

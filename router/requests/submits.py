@@ -26,8 +26,7 @@ def continued_prompt(spec: RequestSpec, seen: Sequence[int]) -> npt.NDArray[np.i
 def submit(
     spec: RequestSpec, attempt: Attempt, seen: Sequence[int], prompt_logprobs: bool, deadline_s: float
 ) -> Submit:
-    """A Submit for a node that does all of it; `prompt_logprobs`: whether those that are asked for are still
-    missing."""
+    """A Submit for a node that does the whole attempt. `prompt_logprobs`: they were asked for and are still missing."""
     sampling = spec.sampling
     if not prompt_logprobs:
         sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
@@ -50,7 +49,7 @@ def submit(
 
 
 def to_placed(base: Submit, attempt: Attempt, placement: Placement) -> list[Action]:
-    """`base` for the nodes that `attempt` was placed on; each learns of the other."""
+    """Sends `base` to the nodes that `attempt` was placed on; each learns of the other."""
     assert attempt.primary is not None
     computes = msgspec.structs.replace(base, prefix=placement.prefix) if placement.prefix is not None else base
     if placement.prefill is None:
@@ -64,8 +63,8 @@ def to_placed(base: Submit, attempt: Attempt, placement: Placement) -> list[Acti
 def to_moving(
     base: Submit, move: Move, num_tokens: int, source: PeerRef, target: PeerRef, within_s: float
 ) -> list[Action]:
-    """The successor's `base` for `target`, and the order to hand the sample over for `source`. `num_tokens`: prompt and
-    output so far."""
+    """Sends the successor's `base` to `target`, and the order to hand the sample over to `source`. `num_tokens` counts
+    prompt and output so far."""
     old, new = move.source, move.successor
     assert old.primary is not None
     assert new.primary is not None

@@ -7,14 +7,14 @@ from tandem.router.requests.metrics import RouterMetrics
 
 
 class TokenTimes:
-    """Times of tokens. Between `begin` and `end` those of one message are counted: most gaps between tokens are equal
-    there."""
+    """Measures when tokens come. Between `begin` and `end` the tokens of one message are counted together, since most
+    gaps between tokens are equal there."""
 
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
         self._now = 0.0
         self._num_tokens = 0
-        self._gaps_s: dict[float, int] = {}  # how often each gap between two tokens of a sample
+        self._gaps_s: dict[float, int] = {}  # gap between two tokens of a sample -> how often it occurred
 
     def begin(self, now: float) -> None:
         self._now, self._num_tokens, self._gaps_s = now, 0, {}

@@ -41,7 +41,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/responses as it is on the wire."""
+    """The body of POST /v1/responses as it is on the wire."""
 
     input: Annotated[str, Meta(min_length=1)] | Annotated[list[dict[str, Any]], Meta(min_length=1)]
     n: Literal[1] | None = None
@@ -72,7 +72,7 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
         return self.top_logprobs is not None or LOGPROBS in (self.include or ())
 
     def as_chat(self) -> ChatBody:
-        """The same as a conversation. Raises InvalidRequestError; `param` names the field as this body has it."""
+        """The conversation that this body asks for. Raises InvalidRequestError, whose `param` is this body's field."""
         try:
             chat = self._as_chat()
             check_chat(chat)
@@ -100,7 +100,7 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def parse_responses(bodies: BodyReader, raw: bytes) -> ResponsesBody:
-    """Raises InvalidRequestError; `param` names the field."""
+    """Decodes and checks a body. Raises InvalidRequestError, whose `param` names the field."""
     body = bodies.read(ResponsesBody, raw)
     for field in WITHOUT_PLACE:
         if getattr(body, field):
@@ -109,7 +109,7 @@ def parse_responses(bodies: BodyReader, raw: bytes) -> ResponsesBody:
 
 
 def renamed(error: InvalidRequestError) -> InvalidRequestError:
-    """The same error, whose field is as this body calls it."""
+    """The same error, with the name that this body has for the field."""
     return type(error)(error.message, param=NAMES.get(error.param or "", error.param))
 
 
@@ -123,7 +123,7 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> Any:
 
 
 def _response_format(given: dict[str, Any]) -> dict[str, Any]:
-    """The same as chat has it: the schema one level deeper."""
+    """The response format as chat has it, where the schema is one level deeper."""
     if given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}

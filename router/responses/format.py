@@ -123,7 +123,7 @@ class ResponsesWriter:
 
 
 def _head(response_id: str, model: str, body: ResponsesBody, sampling: SamplingParams) -> dict[str, Any]:
-    """What a response says from its beginning to its end."""
+    """The fields of a response that stay the same from its beginning to its end."""
     asked = body.text.format if body.text is not None else None
     effort = body.reasoning.effort if body.reasoning is not None else None
     return {

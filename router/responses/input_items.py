@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 def messages_of(given: str | Sequence[Item], instructions: str | None) -> list[Message]:
-    """What an assistant said, thought and called in one go is one message.
+    """The messages of a conversation. What an assistant said, thought and called in one go is one message.
 
     Raises InvalidRequestError that names the item."""
     reader = _Reader()
@@ -56,7 +56,7 @@ class _Reader:
             self.messages.append({"role": role, "content": content})
 
     def _reasoning(self, item: Item, place: str) -> None:
-        """The text itself; a summary where there is no more. What another server has encrypted says nothing here."""
+        """Reads reasoning: its text, or its summary where there is no text. Encrypted reasoning is ignored."""
         for field in ("content", "summary"):
             parts = item.get(field) or ()
             texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
@@ -85,7 +85,7 @@ class _Reader:
 
 
 def tools_of(tools: Sequence[Item]) -> list[dict[str, Any]]:
-    """The same as chat has them: a function's fields one level deeper. Chat's checks name what is wrong with others."""
+    """The tools as chat has them, with a function's fields one level deeper. Chat's checks refuse other tools."""
     return [_tool(tool) for tool in tools]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.deltas import CallArguments, CallStart, Content, Delta, Reasoning
 
-Event = tuple[str, dict[str, Any]]  # its type, and what it says besides
+Event = tuple[str, dict[str, Any]]  # its type and its other fields
 Rows = list[dict[str, Any]]  # log-probabilities, one object a token
 
 COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
@@ -19,10 +19,10 @@ COMPLETED, INCOMPLETE, IN_PROGRESS = "completed", "incomplete", "in_progress"
 @dataclass(frozen=True, slots=True)
 class _TextKind:
     name: str
-    prefix: str  # of its ids
+    prefix: str  # the beginning of its ids
     part: str  # the type of its one part, and of the events of its text
-    beside: dict[str, Any]  # what the item says besides
-    beside_text: dict[str, Any]  # what the part does
+    beside: dict[str, Any]  # further fields of the item
+    beside_text: dict[str, Any]  # further fields of the part
 
 
 _MESSAGE = _TextKind("message", "msg", "output_text", {"role": "assistant"}, {"annotations": [], "logprobs": []})
@@ -85,7 +85,8 @@ class _CallItem:
 
 
 class OutputItems:
-    """One item at a time is open; another kind of delta, or another call, closes it."""
+    """The items of an answer as they grow. One item at a time is open; another kind of delta, or another call, closes
+    it."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -94,7 +95,7 @@ class OutputItems:
         self._rows = Rows()  # of tokens whose text is still to come
 
     def read(self, deltas: Iterable[Delta], rows: Rows) -> list[Event]:
-        """`rows` are of the tokens that brought the deltas: kept for a message alone."""
+        """The events of these deltas. `rows` are the log-probabilities of their tokens, kept for messages only."""
         self._rows += rows
         events: list[Event] = []
         for delta in deltas:

@@ -16,21 +16,22 @@ from tandem.router.text.openai_api import GenerationBody, StructuredOutputs
 
 Part = dict[str, Any]
 
-# Between the tokens of JSON: a space, or a line break and what indents the next line. Models that may write any white
-# space sometimes write nothing else.
+# The white space between the tokens of JSON: a space, or a line break and what indents the next line. Models that may
+# write any white space sometimes write nothing else.
 WHITE_SPACE = r"[ ]|\r?\n[ \t]{0,64}"
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
-    """`param`: the field that asks for it."""
+    """What an answer is held to, and the field (`param`) that asks for it."""
 
     param: str
     part: Part
 
 
 def answer_of(body: GenerationBody) -> AnswerPart | None:
-    """None: anything. Raises InvalidRequestError for what isn't well formed, and where two fields ask."""
+    """What a body holds its answer to; None: nothing. Raises InvalidRequestError for what isn't well formed, and when
+    two fields ask."""
     found = [*_response_format(body.response_format), *_structured(body.structured_outputs), *_guided(body)]
     if len(found) > 1:
         _bad(found[1].param, f"{found[0].param} and {found[1].param} both say what the answer must be; give one")
@@ -38,7 +39,7 @@ def answer_of(body: GenerationBody) -> AnswerPart | None:
 
 
 def schema_part(schema: Any, settings: StructuredOutputs | None = None) -> Part:
-    """`settings`: how white space and further members are dealt with."""
+    """A part that is a JSON schema. `settings` say which white space and which further members are allowed."""
     guidance: dict[str, Any] = {"whitespace_flexible": False}
     if settings is None or not settings.disable_any_whitespace:
         pattern = None if settings is None else settings.whitespace_pattern
@@ -101,7 +102,7 @@ def _structured(asked: StructuredOutputs | None) -> Iterator[AnswerPart]:
 
 
 def _guided(body: GenerationBody) -> Iterator[AnswerPart]:
-    """The older names of the same."""
+    """What the older fields, guided_json and others, ask for."""
     settings = StructuredOutputs(whitespace_pattern=body.guided_whitespace_pattern)
     if body.guided_json is not None:
         yield AnswerPart("guided_json", schema_part(_schema(body.guided_json, "guided_json", ""), settings))
@@ -124,12 +125,12 @@ def _texts(param: str, regex: str | None, choice: list[str] | None, grammar: str
 
 
 def _as_lark(grammar: str, param: str) -> str:
-    """Lark as it is, GBNF (`root ::= …`) translated."""
+    """The grammar in Lark: as it is, or translated from GBNF (`root ::= …`). Raises InvalidRequestError."""
     from llguidance.gbnf_to_lark import any_to_lark
 
     try:
         return any_to_lark(grammar)
-    except Exception as error:  # it is a parser of its own, with errors of many kinds
+    except Exception as error:  # the translator is a parser with errors of many kinds
         _bad(param, f"{param} is neither Lark nor GBNF: {str(error)[:200]}")
 
 
@@ -146,7 +147,7 @@ def _schema(schema: Any, param: str, place: str) -> Any:
 
 
 def _closed(schema: Any) -> Any:
-    """The same, where objects have no members but those that it names."""
+    """The schema with objects closed: they may have only the members that it names."""
     if isinstance(schema, list):
         return [_closed(each) for each in schema]
     if not isinstance(schema, dict):

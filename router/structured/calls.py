@@ -39,7 +39,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What stands around reasoning, and how an answer begins."""
+    """The marks around reasoning, and whether an answer begins with it."""
 
     begin: str
     end: str
@@ -66,8 +66,8 @@ class Spelling:
 
 @dataclass(frozen=True, slots=True)
 class ChatGrammar:
-    """What an answer may be. `answer`: what its text must be, None: anything; `tools` may be called, None: none may;
-    `must_call`: it is calls; `one_call`: only one."""
+    """What an answer may be. `answer`: what its text must be, None: anything. `tools`: those that may be called, None:
+    none may. `must_call`: the answer must be calls. `one_call`: at most one call."""
 
     spelling: Spelling
     answer: AnswerPart | None
@@ -83,12 +83,12 @@ class ChatGrammar:
 
     @property
     def excludes_itself(self) -> bool:
-        """Whether calls can't be told from text that is held to something."""
+        """Whether calls could not be told from a text that is held to a grammar."""
         has_both = bool(self.tools) and self.answer is not None and not self.must_call
         return has_both and self.form is not None and not self.form.mark
 
     def parts(self, thinking: Thinking | None) -> list[Part]:
-        """For answers that are text, perhaps with calls in it, perhaps with reasoning before it."""
+        """The grammar of answers that are text, perhaps with calls in it and reasoning before it."""
         rules = self._reasoning(thinking)
         begin = {"no": "", "maybe": "thought? ", "open": "thought "}["no" if thinking is None else thinking.opening]
         ways = "@answer"
@@ -107,7 +107,7 @@ class ChatGrammar:
         return self._whole([f"start: {begin}({ways})", *rules, TEXT])
 
     def channel_parts(self) -> list[Part]:
-        """For GPT-OSS, whose answers are messages in channels."""
+        """The grammar of answers of GPT-OSS, which are messages in channels."""
         say, ways, rules = self.spelling.lark, [], []
         if self.tools:
             assert self.form is not None
@@ -134,7 +134,7 @@ class ChatGrammar:
         return [f'thought: {begin} thinking ("\\n\\n" | "\\n")?', _lazy("thinking", self.spelling.up_to(thinking.end))]
 
     def _calls(self, form: CallForm) -> list[str]:
-        """Rules of `calls`, all of an answer's, and of `block`, which follows a mark in text."""
+        """Rules in Lark: `calls` are all calls of an answer, and `block` is what follows a mark within text."""
         say, tools = self.spelling.lark, self.tools or ()
         rules = [f"one: {' | '.join(f'one_{i}' for i in range(len(tools)))}"]
         for i, tool in enumerate(tools):
@@ -152,7 +152,7 @@ class ChatGrammar:
 
 
 def arguments_part(tool: Tool, is_forced: bool) -> Part:
-    """Held to the tool's parameters where it is `strict` or forced, else to being an object."""
+    """The grammar of a tool's arguments: its parameters where it is `strict` or forced, else any object."""
     parameters = tool.parameters if tool.parameters and (tool.strict or is_forced) else {}
     return schema_part({"type": "object", **parameters})
 

@@ -47,7 +47,7 @@ class PromptPlan:
     text: str | None  # None: the client sent token ids
     sampling: SamplingParams
     secrecy: Secrecy = EVERYBODYS  # who may find its blocks in a cache
-    cache_share: float = 1.0  # of each cache: how much its tenant may fill
+    cache_share: float = 1.0  # share of each cache that its tenant may fill
     is_chat: bool = False
     pair_start: int = 0  # for models that score: where a pair's second text begins
     shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the output's text
@@ -80,7 +80,7 @@ def check_task(facts: ModelFacts, wanted: Task) -> None:
 def tokenize_prompts(
     prompts: Prompts, tokenizer: Tokenizer, facts: ModelFacts, add_special_tokens: bool = True
 ) -> list[list[int]]:
-    """Raises InvalidRequestError for a text whose beginning alone is far too long for the model."""
+    """The token ids of each prompt. Raises InvalidRequestError when a text's beginning alone is far too long."""
     return [
         tokenize_text(prompt, tokenizer, facts, add_special_tokens) if isinstance(prompt, str) else prompt
         for prompt in prompts
@@ -89,7 +89,7 @@ def tokenize_prompts(
 
 def tokenize_text(text: str, tokenizer: Tokenizer, facts: ModelFacts, add_special_tokens: bool) -> list[int]:
     limit = CHARS_PER_TOKEN * facts.max_model_len
-    # Twice: cutting a text may change its last tokens, but never so many.
+    # Twice the length: cutting a text may change its last tokens, but never so many.
     if len(text) > limit and len(tokenizer.encode(text[:limit])) > 2 * facts.max_model_len:
         raise InvalidRequestError(
             f"the prompt has more than {2 * facts.max_model_len} tokens; the model takes {facts.max_model_len} in all, "

@@ -23,7 +23,7 @@ MAX_SAMPLES = 128  # a guess, as are the next five: above what clients ask for, 
 MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
-LEAST_TIMEOUT_S = 0.1  # deadlines are looked at so often
+LEAST_TIMEOUT_S = 0.1  # seconds between two looks at deadlines
 MAX_BIASES = 4096
 MAX_CHOICES = 4096
 
@@ -43,7 +43,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the output must be: one of the first five."""
+    """What the output must be. Exactly one of the first five fields is given."""
 
     json: Any = None  # a JSON schema
     json_object: bool | None = None
@@ -106,11 +106,11 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/completions as it is on the wire."""
+    """The body of POST /v1/completions as it is on the wire."""
 
     prompt: msgspec.Raw
     max_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
-    max_completion_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None  # the same, and stronger
+    max_completion_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None  # takes precedence over max_tokens
     best_of: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
@@ -168,7 +168,7 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """Any type out of JSON; raises as `parse_body` does."""
+    """Decodes any type from JSON. Raises what `parse_body` raises."""
     try:
         return cast(T, _decoder(cast(Hashable, kind)).decode(body))
     except msgspec.ValidationError as error:

@@ -30,8 +30,8 @@ class Privacy:
         )
 
     def num_public_tokens(self, token_ids: npt.NDArray[np.int32]) -> int:
-        """How far int32 [num_tokens] goes along with a public prefix, the longest way. Part of a prefix is as public
-        as the whole."""
+        """How many leading tokens of a prompt, int32 [num_tokens], are also those of some public prefix. A part of a
+        prefix is as public as the whole."""
         return max((_num_common(prefix, token_ids) for prefix in self._public), default=0)
 
 

@@ -32,7 +32,7 @@ class PromptEncoder:
         return await self.apart(size, lambda: tokenize_prompts(prompts, self._tokenizer, facts, add_special_tokens))
 
     async def apart(self, num_bytes: int, function: Callable[[], Result]) -> Result:
-        """Runs it here when there is little to do, else on a thread."""
+        """Runs `function` here when `num_bytes` is small, else on a thread."""
         if num_bytes <= SHORT_BYTES:
             return function()
         async with self._slots if num_bytes < LARGE_BYTES else self._large_slot:

@@ -27,8 +27,8 @@ class RequestHeaders:
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
-    """Names are in lower case, as ASGI has them. What is beyond the longest name of a session is left out. Raises
-    InvalidRequestError for X-Request-Timeout."""
+    """What these headers say, whose names are in lower case as in ASGI. The name of a session is cut off after
+    MAX_SESSION_BYTES. Raises InvalidRequestError for an X-Request-Timeout that is no such time."""
     found = RequestHeaders()
     for name, value in headers:
         if name == b"x-session-id":

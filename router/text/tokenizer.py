@@ -32,7 +32,7 @@ def _bytes_of_unicode() -> dict[str, int]:
 
 
 class Tokenizer:
-    """Raises ConfigError when the folder has no usable tokenizer.json."""
+    """The tokenizer of a model folder. Raises ConfigError when the folder has no usable tokenizer.json."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -56,7 +56,8 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Long texts belong on a thread: only the library's batch calls let other Python threads run meanwhile."""
+        """The token ids of a text. Long texts belong on a thread: only the library's batch calls, as here, let other
+        Python threads run meanwhile."""
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
@@ -153,7 +154,7 @@ class TokenIdNames:
 
 
 def names_of(tokenizer: Tokenizer, by_id: bool | str | None) -> Tokenizer | TokenIdNames:
-    """What names tokens where a body asks for `return_tokens_as_token_ids` as `by_id` says."""
+    """What names tokens in log-probabilities. `by_id` is the body's field `return_tokens_as_token_ids`."""
     return TokenIdNames(tokenizer, by_id == "with_text") if by_id else tokenizer
 
 
