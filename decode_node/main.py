@@ -10,10 +10,11 @@ from tandem.node.serving import ServingNode
 
 
 def make_logic(context: NodeContext) -> ServingNode:
-    """A unified node is a decode node that routers give whole requests; it takes over running ones like any other."""
+    """Makes the logic of a decode node or a unified node, which is a decode node to which routers give whole
+    requests."""
     return context.make_node(DecodeNode, pushes_prompts=False)
 
 
 def run_node(options: NodeOptions) -> int:
-    """Serves until SIGTERM has drained the node; the process's exit code."""
+    """Serves until SIGTERM has drained the node. Returns the process's exit code."""
     return run_shell(options, make_logic)

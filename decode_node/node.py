@@ -16,12 +16,12 @@ from tandem.kv_connector.protocol.outcomes import Commit, Failed, Recompute, Rel
 from tandem.node.requests import AcceptedRequest
 from tandem.node.serving import ServingNode
 
-# How long a check takes; a step that waits for it begins later by as much, less StepPace's spare time, at most.
+# Seconds that a check takes. A step that waits for it begins later by at most so much, less StepPace's spare time.
 CHECK_S = 0.0015  # docs/measurements.md#the-gap-of-a-hand-off
 
 
 class DecodeNode(ServingNode):
-    """Takes "decode" (expect the KV from `peer`) and "full" (compute everything here)."""
+    """Takes requests in mode "decode" (expect the KV from `peer`) and "full" (compute everything here)."""
 
     modes = frozenset({"decode", "full"})
 
@@ -94,7 +94,7 @@ class DecodeNode(ServingNode):
         self.scheduler.state.add_committed(commit.request, list(commit.block_ids), tokens, commit.num_cached_tokens)
 
     def _take_over(self, entry: AcceptedRequest, commit: Commit, continuation: Continuation) -> None:
-        """A sequence that ran elsewhere goes on here, behind its newest token."""
+        """Goes on with a sequence that ran elsewhere, behind its newest token."""
         request = commit.request
         known = known_tokens(request, continuation.token_ids)
         (sample,) = request.sample_indices
@@ -136,7 +136,7 @@ class DecodeNode(ServingNode):
 
 
 def known_tokens(request: Request, output: Sequence[int]) -> np.ndarray:
-    """int32: its prompt, and what was made behind it elsewhere."""
+    """The request's prompt and the `output` that was made behind it elsewhere, int32 [num_tokens]."""
     return np.append(request.prompt.token_ids, np.array(output, np.int32))
 
 

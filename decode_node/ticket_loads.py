@@ -14,8 +14,8 @@ from tandem.engine.scheduling.ports import LowerTiers
 from tandem.engine.scheduling.request import Request
 from tandem.node.requests import AcceptedRequest
 
-# A ticket waits no longer for a load. Its source may be done with the prompt soon; and two that wait for blocks which
-# the other holds end so.
+# The longest that a ticket waits for a load. Its source may be done with the prompt soon; and two tickets that wait for
+# blocks which the other holds end their wait so.
 PATIENCE_S = 0.3  # a guess
 
 
@@ -27,7 +27,8 @@ class _Load:
 
 
 class TicketLoads:
-    """`tiers` holds what it loads for a request until `due` has told of its entry and `forget` is called."""
+    """Loads for tickets. `tiers` holds the blocks loaded for a request until `due` has named it and `forget` is
+    called."""
 
     def __init__(self, pool: BlockPool, tiers: LowerTiers, block_size: int) -> None:
         self.num_loads = 0
@@ -35,7 +36,8 @@ class TicketLoads:
         self._loads: dict[Request, _Load] = {}
 
     def begin(self, entry: AcceptedRequest, now: float) -> bool:
-        """False: nothing is to be loaded, the ticket can be made at once. The request's block hashes are made."""
+        """Begins a load for a request, whose block hashes must have been made. Returns False if there is nothing to
+        load, so that the ticket can be made at once."""
         request = entry.request
         if not self._pool.enable_caching or not request.prompt.use_prefix_cache:
             return False
@@ -49,11 +51,11 @@ class TicketLoads:
         return True
 
     def due(self, now: float) -> list[AcceptedRequest]:
-        """Requests whose load has ended, or has taken too long."""
+        """The requests whose load has ended, or has taken too long."""
         return [load.entry for load in self._loads.values() if now >= load.until or not self._is_under_way(load)]
 
     def forget(self, request: Request) -> None:
-        """The ticket is made, or none will be. Idempotent."""
+        """Forgets a request whose ticket is made, or will not be. Idempotent."""
         if self._loads.pop(request, None) is not None:
             self._tiers.ended(request)
 

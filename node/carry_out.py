@@ -45,17 +45,17 @@ _URGENT_EVENTS = (PeerUp, ReadySent, Retired, Verified, JobDone)
 
 
 def is_urgent(event: object) -> bool:
-    """Whether an event of a node's inbox is served while a step runs: a hand-off's way from claim to commit, which is
-    part of the time to a second token. They start, free and hand on; none ends what is in a launched step. PeerUp
-    and JobDone are none of these, but come with each request, and what is behind them would wait."""
+    """Whether an event of a node's inbox is served while a step runs. Such events are those of a hand-off's way from
+    claim to commit, which is part of the time to a second token: they start, free and hand on, and none ends what is in
+    a launched step. PeerUp and JobDone belong to them since they come with each request, and would hold up others."""
     if isinstance(event, Received):
         return isinstance(event.message, _URGENT_MESSAGES)
     return isinstance(event, _URGENT_EVENTS)
 
 
 class Effects:
-    """`apply` runs on the step loop; nothing in it waits for a peer. `send` (to whom, message) is the control plane's,
-    `post` the loop's inbox."""
+    """Carries out effects. `apply` runs on the step loop; nothing in it waits for a peer. `send` (to whom, message) is
+    the control plane's, `post` puts an event into the loop's inbox."""
 
     def __init__(
         self,
@@ -95,11 +95,11 @@ class Effects:
         elif isinstance(effect, CloseChannel):
             self._transfer.drop_peer(effect.node)
         elif isinstance(effect, AdmitSource):
-            # Where no descriptor is left to watch it by, this node ends: a source that nobody watches could write into
-            # blocks that are given to others.
+            # If no descriptor is left to watch the source by, this node ends: a source that nobody watches could write
+            # into blocks that are given to others.
             try:
                 self._transports.admit(self._info, effect.peer)
-            except TandemError as error:  # of what it says it exports, or it is gone: it costs this peer
+            except TandemError as error:  # its export is wrong, or it is gone: only this peer is lost
                 limited.warning("%s can't hand KV to this node: %r", effect.peer.node_id, error)
         else:
             fenced = Fenced(effect.node)

@@ -1,4 +1,4 @@
-"""What a role's logic is made of, put together from a loaded model and a node's options."""
+"""Puts together the parts of a role's logic, from a loaded model and a node's options."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ MEASURED_BESIDE_DECODES = 256  # prompt tokens over which the time of one is mea
 def make_clock(role: str) -> StepClock:
     if role == "prefill":
         return StepClock(time.monotonic, by_size=False)
-    # Beside decodes prompts get a few tokens a step: what those take changes with the decodes.
+    # Beside decodes prompts get a few tokens in each step, and the time of those changes with the decodes.
     return StepClock(time.monotonic, measured_tokens=MEASURED_BESIDE_DECODES)
 
 
 @dataclass(frozen=True)
 class NodeContext:
-    """`clock` is told of every step. `tiers`: below the pool. `whole_up_to`: as in PushedPrompts."""
+    """The parts of a role's logic. `clock` is told of every step, `tiers` are those below the pool, `whole_up_to`
+    (tokens) is explained at PushedPrompts."""
 
     options: NodeOptions
     info: NodeInfo
@@ -46,7 +47,8 @@ class NodeContext:
     is_settled: Callable[[int], bool]  # NodeTransports.is_settled
 
     def make_node(self, kind: type[ServingNode], pushes_prompts: bool) -> ServingNode:
-        """`pushes_prompts`: prompts in mode "prefill" are handed over while they are computed."""
+        """Makes the logic of a node. With `pushes_prompts`, prompts in mode "prefill" are handed over while they are
+        computed."""
         handoffs = Handoffs(
             self.info,
             self.keys,

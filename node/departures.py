@@ -1,4 +1,4 @@
-"""Running sequences on their way to another node: what is pushed while they run, when they stand still, how it ends.
+"""Migration of running sequences to another node: pushes them while they run, and decides when they stand still.
 
 The node goes on with a sequence while its full blocks are pushed, in rounds, each with what has become full during the
 one before. When a round finds next to nothing it holds the sequence, hands over the rest, and forgets it at the sink's
@@ -19,7 +19,7 @@ from tandem.kv_connector.protocol.outcomes import HandoffCompleted, SourceOutcom
 from tandem.kv_connector.source.manager import SourceManager
 from tandem.node.requests import RequestBook
 
-# What is claimed beyond a sequence's length: it may grow by as much before its last block has been pushed.
+# Room claimed beyond a sequence's length: it may grow by so much before its last block has been pushed.
 GROWTH_BLOCKS = 2  # a guess
 LEAST_GROWTH_TOKENS = 128  # a guess
 # With so few full blocks left to push it is time to stand still.
@@ -30,9 +30,9 @@ LAST_ROUND_BLOCKS = 1  # a guess
 class MigrationCounters:
     started: int = 0
     finished: int = 0
-    failed: int = 0  # and went on here
-    tokens: int = 0  # of sequences that have left
-    pause_s: float = 0.0  # that they stood still, in all
+    failed: int = 0  # sequences that went on here
+    tokens: int = 0  # the length of sequences that have left
+    pause_s: float = 0.0  # how long they stood still, in all
 
     def as_dict(self) -> dict[str, float]:
         return {f"migrations_{name}": float(value) for name, value in vars(self).items()}
@@ -40,7 +40,8 @@ class MigrationCounters:
 
 @dataclass(eq=False, slots=True)
 class Departure:
-    """`reason` is set when nothing comes of it any more; it stays until no transfer reads its blocks."""
+    """A sequence that leaves. `reason` is set when that has failed; the record stays until no transfer reads its
+    blocks."""
 
     order: Migrate
     router: NodeKey
@@ -70,7 +71,8 @@ class Departures:
     # --- events in ------------------------------------------------------------------------------------------
 
     def begin(self, router: NodeKey, order: Migrate, now: float) -> bool:
-        """Whether its peer is needed now. False: a repetition, or answered at once."""
+        """Begins to move a sequence. Returns whether its peer is needed now; False for a repetition, and for an order
+        that is answered at once."""
         if order.successor in self._departures or self._source.knows(order.successor):
             return False
         entry = self._book.entries.get(order.key)
@@ -95,7 +97,7 @@ class Departures:
         return True
 
     def on_outcome(self, outcome: SourceOutcome, now: float) -> bool:
-        """How a hand-off ended; False: it was no running sequence's."""
+        """Takes the end of a hand-off; False if that was no running sequence's."""
         departure = self._departures.get(outcome.key)
         if departure is None:
             return False
@@ -144,7 +146,8 @@ class Departures:
             self._hand_over(departure, now)
 
     def _push(self, departure: Departure, now: float) -> None:
-        """The KV of all tokens but the newest that the host knows is complete, and does not change any more."""
+        """Pushes what is settled: the KV of all tokens that the host knows, but the newest, is complete and changes no
+        more."""
         request, key = departure.request, departure.key
         must_stop = request.num_launched_tokens >= departure.most_tokens
         if not must_stop:
@@ -157,7 +160,8 @@ class Departures:
             departure.paused_at = now
 
     def _hand_over(self, departure: Departure, now: float) -> None:
-        """Every token of it is known: none is in flight, none is launched any more."""
+        """Hands over the rest. Every token of the sequence is known: none is in flight, and none is launched any
+        more."""
         request = departure.request
         tail = tuple(request.known_token_ids(departure.order.num_tokens).tolist())
         continuation = Continuation(request.num_tokens - 1, tail)

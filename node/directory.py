@@ -1,4 +1,4 @@
-"""What a node tells the directory: its record, its load, and the publisher that keeps both and its blocks in Redis."""
+"""A node's entry in the directory: its record, its load, and the publisher that keeps both and its blocks in Redis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def make_publisher(options: NodeOptions, info: NodeInfo, num_blocks: int, board: LoopBoard) -> RedisPublisher | None:
-    """None without a Redis. The publisher's thread looks at `board`."""
+    """Makes the publisher, whose thread reads `board`; None without a Redis."""
     if not options.redis_url:
         return None
     from tandem.kv_connector.directory.publisher import RedisPublisher

@@ -1,4 +1,4 @@
-"""KV that leaves this node and KV that comes to it: one manager a side over one pool, and pulls, which use both.
+"""KV that leaves this node and KV that comes to it: one manager for each side over one pool, and pulls, which use both.
 
 A message, a transfer event or an end belongs to the side that its type names; a peer that comes or goes is told to
 both, since it may be source and sink at once. Sans-IO.
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 
 class Handoffs:
-    """`tiers`: below the pool. `compute_rate`: of prompt tokens. `is_settled`: NodeTransports'. `whole_up_to`: as in
-    PushedPrompts. Whoever has it asks for `next_end` until there is none after everything that it tells it."""
+    """The hand-offs of one node. `tiers` are those below the pool, `compute_rate` measures prompt tokens, `is_settled`
+    is that of NodeTransports, `whole_up_to` (tokens) is explained at PushedPrompts. After every event the owner must
+    ask for `next_end` until there is none."""
 
     def __init__(
         self,
@@ -55,14 +56,14 @@ class Handoffs:
         self._ends: deque[SourceOutcome | SinkOutcome] = deque()
 
     def connect(self, peer: PeerRef) -> None:
-        """Something will go there."""
+        """Asks for a connection to a node, to which something will go."""
         self._connects.append(peer)
 
     # --- events in ------------------------------------------------------------------------------------------
 
     def on_message(self, sender: NodeKey, message: Message, now: float) -> None:
         if self.source.peers.get(sender) is None:
-            self.sink.drop_foreign()  # of a router
+            self.sink.drop_foreign()  # the sender is a router
         elif isinstance(message, KVClaim | KVReady | KVRelease | KVDrained):
             self.sink.on_message(sender, message, now)
         elif isinstance(message, KVPull):
@@ -103,7 +104,8 @@ class Handoffs:
     # --- out ------------------------------------------------------------------------------------------------
 
     def next_end(self) -> SourceOutcome | SinkOutcome | None:
-        """The end of the hand-off that ended first and was not asked for yet; those of pulls are dealt with here."""
+        """The oldest end of a hand-off that was not asked for yet; None if there is none. Ends of pulls are dealt with
+        here."""
         self._collect()
         while self._ends:
             ended = self._ends.popleft()
@@ -114,7 +116,7 @@ class Handoffs:
         return None
 
     def drain_effects(self) -> list[Effect]:
-        """What was decided since the last call, in order, but for the ends of hand-offs."""
+        """The effects decided on since the last call, in order, without the ends of hand-offs."""
         self._collect()
         effects, self._effects = self._effects, []
         return effects

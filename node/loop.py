@@ -21,7 +21,8 @@ from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
 
 IDLE_WAIT_S = 0.02  # how long an idle loop sleeps before it looks at its timers; a guess
-# Heartbeats carry it and are rarer; making it at each step would cost more than scheduling does; a guess.
+# Between statuses. Heartbeats carry them and are rarer; making one at each step would cost more than scheduling; a
+# guess.
 STATUS_EVERY_S = 0.02
 # A launch layer by layer hardly lets other threads run. When it is so many layers ahead of the device it stops for a
 # moment, so that they can end the hand-offs of what was just computed.
@@ -29,7 +30,7 @@ LAYERS_AHEAD, GIVE_WAY_S = 2, 0.001  # guesses
 BLOCKED_WAIT_S = 0.002  # work exists but none can be launched: waiting for grants or blocks; a guess
 HOLD_POLL_S = 0.001  # while the next step is not decided yet: how late the running one's end may be seen; a guess
 STEP_POLL_S = 0.0002  # while a step runs and urgent events are served: how late its end may be seen; a guess
-# Before its expected end it is looked for: each look takes the interpreter from other threads; a guess.
+# How long before its expected end a step is looked at: each look takes the interpreter from other threads; a guess.
 EARLY_S = 0.0005
 # Nobody sleeps longer than this on the word of an estimate: what ends sooner would be read when it was expected, and so
 # be measured as what was expected (docs/measurements.md#first-tokens-after-load). How long is a guess.
@@ -112,11 +113,12 @@ class NodeLoop:
         self._was_inflight, self._counted_at = False, 0.0
 
     def begin_drain(self) -> None:
-        """Take nothing new, finish what is here, then return from `run`; a second call returns at once."""
+        """Makes the node take nothing new, finish what is here, then return from `run`. After a second call `run`
+        returns at once."""
         self._inbox.put("drain")
 
     def run(self) -> None:
-        """Returns when drained. An exception from the engine ends the node's epoch: it is raised to the caller."""
+        """Runs the loop and returns when drained. An exception from the engine ends the node's epoch and is raised."""
         launched = True
         while not self._stopping:
             self._board.turn_begins()
@@ -182,7 +184,7 @@ class NodeLoop:
             self._times.paused()
 
     def _serve_urgent(self, is_urgent: Callable[[object], bool]) -> None:
-        """Serves what others wait for, so that it does not wait for the step that runs."""
+        """Serves events that other nodes wait for, so that they do not wait for the running step."""
         if self._core.read_would_wait:
             self._write_outbox()
         while not self._held_up and self._core.read_would_wait:
@@ -234,7 +236,7 @@ class NodeLoop:
                 self._stopping = True
             self._drain_deadline = now + self._drain_s
             self._logic.drain()
-            self._next_status = 0.0  # whoever places requests here should know at once
+            self._next_status = 0.0  # so that whoever places requests here knows at once
         elif handler := self._handlers.get(type(event)):
             handler(event)
         else:
@@ -252,5 +254,5 @@ class NodeLoop:
             self.report()
 
     def report(self) -> None:
-        """Shows the others how this node is."""
+        """Puts the node's status on the board for other threads."""
         self._board.show(self._logic.status({**self._counters(), "busy_s": self._busy_s}))

@@ -1,4 +1,4 @@
-"""A node's KV memory: one pool, or those of its ranks, and by which transports peers reach it."""
+"""A node's KV memory, one pool or those of its ranks, and the transports by which peers reach it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from tandem.node.setup import LoadedModel
 
 @dataclass(frozen=True)
 class NodePool:
-    """`layout` is that of a node of one rank, whatever the number of ranks, and what peers are told."""
+    """A node's KV memory. `layout` is that of a node of one rank, whatever the number of ranks; peers are told this."""
 
-    tensor: torch.Tensor  # whole blocks, but of ranks with a GPU each: rank 0's part
+    tensor: torch.Tensor  # whole blocks, or rank 0's part if each rank has a GPU
     own: torch.Tensor  # the heads that this process computes
     layout: KVLayout
-    ranks: RankPools | None  # of ranks with a GPU each: where whole blocks are
+    ranks: RankPools | None  # the parts of whole blocks if each rank has a GPU
 
 
 def transports_of(options: NodeOptions, loaded: LoadedModel, keys: ClusterKeys) -> list[Transport]:
-    """None where ranks hold copies of heads: nothing moves such blocks. Raises ConfigError."""
+    """The transports of this node; an empty list where ranks hold copies of heads, whose blocks nothing moves. Raises
+    ConfigError."""
     if not loaded.layout.holds_no_copies:
         return []
     device = loaded.device

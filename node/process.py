@@ -71,15 +71,15 @@ from tandem.node.tiers import make_tiers
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
 GC_THRESHOLDS = (50_000, 20, 1_000)
-# Of the end of a hand-off each part runs on another thread, while the step loop launches kernels for 20 ms on end.
+# The parts of a hand-off's end run on different threads, while the step loop launches kernels for 20 ms on end.
 SWITCH_INTERVAL_S = 0.0003  # a guess
 SLOW_STEP_MS = 1.0  # beyond `itl_budget_ms`: such steps are counted by their reason; a guess
 logger = logging.getLogger(__name__)
 
 
 def run_node(options: NodeOptions, make_logic: Callable[[NodeContext], ServingNode]) -> int:
-    """Serves until drained by SIGTERM. Exit code: 0, 1 when the node could not start, 2 for a bad configuration, and 70
-    when the engine or a thread failed."""
+    """Serves until drained by SIGTERM. Returns the exit code: 0, 1 when the node could not start, 2 for a bad
+    configuration, 70 when the engine or a thread failed."""
     start_log(options.log_level, options.log_format)
     name_process(options.node_id or options.role)
     end_with_any_thread()
@@ -156,8 +156,8 @@ class NodeProcess:
         self._compilations.warn_from_now()
 
     def serve(self) -> int:
-        """For a process of its own: signals, garbage collector, ready line, then `run`. When the engine fails the
-        process ends here, whatever thread or device hangs."""
+        """Serves in a process of its own: sets up signals and garbage collector, prints the ready line, then `run`s.
+        When the engine fails the process ends here, whatever thread or device hangs."""
         self.start()
         signal.signal(signal.SIGTERM, lambda *_: self.loop.begin_drain())
         signal.signal(signal.SIGINT, lambda *_: self.loop.begin_drain())
@@ -178,7 +178,7 @@ class NodeProcess:
         self.control.start()
 
     def run(self) -> int:
-        """The step loop, on the caller's thread, until drained; then everything is closed."""
+        """Runs the step loop on the caller's thread until drained, then closes everything."""
         if self.loaded.device.type == "cuda":
             torch.cuda.set_device(self.loaded.device)  # the current device belongs to a thread
         try:
@@ -333,7 +333,7 @@ class NodeProcess:
             self.publisher.publish(events)
 
     def _close(self) -> None:
-        """Best effort, bounded: what can't be closed in time dies with the process."""
+        """Closes everything, within bounds: what can't be closed in time dies with the process."""
         try:
             if self.publisher is not None:
                 self.publisher.close()

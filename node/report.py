@@ -1,4 +1,4 @@
-"""What a node says about itself: the counters in its status, the line that tells that it serves."""
+"""A node's reports about itself: the counters in its status, and the line that tells that it serves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe(
     address: str,
     exports: dict[str, bytes],
 ) -> NodeInfo:
-    """What peers are told of this node. `address`: where they reach it; `exports`: its transports'."""
+    """The description of this node that peers get. `address` is where they reach it, `exports` are its transports'."""
     return NodeInfo(
         node_id=key.node_id,
         epoch=key.epoch,

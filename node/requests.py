@@ -1,4 +1,4 @@
-"""Which router gave this node which request, and what it is still owed. Sans-IO.
+"""The book of routers' requests: which router gave which, and what is still owed to it. Sans-IO.
 
 Accepts Submit and Cancel idempotently, turns engine events into one Tokens message a step for each router, and sees to
 it that every accepted request ends exactly once: by its last token, a failure, a cancel, its deadline or its router's
@@ -59,7 +59,8 @@ class AcceptedRequest:
 
 @dataclass
 class RequestBook:
-    """`max_queue` bounds accepted requests that wait; `clock` values are monotonic seconds passed in."""
+    """The requests of one node. `max_queue` bounds accepted requests that wait; times are monotonic seconds, passed
+    in."""
 
     vocab_size: int
     max_model_len: int
@@ -122,7 +123,8 @@ class RequestBook:
     def cancel_samples(
         self, router: NodeKey, key: AttemptKey, samples: Sequence[int]
     ) -> tuple[AcceptedRequest | None, bool]:
-        """Closes `samples` (all when empty) and answers; (the entry if it lived, whether nothing of it is left)."""
+        """Closes `samples` (all when empty) and answers. Returns the entry, if it lived, and whether nothing of it is
+        left."""
         self._send(router, Cancelled(request_id=key.request_id, attempt=key.attempt, sample_indices=tuple(samples)))
         entry = self.entries.get(key)
         if entry is None:
@@ -168,12 +170,12 @@ class RequestBook:
         return entry
 
     def prompt_left(self, key: AttemptKey) -> None:
-        """A prompt in mode "prefill" is the sink's now; nothing more comes from here."""
+        """Ends a prompt in mode "prefill": it is the sink's now, and nothing more of it comes from here."""
         if key in self.entries:
             self._end(key)
 
     def sample_left(self, key: AttemptKey, sample_index: int) -> None:
-        """A running sample is another node's now; nothing more of it comes from here."""
+        """Ends a running sample: it is another node's now, and nothing more of it comes from here."""
         entry = self.entries.get(key)
         if entry is not None:
             entry.open_samples.discard(sample_index)
@@ -181,7 +183,7 @@ class RequestBook:
                 self._end(key)
 
     def repeat(self, entry: AcceptedRequest, sample_index: int, output_index: int, token_ids: Sequence[int]) -> None:
-        """Tokens that another node has sent, or was about to send: the router drops those that it has."""
+        """Sends tokens that another node has sent, or was about to send; the router drops those that it has."""
         key = entry.request.key
         delta = TokenDelta(*key, sample_index, output_index, tuple(token_ids))
         self._deltas.setdefault(entry.router, []).append(delta)
@@ -206,7 +208,7 @@ class RequestBook:
         return lost
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
-        """(router, message) in order; all tokens since the last call are one message a router."""
+        """The messages to routers, in order. All tokens since the last call are one message for each router."""
         for router in list(self._deltas):
             self._flush(router)
         outbox, self._outbox = self._outbox, []

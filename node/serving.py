@@ -33,7 +33,7 @@ limited = RateLimited(logging.getLogger(__name__))
 
 
 class ServingNode:
-    """Takes "full" requests; roles add to that. `info` is this node's own."""
+    """The logic of a node that takes "full" requests; roles add to that. `info` is this node's own."""
 
     modes: frozenset[str] = frozenset({"full"})
 
@@ -58,18 +58,18 @@ class ServingNode:
     # --- for the roles --------------------------------------------------------------------------------------
 
     def start(self, entry: AcceptedRequest, now: float) -> None:
-        """Begin an accepted entry; must call `book.accept` or `book.fail`."""
+        """Begins an accepted entry. An implementation must call `book.accept` or `book.fail`."""
         if entry.submit.prefix is not None:
             self.handoffs.puller.want(entry.request, entry.submit.prefix)
         self.scheduler.state.add(entry.request)
         self.book.accept(entry)
 
     def stop(self, entry: AcceptedRequest, now: float) -> None:
-        """The entry has ended in the book: end whatever still works for it."""
+        """Ends whatever still works for an entry, which has ended in the book."""
         self.scheduler.state.abort(entry.request.key)
 
     def on_sink_outcome(self, outcome: SinkOutcome) -> None:
-        """How a hand-off of others' KV ended; nothing is expected here unless a role expects it."""
+        """Takes the end of a hand-off of KV to this node. Only roles that receive KV have any."""
         raise AssertionError(f"nobody here expects KV: {outcome}")
 
     # --- events in ------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class ServingNode:
             self._start_contained(entry, now)
 
     def _start_contained(self, entry: AcceptedRequest, now: float) -> None:
-        """A request that can't be started, whatever nobody expected of it, ends alone."""
+        """Starts an entry; an unexpected error ends this request alone."""
         try:
             self.start(entry, now)
         except Exception:
@@ -177,7 +177,8 @@ class ServingNode:
     # --- out ------------------------------------------------------------------------------------------------
 
     def launch_at(self) -> float:
-        """The moment until which the next step need not be decided while one runs; the past: at once."""
+        """The moment (monotonic seconds) until which the next step need not be decided while one runs; in the past, it
+        must be decided at once."""
         return 0.0
 
     def drain(self) -> None:
@@ -208,7 +209,7 @@ class ServingNode:
         }
 
     def status(self, counters: Mapping[str, float]) -> Status:
-        """`counters`: of the process around this logic."""
+        """The node's status. `counters` are those of the process around this logic."""
         all_counters = {**self.counters(), **counters}
         fetch_s_per_token, fetch_s_per_token_from = self.handoffs.puller.fetch_rates()
         return Status(
@@ -229,7 +230,7 @@ class ServingNode:
         )
 
     def _transfer_s_per_token(self, counters: dict[str, float]) -> float:
-        """Seconds a token of KV took that this node pushed so far; 0 before the first."""
+        """How many seconds a token of KV took to push, over all that this node has pushed; 0 before the first."""
         layout, pushed_bytes = self.info.layout, counters.get("kv_pushed_bytes", 0.0)
         if layout is None or not pushed_bytes:
             return 0.0

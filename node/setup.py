@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model on its device, and what peers must agree on."""
+    """A model on its device, and the properties on which peers must agree."""
 
     config: ModelShape
     model: Model
@@ -38,11 +38,11 @@ class LoadedModel:
     max_model_len: int
     served_name: str
     folder: Path
-    replays_graphs: bool  # decode steps, on CUDA
+    replays_graphs: bool  # whether decode steps run as CUDA graphs
 
 
 def choose_device(options: NodeOptions) -> torch.device:
-    """Raises ConfigError when CUDA is asked for and there is none."""
+    """The device to serve on. Raises ConfigError when CUDA is asked for and there is none."""
     if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

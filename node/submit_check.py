@@ -1,4 +1,4 @@
-"""What a node asks of every Submit before anything else looks at it: what no router sends ends no node.
+"""Checks every Submit before anything else looks at it, so that no Submit, however wrong, can end a node.
 
 Everything that is used as an index, a count, a size or a point in time is bounded here, so that nothing behind has to.
 Limits that are no property of the model are far beyond those of the router's API.
@@ -26,7 +26,7 @@ INT64 = 1 << 64
 
 
 def problem_of(submit: Submit, vocab_size: int, max_model_len: int) -> str:
-    """Why this node can't take `submit`, for who sent it; "" when it can."""
+    """The reason why this node can't take `submit`, in words for its sender; "" when it can."""
     for problem in (
         _problems_of_name(submit),
         _problems_of_prompt(submit, vocab_size, max_model_len),

@@ -28,8 +28,8 @@ from tandem.node.setup import LoadedModel
 
 logger = logging.getLogger(__name__)
 CPU_NODE_BYTES, GPU_NODE_BYTES = 256 << 20, 16 << 30  # guesses
-# Copied by one job: little enough to choose the next ones late, enough for full speed though few turns of the step loop
-# come between the launches of long prompts, and each starts one.
+# Bytes copied by one job: little enough to choose the next ones late, enough for full speed though few turns of the
+# step loop come between the launches of long prompts, and each starts one.
 BATCH_BYTES = 256 << 20  # a guess; see docs/measurements.md#conversations-over-tiers
 MAX_BATCH_BLOCKS = 64  # a guess
 
@@ -42,7 +42,8 @@ def make_tiers(
     compute_rate: Rate,
     post: Callable[[JobDone], None],
 ) -> NodeTiers | None:
-    """None where there is nothing to keep or no room. `post` brings results to the step loop. Raises ConfigError."""
+    """Makes a node's tiers; None where there is nothing to keep or no room. `post` brings results to the step loop.
+    Raises ConfigError."""
     wants_disk = options.cache.disk_tier_bytes > 0
     if wants_disk and not options.cache.disk_tier_dir:
         raise ConfigError("--disk-tier-bytes without --disk-tier-dir: say where")
@@ -73,7 +74,7 @@ def make_tiers(
 
 
 def compresses(options: NodeOptions, pool: torch.Tensor) -> bool:
-    """A pool of fp8 is as small already."""
+    """Whether blocks are compressed on their way to the host. Not from a pool of fp8, which is as small already."""
     return options.cache.host_tier_dtype == "fp8_e4m3" and pool.dtype != FP8_DTYPE
 
 
@@ -89,7 +90,7 @@ def open_disk_file(options: NodeOptions, blocks: HostBlocks, loaded: LoadedModel
 
 
 def host_tier_bytes(options: NodeOptions, on_gpu: bool) -> int:
-    """The bytes asked for; else what leaves room for several nodes that start on one host at the same time."""
+    """The size of the host tier: as asked for, else so that several nodes can start on one host at the same time."""
     given = options.cache.host_tier_bytes
     if given >= 0:
         return given

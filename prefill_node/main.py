@@ -14,5 +14,5 @@ def make_logic(context: NodeContext) -> ServingNode:
 
 
 def run_node(options: NodeOptions) -> int:
-    """Serves until SIGTERM has drained the node; the process's exit code."""
+    """Serves until SIGTERM has drained the node. Returns the process's exit code."""
     return run_shell(options, make_logic)

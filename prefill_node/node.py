@@ -8,7 +8,7 @@ from tandem.node.serving import ServingNode
 
 
 class PrefillNode(ServingNode):
-    """Takes "prefill" (hand the KV to `peer`) and "full" (a request that its first token ends, say)."""
+    """Takes requests in mode "prefill" (hand the KV to `peer`) and "full" (e.g. one that its first token ends)."""
 
     modes = frozenset({"prefill", "full"})
 

@@ -76,8 +76,8 @@ class Holders:
         self._closed.append(column)
 
     def add(self, column: int, tier: int, keys: Iterable[int], room: int) -> int:
-        """Returns how many of the blocks the column did not hold in any tier before; at most `room` of those are
-        taken, the others left out."""
+        """Adds blocks to a column's tier, and returns how many of them are new to the column. At most `room` new ones
+        are taken; the others are left out."""
         mask_of, shared = self._mask_of, self._shared
         bit, own = 1 << (BITS_PER_OWNER * column + tier), _column_bits(column)
         num_new = 0

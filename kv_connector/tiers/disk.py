@@ -13,11 +13,11 @@ from tandem.kv_connector.tiers.host_blocks import HostBlocks
 from tandem.kv_connector.tiers.job_thread import JobThread
 from tandem.kv_connector.tiers.jobs import Fetch, JobDone, Spill
 
-limited = RateLimited(logging.getLogger(__name__))  # a disk that is full is so for every block
+limited = RateLimited(logging.getLogger(__name__))  # a full disk fails for every block
 
 
 class DiskTier:
-    """`host` is what blocks pass through, as they are stored there; `file` is closed here."""
+    """The disk tier. Blocks pass through `host`, as they are stored there; `file` is closed by `close`."""
 
     def __init__(self, host: HostBlocks, file: DiskFile, post: Callable[[JobDone], None]) -> None:
         self._host, self._file = host, file

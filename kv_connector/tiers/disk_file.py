@@ -2,9 +2,9 @@
 
 `blocks-N.kv` holds slots, each a whole number of pages, read and written past the page cache (O_DIRECT) where the file
 system can. `blocks-N.index` begins with a page that says what the blocks depend on; then one record for each slot. N is
-the first number whose index nobody has locked. A record is wiped before its slot is written and set after, and its
+the first number whose index no process has locked. A record is wiped before its slot is written and set after, and its
 digest is keyed by identity and hash: whatever is torn, stale, foreign or damaged is noticed when it is read. Nothing is
-synced: what a crash of the machine takes was a copy.
+synced: a crash of the machine loses only copies.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ NOTHING = b"\0" * 16
 
 
 class DiskFile:
-    """Slots of `block_bytes`. `identity`: 32 bytes of what the content depends on. One thread at a time."""
+    """A file of slots of `block_bytes` bytes. `identity` is a digest (32 bytes) of all that the content depends on. For
+    one thread at a time."""
 
     def __init__(self, folder: Path, capacity_bytes: int, block_bytes: int, identity: bytes) -> None:
         """Raises ConfigError when the folder can't be used."""
@@ -97,7 +98,7 @@ class DiskFile:
     # --- records --------------------------------------------------------------------------------------------
 
     def restored(self) -> list[StoredBlock]:
-        """What the records say is there, in the order of writing; of a block written twice the newer."""
+        """The blocks that the records name, in the order of writing. Of a block written twice the newer one counts."""
         records = np.array(self._records)
         ok = [zlib.crc32(each.tobytes()[:-4]) == each["crc"] for each in records]
         newest: dict[bytes, StoredBlock] = {}
@@ -116,7 +117,7 @@ class DiskFile:
         self._records[slot] = np.zeros((), RECORD)
 
     def describe(self, slot: int, block_hash: bytes, parent: bytes | None, tenant: bytes, digest: int) -> None:
-        """The slot is written: `tenant` is empty or of 16 bytes."""
+        """Sets the record of a slot that has been written. `tenant` is empty or of 16 bytes."""
         self._sequence += 1
         flags = HAS_PARENT * (parent is not None) + HAS_TENANT * bool(tenant)
         record = np.zeros((), RECORD)
@@ -127,24 +128,24 @@ class DiskFile:
         self._records[slot] = record
 
     def digest(self, slot: int, block_hash: bytes) -> int | None:
-        """The digest as it was described; None if the slot is not said to hold that block."""
+        """The digest in the slot's record; None if the record does not say that the slot holds this block."""
         record = self._records[slot]
         return int(record["digest"]) if record["hash"].tobytes() == block_hash else None
 
     def digest_key(self, block_hash: bytes) -> int:
-        """64 bits: a block's digest is right for this hash under this identity only."""
+        """The 64-bit key of a block's digest, which so is right for this hash under this identity only."""
         return int.from_bytes(hashlib.sha256(self._identity + block_hash).digest()[:8], "little")
 
     # --- slots ----------------------------------------------------------------------------------------------
 
     def write(self, slot: int) -> None:
-        """The buffer into the slot. OSError: the slot's content is undefined."""
+        """Writes the buffer into the slot. After an OSError the slot's content is undefined."""
         written = os.pwritev(self._data, [self.buffer], slot * self.slot_bytes)
         if written != self.slot_bytes:
             raise OSError(errno.ENOSPC, f"{written} of {self.slot_bytes} bytes were written")
 
     def read(self, slot: int) -> None:
-        """The slot into the buffer."""
+        """Reads the slot into the buffer."""
         read = os.preadv(self._data, [self.buffer], slot * self.slot_bytes)
         if read != self.slot_bytes:
             raise OSError(errno.EIO, f"{read} of {self.slot_bytes} bytes were read")
@@ -156,7 +157,7 @@ class DiskFile:
 
 
 def _lock_first(folder: Path) -> tuple[int, int]:
-    """An open index that this process alone has, and its number. The lock ends with the process."""
+    """Opens and locks the first free index; returns its descriptor and number. The lock ends with the process."""
     for number in range(MAX_FILES):
         index = os.open(folder / f"blocks-{number}.index", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

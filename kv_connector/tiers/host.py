@@ -21,7 +21,7 @@ from tandem.kv_connector.tiers.jobs import JobDone, Load, Save
 
 
 class HostTier:
-    """`post` takes each job's JobDone, from the threads."""
+    """The host tier. `post` is called with each job's JobDone, from its threads."""
 
     def __init__(self, pool: torch.Tensor, blocks: HostBlocks, post: Callable[[JobDone], None]) -> None:
         self.pool, self.blocks = pool, blocks
@@ -30,8 +30,8 @@ class HostTier:
         self._groups: list[range | None] = [*layer_groups(num_layers)] if blocks.by_layers else [None]
         self._save_stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
         self._load_stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
-        # Device 0 is a new thread's, and leaving another's stream would make it current: its context takes seconds to
-        # make, with the interpreter, and memory on a GPU that is not this node's.
+        # A new thread's current device is 0, and leaving a stream of another device would restore it: making its
+        # context takes seconds, in which the interpreter is held, and memory on a GPU that is not this node's.
         begin = partial(torch.cuda.set_device, pool.device) if pool.is_cuda else lambda: None
         self._saves = JobThread("kv-save", post, begin)
         self._loads = JobThread("kv-load", post, begin)
@@ -62,7 +62,8 @@ class HostTier:
             self.blocks.close()
 
     def start_step_load(self, load: Load) -> Mapping[int, LoadEvent]:
-        """Layer -> event after which that layer of the blocks is there. Does not wait for a copy."""
+        """Starts a load; returns, for each layer, the event after which that layer of the blocks is there. Does not
+        wait for a copy."""
         pairs = list(zip(load.host_slots, load.block_ids, strict=True))
         groups = self._groups
         events: list[LoadEvent] = []
@@ -105,13 +106,13 @@ class HostTier:
             for layers, flag in zip(groups, flags, strict=True):
                 self.blocks.restore(self.pool, pairs, layers)
                 flag.set()
-        finally:  # a failed load ends the node; it must not hang it first
+        finally:  # a failed load ends the node, and must not let it hang before
             for flag in flags:
                 flag.set()
 
 
 class StepLoad:
-    """One load under a step, a LayerLoad. One that fails ends the node."""
+    """A load that runs under a step; implements LayerLoad. One that fails ends the node."""
 
     def __init__(self, tier: HostTier, load: Load) -> None:
         self._tier, self._load = tier, load
@@ -123,7 +124,7 @@ class StepLoad:
 
 @contextmanager
 def _waited_for(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """What is enqueued inside goes to `stream` and is complete after."""
+    """A context whose work is enqueued on `stream` and complete when it is left."""
     if stream is None:
         yield
         return

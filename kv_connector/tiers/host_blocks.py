@@ -1,4 +1,4 @@
-"""Host memory for KV blocks: slots of raw bytes, and as what a block of the device pool is kept in one.
+"""Host memory for KV blocks: slots of raw bytes, and the formats in which they keep blocks of the device pool.
 
 `ExactBlocks` keeps the pool's own bytes. `Fp8Blocks` keeps e4m3 values with a scale for each layer, head and plane
 (keys, values), half of bfloat16's bytes; docs/tiers.md says what that costs in precision.
@@ -21,7 +21,7 @@ from tandem.kernels.blocks.digest import block_digests
 from tandem.kernels.blocks.quantization import FP8_DTYPE, FP8_MAX, dequantize, quantize
 
 WORD_BYTES = 8
-PIECE_BYTES = 16 << 20  # compressed or restored at once: temporary copies are some ten times as large; a guess
+PIECE_BYTES = 16 << 20  # compressed or restored at once, in temporary copies ten times as large; a guess
 
 
 def block_bytes(pool: torch.Tensor) -> int:
@@ -31,18 +31,18 @@ def block_bytes(pool: torch.Tensor) -> int:
 class HostBlocks(ABC):
     """`raw`: uint8 [num_blocks, bytes of a slot], page-aligned; page-locked from `lock` to `close`.
 
-    `by_layers`: blocks can be restored some layers at a time.
+    `by_layers` says that blocks can be restored some layers at a time.
     """
 
     by_layers = True
 
     def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
-        """Content undefined. Raises ConfigError when the memory can't be had."""
+        """Allocates `num_blocks` slots of undefined content. Raises ConfigError when the memory can't be had."""
         self.raw = _allocate(num_blocks, self.slot_bytes(pool))
         self._unlock: weakref.finalize[[int, torch.Tensor], HostBlocks] | None = None
         self._touching = threading.Thread(target=self.raw.zero_, name="kv-host-pages", daemon=True)
         if pool.is_cuda:
-            self._touching.start()  # a second for 5 GB, beside whatever else a node does at start
+            self._touching.start()  # takes a second for 5 GB, beside whatever else a node does at start
 
     def lock(self, device_index: int) -> None:
         """Page-locks the memory, before copies to and from that GPU. Raises ConfigError."""
@@ -67,17 +67,18 @@ class HostBlocks(ABC):
 
     @abstractmethod
     def store(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-        """Blocks `pairs[i][0]` of `pool` into slots `pairs[i][1]`; on CUDA enqueued on the current stream."""
+        """Copies blocks `pairs[i][0]` of `pool` into slots `pairs[i][1]`; on CUDA enqueued on the current stream."""
 
     @abstractmethod
     def restore(self, pool: torch.Tensor, pairs: Sequence[tuple[int, int]], layers: range | None = None) -> None:
-        """Slots `pairs[i][0]` into blocks `pairs[i][1]` of `pool`, `layers` of them (None: all); enqueued likewise."""
+        """Copies `layers` (None: all) of slots `pairs[i][0]` into blocks `pairs[i][1]` of `pool`; enqueued as in
+        `store`."""
 
     def __len__(self) -> int:
         return len(self.raw)
 
     def digest(self, slot: int, key: int) -> int:
-        """64 bits of what is stored there."""
+        """A 64-bit digest of the slot's bytes under `key`."""
         slots = self.raw.view(len(self.raw), 1, 1, 1, 1, -1)
         return int(block_digests(slots, [slot], key, 1, 1)[0])
 
@@ -99,8 +100,8 @@ class ExactBlocks(HostBlocks):
 
 
 class Fp8Blocks(HostBlocks):
-    """A slot: e4m3 [layers, heads, 2, block_size, head_dim], then float32 scales [layers, heads, 2]. Scales are powers
-    of two: what was restored is stored again without another loss."""
+    """Keeps blocks as e4m3 [layers, heads, 2, block_size, head_dim], then float32 scales [layers, heads, 2]. Scales are
+    powers of two, so that a restored block is stored again without another loss."""
 
     by_layers = False
 
@@ -148,15 +149,15 @@ class Fp8Blocks(HostBlocks):
 
 
 def power_of_two_scales(peaks: torch.Tensor) -> torch.Tensor:
-    """float32 like `peaks`: the least power of two that brings each peak to e4m3's largest value or below. 1.0 for
-    peaks of zero, and for those that are not finite."""
+    """Scales for `peaks`, float32 of the same shape: the least power of two that brings each peak to e4m3's largest
+    value or below; 1.0 for peaks that are zero or not finite."""
     mantissa, exponent = torch.frexp(peaks.float() / FP8_MAX)  # mantissa in [0.5, 1)
     scales = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).to(exponent.dtype))
     return torch.where((peaks > 0) & peaks.isfinite() & (scales > 0), scales, torch.ones_like(scales))
 
 
 def _sent(block_ids: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 on `device`, without waiting for what it has to do."""
+    """The ids as int64 on `device`, sent without waiting for the device's other work."""
     listed = torch.tensor(block_ids, dtype=torch.int64)
     return listed.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else listed
 
@@ -177,5 +178,5 @@ def _allocate(num_blocks: int, slot_bytes: int) -> torch.Tensor:
 
 
 def _unlock(device_index: int, raw: torch.Tensor) -> None:
-    """Unlocks the memory: at the latest when nobody has the blocks any more, and before it is unmapped."""
+    """Unlocks the memory. Runs at the latest when nobody has the blocks any more, before the memory is unmapped."""
     unlock_pages(device_index, raw.data_ptr())

@@ -1,11 +1,11 @@
-"""The table of one tier: which block is in which slot, and which goes first when there is no room. Pure.
+"""The table of one tier: finds each block's slot, and chooses the block to evict when there is no room. Pure.
 
 Eviction is LFU-DA (least frequently used with dynamic aging: Arlitt, Cherkasova, Dilley, Friedrich, Jin 2000): an
-entry's rank is the number of its uses, capped, plus the rank of what was evicted last when it was used; equals go by
-recency. Copies of what the tier above holds go before all that: first those used last, which it will keep longest. So
-two tiers hold together nearly what they have room for. Only leaves are evicted, entries that are no other entry's
-parent: a block without its parent is never found. An entry that is being written (`reserve` … `commit`) is not found,
-one that is pinned is not evicted.
+entry's rank is the number of its uses, capped, plus the rank of the entry evicted last before that use; equals go by
+recency. Copies of blocks that the tier above holds go first of all: those used last before others, as that tier will
+keep them longest. So two tiers hold together nearly what they have room for. Only leaves are evicted, entries that are
+no other entry's parent: a block without its parent is never found. An entry that is being written (`reserve` …
+`commit`) is not found, one that is pinned is not evicted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
-MAX_USES = 8  # that count: a block stays about so many turnovers of the tier after its last use; a guess
-Rank = tuple[int, int]  # (age + uses, time of last use); of a copy (COPY, -time of last use)
+MAX_USES = 8  # uses that count: a block stays about so many turnovers of the tier after its last use; a guess
+Rank = tuple[int, int]  # (age + uses, time of last use); for a copy (COPY, -time of last use)
 COPY = 0
 
 
@@ -37,10 +37,10 @@ class TierEntry:
     parent: bytes | None
     tenant: bytes
     uses: int = 1
-    worth: Rank = (0, 0)  # its rank while it is no copy
+    worth: Rank = (0, 0)  # the rank of the entry while it is no copy
     num_pins: int = 0
     is_ready: bool = False
-    is_copy: bool = False  # the tier above has it, too
+    is_copy: bool = False  # whether the tier above has the block, too
 
     @property
     def rank(self) -> Rank:
@@ -54,10 +54,10 @@ class TierIndex:
         self.capacity = capacity
         self._quota_of = quota_of
         self._entries: dict[bytes, TierEntry] = {}
-        self._num_children: Counter[bytes] = Counter()  # by parent, whether that is in this tier or not
+        self._num_children: Counter[bytes] = Counter()  # by parent, which need not be in this tier
         self._free = list(range(capacity - 1, -1, -1))
-        self._leaves: list[tuple[Rank, bytes]] = []  # a heap; also holds what is no longer so
-        self._leaves_of: dict[bytes, list[tuple[Rank, bytes]]] = {}  # the same of each tenant but b""
+        self._leaves: list[tuple[Rank, bytes]] = []  # a heap, which also holds outdated entries
+        self._leaves_of: dict[bytes, list[tuple[Rank, bytes]]] = {}  # the same for each tenant but b""
         self._num_of_tenant: Counter[bytes] = Counter()
         self._age = 0
         self._time = 0
@@ -78,7 +78,7 @@ class TierIndex:
         return entry is not None and entry.is_ready
 
     def is_copy(self, block_hash: bytes) -> bool:
-        """What `note_copy` was told last."""
+        """Whether the tier above has the block, by the last `note_copy`."""
         return self._entries[block_hash].is_copy
 
     def slot(self, block_hash: bytes) -> int:
@@ -91,7 +91,7 @@ class TierIndex:
         return self._entries[block_hash].tenant
 
     def unpinned_hashes(self) -> list[bytes]:
-        """What can be removed at once."""
+        """The blocks that can be removed at once."""
         return [block_hash for block_hash, entry in self._entries.items() if entry.is_ready and not entry.num_pins]
 
     # --- coming ---------------------------------------------------------------------------------------------
@@ -99,8 +99,8 @@ class TierIndex:
     def reserve(
         self, block_hash: bytes, parent: bytes | None, tenant: bytes = b"", kept: Container[bytes] = ()
     ) -> tuple[int, bytes | None] | None:
-        """A slot to write the block into, and what was evicted for it; None: there is no room. `parent` and `kept` are
-        not evicted."""
+        """Returns a slot to write the block into, and the hash of the block evicted for it, if any; None when there is
+        no room. `parent` and `kept` are not evicted."""
         quota, victim = self._quota_of(tenant), None
         is_over = quota is not None and self._num_of_tenant[tenant] >= quota
         if is_over or not self._free:
@@ -112,14 +112,14 @@ class TierIndex:
         return slot, victim
 
     def commit(self, block_hash: bytes) -> None:
-        """The block is complete in its slot: it can be found from here on."""
+        """Notes that the block is complete in its slot, so that it can be found from here on."""
         entry = self._entries[block_hash]
         assert not entry.is_ready, "committed twice"
         entry.is_ready = True
         self._rank(block_hash, entry)
 
     def restore(self, stored: Iterable[StoredBlock]) -> None:
-        """Puts into an empty tier what was in its slots before, in the order of its coming."""
+        """Puts blocks of an earlier process into this empty tier, in the order in which they came."""
         assert not self._entries, "restored before anything else"
         free = set(self._free)
         for block in stored:
@@ -138,7 +138,8 @@ class TierIndex:
     # --- staying --------------------------------------------------------------------------------------------
 
     def use(self, block_hashes: Sequence[bytes]) -> None:
-        """A prefix, in order, of which this tier may hold some: those were used once more, parents last."""
+        """Counts one more use of the blocks of a prefix, given in order, that this tier holds; parents are counted
+        last."""
         for block_hash in reversed(block_hashes):
             entry = self._entries.get(block_hash)
             if entry is not None and entry.is_ready:
@@ -146,7 +147,7 @@ class TierIndex:
                 self._rank(block_hash, entry)
 
     def note_copy(self, block_hash: bytes, is_copy: bool) -> None:
-        """Whether the tier above holds the block; it may be in neither."""
+        """Notes whether the tier above holds the block, which need not be in this tier."""
         entry = self._entries.get(block_hash)
         if entry is not None and entry.is_copy != is_copy:
             entry.is_copy = is_copy
@@ -193,7 +194,7 @@ class TierIndex:
     # --- going ----------------------------------------------------------------------------------------------
 
     def remove(self, block_hash: bytes) -> None:
-        """Frees the block's slot, be it written, being written or bad. Children, if any, stay."""
+        """Frees the block's slot, whether it is written, being written or bad. Children, if any, stay."""
         entry = self._entries.pop(block_hash)
         assert not entry.num_pins, "an entry that is copied from is removed"
         self._free.append(entry.slot)
@@ -207,7 +208,8 @@ class TierIndex:
                     self._offer(parent, self._entries[parent])
 
     def _pop_victim(self, parent: bytes | None, kept: Container[bytes], tenant: bytes | None) -> bytes | None:
-        """Evicts the lowest leaf (of `tenant`)."""
+        """Evicts the leaf of the lowest rank (of `tenant`, unless None) and returns its hash; None if nothing can
+        go."""
         with closing(self._lowest(tenant)) as lowest:
             victim = next((each for each in lowest if each != parent and each not in kept), None)
         if victim is not None:
@@ -216,7 +218,8 @@ class TierIndex:
         return victim
 
     def _lowest(self, tenant: bytes | None) -> Generator[bytes, None, None]:
-        """Evictable entries, lowest first. What was passed by is back in the heap when this is closed."""
+        """Yields evictable entries, lowest first. Entries that were passed by are back in the heap when it is
+        closed."""
         leaves = self._leaves if tenant is None else self._leaves_of.get(tenant, [])
         passed: dict[bytes, Rank] = {}
         try:
@@ -233,7 +236,7 @@ class TierIndex:
                 heapq.heappush(leaves, (rank, block_hash))
 
     def next_to_go(self, limit: int) -> list[bytes]:
-        """What the next `limit` evictions would take, but for copies, in order: children first, then parents."""
+        """The blocks that the next `limit` evictions would take, without copies, in order: children before parents."""
         order: list[bytes] = []
         gone: Counter[bytes] = Counter()
         ancestors: list[tuple[Rank, bytes]] = []
@@ -259,7 +262,7 @@ class TierIndex:
     # --- integrity ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """AssertionError when an invariant does not hold. Linear in the size of the tier."""
+        """Raises AssertionError when an invariant does not hold. Linear in the size of the tier."""
         slots = [entry.slot for entry in self._entries.values()]
         assert sorted(slots + self._free) == list(range(self.capacity)), "a slot is lost or shared"
         children = Counter(entry.parent for entry in self._entries.values() if entry.parent is not None)

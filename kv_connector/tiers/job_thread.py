@@ -17,7 +17,8 @@ STOP_S = 2.0  # a guess: what is being copied may end first
 
 
 class JobThread:
-    """`post` is called from the thread and must not block, `begin` there before any job."""
+    """A thread for jobs. `post` is called from it with each result and must not block; `begin` is called there
+    first."""
 
     def __init__(self, name: str, post: Callable[[JobDone], None], begin: Callable[[], object] = lambda: None) -> None:
         self._post, self._begin = post, begin
@@ -26,11 +27,12 @@ class JobThread:
         self._thread.start()
 
     def submit(self, job: TierJob, work: Work) -> None:
-        """`work` returns the hashes of blocks that could not be copied; if it raises, that is all of them."""
+        """Queues a job. `work` does it and returns the hashes of blocks that could not be copied; if it raises, these
+        are all."""
         self._queue.put((job, work))
 
     def stop(self) -> bool:
-        """Finishes what was submitted, within bounds. Whether the thread has ended."""
+        """Finishes what was submitted, waiting at most STOP_S. Returns whether the thread has ended."""
         self._queue.put(None)
         self._thread.join(STOP_S)
         return not self._thread.is_alive()
@@ -42,7 +44,7 @@ class JobThread:
             began = time.monotonic()
             try:
                 bad = tuple(work() or ())
-            except Exception:  # of a copy, never of the node: whoever asked computes instead
+            except Exception:  # only the copy fails, not the node: whoever asked computes instead
                 limited.exception("%s of %d blocks failed", type(job).__name__, len(job.hashes))
                 bad = job.hashes
             self._post(JobDone(job, time.monotonic() - began, bad))

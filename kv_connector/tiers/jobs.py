@@ -1,7 +1,7 @@
-"""What the tier manager (step loop) and the threads that copy tell each other. Frozen plain data, no torch.
+"""The jobs that the tier manager (step loop) gives to the copying threads, and their answers. Frozen plain data.
 
-Slots are of the host pool or the disk file, blocks of the device pool. Each job is answered by one event that names it.
-"""
+Slots belong to the host pool or the disk file, blocks to the device pool. No torch. Each job is answered by one event
+that names it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.kv_connector.protocol.jobs import LayerLoad, StepMoves
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Device to host. What is read may change meanwhile; the manager finds out (`generations`)."""
+    """Copies blocks from device to host. They may change meanwhile; the manager finds out (`generations`)."""
 
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
@@ -24,7 +24,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Host to device, into blocks that are the manager's."""
+    """Copies from host to device, into blocks that the manager has allocated."""
 
     number: int
     hashes: tuple[bytes, ...]
@@ -34,7 +34,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """Host to disk, with the records that find the blocks again after a restart."""
+    """Copies from host to disk, with the records that find the blocks again after a restart."""
 
     hashes: tuple[bytes, ...]
     parents: tuple[bytes | None, ...]
@@ -45,7 +45,7 @@ class Spill:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Disk to host; each block is checked by its digest."""
+    """Copies from disk to host, and checks each block by its digest."""
 
     number: int
     hashes: tuple[bytes, ...]
@@ -58,7 +58,8 @@ TierJob = Save | Load | Spill | Fetch
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """`bad`: hashes of blocks that were not copied; of a Fetch also those whose bytes are not what was written."""
+    """The end of a job. `bad` has the hashes of blocks that were not copied, and after a Fetch also of those whose
+    bytes are not what was written."""
 
     job: TierJob
     seconds: float
@@ -66,8 +67,8 @@ class JobDone:
 
 
 def with_loads(step_id: int, meta: StepMeta | None, loads: tuple[LayerLoad, ...]) -> StepMeta | None:
-    """A step's metadata with loads. What was complete before the step is pushed after it: it may be what is being
-    loaded."""
+    """A step's metadata with `loads` added. Blocks that were complete before the step are then pushed behind it, since
+    they may be the ones being loaded."""
     if not loads:
         return meta
     if meta is None:

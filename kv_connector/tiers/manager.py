@@ -1,4 +1,4 @@
-"""The tiers below a node's device pool: what is saved when, what is loaded for whom, who holds what meanwhile.
+"""The tiers below a node's device pool: decides what is saved and what is loaded, and holds blocks meanwhile.
 
 Pure, on the step loop: jobs are drained by the shell, their results and the pool's events come in. Implements
 LowerTiers of engine/scheduling/ports.py. docs/tiers.md tells the whole story.
@@ -26,13 +26,14 @@ from tandem.kv_connector.tiers.write_back import WriteBack
 
 @dataclass
 class TierCounters:
-    host_hit_tokens: int = 0  # of prompts that started here; of what was loaded for peers nothing
+    host_hit_tokens: int = 0  # of prompts that started here, without what was loaded for peers
     disk_hit_tokens: int = 0
     loads_declined: int = 0  # requests for which computing was faster
 
 
 class TierManager:
-    """`host` and `disk` are this object's to change, `pool` is shared with the scheduler."""
+    """The tiers of one node. Implements LowerTiers. Only this object changes `host` and `disk`; `pool` is shared with
+    the scheduler."""
 
     def __init__(
         self,
@@ -44,8 +45,8 @@ class TierManager:
         compute_rate: Rate,
         batch_blocks: int = 32,
     ) -> None:
-        """`make_step_load`: what ConnectorWorker runs beside a step's layers. `compute_rate`: of prompt tokens, as the
-        step clock measures it. `batch_blocks`: copied by one job."""
+        """`make_step_load` makes a load that ConnectorWorker runs beside a step's layers. `compute_rate` measures
+        prompt tokens, as the step clock does. `batch_blocks` is how many blocks one job copies."""
         self._pool, self._host, self._disk = pool, host, disk
         self._block_size = block_size
         self._events: list[BlockEvent] = []
@@ -57,7 +58,7 @@ class TierManager:
         self._step_loads: list[Load] = []  # of the step that is being planned
 
     def restore(self, restored: Sequence[StoredBlock]) -> None:
-        """Takes in what the disk holds from an earlier process; before anything else."""
+        """Takes in the blocks that the disk holds from an earlier process. Must come before anything else."""
         assert self._disk is not None
         self._disk.restore(restored)
         self._events += [BlockEvent(each.block_hash, True, "disk") for each in restored]
@@ -73,7 +74,7 @@ class TierManager:
             return 0 if promotion.stage in (PromotionStage.LOADED, PromotionStage.OVER) else None
         missing = hashes[len(hits) :]
         if missing and self.promoter.is_moving(missing[0]):
-            return None  # somebody else's load brings it
+            return None  # another request's load brings it
         found = self._found(missing)
         if not found:
             return 0
@@ -117,7 +118,7 @@ class TierManager:
         self.promoter.ended(taker)
 
     def _count_hits(self, taker: Taker, hashes: Sequence[bytes], from_disk: frozenset[bytes]) -> None:
-        """Counts each prompt once, where it starts; what is taken for a peer not at all."""
+        """Counts each prompt once, where it starts. Blocks taken for a peer don't count."""
         if not isinstance(taker, Request) or taker.was_started:
             return
         num_from_disk = sum(block_hash in from_disk for block_hash in hashes)
@@ -148,8 +149,7 @@ class TierManager:
     # --- the loop -------------------------------------------------------------------------------------------
 
     def on_turn(self, pool_events: Sequence[BlockEvent], is_idle: bool) -> None:
-        """Hears after each turn of the step loop what the pool has told, and whether the node has nothing else to
-        do."""
+        """Takes the pool's events after each turn of the step loop, and whether the node has nothing else to do."""
         self._write_back.on_turn(pool_events, is_idle)
 
     def on_done(self, done: JobDone) -> None:
@@ -165,13 +165,13 @@ class TierManager:
         return self.promoter.drain_jobs() + self._write_back.drain_jobs()
 
     def drain_events(self) -> list[BlockEvent]:
-        """What the directory is to hear of, since the last call."""
+        """The events for the directory since the last call."""
         events = self._events[:]
         self._events.clear()
         return events
 
     def flush(self) -> None:
-        """Forgets whatever nobody reads at the moment."""
+        """Forgets all blocks that nobody reads at the moment."""
         self._write_back.flush()
 
     def is_on_host(self, block_hash: bytes) -> bool:

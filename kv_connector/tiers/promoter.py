@@ -1,4 +1,4 @@
-"""Blocks on their way up: what is copied for whom, and what is held for a request until it starts. Pure."""
+"""Promotions: brings blocks up from lower tiers and holds them for their request until it starts. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class PromoterCounters:
     host_hits: int = 0  # blocks
     disk_hits: int = 0
     loads_failed: int = 0
-    disk_dropped: int = 0  # blocks that were not what was written, or could not be read
+    disk_dropped: int = 0  # blocks that were damaged or could not be read
 
 
 class Promoter:
-    """Carries out what `TierManager` decides on, and answers for it until the request starts or ends."""
+    """Carries out the promotions that `TierManager` decides on, until each request starts or ends."""
 
     def __init__(self, pool: BlockPool, host: TierIndex, disk: TierIndex | None, write_back: WriteBack) -> None:
         self._pool = pool
@@ -55,7 +55,8 @@ class Promoter:
     # --- promotions -----------------------------------------------------------------------------------------
 
     def promote(self, taker: Taker, hits: list[int], parent: bytes | None, wanted: list[bytes]) -> bool:
-        """Holds the hits and starts on the blocks after them; they may turn out to be fewer. False: they are none."""
+        """Holds the hits and starts to bring up the blocks after them, perhaps fewer than `wanted`. False: none at
+        all."""
         on_host = [block_hash for block_hash in wanted if block_hash in self._host]
         self._host.pin(on_host)
         fetched, slots, taken = [], [], len(wanted)
@@ -91,11 +92,11 @@ class Promoter:
         return True
 
     def decline(self, taker: Taker) -> None:
-        """Nothing is promoted for it, and nobody need ask again."""
+        """Notes that nothing is promoted for this taker, so that nobody need ask again."""
         self._promotions[taker] = Promotion(0, [], None, [], PromotionStage.OVER)
 
     def load_with_step(self, hashes: Sequence[bytes], block_ids: Sequence[int]) -> Load:
-        """What a step is to load by itself; its end comes in like that of others."""
+        """Makes the load that a step does by itself. Its end is reported like that of others."""
         self.counters.host_hits += len(hashes)
         self._host.pin(hashes)
         return self._make_load(hashes, block_ids)
@@ -118,7 +119,7 @@ class Promoter:
             self._let_go(promotion)
 
     def _let_go(self, promotion: Promotion) -> None:
-        """Gives back whatever it holds: now, or when its copy has ended."""
+        """Gives back whatever the promotion holds: now, or when its copy has ended."""
         promotion.is_wanted = False
         if promotion.stage in IN_FLIGHT or promotion.stage is PromotionStage.OVER:
             return
@@ -159,8 +160,8 @@ class Promoter:
             self._let_go(promotion)
 
     def _hold_what_is_found(self, promotion: Promotion) -> None:
-        """Another request may have computed some of the blocks meanwhile, and those are found, not ours: held beside
-        them, ours would only take room from the request that they are for."""
+        """Exchanges loaded blocks for those that others have computed meanwhile: these are the ones that are found, and
+        ours, held beside them, would only take room from the request that they are for."""
         found = self._pool.match_prefix(promotion.hashes)
         self._pool.touch(found)
         self._pool.free(promotion.block_ids, None)
@@ -192,7 +193,7 @@ class Promoter:
             self._let_go(promotion)
 
     def references(self) -> Counter[int]:
-        """block_id -> references to blocks of the pool that are held here."""
+        """The number of references held here to each block of the pool, by block id."""
         return Counter(block_id for promotion in self._by_number.values() for block_id in promotion.held)
 
     def check_integrity(self) -> None:

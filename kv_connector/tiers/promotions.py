@@ -1,4 +1,4 @@
-"""A request's blocks on their way up from a lower tier, and what is held for it meanwhile. Pure."""
+"""The record of a request's blocks on their way up from a lower tier, and of what is held meanwhile. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.engine.blocks.reservations import Hold
 
 class PromotionStage(enum.Enum):
     FETCHING = "fetching"  # disk to host
-    FETCHED = "fetched"  # in the host pool, pinned there; device blocks are still to be had
+    FETCHED = "fetched"  # pinned in the host pool; device blocks are yet to be allocated
     LOADING = "loading"  # host to device
     LOADED = "loaded"  # found by hash, held until the request starts
     OVER = "over"  # holds nothing; the request computes what it does not find
@@ -21,7 +21,8 @@ IN_FLIGHT = (PromotionStage.FETCHING, PromotionStage.LOADING)
 
 @dataclass(eq=False, slots=True)
 class Promotion:
-    """`hits` are blocks of the pool that come before `hashes`. One reference to each of `hits` and `block_ids`."""
+    """One promotion. `hits` are the blocks of the pool that come before `hashes`. It has a reference to each of `hits`
+    and `block_ids`."""
 
     number: int
     hits: list[int]

@@ -1,4 +1,4 @@
-"""How much of a prefix is worth loading, given what loading and computing it cost on this node. Pure."""
+"""Decides how much of a prefix is worth loading, by the cost of loading and computing on this node. Pure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def num_worth_loading(load_seconds: Sequence[float], compute_seconds: float) -> int:
-    """How many leading blocks to load, given what loading each takes and what computing one takes (0: unknown).
+    """How many leading blocks to load, given the seconds to load each and the seconds to compute one (0: unknown).
 
-    The number with the least total time; among equals the largest. All, when it is not known what computing takes.
+    Returns the number with the least total time, the largest among equals; all if the compute time is unknown.
     """
     if not compute_seconds:
         return len(load_seconds)

@@ -1,4 +1,4 @@
-"""What goes down: saves from the device to the host pool, spills from there to disk. Pure, see docs/tiers.md."""
+"""Write-back: saves from the device to the host pool, and spills from there to disk. Pure; see docs/tiers.md."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from tandem.engine.contracts.directory import BlockEvent
 from tandem.kv_connector.tiers.index import TierIndex
 from tandem.kv_connector.tiers.jobs import JobDone, Save, Spill, TierJob
 
-# Blocks that are to be copied before their eviction: to the host as many as a long prompt takes at once.
+# How many of the blocks next to be evicted are copied ahead of that: to the host as many as a long prompt takes at
+# once.
 SAVED_AHEAD, SPILLED_AHEAD = 256, 64  # docs/measurements.md#conversations-over-tiers; 64 is a guess
 
 
 @dataclass
 class WriteBackCounters:
     saves: int = 0  # blocks
-    saves_torn: int = 0  # given away while they were copied
+    saves_torn: int = 0  # blocks given away while they were copied
     spills: int = 0
     spills_failed: int = 0
     host_evictions: int = 0
@@ -27,7 +28,7 @@ class WriteBackCounters:
 
 
 class _NotIn:
-    """Every block that `tier` has no copy of."""
+    """A container of every block that `tier` has no copy of."""
 
     def __init__(self, tier: TierIndex | None) -> None:
         self._tier = tier
@@ -38,7 +39,8 @@ class _NotIn:
 
 
 class WriteBack:
-    """One Save and one Spill are under way at a time: what is to go next is chosen as late as possible."""
+    """Chooses what is copied down. One Save and one Spill are under way at a time, so that the next blocks are chosen
+    as late as possible."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class WriteBack:
         self._pool, self._host, self._disk = pool, host, disk
         self._tell = tell
         self._batch = batch_blocks
-        self._unsaved: dict[bytes, None] = {}  # published, in the device pool only
-        self._unspilled: dict[bytes, None] = {}  # in the host pool, not on disk
+        self._unsaved: dict[bytes, None] = {}  # published blocks that only the device pool has
+        self._unspilled: dict[bytes, None] = {}  # blocks of the host pool that are not on disk
         self._saving = self._spilling = False
         self._num_flushes = 0
         self._jobs: list[TierJob] = []
@@ -67,7 +69,8 @@ class WriteBack:
     def reserve_on_host(
         self, block_hash: bytes, parent: bytes | None, tenant: bytes, kept: Container[bytes] = ()
     ) -> int | None:
-        """A slot of the host pool, by eviction if need be, but not of what is `kept`."""
+        """Reserves a slot of the host pool, by eviction if need be, but not of blocks in `kept`. None: there is no
+        room."""
         found = self._host.reserve(block_hash, parent, tenant, kept)
         if found is None:
             return None
@@ -141,12 +144,13 @@ class WriteBack:
             self._spill(is_idle)
 
     def _save(self, is_idle: bool) -> None:
-        """What the pool will reuse next, at the price of the host's coldest; without work anything, into free slots or,
-        as long as the disk has room, those of blocks that are on disk. With less, blocks would go round for ever."""
+        """Saves the blocks that the pool will reuse next, at the price of the host's coldest. An idle node saves any
+        block, but only into free slots or, as long as the disk has room, those of blocks that are on disk: otherwise
+        blocks would go round for ever."""
         cold = self._pool.cold_end(min(SAVED_AHEAD, -(-self._host.capacity // 2)))
         unsaved = (each for each in cold if each in self._unsaved and each not in self._host)
         chosen = list(islice(unsaved, self._batch))
-        kept: Container[bytes] = frozenset(cold) if chosen else ()  # or they would displace each other for ever
+        kept: Container[bytes] = frozenset(cold) if chosen else ()  # otherwise they would displace each other for ever
         if not chosen and is_idle:
             room = min(self._batch, max(self._host.num_free, 0 if self._disk is None else self._disk.num_free))
             chosen = list(islice((each for each in self._unsaved if each not in self._host), room))
@@ -166,7 +170,7 @@ class WriteBack:
             self._jobs.append(Save(hashes, block_ids, slots, generations, self._num_flushes))
 
     def _spill(self, is_idle: bool) -> None:
-        """The same from host to disk."""
+        """Spills blocks of the host pool to disk, chosen in the same way."""
         assert self._disk is not None
         chosen: list[bytes] = []
         cold: list[bytes] = []
@@ -219,7 +223,7 @@ class WriteBack:
         self._host.unpin(job.hashes)
         for block_hash in job.hashes:
             self._unspilled.pop(block_hash, None)
-            if block_hash in bad:  # not tried again: the disk may be full for long
+            if block_hash in bad:  # is not tried again: the disk may stay full for long
                 self.counters.spills_failed += 1
                 self._disk.remove(block_hash)
             else:

@@ -1,4 +1,4 @@
-"""The transfer thread's channels to sinks, one for each of their lives."""
+"""The transfer thread's channels to sinks, one for each epoch of a sink."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Connect = Callable[[NodeInfo, OnLost], Channel]
 
 @dataclass(frozen=True, slots=True)
 class PeerChannel:
-    """What leads to one life of a sink: the channel, and the layout of the pool that it leads to."""
+    """A channel to one epoch of a sink, and the layout of the pool that it leads to."""
 
     channel: Channel
     layout: KVLayout
 
 
 class PeerChannels:
-    """`open` belongs to the transfer thread, the rest to any. `on_lost` hears of each channel's loss, or that it could
-    not be opened, at most once."""
+    """The open channels. `open` belongs to the transfer thread, the rest to any. `on_lost` is called at most once for
+    each channel, when it is lost or could not be opened."""
 
     def __init__(self, connect: Connect, on_lost: OnLost, fault_injection: str = "") -> None:
         self._connect = connect
@@ -57,7 +57,7 @@ class PeerChannels:
             self._ways[peer.key] = PeerChannel(channel, peer.layout)
 
     def of(self, grant: KVGrant) -> PeerChannel:
-        """Raises PeerLostError when none leads to the sink that gave `grant`."""
+        """The channel to the sink that gave `grant`. Raises PeerLostError when there is none."""
         with self._lock:
             way = self._ways.get(grant.sink)
         if way is None:
@@ -65,7 +65,7 @@ class PeerChannels:
         return way
 
     def drop(self, sink: NodeKey) -> None:
-        """A write under way in it fails soon."""
+        """Closes the channel to a sink. A write under way in it fails soon."""
         with self._lock:
             way = self._ways.pop(sink, None)
         if way is not None:

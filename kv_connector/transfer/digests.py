@@ -35,20 +35,20 @@ class SentDigests:
         self._stream = torch.cuda.Stream(pool_NHLPBD.device, priority=-1) if pool_NHLPBD.is_cuda else None
 
     def warm_up(self) -> None:
-        """Compiles; before the first step."""
+        """Compiles the kernels. Must be called before the first step."""
         self._passes.warm_up()
 
     def with_sums(self, write: Write, channel: Channel, pool_NHLPBD: torch.Tensor | None) -> Write:
-        """The write that is about to be made, told where to sum what it moves, where the channel can. `pool_NHLPBD`: as
-        in `Channel.write`."""
+        """Returns the write with places for sums of what it moves, if the channel can take them. `pool_NHLPBD` is as in
+        `Channel.write`."""
         if not (self.are_wanted and _sums(channel, write.layers)):
             return write
         pool_NHLPBD = self._pool_NHLPBD if pool_NHLPBD is None else pool_NHLPBD
         return write._replace(sums=self._of_grant(write.grant).of_write(pool_NHLPBD, write))
 
     def pushed(self, push: BlockPush, channel: Channel, layers: range | None, written: torch.cuda.Event | None) -> None:
-        """`layers` (None: all) of these blocks go as they are, and have been enqueued. `written`: device event after
-        which they are complete, None: they are."""
+        """Notes that `layers` (None: all) of a push's blocks, which go as they are, have been enqueued. They are
+        complete after the device event `written`; None means that they are already."""
         is_last = layers is None or layers.stop == self._pool_NHLPBD.shape[2]
         if not self.are_wanted or not is_last or _sums(channel, layers):
             return
@@ -60,7 +60,7 @@ class SentDigests:
         sums.add_pass(push.destination_block_ids, push.num_valid, begun)
 
     def whole_sums(self, job: Finalize, sink: KVLayout) -> GrantSums | None:
-        """What was summed of this grant, if it makes a whole; if not it is forgotten."""
+        """The sums of this grant if they cover all its blocks; None, and they are forgotten, if not."""
         sums = self._grants.get(job.grant_id)
         if sums is not None and job.with_digests and sums.are_whole(job, sink.block_size):
             return sums
@@ -68,7 +68,7 @@ class SentDigests:
         return None
 
     def anew(self, job: Finalize, reshaper: Reshaper | None) -> np.ndarray:
-        """Little-endian int64 [n] of the sink's blocks, in a pass of its own."""
+        """Makes the digests of the sink's blocks in a pass of its own: little-endian int64 [n]."""
         self._counters["kv_digest_passes"] += 1
         if reshaper is not None:
             num_valid = valid_slots(job.num_pushed_blocks, job.num_valid_last, reshaper.geometry.block_size)
@@ -80,7 +80,7 @@ class SentDigests:
         return sent_form(sums, job.digest_key, job.num_valid_last, self._block_size)
 
     def forget(self, grant_id: int) -> None:
-        """Nothing of this grant is read any more when it returns."""
+        """Drops what is kept for a grant. When it returns, no block of the grant is read any more."""
         sums = self._grants.pop(grant_id, None)
         if sums is not None:
             sums.abandon()
@@ -100,5 +100,5 @@ class SentDigests:
 
 
 def _sums(channel: Channel, layers: range | None) -> bool:
-    """Whether its writes of `layers` sum what they move."""
+    """Whether the channel's writes of `layers` sum what they move."""
     return channel.sums_blocks and (layers is None or channel.sums_layers)

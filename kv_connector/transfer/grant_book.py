@@ -1,4 +1,4 @@
-"""What the transfer thread knows about each grant. One ends when its Retire is submitted, not when it is reached."""
+"""The transfer thread's notes on grants. A grant ends when its Retire is submitted, not when that is reached."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_ENDED_GRANTS = 1 << 14  # pushes of steps launched before a Retire arrive w
 
 
 class GrantBook:
-    """Ended (Retire submitted), failed, written since its last flush."""
+    """The grants that have ended (Retire submitted), that have failed, and that were written since their last flush."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,5 +1,4 @@
-"""Sums of a grant's blocks taken up while they are pushed, for its digests: which there are, and whether they make a
-whole."""
+"""Sums of a grant's blocks, taken while they are pushed, from which its digests are made if every block is covered."""
 
 from __future__ import annotations
 
@@ -30,18 +29,18 @@ class GrantSums:
         self._passes: list[tuple[list[int], SumPass]] = []
 
     def of_write(self, pool_NHLPBD: torch.Tensor, write: Write) -> PairSums:
-        """Where to sum a write that is about to be made. `pool_NHLPBD`: what it reads, shaped like the sink's pool."""
+        """Makes places for the sums of a write. `pool_NHLPBD` is what the write reads, shaped like the sink's pool."""
         indices = self._note([destination for _, destination in write.pairs], write.layers, write.num_valid)
         if self._of_writes is None:
             self._of_writes = BlockSums.of_none(pool_NHLPBD, len(self._num_valid_N), self.key)
         return PairSums(self._of_writes, indices)
 
     def add_pass(self, destination_block_ids: Sequence[int], num_valid: Sequence[int], begun: SumPass) -> None:
-        """Adds a pass over all layers of the blocks that were, or are being, pushed to these."""
+        """Adds a pass over all layers of the blocks that were, or are being, pushed to these destination blocks."""
         self._passes.append((self._note(destination_block_ids, None, num_valid), begun))
 
     def are_whole(self, job: Finalize, block_size: int) -> bool:
-        """Whether `digests` can be had for it."""
+        """Whether the sums cover all blocks of `job`, so that `digests` can be called."""
         num_blocks = job.num_pushed_blocks
         expected = valid_slots(num_blocks, job.num_valid_last, block_size)
         as_pushed = np.array_equal(self._num_valid_N[:num_blocks], expected)
@@ -59,7 +58,7 @@ class GrantSums:
         return sent_form(sums_N[: job.num_pushed_blocks], self.key, job.num_valid_last, block_size)
 
     def abandon(self) -> None:
-        """Returns when no pass reads a block any more."""
+        """Gives the sums up, and returns when no pass reads a block any more."""
         for _, each in self._passes:
             each.abandon()
         self._passes.clear()

@@ -22,20 +22,20 @@ KEPT_STEPS = 4  # at most two launched steps are unread, so older ones have run
 
 
 class ConnectorWorker:
-    """Implements KVConnectorWorker of engine/scheduling/ports.py. `layer_indices`: attention layer's name -> layer of
-    the pool."""
+    """Implements KVConnectorWorker of engine/scheduling/ports.py. `layer_indices` gives the pool's layer for the name
+    of each attention layer."""
 
     def __init__(self, transfer: TransferWorker, layer_indices: Mapping[str, int], lags: bool = False) -> None:
         """`lags`: other ranks write the KV as well. That this rank has begun a layer proves that all have written the
         one before, since they have added up their parts of it; the end of the step proves the last."""
         self._transfer = transfer
         self._layer_indices = dict(layer_indices)
-        self._meta: StepMoves | None = None  # of a step that is pushed
+        self._meta: StepMoves | None = None  # the moves of the running step, if it pushes
         self._between_layers: BetweenLayers | None = None
         self._lags = lags
         self._newest_layer: int | None = None
         self._groups = push_groups(len(layer_indices))
-        self._written: list[torch.cuda.Event | None] = []  # layers of a group that is not complete
+        self._written: list[torch.cuda.Event | None] = []  # for the layers of a group that is not complete
         self._load_events: dict[int, list[LoadEvent]] = {}
         self._layer_events: list[torch.cuda.Event | None] = []  # of the running step, as far as its layers have come
         self._steps: OrderedDict[int, list[torch.cuda.Event]] = OrderedDict()  # CUDA: of the last steps with hand-offs
@@ -103,7 +103,7 @@ class ConnectorWorker:
     def _keep_step(
         self, meta: StepMoves, layer_events: Sequence[torch.cuda.Event | None], done: torch.cuda.Event | None
     ) -> None:
-        """One event for each layer, or for a step that ran as a whole one for all."""
+        """Keeps a step's events: one for each layer, or the same one for all if the step ran as a whole."""
         written = [event for event in layer_events if event is not None]
         if not meta.by_layer and done is not None:
             written = written or [done]
@@ -115,7 +115,7 @@ class ConnectorWorker:
                 self._steps.popitem(last=False)
 
     def _push_layer(self, layer: int | None, written: torch.cuda.Event | None) -> None:
-        """Pushes a layer with its group, when that is complete."""
+        """Adds a layer to its group, and pushes the group when it is complete."""
         if self._meta is None or layer is None:
             return
         self._written.append(written)

@@ -1,4 +1,4 @@
-"""Pushes of the transfer thread: what a job names, in writes of bounded size, reshaped and summed where need be."""
+"""Turns the transfer thread's pushes into writes of bounded size, reshaped and summed where need be."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Pusher:
         trace: HandoffTrace | None,
         ranks: RankPools | None = None,
     ) -> None:
-        """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
+        """`ranks` has the blocks if they are not whole in `pool_NHLPBD`."""
         self._digests = digests
         self._pool_NHLPBD, self._layout, self._ranks = pool_NHLPBD, layout, ranks
         self._geometry = BlockGeometry(layout)
-        self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's
+        self._reshapers: dict[KVLayout, Reshaper | None] = {}  # by the sink's layout
         self._channels, self._book, self._counters, self._trace = channels, book, counters, trace
 
     def push(self, push: BlockPush, layers: range | None, written: Sequence[Moment] = ()) -> None:
-        """Some layers, or all (None). `written`: when the KV of each was, if traced. Raises what a channel's write
-        raises."""
+        """Pushes `layers` (None: all) of a push's blocks. `written` has, if traced, the moments at which each layer's
+        KV was written. Raises what `Channel.write` raises."""
         if self._trace is None:
             self._push(push, layers)
             return
@@ -55,7 +55,7 @@ class Pusher:
         self._trace.pushed(push.key, layers or range(-1, 0), first, written, begun, Moment.now(on_cuda), nbytes)
 
     def reshaper_to(self, sink: KVLayout) -> Reshaper | None:
-        """None when blocks go into such a pool as they are."""
+        """The reshaper for sinks of this layout; None when blocks go into such a pool as they are."""
         if sink not in self._reshapers:
             as_they_are = self._ranks is None and plan(self._layout, sink).keeps_blocks
             made = None if as_they_are else Reshaper(self._pool_NHLPBD, self._layout, sink, self._ranks)
@@ -87,7 +87,7 @@ class Pusher:
 
 
 def _portions(sizes: Sequence[int], limit: int, max_blocks: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, bytes) of consecutive writes of about `limit` bytes and at most `max_blocks` blocks."""
+    """Yields (first, end, bytes) of consecutive writes of about `limit` bytes and at most `max_blocks` blocks."""
     first, nbytes = 0, 0
     for index, size in enumerate(sizes):
         nbytes += size

@@ -1,4 +1,4 @@
-"""What the transfer thread does for sinks: received blocks against the digests of their source."""
+"""The transfer thread's work for sinks: checks received blocks against the digests of their source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """Begun when a KVReady of this round came."""
+    """Sums that were begun when a KVReady of this round came."""
 
     round: int
     block_ids: tuple[int, ...]
@@ -40,15 +40,15 @@ class SinkChecks:
     def __init__(
         self, pool_NHLPBD: torch.Tensor, layout: KVLayout, ranks: RankPools | None, counters: dict[str, float]
     ) -> None:
-        """`ranks`: where blocks are, if they are not whole in `pool_NHLPBD`."""
+        """`ranks` has the blocks if they are not whole in `pool_NHLPBD`."""
         self._ranks, self._block_size = ranks, layout.block_size
         self._passes = SumPasses(pool_NHLPBD)
         self._counters = counters
-        self._open: dict[int, KVGrant] = {}  # of which a KVReady may come
+        self._open: dict[int, KVGrant] = {}  # grants for which a KVReady may come
         self._arrived: dict[int, _Arrived] = {}  # by grant, until its Verify
 
     def warm_up(self) -> None:
-        """Compiles; before the first step."""
+        """Compiles the kernels. Must be called before the first step."""
         self._passes.warm_up()
 
     def expect(self, grant: KVGrant) -> None:
@@ -60,9 +60,9 @@ class SinkChecks:
         self._open.pop(grant_id, None)
 
     def sum_arrived(self, ready: KVReady) -> None:
-        """Everything of that round has been written when its KVReady comes, so sums that are begun now are as good as
-        those that its Verify would begin; no other Verify gets them. Words of no open grant, and of one that is not
-        checked like a prompt, are not heard."""
+        """Begins the sums of the blocks that a KVReady names. Everything of its round has been written by then, so they
+        are as good as those that its Verify would begin; no other Verify gets them. A KVReady of no open grant, or of
+        one that is not checked like a prompt, is ignored."""
         self._drop([grant_id for grant_id in self._arrived if grant_id not in self._open])
         grant, size = self._open.get(ready.grant_id), self._block_size
         if grant is None or ready.grant_signature != grant.signature or not ready.digests or self._ranks is not None:
@@ -85,8 +85,8 @@ class SinkChecks:
         return len(self._arrived)
 
     def verify(self, job: Verify) -> Verified:
-        """Names the places, in the hand-off's order, of blocks that are not what the source sent; all that can't be
-        checked."""
+        """Compares digests. The answer has the places, in the hand-off's order, of blocks that differ from what the
+        source sent, or that can't be checked."""
         try:
             expected = np.frombuffer(job.digests, dtype="<i8")
             actual = self._digests(job)

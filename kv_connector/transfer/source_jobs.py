@@ -1,4 +1,4 @@
-"""What the transfer thread does for sources: pushes, flushes, the end of a hand-off, the end of a grant."""
+"""The transfer thread's work for sources: pushes, flushes, the end of a hand-off, the end of a grant."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class SourceJobs:
         self._counters, self._trace, self._stream = counters, trace, stream
 
     def run(self, job: SourceWork, written: torch.cuda.Event | None) -> None:
-        """`written`: what a push waits for on the device. A job of a grant that is over is dropped."""
+        """Runs one job. A push waits on the device for the event `written`. A job of a grant that is over is
+        dropped."""
         subject = job.push if isinstance(job, LayersJob) else job
         if self._book.is_over(subject.grant_id):
             return
@@ -94,7 +95,7 @@ class SourceJobs:
             except TandemError as error:  # refused or lost: either way nothing more is sent under this grant
                 logger.debug("grant %#x retired without a flush: %s", grant.grant_id, error)
                 is_flushed = False
-        if self._stream is not None and not is_flushed:  # what was begun may still read; waits for others' steps too
+        if self._stream is not None and not is_flushed:  # writes begun may still read; this waits for others' steps too
             self._stream.synchronize()
         self._digests.forget(grant.grant_id)
         self._book.forget(grant.grant_id)
@@ -125,7 +126,8 @@ class SourceJobs:
         self._post_event(Flushed(job.key, job.grant_id))
 
     def _finalize(self, job: Finalize) -> None:
-        """Comes behind its own pushes, which have waited; the newest step launched is none of its business."""
+        """Ends a hand-off. It runs behind its own pushes, which have waited for their steps, so it waits for no newer
+        one."""
         if self._trace is not None:
             self._trace.note(job.key, "ending")
         grant = job.grant

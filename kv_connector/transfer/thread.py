@@ -36,14 +36,14 @@ from tandem.kv_connector.transfer.trace import HandoffTrace, Moment
 from tandem.kv_connector.transfer.waiting_layers import WaitingLayers
 from tandem.kv_connector.transports.base import OnLost
 
-WRITTEN_POLL_S = 0.0003  # layers but the last, which is enqueued before it is written; a guess
+WRITTEN_POLL_S = 0.0003  # for layers but the last, which is enqueued before it is written; a guess
 
 _Job = TransferJob | LayersJob | NodeInfo
 _Item = tuple[_Job, torch.cuda.Event | None]
 
 
 class TransferWorker:
-    """`connect(peer, on_lost)` opens a channel (NodeTransports.connect, bound to our NodeInfo).
+    """The transfer thread. `connect(peer, on_lost)` opens a channel (NodeTransports.connect, bound to our NodeInfo).
 
     `post_event` and `on_peer_lost(sink, reason)` are called from this thread or a transport's; `send_ready`
     (sink, message) from this thread. None of the three may block.
@@ -63,7 +63,7 @@ class TransferWorker:
         trace: HandoffTrace | None = None,
         ranks: RankPools | None = None,
     ) -> None:
-        """`ranks`: of a node of several GPUs, whose blocks have only some of their heads in `pool`."""
+        """`ranks` is for a node of several GPUs, whose blocks have only some of their heads in `pool`."""
         self._trace = trace
         self._pool_NHLPBD, self._layout, self._ranks = pool, layout, ranks
         self._post_event = post_event
@@ -71,11 +71,11 @@ class TransferWorker:
         self._jobs: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._waiting: WaitingLayers[_Item] = WaitingLayers()
         self._book = GrantBook()
-        # Of pushes, each behind the step that computes it. They come first wherever a multiprocessor has room: there
-        # are few of their programs, and behind the next step's kernels, which always wait for more room than there is,
-        # they would not get on.
+        # The stream of pushes, each behind the step that computes it. They come first wherever a multiprocessor has
+        # room: there are few of their programs, and behind the next step's kernels, which always wait for more room
+        # than there is, they would not get on.
         self._stream = torch.cuda.Stream(pool.device, priority=-1) if pool.is_cuda else None
-        # Of what must not wait for other requests' steps. Somebody waits for each of them, and they are short.
+        # The stream of work that must not wait for other requests' steps: it is short, and somebody waits for it.
         self._check_stream = torch.cuda.Stream(pool.device, priority=-1) if pool.is_cuda else None
         self._newest_step_done: torch.cuda.Event | None = None
         self.counters: dict[str, float] = dict.fromkeys(
@@ -101,7 +101,7 @@ class TransferWorker:
 
     @property
     def is_traced(self) -> bool:
-        """Events given to `submit_layers` are then to be made for timing."""
+        """Whether hand-offs are traced: then events given to `submit_layers` must be made for timing."""
         return self._trace is not None
 
     # --- any thread -----------------------------------------------------------------------------------------
@@ -130,22 +130,23 @@ class TransferWorker:
         self._thread.start()
 
     def connect_peer(self, peer: NodeInfo) -> None:
-        """Opens a channel to a sink; pushes to it that are submitted later find it. Failure: `on_peer_lost`."""
+        """Opens a channel to a sink; pushes to it that are submitted later find it. A failure is reported by
+        `on_peer_lost`."""
         self._jobs.put((peer, None))
 
     def drop_peer(self, sink: NodeKey) -> None:
-        """The control plane has lost this peer: a write to it that is under way fails soon."""
+        """Drops the channel to a peer that the control plane has lost. A write under way fails soon."""
         self._channels.drop(sink)
 
     def submit(self, job: TransferJob, written: torch.cuda.Event | None = None, waits: bool = True) -> None:
-        """`written`: device event after which its source blocks are complete; None: every step launched so far, or,
-        if it does not wait at all, they are."""
+        """Queues a job. Its source blocks are complete after the device event `written`; None stands for every step
+        launched so far or, with `waits` False, says that they are complete."""
         if isinstance(job, Retire):
             self._book.end(job.grant_id)
         self._jobs.put((job, (written or self._newest_step_done) if waits else None))
 
     def hear(self, message: Message | None) -> None:
-        """Hears what came over the control connection, ahead of the step loop, which may be launching."""
+        """Takes a message of the control connection ahead of the step loop, which may be busy with a launch."""
         if isinstance(message, KVReady):
             self.submit(SumArrived(message))
 
@@ -155,12 +156,14 @@ class TransferWorker:
         self._newest_step_done = done
 
     def submit_layers(self, push: BlockPush, layers: range, written: Sequence[torch.cuda.Event | None] = ()) -> None:
-        """Push of these layers of `push`'s blocks. `written`: device events after which each of them is complete."""
+        """Queues a push of these layers of `push`'s blocks. `written` has the device events after which each is
+        complete."""
         moments = [Moment(time.monotonic(), event) for event in written] if self.is_traced else []
         self._jobs.put((LayersJob(push, layers, tuple(moments)), written[-1] if written else None))
 
     def stop(self, deadline_s: float) -> bool:
-        """Runs what is queued for at most `deadline_s`, then breaks the channels. Whether the thread has ended."""
+        """Runs what is queued for at most `deadline_s`, then breaks the channels. Returns whether the thread has
+        ended."""
         self._jobs.put(None)
         self._thread.join(deadline_s)
         self._channels.close()
@@ -186,8 +189,8 @@ class TransferWorker:
                 self._run_job(*left)
 
     def _next_item(self) -> _Item | None:
-        """Meanwhile layers are pushed as they are written, one at a time: what ends a hand-off or starts another may be
-        next, and does not wait for all of them."""
+        """Waits for the next item of the queue. Meanwhile layers are pushed as they are written, one at a time, so that
+        an item that ends a hand-off or starts another does not wait for all of them."""
         wait_s: float | None = 0.0
         while True:
             try:

@@ -1,4 +1,4 @@
-"""When what happened in each hand-off, as lines of JSON in a file a node (`--handoff-trace FOLDER`); for debugging.
+"""A trace of hand-offs for debugging: JSON lines with times, in one file for each node (`--handoff-trace FOLDER`).
 
 A line has `t` (seconds of CLOCK_MONOTONIC, one clock for all processes of a host), `node`, `request`, `attempt`,
 `stage`: "received Submit", "sent KVClaim" … for messages, "sent Tokens" once a request, "step" for what a step sends
@@ -28,7 +28,7 @@ from tandem.engine.contracts.wire.requests import Submit, Tokens
 
 _KEPT_KEYS = 1 << 16  # a guess
 
-_FLUSH_S = 0.1  # what a killed node has not written down; a guess
+_FLUSH_S = 0.1  # between flushes: a killed node loses so much of its trace; a guess
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Moment:
 
     @classmethod
     def now(cls, on_cuda: bool) -> Moment:
-        """This moment; on CUDA the one when the current stream gets here."""
+        """The present moment; on CUDA the one at which the current stream gets here."""
         event = torch.cuda.Event(enable_timing=True) if on_cuda else None
         if event is not None:
             event.record()
         return cls(time.monotonic(), event)
 
     def seconds(self, anchor: Moment) -> float:
-        """Seconds on the host's clock. `anchor`: a moment that has passed on both."""
+        """This moment in seconds on the host's clock. `anchor` is a moment that has passed on both clocks."""
         if self.event is None or anchor.event is None:
             return self.host
         return anchor.host - self.event.elapsed_time(anchor.event) / 1e3
@@ -63,11 +63,11 @@ class _Push:
     nbytes: float
 
 
-NO_REQUEST = AttemptKey("", 0)  # of what belongs to a step
+NO_REQUEST = AttemptKey("", 0)  # the key of events that belong to a step
 
 
 class HandoffTrace:
-    """Any thread may call; pushes belong to the transfer thread."""
+    """Writes the trace. Any thread may call it, but notes on pushes belong to the transfer thread."""
 
     def __init__(self, folder: str, node_id: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,8 @@ class HandoffTrace:
             self._file.flush()
 
     def message(self, way: str, message: Message) -> None:
-        """`way`: "sent" or "received". Of the tokens of a request only the first ones are noted."""
+        """Notes a message that was "sent" or "received" (`way`). Of a request's tokens only the first ones are
+        noted."""
         if isinstance(message, Tokens):
             self.note(NO_REQUEST, "step", num_deltas=len(message.deltas))
             for delta in message.deltas:
@@ -122,7 +123,8 @@ class HandoffTrace:
         self._pushes[key].append(_Push(layers, first_block, written, begun, done, nbytes))
 
     def end_of_pushes(self, key: AttemptKey, on_cuda: bool) -> None:
-        """Notes when all of them have run on the device. Costs one wait for a new stream's first event."""
+        """Notes the times of a hand-off's pushes, which must all have run on the device. Costs one wait for a new
+        stream's first event."""
         with torch.cuda.stream(torch.cuda.Stream()) if on_cuda else nullcontext():
             anchor = Moment.now(on_cuda)
         if anchor.event is not None:

@@ -1,7 +1,7 @@
 """Layers whose push waits until the device has written them. Belongs to the transfer thread.
 
-Their copies are enqueued only then: a driver whose queue is full of copies that wait keeps its lock, and nothing else
-is launched meanwhile. The last layer of a push, a launch or two, goes ahead of the device, since the hand-off's end
+Their copies are enqueued only then: a driver whose queue is full of waiting copies keeps its lock, and nothing else is
+launched meanwhile. The last layer of a push, a launch or two, goes ahead of the device, since the hand-off's end
 waits for it: a stream waits then, no thread.
 """
 
@@ -14,7 +14,7 @@ Job = TypeVar("Job")
 
 
 class Written(Protocol):
-    """What torch.cuda.Event is: it says whether the device has got there."""
+    """The interface of torch.cuda.Event that is used here: it says whether the device has got there."""
 
     def query(self) -> bool: ...
 
@@ -37,11 +37,11 @@ class WaitingLayers(Generic[Job]):
         return bool(self._waiting)
 
     def add(self, grant_id: int, job: Job, written: Written, goes_ahead: bool) -> None:
-        """`goes_ahead`: as soon as those of its grant before it have gone."""
+        """Adds a layer. With `goes_ahead` it goes as soon as the layers of its grant before it have gone."""
         self._waiting.append(Waiting(grant_id, job, written, goes_ahead))
 
     def take_written(self) -> Job | None:
-        """The first that goes now."""
+        """Takes out the first layer that can go now; None if there is none."""
         held_up: set[int] = set()
         for index, each in enumerate(self._waiting):
             if each.grant_id not in held_up and (each.goes_ahead or each.written.query()):
@@ -50,7 +50,8 @@ class WaitingLayers(Generic[Job]):
         return None
 
     def take_all_of(self, grant_id: int | None) -> list[Job]:
-        """What is to go before anything else of this grant (None: of any), written or not."""
+        """Takes out all layers of this grant (None: of any), written or not, which must go before anything else of
+        it."""
         taken = [each.job for each in self._waiting if grant_id in (None, each.grant_id)]
         self._waiting = [each for each in self._waiting if grant_id not in (None, each.grant_id)]
         return taken

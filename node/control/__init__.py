@@ -1,1 +1,1 @@
-"""A node's ZMQ thread: who is there, and what comes and goes."""
+"""A node's ZMQ thread: connections to peers, their liveness, and the messages that come and go."""

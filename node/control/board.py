@@ -1,4 +1,4 @@
-"""What the step loop shows to the other threads."""
+"""The board on which the step loop shows its state to other threads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from tandem.engine.contracts.wire.connection import Status
 
-STUCK_S = 120.0  # a turn that takes longer: no step does, nor a kernel that is compiled late; a guess
+STUCK_S = 120.0  # longer than any turn takes, even with a step or a kernel that is compiled late; a guess
 
 
 class LoopBoard:

@@ -29,7 +29,7 @@ class ClientKeys:
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def answer(self) -> None:
-        """One question, which `socket` has."""
+        """Answers one question that waits at `socket`."""
         question = self.socket.recv_multipart()
         is_known = self._is_known(question)
         self.num_refused += not is_known

@@ -1,4 +1,4 @@
-"""What a node's control plane tells the step loop, and what it counts."""
+"""The events that a node's control plane gives to the step loop, and its counters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PeerUp:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`is_alive`: it is there, and has dropped the connection because this node was silent."""
+    """A peer is lost. With `is_alive` it still runs, but has dropped the connection because this node was silent."""
 
     info: NodeInfo
     reason: str
@@ -46,7 +46,7 @@ class ControlCounters:
     refused: int = 0
     lost_peers: int = 0
     unroutable: int = 0
-    failures: int = 0  # of ours, with what a peer sent: each cost a connection
+    failures: int = 0  # our faults over a peer's message: each cost a connection
 
     def as_dict(self) -> dict[str, float]:
         return {f"control_{name}": float(value) for name, value in vars(self).items()}

@@ -1,4 +1,4 @@
-"""Whom a node takes for a peer, and what it says to the others. Pure."""
+"""Decides whom a node accepts as a peer, and how it answers the others. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Handshake:
         self._check_peer = check_peer
 
     def refusal(self, hello: Hello) -> Refused | None:
-        """The answer to a Hello that is not welcome."""
+        """The answer to a Hello that is not welcome; None if it is."""
         if hello.wire_version != WIRE_VERSION:
             return Refused(field="wire_version", ours=str(WIRE_VERSION), theirs=str(hello.wire_version))
         error = self._check(hello.info) if hello.info.role != "router" else None
         return None if error is None else Refused(field=error.field, ours=str(error.ours), theirs=str(error.theirs))
 
     def problem(self, expected: PeerRef, info: NodeInfo) -> str:
-        """Why who answered Welcome is not the peer that was meant, or can't be one; "" when it can."""
+        """The reason why the sender of a Welcome is not the peer that was meant, or can't be one; "" if it can."""
         if info.key != expected.key:
             return f"epoch differs (expected {expected.key}, found {info.key})"
         error = self._check(info)

@@ -75,7 +75,7 @@ class ControlLinks:
         return any(other.node_id == ref.node_id or other.control_address == ref.control_address for other in refs)
 
     def forgive(self, silence_s: float) -> None:
-        """Takes so much off everybody's silence, if any."""
+        """Shortens every peer's silence by `silence_s`, if that is positive."""
         if silence_s > 0:
             for link in self._by_key.values():
                 link.last_seen += silence_s
@@ -91,7 +91,7 @@ class ControlLinks:
             self._sockets.watch(link.pidfd)
 
     def send(self, to: NodeKey, payload: bytes) -> bool:
-        """False: not connected."""
+        """Sends a message to a peer; False if it is not connected."""
         link = self._by_key.get(to)
         if link is None or link.info is None:
             return False

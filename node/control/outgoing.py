@@ -1,4 +1,4 @@
-"""What a node's other threads want said: messages and connections, on their way to the thread that has the sockets."""
+"""The queue of messages and connection orders from a node's other threads to the thread that has the sockets."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Outgoing:
         self._put(ref)
 
     def connect_to(self, ref: PeerRef, found: Found) -> None:
-        """`found`: the address of `ref` by number, or why there is none."""
+        """Goes on with an order to connect: `found` is the address of `ref` by number, or why there is none."""
         self._put(FoundPeer(ref, found))
 
     def take(self) -> Iterator[Order]:

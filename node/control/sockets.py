@@ -67,7 +67,7 @@ class ControlSockets:
         return socket
 
     def watch(self, source: Socket | int) -> None:
-        """A socket, or a file descriptor: `poll` returns it when it is readable."""
+        """Makes `poll` return a socket, or a file descriptor, when it is readable."""
         self._poller.register(source, zmq.POLLIN)
 
     def unwatch(self, source: Socket | int) -> None:
@@ -88,7 +88,7 @@ class ControlSockets:
         return ready
 
     def reply(self, identity: bytes, payload: bytes) -> bool:
-        """False: that connection is gone; silence will tell."""
+        """Sends to a connection of the ROUTER socket; False if it is gone, as the peer's silence will tell."""
         try:
             self.router.send_multipart([identity, payload], zmq.NOBLOCK)
         except zmq.ZMQError:  # EHOSTUNREACH
@@ -96,7 +96,7 @@ class ControlSockets:
         return True
 
     def close(self) -> None:
-        """Closes the rest; after every dealer was closed."""
+        """Closes the remaining sockets, after every dealer was closed."""
         self.router.close(linger=500)
         if self._client_keys is not None:
             self._client_keys.close()
@@ -104,7 +104,8 @@ class ControlSockets:
         os.close(self._wake_read)
 
     def _configure(self, socket: Socket, server: bool) -> None:
-        """No high-water mark: memory is bounded by judging silent peers, a full queue would drop or hang."""
+        """Sets a socket's options. There is no high-water mark: a full queue would drop or hang, and memory is bounded
+        by ending silent peers."""
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 500)

@@ -1,4 +1,4 @@
-"""What a process did while one of its threads stood still, for the log.
+"""Reports, for the log, what a process did while one of its threads stood still.
 
 A thread that holds the interpreter inside of a long call gives it up right behind that: others have been asking for
 it. Where they see it then is where it was.
@@ -24,7 +24,7 @@ class TurnClock:
         self._turned_at, self._cpu_s = time.monotonic(), time.process_time()
 
     def turned(self, now: float) -> str:
-        """Why the turn took so long, if it did, else nothing."""
+        """Notes the end of a turn. Returns why it took so long, if it did, else ""."""
         seconds, self._turned_at = now - self._turned_at, now
         cpu_s, self._cpu_s = self._cpu_s, time.process_time()
         if seconds < self._longest_s:

@@ -1,4 +1,4 @@
-"""What a pooling node decides: who waits, who is computed together, who ends. Sans-IO."""
+"""The logic of a pooling node: which requests wait, which are computed together, which end. Sans-IO."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class PoolingNode:
             self._waiting.pop(entry.request.key, None)
 
     def step(self) -> bool:
-        """Computes a batch of those that wait; False: nobody does."""
+        """Computes a batch of the waiting requests; False if none waits."""
         batch = self._next_batch()
         if not batch:
             return False
@@ -93,7 +93,7 @@ class PoolingNode:
         return True
 
     def _next_batch(self) -> list[AcceptedRequest]:
-        """The first by priority and arrival, as many as fit."""
+        """The next batch: the first requests by priority and arrival, as many as fit."""
         order = sorted(self._waiting.values(), key=lambda entry: (entry.submit.priority, entry.request.prompt.arrival))
         batch: list[AcceptedRequest] = []
         width = 0

@@ -94,7 +94,8 @@ class PoolingProcess:
         self._publisher = make_publisher(replace(options, role="unified"), self.info, 0, self._board)
 
     def serve(self) -> int:
-        """For a process of its own: signals, ready line, then `run`. The exit code."""
+        """Serves in a process of its own: sets up signals, prints the ready line, then `run`s. Returns the exit
+        code."""
         self.start()
         signal.signal(signal.SIGTERM, lambda *_: self.begin_drain())
         signal.signal(signal.SIGINT, lambda *_: self.begin_drain())
@@ -116,16 +117,17 @@ class PoolingProcess:
         return 0
 
     def start(self) -> None:
-        """From here on routers may connect."""
+        """Starts the other threads; from here on routers may connect."""
         self._board.show(self.logic.status())
         self._control.start()
 
     def begin_drain(self) -> None:
-        """Take nothing new, finish what is here, then return from `run`; a second call returns at once."""
+        """Makes the node take nothing new, finish what is here, then return from `run`. After a second call `run`
+        returns at once."""
         self._inbox.put("drain")
 
     def run(self) -> None:
-        """The loop, on the caller's thread, until drained; then everything is closed."""
+        """Runs the loop on the caller's thread until drained, then closes everything."""
         drain_deadline: float | None = None
         next_status, is_busy, is_stopping = 0.0, False, False
         while not is_stopping:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks: MessagePack over a socket pair each, a length before each message. No torch."""
+"""Messages from rank 0 to the other ranks: MessagePack over a socket pair each, with a length before each. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PoolFile(msgspec.Struct, frozen=True):
 
 
 class Command(msgspec.Struct, frozen=True, array_like=True):
-    """What all ranks do next. `step`: a step's plan; of a dummy the rows alone count."""
+    """An order to all ranks. `step` is the plan of a step; for a dummy step only its rows count."""
 
     verb: Verb
     step: SchedulerOutput | None = None
@@ -50,7 +50,8 @@ def _from_bytes(kind: type, data: Any) -> Any:
 
 
 def as_announced(step: SchedulerOutput) -> SchedulerOutput:
-    """Rank 0 alone moves KV. How it does decides whether a step is a graph's, which all ranks must find alike."""
+    """The step as the other ranks get it. Rank 0 alone moves KV, but how it does decides whether a step runs as a CUDA
+    graph, on which all ranks must agree."""
     if step.connector_meta is None:
         return step
     return msgspec.structs.replace(step, connector_meta=StepMeta(by_layer=step.is_layered))
@@ -63,7 +64,7 @@ _decode_pool_file: WireDecoder[PoolFile] = WireDecoder(PoolFile)
 
 
 def send(sockets: Iterable[socket.socket], message: RankSetup | PoolFile | Command) -> None:
-    """Raises OSError when a rank is gone."""
+    """Sends a message to all ranks. Raises OSError when one is gone."""
     body = _encoder.encode(message)
     data = len(body).to_bytes(LENGTH_BYTES, "little") + body
     for end in sockets:

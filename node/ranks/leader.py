@@ -38,7 +38,8 @@ PROGRAM = "import sys; sys.path.remove(''); from tandem.node.ranks.main import m
 
 
 def start_ranks(options: NodeOptions) -> Ranks | None:
-    """None for a node of one rank. Raises ConfigError for what can't be shared out, before any process starts.
+    """Starts the other ranks; None for a node of one rank. Raises ConfigError, before any process starts, for a model
+    that can't be shared out.
 
     To be called from the thread that lives longest: the ranks end with it.
     """
@@ -74,7 +75,7 @@ def make_store() -> Any:
 
 
 class Ranks:
-    """Ranks 1 and up. `membership` is rank 0's own place."""
+    """The processes of ranks 1 and up. `membership` is rank 0's own place."""
 
     def __init__(self, options: NodeOptions, on_death: Callable[[str], None] | None = None) -> None:
         """`on_death` is told which rank ended unasked, from a thread of its own; by default this process ends."""
@@ -92,7 +93,7 @@ class Ranks:
         self._watcher.start()
 
     def announce(self, verb: Verb, step: SchedulerOutput | None = None) -> None:
-        """Every rank does this next; the caller then does the same. Raises OSError when a rank is gone."""
+        """Orders every rank to do this next; the caller must then do the same. Raises OSError when a rank is gone."""
         send(self._sockets, Command(verb, None if step is None else as_announced(step)))
 
     def share_pool(self, file: PoolFile) -> None:

@@ -20,12 +20,12 @@ _MEMFD_NAME = "tandem-rank-pool"
 
 
 def ranks_share_pool(rank: KVLayout, device: torch.device) -> bool:
-    """`rank`: the layout of what one of them holds. With copies of heads there is no whole block."""
+    """Whether ranks of layout `rank` share one pool: on CPU, unless they hold copies of heads and so no whole block."""
     return rank.tp_size > 1 and rank.holds_no_copies and device.type == "cpu"
 
 
 def ranks_show_pools(rank: KVLayout, device: torch.device) -> bool:
-    """On GPUs each rank has a pool of its own, and rank 0 moves KV to and from all of them."""
+    """Whether rank 0 moves KV to and from every rank's own pool, as it does on GPUs."""
     return rank.tp_size > 1 and rank.holds_no_copies and device.type == "cuda"
 
 
@@ -37,7 +37,7 @@ def whole_layout(rank: KVLayout) -> KVLayout:
 
 
 def heads_of_rank(pool_NHLPBD: torch.Tensor, rank: KVLayout) -> torch.Tensor:
-    """`pool_NHLPBD` has all heads; what is returned is the part that this rank computes on."""
+    """The part of `pool_NHLPBD`, which has all heads, that this rank computes on; not a copy."""
     num_heads = rank.group.num_kv_heads
     return pool_NHLPBD[:, rank.tp_rank * num_heads : (rank.tp_rank + 1) * num_heads]
 
