@@ -24,6 +24,8 @@ DUMMY_DIGEST = "dummy/1"  # identity of the weights of `--load-format dummy`; to
 
 @dataclass(frozen=True)
 class StoredTensor:
+    """Where a tensor is stored: its file, its dtype as safetensors spells it, and its shape."""
+
     path: Path
     dtype: str
     shape: tuple[int, ...]

@@ -32,6 +32,8 @@ def size_of(num_tokens: int) -> int:
 
 
 class RunningStep(NamedTuple):
+    """A launched step: when it was launched, in seconds of the clock, and how many tokens it has."""
+
     launched_at: float
     num_tokens: int
     num_prompt_tokens: int

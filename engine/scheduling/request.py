@@ -159,6 +159,8 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsEvent:
+    """The log-probabilities of a whole prompt, one entry for each position from 1 on."""
+
     request: Request
     entries: tuple[TokenLogprobs, ...]
 

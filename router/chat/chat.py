@@ -26,6 +26,8 @@ _LETTERS = string.ascii_letters + string.digits
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
+    """A conversation as its template renders it, and the token ids of that text."""
+
     text: str
     token_ids: list[int]
 

@@ -25,6 +25,8 @@ def _makes_text(index: int, values: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
+    """What one HTTP request asks for: a completion's id, its prompts, and the form of its answer."""
+
     completion_id: str
     body: CompletionBody
     plans: list[PromptPlan]

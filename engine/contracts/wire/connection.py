@@ -11,15 +11,22 @@ WIRE_VERSION = 7
 
 
 class Hello(Message, frozen=True, kw_only=True):
+    """The first message of the connecting side: who it is, and which version of the protocol it speaks."""
+
     wire_version: int
     info: NodeInfo
 
 
 class Welcome(Message, frozen=True, kw_only=True):
+    """Answer to a Hello that is accepted: who answers."""
+
     info: NodeInfo
 
 
 class Refused(Message, frozen=True, kw_only=True):
+    """Refusal of a Hello, or of any message before one. `field` names what differs, `ours` and `theirs` the two values;
+    `ours` is the sender's."""
+
     field: str
     ours: str
     theirs: str

@@ -57,6 +57,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerRef(msgspec.Struct, frozen=True):
+    """One life of a node, and the address at which it accepts control connections."""
+
     node_id: str
     epoch: int
     control_address: str
@@ -90,6 +92,8 @@ class Continuation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
+    """The token that a source drew for one sample when its prompt was computed, and whether it ended the sample."""
+
     sample_index: Count
     token_id: Count
     finished: bool
