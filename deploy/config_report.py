@@ -1,4 +1,4 @@
-"""`tandem config`: what is in force for a command and where it is set, as a file that --config takes."""
+"""`tandem config`: prints the settings in force for a command, and where each is set, as a file that --config takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tandem.deploy.options import settings
 
 
 def report(name: str, options: Mapping[str, Option], given: Mapping[str, Any], environ: Mapping[str, str]) -> str:
-    """A line of YAML an option, with its origin as a comment, by groups. Raises ConfigError that names a wrong key."""
+    """The settings as YAML, a line for each option with its origin as a comment, by groups. Raises ConfigError that
+    names a wrong key."""
     found = settings(options, given, environ)
     lines, group = [f"# tandem {name}: in force, and where it is set"], ""
     for option in options.values():

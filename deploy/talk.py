@@ -31,7 +31,7 @@ def _model(arguments: argparse.Namespace) -> str:
 
 
 def _run(talk: Conversation | CompletedTexts, given: str) -> int:
-    """1 when an answer did not come whole."""
+    """Holds the talk; returns the exit code, 1 when an answer did not come whole."""
     if given or not sys.stdin.isatty():
         return 0 if talk.say(given or sys.stdin.read()) else 1
     print(_dimmed(f"{talk.model} at {talk.url}; {HELP}"))
@@ -71,7 +71,7 @@ def _typed() -> Iterator[str]:
 
 
 class Talk:
-    """What both ways have in common. `path` is asked with what `body` makes of a text."""
+    """The common part of chats and completions. A text is sent to `path` in the body that `body` makes of it."""
 
     path = ""
 
@@ -90,10 +90,10 @@ class Talk:
         """Forgets what was said so far."""
 
     def remember(self, text: str, answer: str) -> None:
-        """Is told what was said and what came of it, as far as it came."""
+        """Keeps a text and its answer, as far as that came, for what is said next."""
 
     def say(self, text: str) -> bool:
-        """Shows the answer as it comes; whether all of it came. Ctrl-C ends it."""
+        """Asks and shows the answer as it comes; Ctrl-C ends it. Returns whether all of it came."""
         parts: list[str] = []
         try:
             asyncio.run(self._follow(text, parts))

@@ -72,7 +72,7 @@ class AsyncLLM:
         return self._server is None or bool(self._server.url)
 
     async def ready(self) -> None:
-        """Raises ConfigError when a server of its own can't start."""
+        """Waits until the server is up. Raises ConfigError when a server of its own can't start."""
         if self._server is not None and not self.is_ready:
             await asyncio.to_thread(self._server.wait_ready)
             self._url = self._server.url

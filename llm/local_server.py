@@ -113,7 +113,8 @@ def _end(process: subprocess.Popen[str], drain_s: float) -> None:
 
 
 def _values(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What `tandem serve` is started with. ConfigError names an option that it doesn't have, or a wrong value."""
+    """The options with which `tandem serve` is started. Raises ConfigError that names an unknown option or a wrong
+    value."""
     values: dict[str, Any] = {"host": "127.0.0.1", "port": 0} | ({"model": model} if model else {})
     for given, meant in options.items():
         if given in WITHOUT_COUNTERPART:

@@ -1,4 +1,4 @@
-"""What comes back of a request, whole or as far as it has come."""
+"""The outputs of requests, whole or as far as they have come."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class CompletionOutput:
 
 
 def _rows_of_chat(logprobs: Mapping[str, Any]) -> list[dict[str, float]]:
-    """The same as completions have them: a token's own first."""
+    """A chat's log-probabilities in the form that completions have, with each token's own first."""
     entries = logprobs["content"] or ()
     return [{top["token"]: top["logprob"] for top in (entry, *entry["top_logprobs"])} for entry in entries]
 
 
 def _by_id(row: Mapping[str, float]) -> dict[int, Logprob]:
-    """A token's own and its rivals' by their ids, of "token_id:7:text"."""
+    """Log-probabilities of a token and its rivals by their ids, which are read from keys like "token_id:7:text"."""
     by_rank = sorted(row, key=lambda name: -row[name])
     ranks: dict[str, int | None] = {name: rank for rank, name in enumerate(by_rank, 1)}
     if len(row) > 1 and next(iter(row)) == by_rank[-1]:
@@ -133,7 +133,7 @@ class RequestOutput:
             self.num_cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
 
     def end(self, reason: str) -> None:
-        """Nothing more comes: samples that have no finish reason get this one."""
+        """Ends the output: samples that have no finish reason get this one."""
         self.finished = True
         for sample in self.outputs:
             sample.finish_reason = sample.finish_reason or reason

@@ -1,4 +1,4 @@
-"""How one call wants its text: what a client may set, under the names of the HTTP API."""
+"""The settings that a client may give with one call, under the names of the HTTP API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the output must be: one of the first five. The server says what it can't follow, and why."""
+    """A constraint on the output: one of the first five fields. The server refuses one that it can't follow, and says
+    why."""
 
     json: str | Mapping[str, Any] | type | None = None  # a JSON schema, or a pydantic model
     regex: str | None = None
@@ -22,7 +23,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def as_body(self) -> dict[str, Any]:
-        """The fields that are set. ValueError: `json` is a class without a schema."""
+        """The fields that are set. Raises ValueError if `json` is a class without a schema."""
         body = {name: value for name, value in vars(self).items() if value is not None}
         if isinstance(self.json, type):
             make_schema = getattr(self.json, "model_json_schema", None)

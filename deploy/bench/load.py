@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass
 class RequestTimes:
-    """What one request showed. Times in seconds on the monotonic clock."""
+    """The measured times of one request, in seconds on the monotonic clock."""
 
     sent_at: float
     event_times: list[float] = field(default_factory=list)
@@ -46,18 +46,18 @@ class RequestTimes:
 
     @property
     def ttft_s(self) -> float:
-        """NaN when no token came."""
+        """Time to first token in seconds; NaN when no token came."""
         return self.event_times[0] - self.sent_at if self.event_times else math.nan
 
     @property
     def tpot_s(self) -> float:
-        """NaN with fewer than two tokens."""
+        """Time per output token after the first, in seconds; NaN with fewer than two tokens."""
         return (self.event_times[-1] - self.event_times[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else math.nan
 
 
 @dataclass
 class Measurement:
-    """What has been measured so far; it outlives a Ctrl-C."""
+    """The measurements so far, which a Ctrl-C leaves in place."""
 
     samples: list[RequestTimes] = field(default_factory=list)  # in the order of their ends
     model: str = ""
@@ -157,7 +157,7 @@ def _has_tokens(choice: dict[str, Any]) -> bool:
 async def closed_loop(
     one: Callable[[T], Awaitable[RequestTimes]], bodies: Sequence[T], concurrency: int
 ) -> list[RequestTimes]:
-    """`concurrency` in flight; the samples in the order of their ends."""
+    """Sends requests with `concurrency` of them in flight; returns the samples in the order of their ends."""
     waiting = iter(bodies)
     samples: list[RequestTimes] = []
 
@@ -172,7 +172,7 @@ async def closed_loop(
 async def open_loop(
     one: Callable[[T], Awaitable[RequestTimes]], bodies: Sequence[T], rate: float, rng: random.Random
 ) -> list[RequestTimes]:
-    """Poisson arrivals, `rate` a second; the samples in the order of `bodies`."""
+    """Sends requests by Poisson arrivals, `rate` a second; returns the samples in the order of `bodies`."""
     tasks, send_at = [], time.monotonic()
     for body in bodies:
         await asyncio.sleep(max(0.0, send_at - time.monotonic()))
@@ -212,5 +212,5 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest rank; NaN without values."""
+    """The `percent`-th percentile by nearest rank; NaN without values."""
     return sorted(values)[math.ceil(percent / 100 * len(values)) - 1] if values else math.nan

@@ -18,7 +18,8 @@ from tandem.engine.contracts.rate import Rate
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds. The defaults are an 8B model in bf16 on one H200: docs/measurements.md."""
+    """The costs of a node's work in seconds. The defaults are those of an 8B model in bf16 on one H200:
+    docs/measurements.md."""
 
     prefill_s_per_token: float = 1 / 44_000  # without context
     prefill_s_per_token_and_context: float = 1 / 44_000 / 33_000  # attention is as much again at 33k tokens of context
@@ -65,7 +66,7 @@ class TieredCache:
         return events
 
     def match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Leading blocks that are here, and how many of them are in the host tier."""
+        """Returns how many leading blocks are here, and how many of these are in the host tier."""
         length = in_host = 0
         for block_hash in hashes:
             if block_hash in self._host:
@@ -142,7 +143,7 @@ class SimulatedNode:
 
     @property
     def prefill_s_per_token(self) -> float:
-        """Seconds as measured in steps; 0 before the first."""
+        """Seconds that a prompt token takes, as measured in steps; 0 before the first."""
         return self._prefill_rate.seconds
 
     # --- events -----------------------------------------------------------------------------------------------
@@ -158,7 +159,7 @@ class SimulatedNode:
             self.next_at = began + num_steps * step_s
 
     def advance(self) -> None:
-        """The step (or run of decode steps) under way is over."""
+        """Ends the step, or run of decode steps, that is under way."""
         now, (began, step_s, num_steps) = self.next_at, self._run
         if num_steps:
             self.busy_s += num_steps * step_s

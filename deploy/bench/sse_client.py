@@ -30,12 +30,12 @@ async def model_to_ask(url: str, api_key: str, wished: str = "") -> str:
 
 
 async def get_json(url: str, path: str, api_key: str = "") -> Any:
-    """Raises HttpError for a status other than 200, OSError, ValueError for a body that is not JSON."""
+    """GETs JSON. Raises HttpError for a status other than 200, OSError, ValueError for a body that is not JSON."""
     return json.loads(await get_text(url, path, api_key))
 
 
 async def get_text(url: str, path: str, api_key: str = "") -> str:
-    """Raises HttpError for a status other than 200, OSError, ValueError for a body that is not UTF-8."""
+    """GETs text. Raises HttpError for a status other than 200, OSError, ValueError for a body that is not UTF-8."""
     reader, writer = await _connect(url)
     try:
         writer.write(_head("GET", url, path, api_key, 0))

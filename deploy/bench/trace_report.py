@@ -1,4 +1,4 @@
-"""What a run over a trace showed, per policy: hits by tier, latencies, goodput, balance. Pure."""
+"""The results of a run over a trace with one policy: hits by tier, latencies, goodput, balance. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIERS = ("gpu", "cpu", "peer")
 
 @dataclass(frozen=True)
 class Targets:
-    """A request is good when both hold. Seconds."""
+    """Latency targets in seconds. A request is good when it meets both."""
 
     ttft_s: float = 2.0
     tpot_s: float = 0.05
@@ -82,7 +82,7 @@ def _tpot_s(job: Job) -> float:
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Nearest rank; zeros without values."""
+    """The 50th, 90th and 99th percentile by nearest rank; zeros without values."""
     ordered = sorted(values) or [0.0]
     p50, p90, p99 = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.9, 0.99))
     return p50, p90, p99

@@ -103,7 +103,7 @@ class ChildProcess:
             os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """The whole session, so that workers of a router end with it."""
+        """Kills the whole session, so that workers of a router end with it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 

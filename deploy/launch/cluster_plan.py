@@ -1,4 +1,4 @@
-"""Which children `tandem serve` has and what their command lines say. Pure, but for counting GPUs."""
+"""Plans the children of `tandem serve` and their command lines. Pure, but for counting GPUs."""
 
 from __future__ import annotations
 
@@ -76,8 +76,9 @@ def _num_ranks(role: str, values: Mapping[str, Any]) -> int:
 def share_of_machine(
     index: int, num_ranks: Sequence[int], num_gpus: int, num_cores: int, values: Mapping[str, Any]
 ) -> Values:
-    """What node `index` gets; `num_ranks` of each node. GPUs go round; nodes of one GPU that share it share its memory,
-    nodes without one share the cores. Raises ConfigError where there are too few GPUs."""
+    """The options that give node `index` its share of the machine; `num_ranks` has the ranks of each node. GPUs go
+    round; nodes of one GPU that share it share its memory, nodes without one share the cores. Raises ConfigError where
+    there are too few GPUs."""
     num_nodes = len(num_ranks)
     if num_gpus == 0:
         if num_nodes == 1 or values.get("num_threads"):

@@ -38,7 +38,7 @@ class Console:
         self._line("tandem", text)
 
     def child_line(self, name: str, text: str, now: float) -> None:
-        """What a child has written; for people, unless another has just said the same."""
+        """Shows a line that a child has written, unless another has just said the same."""
         if self._format == "json" or self._said.admit(name, text, now):
             self._line(name, text)
 

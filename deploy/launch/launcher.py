@@ -38,7 +38,7 @@ from tandem.router.process.port import bind
 
 POLL_MS = 100  # a guess: how late the end of a child may be seen
 REDIS_RETRY_S = 1.0  # a guess
-PROBE_S = 0.5  # a guess
+PROBE_S = 0.5  # how long the router may take to answer a question of the launcher; a guess
 RATES_EVERY_S = 10.0  # as often as vLLM does
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # bound everywhere: asked here
@@ -140,7 +140,7 @@ class Launcher:
         poller.poll(POLL_MS)
 
     def _hear(self, name: str, said: dict[str, Any]) -> None:
-        """One line of engine/process/launcher_pipe.py."""
+        """Takes one line that a child has written to its pipe (engine/process/launcher_pipe.py)."""
         now = time.monotonic()
         if "beat" in said:
             self._supervisor.beat(name, now)

@@ -1,4 +1,4 @@
-"""What a cluster did lately, off two readings of its router's /metrics. Pure."""
+"""The rates at which a cluster works, computed from two readings of its router's /metrics. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ COUNTERS = ("output_tokens_total", "prompt_tokens_total", "cached_tokens_total")
 
 
 class Rates:
-    """Readings come one after the other."""
+    """Compares each reading of the metrics with the one before."""
 
     def __init__(self) -> None:
         self._before: dict[str, float] = {}
         self._read_at = 0.0
 
     def line(self, metrics: str, now: float) -> str:
-        """For people; "" when nothing was under way since the reading before, or nothing can be read."""
+        """A line of rates for people; "" when nothing was under way since the last reading, or `metrics` can't be read.
+        `now`: monotonic seconds."""
         read = {name: float(value) for name, value in _SAMPLE.findall(metrics)}
         before, passed_s = self._before, now - self._read_at
         self._before, self._read_at = read, now

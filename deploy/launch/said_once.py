@@ -1,4 +1,4 @@
-"""What several processes say alike is shown once. Pure: lines and the time come in."""
+"""Shows a line once that several processes say alike. Pure: lines and the time come in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster is when it serves, in a few lines for people."""
+"""A summary of a serving cluster, in a few lines for people."""
 
 from __future__ import annotations
 

@@ -91,7 +91,8 @@ class Child:
 
 @dataclass
 class Supervisor:
-    """`peer_lost_s`: silence of a ready node that gets it killed. `exit_code` holds once `phase` is ENDED."""
+    """Decides what happens to the children. A ready node is killed after `peer_lost_s` seconds of silence. `exit_code`
+    holds once `phase` is ENDED."""
 
     peer_lost_s: float
     drain_s: float
@@ -160,7 +161,7 @@ class Supervisor:
         return [Report(f"{what}; starting it again in {backoff_s:g} s")]
 
     def stop(self, now: float) -> list[Action]:
-        """First call: drain, the last stage first. Second call: kill."""
+        """Drains all children, the last stage first; a second call kills them."""
         if self.phase is Phase.RUNNING:
             return self._begin_stop(now)
         return self._kill_all("stopped twice")
