@@ -61,7 +61,7 @@ def decoder_of(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
     """(name within `model`, module) of the part that turns tokens into hidden states: all but the head."""
     decoder = model.get_decoder()
     if decoder is model:
-        decoder = model.model  # noqa: B009: Llama4ForCausalLM names itself
+        decoder = model.model  # Llama4ForCausalLM names itself
     name = next(name for name, module in model.named_modules() if module is decoder)
     return name, decoder
 
