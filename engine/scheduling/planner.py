@@ -176,9 +176,10 @@ class StepPlanner:
 
     def _plan_prompts(self, plan: StepPlan) -> None:
         started = [r for r in self._state.running if r.can_advance and not is_decoding(r)]
-        waiting = []
-        if not plan.preempted:
-            waiting = [r for r in self._state.waiting if not r.block_ids and self._may_have_slot(r)]
+        waiting = self._state.waiting
+        if plan.preempted or not waiting or not self._may_have_slot(waiting[0]):  # nor may any after it
+            waiting = []
+        waiting = [r for r in waiting if not r.block_ids and self._may_have_slot(r)]
         arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
         # A long step would make the next prompt to come wait; and a prompt that is late anyway needs no long steps.

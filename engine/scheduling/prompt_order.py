@@ -14,6 +14,7 @@ at most, and who has waited for AGED_AFTER_S goes before all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from tandem.engine.scheduling.clock import StepClock
@@ -131,15 +132,13 @@ class SlackOrder:
 
 
 def who_gives_way(running: list[Request], request: Request) -> list[Request]:
-    """The requests that `request` may preempt, the least important first. One that is being handed off is none of them:
-    transfers may be reading its blocks."""
+    """The requests that `request` may preempt, the least important first. `running` is in the order of sort keys, so
+    that nobody is looked at where none is less important. A request that is being handed off is not among them, since
+    transfers may read its blocks."""
     return [
         other
-        for other in reversed(running)
-        if other.priority > request.priority
-        and other.num_yields < MOST_YIELDS
-        and other.prompt.mode != "prefill"
-        and not other.is_paused
+        for other in takewhile(lambda each: each.priority > request.priority, reversed(running))
+        if other.num_yields < MOST_YIELDS and other.prompt.mode != "prefill" and not other.is_paused
     ]
 
 
