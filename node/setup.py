@@ -11,7 +11,7 @@ import torch
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.kv_layout import KVLayout, ModelIdentity
+from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.contracts.model_folder import resolve_model, served_name
 from tandem.engine.contracts.model_shape import ModelShape
 from tandem.engine.device.kv_encoding import choose_kv_encoding
@@ -107,10 +107,17 @@ def load(
     model = load_chosen(folder, config, options.model, device, dtype, options.attention_backend, group, on_loaded)
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     if kept.dtype != dtype:
-        model.keep_kv_as(layout.group)
+        _keep_kv_as(model, layout.group)
     served = served_name(options.model.model, options.model.served_name)
     replays = options.cuda_graphs and device.type == "cuda" and _can_be_captured(model, device, dtype, cache.block_size)
     return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder, replays)
+
+
+def _keep_kv_as(model: Model, group: KVGroup) -> None:
+    """Tells the layers the dtype and scales of the pool that will be bound. To be called before the first step."""
+    for index, attention in enumerate(model.attention_layers.values()):
+        k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
+        attention.keep_kv_as(group.dtype, k_scale, v_scale)
 
 
 def _can_be_captured(model: Model, device: torch.device, dtype: torch.dtype, block_size: int) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tandem.engine.contracts.kv_layout import KVGroup
 from tandem.engine.contracts.model_config import ModelConfig
 from tandem.engine.models.rope import RotaryEmbedding
 from tandem.engine.parallel.group import TensorParallel
@@ -228,17 +227,6 @@ class DecoderModel(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
-
-    def keep_kv_as(self, group: KVGroup) -> None:
-        """Takes the dtype and scales of the pool that will be bound. To be called before the first step."""
-        for index, attention in enumerate(self.attention_layers.values()):
-            k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
-            attention.keep_kv_as(group.dtype, k_scale, v_scale)
-
-    def bind_kv_cache(self, pool: torch.Tensor) -> None:
-        """`pool` `[num_blocks, K, num_layers, 2, block_size, D]`; layer l gets the view `pool[:, :, l]`."""
-        for index, attention in enumerate(self.attention_layers.values()):
-            attention.kv_cache = [pool[:, :, index]]
 
     def forward(
         self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None = None

@@ -31,6 +31,7 @@ from tandem.engine.running.warm_up import every_way_to_sample, extreme_steps
 from tandem.engine.scheduling.ports import BetweenLayers, KVConnectorWorker
 from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.structured.guides import GuidedSamples, Guides
+from tandem.kernels.api.attention import bind_kv_cache
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.blocks.cache_ops import copy_blocks
 from tandem.kernels.products import matmul
@@ -73,7 +74,7 @@ class ModelRunner:
         self.state = BatchState(
             options.max_num_seqs, max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
         )
-        model.bind_kv_cache(pool)
+        bind_kv_cache(model.attention_layers, pool)
         self.sharing: PrefixSharing | None = None
         if options.share_prefixes:
             self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_graph_rows)

@@ -18,7 +18,7 @@ from tandem.kernels.api.selection import load_backend, rank_backends, run_with_f
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.blocks.quantization import Scale, scale_for
 
-__all__ = ["Attention", "AttentionType"]
+__all__ = ["Attention", "AttentionType", "bind_kv_cache"]
 
 
 class Attention(nn.Module):
@@ -79,6 +79,10 @@ class Attention(nn.Module):
         assert not self._impls, "the layer has been used"
         self.spec = replace(self.spec, kv_cache_dtype=kv_cache_dtype)
         self.k_scale, self.v_scale = k_scale, v_scale
+
+    def bind(self, kv_cache: torch.Tensor) -> None:
+        """Takes the layer's only cache, `[num_blocks, K, 2, block_size, D]`."""
+        self.kv_cache = [kv_cache]
 
     @property
     def impl(self) -> AttentionImpl:
@@ -181,6 +185,13 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.layer_name!r}, heads={self.spec.num_heads}/{self.spec.num_kv_heads}x{self.spec.head_size}"
+
+
+def bind_kv_cache(layers: Mapping[str, Attention], pool: torch.Tensor) -> None:
+    """Gives each layer its cache: layer l, in the order of `layers`, the view `pool[:, :, l]` of a node's pool
+    `[num_blocks, K, num_layers, 2, block_size, D]`."""
+    for index, layer in enumerate(layers.values()):
+        layer.bind(pool[:, :, index])
 
 
 def _backend_name(backend: type[AttentionBackend] | AttentionBackend | str | None) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from tandem.engine.models.decoder import DecoderModel
+from tandem.kernels.api.attention import bind_kv_cache
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadataBuilder
 
@@ -19,7 +20,7 @@ def logits_in_chunks(model: DecoderModel, token_ids: Sequence[int], chunks: Sequ
     config = model.config
     num_blocks = -(-len(token_ids) // BLOCK)
     pool = torch.zeros(num_blocks + 3, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
-    model.bind_kv_cache(pool)
+    bind_kv_cache(model.attention_layers, pool)
     table = torch.randperm(num_blocks + 3, generator=torch.Generator().manual_seed(1))[:num_blocks].to(torch.int32)
     parts, start = [], 0
     for chunk in chunks:

@@ -11,6 +11,7 @@ from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.layers import make_layers, sinks_of
 from tandem.engine.models.hf.model import HFModel
+from tandem.kernels.api.attention import bind_kv_cache
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadataBuilder
 
@@ -65,8 +66,7 @@ def _paged(model: HFModel, prompts: list[torch.Tensor], device: torch.device, dt
     tables = np.array([[5, 2, 4], [1, 3, 0]], np.int32)
     shape = (6, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=device)
-    for index, layer in enumerate(layers.values()):
-        layer.kv_cache = [pool[:, :, index]]
+    bind_kv_cache(layers, pool)
     parts: list[list[torch.Tensor]] = [[], []]
     for starts, ends in (((0, 0), FIRST), (FIRST, LENGTHS)):
         positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]

@@ -14,6 +14,7 @@ from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.loader import load_model
+from tandem.kernels.api.attention import bind_kv_cache
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadataBuilder
 from tiny_models import KINDS, random_prompt, reference_greedy, reference_model, tiny_model
@@ -68,7 +69,7 @@ def test_a_swap_changes_the_logits(change: str) -> None:
     right = logits_in_chunks(model, token_ids, [39, 1])[-1]
     config = model.config
     pool = torch.zeros(3, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
-    model.bind_kv_cache(pool)
+    bind_kv_cache(model.attention_layers, pool)
     positions = torch.arange(40)
     table = torch.arange(3, dtype=torch.int32)[None]
     last = torch.tensor([39])
