@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -18,16 +17,15 @@ import msgspec
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from tandem.engine.contracts import model_config
 from tandem.engine.contracts.errors import CheckpointError
-from tandem.engine.contracts.generation_config import eos_token_ids, token_ids
+from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
 from tandem.engine.models.hf.adapters import ROPE_BY_LENGTH
 from tandem.engine.models.hf.layers import LayerNeeds, look_at
 
-logger = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
 REFUSED_IF_SET = {
-    "quantization_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
-    "compression_config": "quantised weights are not supported; use the bf16, fp16 or fp32 checkpoint",
+    **{name: model_config.REFUSED_IF_SET[name] for name in ("quantization_config", "compression_config")},
     "auto_map": "code that comes with a model is not run; use a checkpoint whose code is in transformers",
 }
 
@@ -54,7 +52,7 @@ class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
 def load_hf_config(folder: Path) -> HFConfig:
     """The configuration of a folder for transformers. Raises CheckpointError that says why it can't be served."""
     config = read_config(folder)
-    raw = json.loads((folder / "config.json").read_bytes())
+    raw = read_json_object(folder / "config.json") or {}
     for name, why in REFUSED_IF_SET.items():
         if raw.get(name) is not None:
             raise CheckpointError(f"{folder / 'config.json'}: {name} is set: {why}")
