@@ -235,7 +235,7 @@ class RequestBook:
             arrival=self._arrivals,
             mode=submit.mode,
             use_prefix_cache=submit.use_prefix_cache,
-            secrecy=Secrecy(submit.salt, submit.num_public_tokens),
+            secrecy=Secrecy(submit.salt, submit.num_public_tokens, submit.context),
         )
         return Request(prompt, submit.sample_indices)
 

@@ -17,7 +17,8 @@ from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.structured.grammars import MAX_GRAMMAR_BYTES
 
 MAX_ID_CHARS = 512  # a guess, as the next: far above what routers send
-MAX_SALT_BYTES = 64  # a guess
+MAX_SALT_BYTES = 64  # a guess, as the next
+MAX_CONTEXT_BYTES = 64
 MAX_SAMPLES = 4096  # a guess
 MAX_LOGPROBS = 256  # a guess
 MAX_SECONDS = 1e9
@@ -50,6 +51,8 @@ def _problems_of_name(submit: Submit) -> Iterator[str]:
         yield f"deadline_s must lie in [0, {MAX_SECONDS:g}]"
     if len(submit.salt) > MAX_SALT_BYTES:
         yield f"salt must have at most {MAX_SALT_BYTES} bytes"
+    if len(submit.context) > MAX_CONTEXT_BYTES:
+        yield f"context must have at most {MAX_CONTEXT_BYTES} bytes"
     if not 0 <= submit.cache_share <= 1:
         yield "cache_share must lie in [0, 1]"
 

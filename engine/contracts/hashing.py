@@ -8,7 +8,8 @@ large keeps every k-th hash, the one that closes its block. Hashes are equal in 
 
 A salted prompt starts at a root of its salt. If its leading blocks are public (docs/security.md), those are hashed
 without the salt; the first block after them follows `private_root` of the last public one, and where the next group
-begins stays as it was.
+begins stays as it was. Where more than the tokens decides the KV (an adapter of the weights, say), a digest of it, the
+context, is mixed into the root, so everything above is said of one context.
 """
 
 from __future__ import annotations
@@ -45,6 +46,14 @@ def private_root(public_hash: bytes, salt: bytes) -> bytes:
     return hashlib.sha256(b"private" + public_hash + salt).digest()[:HASH_BYTES]
 
 
+def context_root(root: bytes, context: bytes) -> bytes:
+    """What a chain starts at in place of `root` when `context` decides its KV beside the tokens; b"" decides nothing.
+
+    Tag and lengths keep it apart from `private_root` and from the hash of any block.
+    """
+    return hashlib.sha256(b"context" + root + context).digest()[:HASH_BYTES] if context else root
+
+
 def hash_blocks(token_ids: np.ndarray, block_size: int, before: bytes, num_in_group: int = 0) -> list[bytes]:
     """Hashes of the full blocks of `token_ids`, int32 [num_tokens]; tokens of a last partial block are ignored.
 
@@ -75,10 +84,12 @@ def _raw(token_ids: np.ndarray) -> bytes:
 @dataclass(frozen=True, slots=True)
 class Secrecy:
     """Who may find the blocks of a prompt: whoever brings the same `salt` (b"": everybody). Everybody may find those of
-    its first `num_public_tokens` tokens, rounded down to whole hash blocks."""
+    its first `num_public_tokens` tokens, rounded down to whole hash blocks. `context`: a digest of what decides the KV
+    beside the tokens; no block of one context is ever one of another, public or not."""
 
     salt: bytes = b""
     num_public_tokens: int = 0
+    context: bytes = b""
 
 
 EVERYBODYS = Secrecy()
@@ -95,10 +106,14 @@ def hash_prompt(
     """Hashes of the full blocks of int32 `token_ids` [num_tokens], 16 bytes each. They are the prompt's tokens from
     position `start` on, where a group must begin; `parent` is the hash of the block before, None at the start."""
     salt = secrecy.salt
+
+    def root(salt: bytes) -> bytes:
+        return context_root(root_for_salt(salt), secrecy.context)
+
     end_of_public = secrecy.num_public_tokens // block_size * block_size if salt else 0
     if start > end_of_public or not end_of_public:
-        return hash_blocks(token_ids, block_size, root_for_salt(salt) if parent is None else parent)
-    public = hash_blocks(token_ids[: end_of_public - start], block_size, parent or root_for_salt(b""))
+        return hash_blocks(token_ids, block_size, root(salt) if parent is None else parent)
+    public = hash_blocks(token_ids[: end_of_public - start], block_size, parent or root(b""))
     rest = token_ids[end_of_public - start :]
     if len(rest) < block_size:
         return public

@@ -44,6 +44,7 @@ def submit(
         pair_start=spec.pair_start,
         salt=spec.secrecy.salt,
         num_public_tokens=spec.secrecy.num_public_tokens,
+        context=spec.secrecy.context,
         cache_share=spec.cache_share,
     )
 

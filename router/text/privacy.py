@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from tandem.engine.contracts.hashing import Secrecy
 from tandem.router.access.api_keys import Tenant
 from tandem.router.text.completion import PromptPlan
 from tandem.router.text.tokenizer import Tokenizer
@@ -25,9 +24,8 @@ class Privacy:
         salt = tenant.salt_for(cache_salt)
         if not salt:
             return plan
-        return replace(
-            plan, secrecy=Secrecy(salt, self.num_public_tokens(plan.token_ids)), cache_share=tenant.cache_share
-        )
+        secrecy = replace(plan.secrecy, salt=salt, num_public_tokens=self.num_public_tokens(plan.token_ids))
+        return replace(plan, secrecy=secrecy, cache_share=tenant.cache_share)
 
     def num_public_tokens(self, token_ids: npt.NDArray[np.int32]) -> int:
         """How many leading tokens of a prompt, int32 [num_tokens], are also those of some public prefix. A part of a

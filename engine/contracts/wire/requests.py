@@ -41,6 +41,8 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     # Who may find its blocks (docs/security.md). The first 16 bytes of a salt name the tenant.
     salt: bytes = b""
     num_public_tokens: int = 0  # leading prompt tokens that are hashed without the salt, in whole hash blocks
+    # A digest of what decides the KV beside the tokens; it enters every block hash.
+    context: bytes = b""
     cache_share: float = 1.0  # share of each cache on the node that the tenant may fill
     peer: PeerRef | None = None
     # Mode "decode": `peer` runs this one sample already, and has, or will have, more output than the prompt's.

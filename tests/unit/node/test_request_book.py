@@ -172,6 +172,7 @@ def test_a_lost_router_ends_its_requests_without_a_word(book: RequestBook) -> No
         ({"deadline_s": math.inf}, "deadline_s"),
         ({"cache_share": math.nan}, "cache_share"),
         ({"salt": bytes(65)}, "salt"),
+        ({"context": bytes(65)}, "context"),
         ({"mode": "decode"}, "peer"),
         ({"mode": "prefill"}, "peer"),
         ({"mode": "decode", "peer": PeerRef("", 1, "")}, "peer"),

@@ -126,6 +126,20 @@ def test_salts_share_whole_public_blocks_and_nothing_after_them(num_public: int,
     assert num_shared == 0 or not set(a) & set(alone), "what follows a public prefix is another chain than without it"
 
 
+@pytest.mark.parametrize("num_public", [0, 11])
+def test_contexts_share_no_block_public_ones_included(num_public: int) -> None:
+    tokens = np.arange(22, dtype=np.int32)
+    chains = [
+        hash_prompt(tokens, 4, root_for_salt, Secrecy(salt, num_public, context))
+        for salt in (b"", b"a" * 16)
+        for context in (b"", b"one", b"other")
+    ]
+    assert len({block for chain in chains for block in chain}) == 6 * 5 - 3 * (num_public // 4)
+    for context in (b"one", b"other"):
+        prompt = PromptHashes(tokens, 4, root_for_salt, Secrecy(b"a" * 16, num_public, context))
+        assert list(prompt) == hash_prompt(tokens, 4, root_for_salt, Secrecy(b"a" * 16, num_public, context))
+
+
 def test_public_tokens_mean_nothing_without_a_salt() -> None:
     tokens = np.arange(20, dtype=np.int32)
     assert hash_prompt(tokens, 4, root_for_salt, Secrecy(b"", 8)) == hash_prompt(tokens, 4, root_for_salt)
@@ -140,7 +154,7 @@ def test_public_tokens_mean_nothing_without_a_salt() -> None:
 def test_hashes_that_are_made_when_asked_for_are_the_same(
     num_blocks: int, num_public: int, asked: list[tuple[int, int, int]]
 ) -> None:
-    tokens, secrecy = np.arange(2 * num_blocks, dtype=np.int32), Secrecy(b"s" * 16, num_public)
+    tokens, secrecy = np.arange(2 * num_blocks, dtype=np.int32), Secrecy(b"s" * 16, num_public, b"context")
     whole = hash_prompt(tokens, 2, root_for_salt, secrecy)
     hashes = PromptHashes(tokens, 2, root_for_salt, secrecy)
     assert len(hashes) == len(whole) == num_blocks

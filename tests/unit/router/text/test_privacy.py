@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from router_in_thread import make_tokenizer_folder
@@ -47,6 +49,8 @@ def test_only_salted_plans_say_what_is_public(tokenizer: Tokenizer) -> None:
     narrowed = privacy.apply(plan([1, 2, 9]), ACME, "alice")
     assert narrowed.secrecy == Secrecy(ACME.salt_for("alice"), 2) != own.secrecy
     assert privacy.apply(plan([1, 2, 9]), EVERYBODY, "").secrecy == EVERYBODYS
+    adapted = replace(plan([1, 2, 9]), secrecy=Secrecy(context=b"adapter"))
+    assert privacy.apply(adapted, ACME, "").secrecy == Secrecy(ACME.salt, 2, b"adapter")
 
 
 def test_a_prompt_is_compared_with_many_prefixes_that_begin_alike(tokenizer: Tokenizer) -> None:
