@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +75,7 @@ class AttentionSpec:
     attn_type: str = AttentionType.DECODER
     attention_chunk: int | None = None
     sinks: torch.Tensor | None = None
+    _slopes: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -111,5 +112,9 @@ class AttentionSpec:
         return self.kv_cache_dtype in FP8_CACHE_DTYPES
 
     def slopes_on(self, device: torch.device) -> torch.Tensor | None:
-        """ALiBi slopes as float32 [num_heads] on `device`."""
-        return None if self.alibi_slopes is None else self.alibi_slopes.reshape(-1).to(device, torch.float32)
+        """ALiBi slopes as float32 [num_heads] on `device`, copied once: a CUDA graph holds no copy from a host."""
+        if self.alibi_slopes is None:
+            return None
+        if device not in self._slopes:
+            self._slopes[device] = self.alibi_slopes.reshape(-1).to(device, torch.float32)
+        return self._slopes[device]

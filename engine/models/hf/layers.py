@@ -45,7 +45,7 @@ def look_at(config: PreTrainedConfig) -> ModelNeeds:
     try:
         with torch.device("meta"):
             # bf16: torch's grouped products of experts, without values, know no other.
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME).eval()
     except (ValueError, KeyError, ImportError) as error:
         raise ValueError(f"transformers can't run it with an attention of ours: {error}") from error
     adapted = adapt(model)
