@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """A constraint on the output: one of the first five fields. The server refuses one that it can't follow, and says
+    """A constraint on the output: one of the first six fields. The server refuses one that it can't follow, and says
     why."""
 
     json: str | Mapping[str, Any] | type | None = None  # a JSON schema, or a pydantic model
@@ -18,6 +18,7 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None  # Lark or GBNF
     json_object: bool | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
@@ -58,6 +59,8 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     logprobs: int | None = None  # of each token, and of so many others that were likely at its place
     prompt_logprobs: int | None = None
     priority: int | None = None

@@ -21,6 +21,7 @@ MAX_SALT_BYTES = 64  # a guess, as the next
 MAX_CONTEXT_BYTES = 64
 MAX_SAMPLES = 4096  # a guess
 MAX_LOGPROBS = 256  # a guess
+MAX_BANNED_IDS = 1 << 18  # a guess
 MAX_SECONDS = 1e9
 INT32 = 1 << 31
 INT64 = 1 << 64
@@ -95,8 +96,8 @@ def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[s
     for name, number in (("num_logprobs", params.num_logprobs), ("num_prompt_logprobs", params.num_prompt_logprobs)):
         if number is not None and not 0 <= number <= MAX_LOGPROBS:
             yield f"{name} must lie in [0, {MAX_LOGPROBS}]"
-    if max(len(params.logit_bias), len(params.stop_token_ids)) > vocab_size:
-        yield "logit_bias and stop_token_ids must not hold more ids than the vocabulary"
+    if max(len(params.logit_bias), len(params.stop_token_ids), len(params.allowed_token_ids)) > vocab_size:
+        yield "logit_bias, stop_token_ids, allowed_token_ids must not hold more ids than the vocabulary"
     if not all(0 <= token_id < vocab_size for token_id, _ in params.logit_bias):
         yield f"a token id of logit_bias is outside of [0, {vocab_size})"
     if not all(math.isfinite(value) for _, value in params.logit_bias):
@@ -105,6 +106,12 @@ def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[s
         yield f"grammar must have at most {MAX_GRAMMAR_BYTES} bytes"
     if not all(0 <= token_id < vocab_size for token_id in params.stop_token_ids):
         yield f"a stop token id is outside of [0, {vocab_size})"
+    if not all(0 <= token_id < vocab_size for token_id in params.allowed_token_ids):
+        yield f"one of allowed_token_ids is outside of [0, {vocab_size})"
+    if sum(map(len, params.bad_words)) > MAX_BANNED_IDS or not all(params.bad_words):
+        yield f"bad_words must not be empty, nor hold more than {MAX_BANNED_IDS} ids in all"
+    if not all(0 <= token_id < vocab_size for word in params.bad_words for token_id in word):
+        yield f"a token id of bad_words is outside of [0, {vocab_size})"
 
 
 def _problems_of_place(submit: Submit) -> Iterator[str]:

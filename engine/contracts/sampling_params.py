@@ -29,7 +29,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: str = ""  # what the output must follow, as engine/structured reads it; "": anything
+    allowed_token_ids: tuple[int, ...] = ()  # all others are banned; (): none is
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether what may be drawn hangs on more than the logits: rows of such requests have masks."""
+        return bool(self.grammar or self.allowed_token_ids or self.bad_words)

@@ -43,7 +43,7 @@ SETTINGS = np.dtype(
         ("num_prompt_logprobs", np.int64),  # -1: off
         ("penalised", np.bool_),
         ("edited", np.bool_),  # has logit_bias or min_tokens
-        ("guided", np.bool_),  # follows a grammar
+        ("guided", np.bool_),  # has masks
         ("plain", np.bool_),  # greedy and asks for nothing that the sampler would have to do
     ]
 )
@@ -272,8 +272,8 @@ def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) 
         -1 if params.num_prompt_logprobs is None else params.num_prompt_logprobs,
         penalised,
         edited,
-        bool(params.grammar),
-        params.greedy and not penalised and not edited and params.num_logprobs is None and not params.grammar,
+        params.is_guided,
+        params.greedy and not penalised and not edited and params.num_logprobs is None and not params.is_guided,
     )
 
 

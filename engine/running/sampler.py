@@ -1,9 +1,9 @@
 """Logits to tokens and log-probabilities, for rows of mixed settings in one batch. Nothing here waits for the device.
 
 Order: logit_bias, min_tokens (EOS and stop ids are banned until then), repetition / presence / frequency penalties, the
-masks of grammars, then temperature, top_k, top_p, min_p and Gumbel-max (`kernels/sampling/sampling.py`). Greedy rows
-take the argmax of the penalised logits, the lowest id on ties. Log-probabilities are those of the model itself:
-log_softmax of the logits before any of this.
+masks of grammars and of token limits, then temperature, top_k, top_p, min_p and Gumbel-max
+(`kernels/sampling/sampling.py`). Greedy rows take the argmax of the penalised logits, the lowest id on ties.
+Log-probabilities are those of the model itself: log_softmax of the logits before any of this.
 
 Which rows need what is decided on the host (`batch_state.py`), so a batch pays only for what its rows ask for.
 
@@ -77,7 +77,7 @@ class SamplingBatch:
     random: RandomSettings | None = None
     logprob_row_L: torch.Tensor | None = None  # int64
     max_num_logprobs: int = 0
-    is_guided: bool = False  # some row follows a grammar; whoever draws has its mask
+    is_guided: bool = False  # some row has a mask, which whoever draws brings
     masks: TokenMasks | None = None
 
     @property

@@ -30,7 +30,7 @@ class Grammars:
     def __init__(self, folder: Path, vocab_size: int = 0, eos_token_ids: Sequence[int] = ()) -> None:
         """`vocab_size` is the width of the logits, which may exceed the tokenizer's; 0: the tokenizer's, for callers
         that want no masks."""
-        self._folder, self._vocab_size, self._eos_token_ids = folder, vocab_size, list(eos_token_ids)
+        self._folder, self._vocab_size, self.eos_token_ids = folder, vocab_size, list(eos_token_ids)
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -85,7 +85,7 @@ class Grammars:
 
         try:
             text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
-            return LLTokenizer(text, n_vocab=self._vocab_size or None, eos_token=self._eos_token_ids or None)
+            return LLTokenizer(text, n_vocab=self._vocab_size or None, eos_token=self.eos_token_ids or None)
         except (OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"this model's tokenizer knows no grammars: {shown(str(error))}") from error
 

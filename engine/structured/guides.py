@@ -1,5 +1,7 @@
 """Where each sample of the batch stands in its grammar, and what it may say next.
 
+A sample may also be held to some token ids, or away from sequences of them (`token_limits.py`): one mask has both.
+
 A step's masks are filled when the tokens of the step before are known, while the device computes its logits; a token
 is taken when the host hears of it. A sample's state is a function of its grammar and its output so far, so it is made
 anew wherever a sequence enters a slot: after a hand-off, a move, a preemption, or in the next attempt.
@@ -14,34 +16,41 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.step import ForkSlot, NewSlot, SampleRow
 from tandem.engine.structured.grammars import Grammars, shown
+from tandem.engine.structured.token_limits import TokenLimits
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 
 class Guide:
-    """One sample's place in its grammar. `error`: why it can't go on, "" while it can."""
+    """One sample's place in its grammar, if it has one, and its limits. `error`: why it can't go on; "": it can."""
 
-    __slots__ = ("error", "has_ended", "matcher")
+    __slots__ = ("error", "has_ended", "limits", "matcher")
 
-    def __init__(self, matcher: LLMatcher | None, error: str = "") -> None:
-        self.matcher, self.error, self.has_ended = matcher, error, False
+    def __init__(self, matcher: LLMatcher | None, limits: TokenLimits | None = None, error: str = "") -> None:
+        self.matcher, self.limits, self.error, self.has_ended = matcher, limits, error, False
 
     @classmethod
-    def behind(cls, grammars: Grammars, grammar: str, output: Sequence[int]) -> Guide:
+    def behind(cls, grammars: Grammars, sampling: SamplingParams, output: Sequence[int]) -> Guide:
         """A guide that has taken `output`."""
+        has_limits = bool(sampling.allowed_token_ids or sampling.bad_words)
+        limits = TokenLimits(sampling, grammars, output) if has_limits else None
+        if not sampling.grammar:
+            return cls(None, limits)
         try:
-            matcher = grammars.matcher(grammar)
+            matcher = grammars.matcher(sampling.grammar)
         except ValueError as error:
-            return cls(None, f"the grammar can't be followed: {error}")
+            return cls(None, error=f"the grammar can't be followed: {error}")
         if output and not matcher.consume_tokens(list(output)):
-            return cls(None, f"the output so far doesn't follow the grammar: {shown(matcher.get_error())}")
-        return cls(matcher, "the output so far has ended its grammar" if matcher.is_stopped() else "")
+            return cls(None, error=f"the output so far doesn't follow the grammar: {shown(matcher.get_error())}")
+        return cls(matcher, limits, "the output so far has ended its grammar" if matcher.is_stopped() else "")
 
     def copy(self) -> Guide:
-        return Guide(None if self.matcher is None else self.matcher.deep_copy(), self.error)
+        matcher = None if self.matcher is None else self.matcher.deep_copy()
+        return Guide(matcher, None if self.limits is None else self.limits.copy(), self.error)
 
     @property
     def is_open(self) -> bool:
@@ -50,14 +59,18 @@ class Guide:
 
     def check(self, has_mask: bool) -> None:
         """Looks for an error after a mask was filled. `has_mask`: the mask allows some token."""
-        assert self.matcher is not None
-        if self.matcher.is_error():
+        if self.matcher is not None and self.matcher.is_error():
             self.error = f"the grammar can't be followed further: {shown(self.matcher.get_error())}"
-        elif not has_mask:
+        elif not has_mask and self.limits is None:
             self.error = "the grammar can't be followed further: no token of this model continues it"
+        elif not has_mask:
+            self.error = "allowed_token_ids, bad_words and what the output must be leave no token to go on with"
 
     def take(self, token_id: int) -> None:
-        assert self.matcher is not None
+        if self.limits is not None:
+            self.limits.take(token_id)
+        if self.matcher is None:
+            return
         if self.matcher.consume_token(token_id):
             self.has_ended = self.matcher.is_stopped()
         else:
@@ -65,7 +78,7 @@ class Guide:
 
 
 class GuidedSamples:
-    """The samples of one step that follow grammars; `indices` are their places among the step's samples. After `take`,
+    """The samples of one step that have guides; `indices` are their places among the step's samples. After `take`,
     `ended` and `failed` say which of them have ended, and which failed and why."""
 
     def __init__(self, grammars: Grammars, indices: list[int], guides: list[Guide]) -> None:
@@ -85,9 +98,14 @@ class GuidedSamples:
         matchers = [(guide.matcher, i) for i, guide in enumerate(self._guides) if guide.is_open and guide.matcher]
         if matchers:
             fill_next_token_bitmask_par(self._grammars.executor, matchers, masks_MW)
+        for i, guide in enumerate(self._guides):
+            if guide.matcher is None:
+                masks_MW[i] = -1
+            if guide.limits is not None:
+                guide.limits.narrow(masks_MW[i])
         has_any_M = np.any(masks_MW, axis=1).tolist()
         for i, guide in enumerate(self._guides):
-            if guide.is_open and guide.matcher is not None:
+            if guide.is_open:
                 guide.check(has_any_M[i])
             if not guide.is_open:
                 masks_MW[i] = -1
@@ -118,16 +136,16 @@ class Guides:
         """Takes in what enters the batch; whatever had those slots before is forgotten."""
         for new in new_slots:
             self._forget(new.slot)
-            if new.sampling.grammar:
+            if new.sampling.is_guided:
                 output = new.token_ids[new.num_prompt_tokens :].tolist()
-                self._first[new.slot] = Guide.behind(self._grammars, new.sampling.grammar, output)
+                self._first[new.slot] = Guide.behind(self._grammars, new.sampling, output)
         for fork in forks:
             self._forget(fork.slot)
             if fork.parent_slot in self._first:
                 self._first[fork.slot] = self._first[fork.parent_slot].copy()
 
     def of(self, samples: Sequence[SampleRow]) -> GuidedSamples | None:
-        """Those of `samples` that follow a grammar; None: none does."""
+        """Those of `samples` that have a guide; None: none has."""
         if not self._first:
             return None
         indices = [i for i, sample in enumerate(samples) if sample.slot in self._first]

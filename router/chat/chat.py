@@ -16,8 +16,10 @@ from tandem.router.chat.conversation import as_templates_expect, called_tools
 from tandem.router.chat.deltas import CallArguments, CallStart, Delta, OutputParser, Reasoning, merged
 from tandem.router.chat.parsers import CALL_PARSERS, HARMONY, NONE, choose_parsers
 from tandem.router.chat.template_source import ChatTemplates
-from tandem.router.structured.answer import Part, answer_of
-from tandem.router.structured.calls import ChatGrammar, Spelling, Thinking
+from tandem.router.structured.answer import answer_of
+from tandem.router.structured.calls import ChatGrammar, Thinking
+from tandem.router.structured.parts import Part
+from tandem.router.structured.spelling import Spelling
 from tandem.router.text.completion import ModelFacts, tokenize_text
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -40,7 +42,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._templates = ChatTemplates(folder, options.chat_template)
         self.parsers = choose_parsers(options.tool_call_parser, options.reasoning_parser, self._templates.source)
-        self._marks = tokenizer.mark_ids(self.parsers.markers)
+        self._spelling = Spelling(tokenizer.mark_ids)
         self.shown_ids = tokenizer.special_ids(self.parsers.markers)
 
     @property
@@ -75,14 +77,14 @@ class Chat:
     def grammar(self, body: ChatBody, prompt: str) -> tuple[list[Part], str] | None:
         """(grammar that an answer to `prompt` must follow, field that asks for it); None: the answer is free. Raises
         InvalidRequestError."""
-        answer, names = answer_of(body), body.forced_names or body.callable_names or ()
+        answer, names = answer_of(body, self._spelling), body.forced_names or body.callable_names or ()
         tools = [tool for tool in called_tools(body.tools or ()) if tool.name in names]
         form = None
         if tools:
-            form = CALL_PARSERS[self.parsers.calls].form(self._templates.source, self._marks)
+            form = CALL_PARSERS[self.parsers.calls].form(self._templates.source, self._spelling.marks)
         one_call = body.parallel_tool_calls is False or isinstance(body.tool_choice, dict)
         asked = ChatGrammar(
-            Spelling(self._marks),
+            self._spelling,
             answer,
             tools,
             form,

@@ -22,11 +22,13 @@ from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.rebalancer import Rebalancer
 from tandem.router.structured.answer import answer_of
 from tandem.router.structured.checker import GrammarChecker
+from tandem.router.structured.spelling import Spelling
 from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.completion import (
     DEFAULT_MAX_TOKENS,
     ModelFacts,
     PromptPlan,
+    banned_ids,
     check_model,
     check_task,
     held_to,
@@ -62,7 +64,7 @@ class CompletionService:
         self._privacy, self._defaults = privacy, defaults
         self.options, self.cluster, self.tokenizer, self.metrics = options, cluster, tokenizer, metrics
         self.encoder, self.bodies = PromptEncoder(tokenizer), BodyReader(options.strict_requests)
-        self.grammars = GrammarChecker(tokenizer.folder)
+        self.grammars, self._spelling = GrammarChecker(tokenizer.folder), Spelling(tokenizer.mark_ids)
         self._factory = GenerationFactory(options, tokenizer)
         self._clock = clock
         self.num_awaiting_facts = 0  # requests that came before any node
@@ -110,7 +112,7 @@ class CompletionService:
         check_task(facts, "generate")
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
         plans = self.plan_prompts(body, prompts, prompt_ids, tenant)
-        if (answer := answer_of(body)) is not None:
+        if (answer := answer_of(body, self._spelling)) is not None:
             plans = held_to(plans, await self.grammars.check([answer.part], answer.param))
         return body, plans
 
@@ -126,7 +128,8 @@ class CompletionService:
         facts = self.facts()
         if body.truncate_prompt_tokens is not None:
             prompts = prompt_ids = [last_tokens(ids, body, self.tokenizer, facts) for ids in prompt_ids]
-        plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults, default_max_tokens)
+        banned = banned_ids(body.bad_words or (), self.tokenizer)
+        plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults, default_max_tokens, banned)
         if body.skip_special_tokens is False:
             plans = [replace(plan, shown_ids=self.tokenizer.all_special_ids) for plan in plans]
         return [self._privacy.apply(plan, tenant, body.cache_salt or "") for plan in plans]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.router.structured.answer import AnswerPart, Part, in_slashes, lark_part, quoted, schema_part
+from tandem.router.structured.answer import AnswerPart
+from tandem.router.structured.parts import Part, lark_part, schema_part
+from tandem.router.structured.spelling import TEXT, Spelling, lazy
 
 ARGUMENTS = "arguments_"  # parts that hold a tool's arguments, and the tool's place
-TEXT = r"TEXT: /(.|\n)*/"
 Opening = Literal["no", "maybe", "open"]  # whether an answer begins with reasoning; open: the prompt has begun it
 
 
@@ -44,24 +44,6 @@ class Thinking:
     begin: str
     end: str
     opening: Opening
-
-
-@dataclass(frozen=True, slots=True)
-class Spelling:
-    """Texts as Lark. `marks` in them are named by their token ids."""
-
-    marks: Mapping[str, int]
-
-    def lark(self, text: str) -> str:
-        pattern = "|".join(map(re.escape, sorted(self.marks, key=len, reverse=True)))
-        pieces = re.split(f"({pattern})", text) if pattern else [text]
-        return " ".join(f"<[{self.marks[p]}]>" if p in self.marks else quoted(p) for p in pieces if p)
-
-    def up_to(self, mark: str) -> str:
-        """A lexeme, or tokens, of any text up to a mark and with it."""
-        if mark in self.marks:
-            return f"TEXT {self.lark(mark)}"
-        return rf"/(.|\n)*{in_slashes(re.escape(mark))[1:-1]}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +81,7 @@ class ChatGrammar:
             if self.answer is not None and not self.must_call:
                 ways = "calls | @answer"
             elif not self.must_call and self.form.mark:
-                rules.append(_lazy("lead", self.spelling.up_to(self.form.mark)))
+                rules.append(lazy("lead", self.spelling.up_to(self.form.mark)))
                 ways = "(lead block)* TEXT"
             elif not self.must_call:
                 rules.append(r"OTHER: /[^{\s](.|\n)*/")
@@ -116,7 +98,7 @@ class ChatGrammar:
         if not self.must_call:
             ways.append(f"{say('<|channel|>final<|message|>')} {'TEXT' if self.answer is None else '@answer'}")
         note = f'{say("<|channel|>")} "analysis" {say("<|message|>")} noted {say("<|start|>assistant")}'
-        rules += [f"note: {note}", _lazy("noted", self.spelling.up_to("<|end|>"))]
+        rules += [f"note: {note}", lazy("noted", self.spelling.up_to("<|end|>"))]
         return self._whole([f"start: note* ({' | '.join(ways)})", *rules, TEXT])
 
     def _whole(self, rules: list[str]) -> list[Part]:
@@ -131,7 +113,7 @@ class ChatGrammar:
         if thinking is None or thinking.opening == "no":
             return []
         begin = self.spelling.lark(thinking.begin) + ("?" if thinking.opening == "open" else "")
-        return [f'thought: {begin} thinking ("\\n\\n" | "\\n")?', _lazy("thinking", self.spelling.up_to(thinking.end))]
+        return [f'thought: {begin} thinking ("\\n\\n" | "\\n")?', lazy("thinking", self.spelling.up_to(thinking.end))]
 
     def _calls(self, form: CallForm) -> list[str]:
         """Rules in Lark: `calls` are all calls of an answer, and `block` is what follows a mark within text."""
@@ -155,8 +137,3 @@ def arguments_part(tool: Tool, is_forced: bool) -> Part:
     """The grammar of a tool's arguments: its parameters where it is `strict` or forced, else any object."""
     parameters = tool.parameters if tool.parameters and (tool.strict or is_forced) else {}
     return schema_part({"type": "object", **parameters})
-
-
-def _lazy(name: str, lexeme: str) -> str:
-    """A rule that ends where it can end first."""
-    return f"{name}{'' if lexeme.startswith('TEXT') else '[lazy]'}: {lexeme}"

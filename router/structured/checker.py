@@ -11,8 +11,8 @@ import msgspec
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.engine.structured.grammars import MAX_GRAMMAR_BYTES, Grammars
-from tandem.router.structured.answer import Part
 from tandem.router.structured.calls import ARGUMENTS
+from tandem.router.structured.parts import Part
 
 
 class GrammarChecker:

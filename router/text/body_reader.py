@@ -58,8 +58,6 @@ REFUSED = {
     "regex": ONE_OF_ITS_FIELDS,
     "ebnf": ONE_OF_ITS_FIELDS,
     "guided_decoding_backend": "there is one; leave it out",
-    "allowed_token_ids": "hold the output to a grammar by `structured_outputs`",
-    "bad_words": "ban tokens by `logit_bias` (-100 each; /tokenize says which they are)",
     "logits_processors": "no code is taken from requests",
     "custom_logit_processor": "no code is taken from requests",
     "use_beam_search": "beams aren't built; use `n` or `best_of`",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -18,6 +19,7 @@ from tandem.router.text.openai_api import CompletionBody, Prompts, parse_logit_b
 from tandem.router.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+TokenSequences = tuple[tuple[int, ...], ...]
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own
 MAX_SEQUENCES = 4096  # a guess: of one body, prompts times samples
@@ -113,6 +115,12 @@ def held_to(plans: list[PromptPlan], grammar: str) -> list[PromptPlan]:
     return [replace(plan, sampling=msgspec.structs.replace(plan.sampling, grammar=grammar)) for plan in plans]
 
 
+def banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
+    """The token ids of each word, as it is written at the beginning of a text and behind a space."""
+    texts = {text for word in words for text in (word.lstrip() or word, f" {word.lstrip()}")}
+    return tuple(sorted({tuple(ids) for text in texts if (ids := tokenizer.encode(text, add_special_tokens=False))}))
+
+
 def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:
     if plan.text is not None:
         return plan.text
@@ -140,9 +148,10 @@ def plan_prompts(
     facts: ModelFacts,
     defaults: SamplingDefaults,
     default_max_tokens: int = DEFAULT_MAX_TOKENS,
+    banned: TokenSequences = (),
 ) -> list[PromptPlan]:
     """One plan for each prompt; what the body leaves open is as in `defaults`, and then `default_max_tokens` as far as
-    there is room.
+    there is room. `banned`: sequences of token ids that no output may contain.
 
     Raises InvalidRequestError when ids or lengths are beyond the model, naming prompt, max_tokens or the list.
     """
@@ -152,6 +161,7 @@ def plan_prompts(
             param="best_of" if body.best_of else "n",
         )
     _check_token_ids(body.stop_token_ids or [], facts.vocab_size, "stop_token_ids")
+    _check_token_ids(body.allowed_token_ids or [], facts.vocab_size, "allowed_token_ids")
     logit_bias = parse_logit_bias(body.logit_bias, facts.vocab_size)
     plans = []
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
@@ -160,7 +170,7 @@ def plan_prompts(
         if int(token_ids.max()) >= facts.vocab_size:
             _check_token_ids(ids, facts.vocab_size, "prompt")
         most = _max_tokens(body, len(ids), facts, defaults.max_new_tokens or default_max_tokens)
-        sampling = _sampling(body, logit_bias, most, defaults)
+        sampling = _sampling(body, logit_bias, most, defaults, banned)
         plans.append(PromptPlan(token_ids, prompt if isinstance(prompt, str) else None, sampling))
     return plans
 
@@ -202,7 +212,11 @@ def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts,
 
 
 def _sampling(
-    body: CompletionBody, logit_bias: tuple[tuple[int, float], ...], max_tokens: int, defaults: SamplingDefaults
+    body: CompletionBody,
+    logit_bias: tuple[tuple[int, float], ...],
+    max_tokens: int,
+    defaults: SamplingDefaults,
+    banned: TokenSequences,
 ) -> SamplingParams:
     num_logprobs = body.logprobs
     if num_logprobs is None and body.num_generated > body.num_samples:
@@ -226,6 +240,8 @@ def _sampling(
         num_prompt_logprobs=num_prompt_logprobs,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
+        allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
+        bad_words=banned,
     )
 
 

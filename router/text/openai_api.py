@@ -3,7 +3,7 @@
 Beyond OpenAI's API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens, return_token_ids,
 priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens, skip_special_tokens,
 include_stop_str_in_output, truncate_prompt_tokens, return_tokens_as_token_ids, request_id, timeout,
-structured_outputs, guided_….
+structured_outputs, guided_…, allowed_token_ids, bad_words.
 """
 
 from __future__ import annotations
@@ -19,18 +19,21 @@ from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError
 
-MAX_SAMPLES = 128  # a guess, as are the next five: above what clients ask for, and bounded for nodes
+MAX_SAMPLES = 128  # a guess, as are the others: above what clients ask for, and bounded for nodes
 MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 LEAST_TIMEOUT_S = 0.1  # seconds between two looks at deadlines
 MAX_BIASES = 4096
 MAX_CHOICES = 4096
+MAX_ALLOWED = 1 << 17
+MAX_BAD_WORDS = 256
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 Choices = Annotated[list[str], Meta(min_length=1, max_length=MAX_CHOICES)]
 Stops = Annotated[list[Stop], Meta(max_length=MAX_STOPS)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -43,14 +46,14 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the output must be. Exactly one of the first five fields is given."""
+    """What the output must be. Exactly one of the first six fields is given."""
 
     json: Any = None  # a JSON schema
     json_object: bool | None = None
     regex: str | None = None
     choice: Choices | None = None
     grammar: str | None = None  # Lark or GBNF
-    structural_tag: Any = None
+    structural_tag: Any = None  # xgrammar's, as an object or as its JSON
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     disable_fallback: bool | None = None  # changes nothing: there is none
@@ -80,6 +83,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), lt=1 << 31)] | None = None
     prompt_logprobs: NumLogprobs | None = None

@@ -101,12 +101,12 @@ class Tokenizer:
         found = (self._tokenizer.token_to_id(text) for text in texts)
         return frozenset(i for i in found if i in self._special_ids)
 
-    def mark_ids(self, texts: Iterable[str]) -> dict[str, int]:
-        """Those texts that a grammar must name as tokens, and their ids: llguidance takes special tokens and added ones
-        in angle brackets for no text."""
-        added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        found = {text: added[text] for text in texts if text in added}
-        return {text: i for text, i in found.items() if i in self._special_ids or (text[0], text[-1]) == ("<", ">")}
+    @cached_property
+    def mark_ids(self) -> dict[str, int]:
+        """Texts that a grammar must name as tokens, and their ids: llguidance takes special tokens and added ones in
+        angle brackets for no text."""
+        added = {token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.content}
+        return {text: i for text, i in added.items() if i in self._special_ids or (text[0], text[-1]) == ("<", ">")}
 
     def detokenizer(self, prompt_token_ids: list[int], shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
         """A fresh incremental detokenizer of output that follows this prompt (its last few tokens are enough). Special

@@ -228,6 +228,9 @@ def same_in_both(name: str, answer: Any) -> Any:
     return answer
 
 
+TAG = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[0-9]{1,4}"}, "end": ">"}
+
+
 class Trip(pydantic.BaseModel):
     city: Literal["Rome", "Oslo"]
     days: Annotated[list[Annotated[int, pydantic.Field(ge=1, le=31)]], pydantic.Field(max_length=3)]
@@ -252,6 +255,7 @@ def test_answers_are_held_to_what_is_asked(client: openai.OpenAI) -> None:
         ("regex", {"regex": "[a-f]{3,9}x"}, r"[a-f]{3,9}x"), ("choice", {"choice": ["yes", "no"]}, "yes|no"),
         ("grammar", {"grammar": 'start: "<" start ">" | "0"'}, "<*0>*"),
         ("schema", {"json": {"const": {"a": [1]}}}, r'\{\s*"a"\s*:\s*\[\s*1\s*\]\s*\}'),
+        ("tag", {"structural_tag": {"format": TAG}}, "<[0-9]+>"),
     ):  # fmt: skip
         body = {"structured_outputs": asked}
         [choice] = same_in_both(name, create(client, extra_body=body, max_tokens=60, seed=5)).choices
@@ -265,6 +269,24 @@ def test_answers_are_held_to_what_is_asked(client: openai.OpenAI) -> None:
     json_object: Any = {"response_format": {"type": "json_object"}}
     [cut] = client.completions.create(model="scripted", prompt="Hello", extra_body=json_object, max_tokens=1).choices
     assert (cut.text, cut.finish_reason) == ("{", "length")
+
+
+def test_tokens_are_allowed_and_words_are_banned(
+    client: openai.OpenAI, router: RouterInThread, model: tuple[Path, dict[str, list[str]]]
+) -> None:
+    pieces = model[1]["hello"]
+    for first, last in ((1, 2), (4, 6)):  # a token, and a sequence of them
+        banned, begin = "".join(pieces[first:last]), "".join(pieces[: last - 1])
+        [choice] = same_in_both(banned, create(client, extra_body={"bad_words": [banned]}, max_tokens=30)).choices
+        assert choice.message.content.startswith(begin)
+        assert not choice.message.content.startswith(begin + pieces[last - 1])
+    vowels = router.client.post("/tokenize", json={"prompt": "aeiou"}).json()["tokens"]
+    held: Any = {"extra_body": {"allowed_token_ids": vowels}, "max_tokens": 12, "seed": 3, "temperature": 1.0}
+    [choice] = same_in_both("vowels", create(client, **held)).choices
+    assert (set(choice.message.content) <= set("aeiou"), len(choice.message.content)) == (True, 12)
+    held["extra_body"] = {"allowed_token_ids": [vowels[0]], "structured_outputs": {"regex": "[b-z]+"}}
+    with pytest.raises(openai.BadRequestError, match="leave no token"):
+        create(client, **held)
 
 
 def test_the_grammar_begins_behind_the_reasoning(client: openai.OpenAI) -> None:

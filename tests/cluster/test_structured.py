@@ -30,7 +30,11 @@ GREEDY = SamplingParams(max_tokens=150, temperature=0.0, grammar=GRAMMAR)
 DRAWN = SamplingParams(max_tokens=150, temperature=1.0, seed=3, grammar=GRAMMAR, num_logprobs=1, frequency_penalty=0.5)
 FREE = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
 WORD = SamplingParams(max_tokens=20, temperature=1.0, seed=9, grammar='start: "yes" | "no"', ignore_eos=True)
+HELD = SamplingParams(max_tokens=40, temperature=1.0, seed=4, allowed_token_ids=tuple(range(40, 90)), ignore_eos=True)
 CUT = SamplingParams(max_tokens=30, temperature=0.0, grammar=GRAMMAR)
+
+
+BANNED = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, bad_words=((962, 27, 352),))
 
 
 @cache
@@ -57,8 +61,8 @@ Outputs = dict[str, dict[int, tuple[list[int], str]]]
 def ask_all(client: Client, nodes: list[Node]) -> Outputs:
     prefill = nodes[1].info if len(nodes) > 1 else None
 
-    def submit(name: str, sampling: SamplingParams, samples: tuple[int, ...] = (0,)) -> Result:
-        prompt = ids_of(f"{name}: def read_lines(path, encoding):" * 8)
+    def submit(name: str, sampling: SamplingParams, samples: tuple[int, ...] = (0,), about: str = "") -> Result:
+        prompt = ids_of(f"{about or name}: def read_lines(path, encoding):" * 8)
         return client.submit(name, prompt, sampling, decode=nodes[0].info, prefill=prefill, samples=samples)
 
     results = {
@@ -67,6 +71,8 @@ def ask_all(client: Client, nodes: list[Node]) -> Outputs:
         "free": submit("free", FREE),
         "word": submit("word", WORD, (0, 1)),
         "cut": submit("cut", CUT),
+        "held": submit("held", HELD, (0, 1)),
+        "banned": submit("banned", BANNED, about="free"),
     }
     client.wait()
     for name, result in results.items():
@@ -107,6 +113,12 @@ def test_output_follows_its_grammar_and_ends_with_it() -> None:
     for token_ids, reason in outputs["word"].values():
         assert (tokenizer().decode(token_ids) in ("yes", "no"), reason) == (True, "stop")
     assert outputs["free"][0][1] == outputs["cut"][0][1] == "length"
+    assert all(set(ids) <= set(HELD.allowed_token_ids) and len(set(ids)) > 1 for ids, _ in outputs["held"].values())
+    free, banned = outputs["free"][0][0], outputs["banned"][0][0]
+    at = next(i for i in range(len(free)) if tuple(free[i : i + 3]) == BANNED.bad_words[0])
+    assert banned[: at + 2] == free[: at + 2]
+    assert banned[at + 2] != free[at + 2]
+    assert not any(tuple(banned[i : i + 3]) == BANNED.bad_words[0] for i in range(len(banned)))
     assert outputs["cut"][0][0] == outputs["greedy"][0][0][:30] or outputs["cut"][0][0][:1] == ids_of("{")[-1:]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,9 @@ def grammars() -> Grammars:
     return Grammars(DEMO, VOCAB, [EOS])
 
 
-def new_slot(slot: int, grammar: str, output: list[int] = [], sample: int = 0) -> NewSlot:  # noqa: B006
+def new_slot(slot: int, grammar: str, output: list[int] = [], sample: int = 0, **limits: Any) -> NewSlot:  # noqa: B006
     tokens = np.array([*PROMPT, *output], np.int32)
-    return NewSlot(slot, tokens, len(PROMPT), (), SamplingParams(grammar=grammar), sample)
+    return NewSlot(slot, tokens, len(PROMPT), (), SamplingParams(grammar=grammar, **limits), sample)
 
 
 def rows(*slots_and_samples: tuple[int, int]) -> list[SampleRow]:
@@ -45,7 +46,7 @@ def allowed(guided: GuidedSamples | None) -> list[set[int]]:
     masks = np.full(guided.mask_shape, 77, np.int32)
     guided.fill(masks)
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")
-    assert bits[:, VOCAB:].sum() == 0 or (masks == -1).all(axis=1).any()
+    assert bits[:, VOCAB:].sum() == 0 or bits[:, VOCAB:].all(axis=1).any()
     return [set(np.flatnonzero(row[:VOCAB]).tolist()) for row in bits]
 
 
@@ -184,3 +185,55 @@ def test_the_workshop_keeps_the_order_and_waits_for_nothing_known(grammars: Gram
     workshop.stop()
     workshop.prepare(fresh, lambda: say("known"))
     assert said[-1] == ("known", "MainThread")
+
+
+def test_tokens_are_held_to_lists_of_ids(grammars: Grammars) -> None:
+    guides = Guides(grammars)
+    allowed_ids = (31, 63, VOCAB - 1)
+    guides.apply([new_slot(0, "", allowed_token_ids=allowed_ids), new_slot(1, "", bad_words=((31,), (8, 31, 64)))], ())
+    by_slot = allowed(guides.of(rows((0, 0), (1, 0))))
+    assert by_slot[0] == set(allowed_ids)
+    assert by_slot[1] == set(range(VOCAB)) - {31}
+    walk(guides, 1, [8])
+    assert walk(guides, 0, [63, 31]).ended == set()
+
+
+def test_a_sequence_is_banned_where_it_would_end(grammars: Grammars) -> None:
+    """Whatever way the sample came, and for each sample by itself."""
+    guides, banned = Guides(grammars), ((8, 9, 64), (9, 65))
+    guides.apply([new_slot(0, "", bad_words=banned), new_slot(1, "", [5, 8, 9], bad_words=banned)], [])
+    walk(guides, 0, [8])
+    assert allowed(guides.of(rows((0, 0), (0, 1)))) == [set(range(VOCAB))] * 2
+    walk(guides, 0, [9])
+    assert allowed(guides.of(rows((0, 0), (0, 1), (1, 0)))) == [
+        set(range(VOCAB)) - {64, 65}, set(range(VOCAB)), set(range(VOCAB)) - {64, 65}
+    ]  # fmt: skip
+    walk(guides, 0, [9])
+    assert allowed(guides.of(rows((0, 0)))) == [set(range(VOCAB)) - {65}]
+
+
+def test_limits_hold_within_a_grammar(grammars: Grammars) -> None:
+    guides = Guides(grammars)
+    [no] = ids_of("7")
+    guides.apply([new_slot(0, "start: /[0-9]/", bad_words=((no,),))], ())
+    [digits] = allowed(guides.of(rows((0, 0))))
+    assert digits == {ids_of(digit)[0] for digit in "012345689"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "limits"),
+    [
+        ("", {"allowed_token_ids": (5,), "bad_words": ((5,),)}),
+        ("", {"allowed_token_ids": (EOS, 6), "min_tokens": 1, "stop_token_ids": (6,)}),
+        ('start: "(" /.*/', {"allowed_token_ids": (4,)}),
+    ],
+)
+def test_limits_that_leave_nothing_fail_alone(grammars: Grammars, grammar: str, limits: dict[str, Any]) -> None:
+    guides = Guides(grammars)
+    guides.apply([new_slot(0, grammar, **limits), new_slot(1, POINT)], ())
+    guided = guides.of(rows((0, 0), (1, 0)))
+    allowed(guided)
+    assert guided is not None
+    guided.take(np.array([0, ids_of("(")[0]]))
+    assert list(guided.failed) == [0]
+    assert "leave no token" in guided.failed[0]

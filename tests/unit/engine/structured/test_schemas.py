@@ -22,7 +22,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.step import NewSlot, SampleRow
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.guides import Guides
-from tandem.router.structured.answer import schema_part
+from tandem.router.structured.parts import schema_part
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 VOCAB, EOS, MOST_TOKENS = 2048, 1, 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import tempfile
@@ -19,8 +20,10 @@ from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat import thinking
 from tandem.router.chat.deltas import ChatMessage
 from tandem.router.chat.parsers import CALL_PARSERS, HARMONY, Parsers
-from tandem.router.structured.answer import Part, answer_of
-from tandem.router.structured.calls import ChatGrammar, Spelling, Thinking, Tool
+from tandem.router.structured.answer import answer_of
+from tandem.router.structured.calls import ChatGrammar, Thinking, Tool
+from tandem.router.structured.parts import Part
+from tandem.router.structured.spelling import Spelling
 from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.openai_api import CompletionBody, GenerationBody
 from tandem.router.text.tokenizer import Tokenizer as RouterTokenizer
@@ -58,9 +61,9 @@ def tokenizer(marks: str) -> tuple[Tokenizer, LLTokenizer]:
 def spelling(marks: str) -> Spelling:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer(marks)[0].save(f"{folder}/tokenizer.json")
-        found = RouterTokenizer(folder).mark_ids(MARKS)
+        found = RouterTokenizer(folder).mark_ids
     named = {mark for mark in MARKS if marks == "special" or (marks == "added" and mark.startswith("<"))}
-    assert found.keys() == named
+    assert found.keys() == named | {EOS}
     assert all(tokenizer(marks)[1].is_special_token(token_id) for token_id in found.values())
     return Spelling(found)
 
@@ -103,7 +106,7 @@ def body(**fields: Any) -> CompletionBody:
 
 
 def part(**fields: Any) -> list[Part]:
-    asked = answer_of(body(**fields))
+    asked = answer_of(body(**fields), spelling("texts"))
     assert asked is not None
     return [asked.part]
 
@@ -133,6 +136,25 @@ ASKED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"guided_regex": "[ab]+"}, ["abba"], ["c"]),
     ({"guided_choice": ["yes", "no"]}, ["yes", "no"], ["maybe"]),
     ({"guided_grammar": 'root ::= "x" | "y"'}, ["x"], ["z"]),
+    ({"response_format": {"type": "structural_tag", "triggers": ["<function=", "<f2"], "structures": [
+        {"begin": "<function=at>", "schema": POINT, "end": "</function>"}, {"begin": "<f2>", "schema": {}, "end": ""}],
+    }},
+     ["none", "so: <function=at>{\"x\": 3}</function> and <f2>[1] <function", ""],
+     ['<function=at>{"x": "3"}</function>', "<function=other>", 'a <function=at>{"x": 3}', "<f2", "<function= <f2>1"]),
+    ({"structured_outputs": {"structural_tag": json.dumps({"format": {"type": "sequence", "elements": [
+        {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": ["</think>", "</t>"]},
+        {"type": "or", "elements": [{"type": "regex", "pattern": "a/b{2}"}, {"type": "const_string", "value": "c\n"}]},
+        {"type": "grammar", "grammar": 'root ::= "x" | "y" root'}, {"type": "any_text"}]}})}},
+     ["<think>so {</think>a/bbyyx and on", "<think></t>c\nx"], ["a/bbx", "<think></think>a/bbz", "<think>a/bbx"]),
+    ({"structured_outputs": {"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [
+        {"begin": "<a>", "content": {"type": "const_string", "value": "1"}, "end": ">"}], "at_least_one": True}}}},
+     ["<a>1>", "b<a>1><a>1>c"], ["", "b", "<a>1>b<a"]),
+    ({"structured_outputs": {"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [
+        {"begin": "<a>", "content": {"type": "const_string", "value": "1"}, "end": ""}], "stop_after_first": True}}}},
+     ["<a>1", "b<a>1", "b"], ["<a>1c", "<a>1<a>1"]),
+    ({"structured_outputs": {"structural_tag": {"format": {"type": "tags_with_separator", "separator": ", ", "tags": [
+        {"type": "tag", "begin": x, "content": {"type": "json_schema", "json_schema": {"type": "integer"}}, "end": ";"}
+        for x in "ab"]}}}}, ["", "a1;", "a1;, b2;, a3;"], ["a1;b2;", "a1;, ", "x"]),
 ]  # fmt: skip
 
 
@@ -144,32 +166,63 @@ def test_an_answer_is_what_was_asked_for(fields: dict[str, Any], good: list[str]
         assert not accepts(part(**fields), text), text
 
 
+def tagged(tag_format: Any) -> dict[str, Any]:
+    return {"structural_tag": {"type": "structural_tag", "format": tag_format}}
+
+
+@pytest.mark.parametrize("marks", KINDS)
+def test_tags_may_begin_and_end_with_marks(marks: str) -> None:
+    """Which the model writes as the tokens that they are."""
+    call = {"begin": "<tool_call>\n", "content": {"type": "json_schema", "json_schema": POINT}, "end": "\n</tool_call>"}
+    calls = {"type": "triggered_tags", "triggers": ["<tool_call>\n"], "tags": [call]}
+    thought = {"type": "tag", "begin": "<think>", "content": {"type": "any_text"}, "end": "</think>"}
+    asked = body(structured_outputs=tagged({"type": "sequence", "elements": [thought, calls]}))
+    answer = answer_of(asked, spelling(marks))
+    assert answer is not None
+    good = '<think>a call?</think>so\n<tool_call>\n{"x": 1}\n</tool_call><tool_call>\n{"x":2}\n</tool_call>.'
+    assert accepts([answer.part], good, marks)
+    for wrong in (good.replace("2", '"2"'), good.replace("</think>", ""), good.removesuffix("</tool_call>.")):
+        assert not accepts([answer.part], wrong, marks)
+
+
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "yaml"}}, "response_format", "'yaml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
     ({"response_format": schema_format([1])}, "response_format", "must be a JSON schema"),
     ({"structured_outputs": {}}, "structured_outputs", "not 0"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "not 2"),
-    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "isn't built"),
+    ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs", "has `format`, or `structures`"),
+    ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs", "no JSON"),
+    ({"structured_outputs": tagged({"type": "qwen_xml"})}, "structured_outputs", "'qwen_xml'; it may be const_string"),
+    ({"structured_outputs": tagged(3)}, "structured_outputs", "'None'"),
+    ({"structured_outputs": tagged({"type": "tag", "begin": 3})}, "structured_outputs", "`begin` must be a text"),
+    ({"structured_outputs": tagged({"type": "or", "elements": []})}, "structured_outputs", "`elements` must be a list"),
+    ({"structured_outputs": tagged({"type": "sequence", "elements": [{"type": "any_text"}, {"type": "any_text"}]})},
+     "structured_outputs", "nobody knows where it ends"),
+    ({"structured_outputs": tagged({"type": "triggered_tags", "triggers": ["<"], "tags": [{"begin": "b", "end": ""}]})},
+     "structured_outputs", "none of the triggers"),
+    ({"structured_outputs": tagged(functools.reduce(lambda f, _: {"type": "or", "elements": [f]}, range(40), {}))},
+     "structured_outputs", "deep"),
+    ({"response_format": {"type": "structural_tag", "structures": [], "triggers": ["<"]}}, "response_format", "`tags`"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs", "no JSON"),
     ({"structured_outputs": {"json": 3}}, "structured_outputs", "must be a JSON schema"),
     ({"structured_outputs": {"choice": []}}, "structured_outputs", ">= 1"),
     ({"structured_outputs": {"regx": "a"}}, "structured_outputs", "regex"),
     ({"guided_grammar": "root ::= ("}, "guided_grammar", "neither Lark nor GBNF"),
     ({"guided_json": POINT, "response_format": {"type": "json_object"}}, "guided_json", "give one"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), REFUSED, ids=lambda value: str(value)[:40])
 def test_what_is_not_well_formed_names_its_field(fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        answer_of(body(**fields))
+        answer_of(body(**fields), spelling("texts"))
     assert caught.value.param == param
     assert says in caught.value.message
 
 
 def test_a_body_that_asks_for_nothing_is_free() -> None:
-    assert answer_of(body(response_format={"type": "text"}, guided_json=None)) is None
+    assert answer_of(body(response_format={"type": "text"}, guided_json=None), spelling("texts")) is None
 
 
 # --- calls ----------------------------------------------------------------------------------------------------
@@ -248,7 +301,7 @@ def test_nothing_is_held_to_anything_without_a_reason() -> None:
 
 @pytest.mark.parametrize("parser", CALL_PARSERS)
 def test_an_answer_beside_tools_is_a_call_or_what_was_asked_for(parser: str) -> None:
-    answer = answer_of(GenerationBody(response_format=schema_format(POINT)))
+    answer = answer_of(GenerationBody(response_format=schema_format(POINT)), spelling("texts"))
     fields: dict[str, Any] = {"answer": answer, "tools": TOOLS}
     form = CALL_PARSERS[parser].form("", {})
     assert ChatGrammar(spelling("texts"), form=form, **fields).excludes_itself == (parser == "llama3_json")
@@ -262,7 +315,7 @@ def test_an_answer_beside_tools_is_a_call_or_what_was_asked_for(parser: str) -> 
 
 @pytest.mark.parametrize("marks", KINDS)
 def test_reasoning_comes_before_the_grammar(marks: str) -> None:
-    answer = answer_of(GenerationBody(response_format=schema_format(POINT)))
+    answer = answer_of(GenerationBody(response_format=schema_format(POINT)), spelling("texts"))
 
     def parts(opening: str) -> list[Part]:
         return grammar_of("hermes", marks=marks, tools=None, answer=answer, opening=opening)
@@ -283,7 +336,7 @@ def test_reasoning_comes_before_the_grammar(marks: str) -> None:
 
 
 def test_channels_hold_reasoning_and_the_answer() -> None:
-    answer = answer_of(GenerationBody(response_format=schema_format(POINT)))
+    answer = answer_of(GenerationBody(response_format=schema_format(POINT)), spelling("texts"))
     parts = grammar_of(HARMONY, marks="special", tools=None, answer=answer)
     note, final = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", '<|channel|>final<|message|>{"x": 1}'
     assert accepts(parts, note + final, "special")
