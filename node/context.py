@@ -64,7 +64,9 @@ class NodeContext:
         return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs)
 
     def _make_book(self) -> RequestBook:
-        return RequestBook(self.loaded.config.vocab_size, self.loaded.max_model_len, self.pool.shares)
+        encoder = self.loaded.model.media_encoder
+        kinds = frozenset() if encoder is None else encoder.kinds
+        return RequestBook(self.loaded.config.vocab_size, self.loaded.max_model_len, self.pool.shares, kinds)
 
     def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded

@@ -29,6 +29,7 @@ from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.requests import Submit
+from tandem.engine.media.slots import MediaSlots
 from tandem.engine.pooling.config import read_pooling_config
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
@@ -132,6 +133,7 @@ class NodeProcess:
         self.worker = self._make_worker()
         self.grammars = Grammars(self.loaded.folder, self.loaded.config.vocab_size, self.loaded.config.eos_token_ids)
         self._workshop = GrammarWorkshop(self.grammars)
+        self.media = self._make_media()
         self.runner = self._make_runner(memory)
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
@@ -224,7 +226,15 @@ class NodeProcess:
             self.worker,
             self.ranks,
             Guides(self.grammars),
+            self.media,
         )
+
+    def _make_media(self) -> MediaSlots | None:
+        encoder = self.loaded.model.media_encoder
+        if encoder is None:
+            return None
+        options = self.options
+        return MediaSlots(encoder, options.scheduler.max_num_seqs, options.cache.media_cache_bytes, self.loaded.device)
 
     def _make_control(self, sockets: ControlSockets) -> ControlPlane:
         return ControlPlane(
@@ -298,6 +308,7 @@ class NodeProcess:
             self.transports.counters,
             self.control.counters.as_dict(),
             self.runner.counters,
+            {} if self.media is None else self.media.outputs.counters,
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),
             {} if self.turn_times is None else self.turn_times.counters,

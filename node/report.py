@@ -54,6 +54,7 @@ def describe(
         model_name=loaded.served_name,
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.config.vocab_size,
+        media_kinds=() if loaded.model.media_encoder is None else tuple(sorted(loaded.model.media_encoder.kinds)),
         transports=exports,
     )
 

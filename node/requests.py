@@ -65,6 +65,7 @@ class RequestBook:
     vocab_size: int
     max_model_len: int
     tenant_shares: TenantShares = field(default_factory=TenantShares)
+    media_kinds: frozenset[str] = frozenset()  # what the model takes beside text
     entries: dict[AttemptKey, AcceptedRequest] = field(default_factory=dict)
     num_accepted: int = 0
     num_ended: int = 0
@@ -93,7 +94,7 @@ class RequestBook:
         if key in self._tombstones:
             self._send(router, Accepted(request_id=submit.request_id, attempt=submit.attempt))
             return None
-        problem = problem_of(submit, self.vocab_size, self.max_model_len)
+        problem = problem_of(submit, self.vocab_size, self.max_model_len, self.media_kinds)
         if problem:
             self.refuse(router, submit, "invalid_request", problem, retryable=False)
             return None
@@ -236,6 +237,7 @@ class RequestBook:
             mode=submit.mode,
             use_prefix_cache=submit.use_prefix_cache,
             secrecy=Secrecy(submit.salt, submit.num_public_tokens, submit.context),
+            media=submit.media,
         )
         return Request(prompt, submit.sample_indices)
 

@@ -143,6 +143,8 @@ def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
             options.cache.gpu_memory_utilization,
             loaded.replays_graphs,
         )
+        if loaded.model.media_encoder is not None:
+            free -= options.cache.media_cache_bytes
     else:
         free = free_host_bytes(most=1 << 30)
     group = loaded.model.group

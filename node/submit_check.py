@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.media import problem_of_media
 from tandem.engine.contracts.wire.parts import PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.structured.grammars import MAX_GRAMMAR_BYTES
@@ -27,11 +28,12 @@ INT32 = 1 << 31
 INT64 = 1 << 64
 
 
-def problem_of(submit: Submit, vocab_size: int, max_model_len: int) -> str:
+def problem_of(submit: Submit, vocab_size: int, max_model_len: int, media_kinds: frozenset[str] = frozenset()) -> str:
     """The reason why this node can't take `submit`, in words for its sender; "" when it can."""
     for problem in (
         _problems_of_name(submit),
         _problems_of_prompt(submit, vocab_size, max_model_len),
+        _problems_of_media(submit, media_kinds),
         _problems_of_sampling(submit.sampling, vocab_size),
         _problems_of_place(submit),
     ):
@@ -65,7 +67,7 @@ def _problems_of_prompt(submit: Submit, vocab_size: int, max_model_len: int) -> 
     if num_tokens >= max_model_len:
         yield f"the prompt has {num_tokens} tokens; with one output token the model takes {max_model_len}"
     token_ids = np.frombuffer(submit.prompt_token_ids, "<i4")
-    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+    if token_ids.max() >= vocab_size or (token_ids.min() < 0 and not submit.media):
         yield f"a prompt token id is outside of [0, {vocab_size})"
     if not 0 <= submit.num_prior_output_tokens < num_tokens:
         yield "num_prior_output_tokens must leave at least one prompt token"
@@ -78,6 +80,20 @@ def _problems_of_prompt(submit: Submit, vocab_size: int, max_model_len: int) -> 
         yield f"sample_indices must be distinct, 1 to {MAX_SAMPLES} of them"
     if not all(0 <= index < INT32 for index in samples):
         yield "sample_indices must lie in [0, 2^31)"
+
+
+def _problems_of_media(submit: Submit, media_kinds: frozenset[str]) -> Iterator[str]:
+    if not submit.media:
+        return
+    for item in submit.media:
+        if item.kind not in media_kinds:
+            yield f"the model takes no {item.kind} input"
+    if submit.num_public_tokens > submit.media[0].start:
+        yield "a prompt's public tokens are text"
+    end_of_media, token_ids = submit.media[-1].end, np.frombuffer(submit.prompt_token_ids, "<i4")
+    if end_of_media > len(token_ids) - submit.num_prior_output_tokens:
+        yield "prior output holds no media"
+    yield problem_of_media(submit.media, token_ids)
 
 
 def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[str]:

@@ -82,6 +82,9 @@ class CacheOptions:
         Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"],
         "what this node keeps KV as; auto: as --dtype. Nodes may differ: KV is converted on the way",
     ] = "auto"
+    media_cache_bytes: Annotated[
+        Bytes, "memory for what was encoded of images and sounds, so that no node encodes one twice"
+    ] = 256 << 20  # a guess
     kv_scales: Annotated[str, 'JSON file of fp8 scales, one a layer: {"k": [...], "v": [...]}; left out: 1.0'] = ""
 
 

@@ -183,6 +183,7 @@ class DecoderModel(nn.Module):
         super().__init__()
         self.config = config
         self.group = group
+        self.media_encoder: None = None  # it takes text alone
         own = config if group is None else group.shard.config(config)
         first, last = (0, config.vocab_size) if group is None else group.shard.vocab(config)
         self._head_rows = slice(first, last) if config.tie_word_embeddings else slice(None)

@@ -164,7 +164,7 @@ class BatchState:
         counts_SV, in_prompt_SV = self._penalty_tables()
         for new in new_slots:
             split = min(new.num_prompt_tokens, len(new.token_ids))
-            prompt, output = upload([np.unique(new.token_ids[:split]), new.token_ids[split:]], self.device)
+            prompt, output = upload([_ids_in(new.token_ids[:split]), new.token_ids[split:]], self.device)
             in_prompt_SV[new.slot].zero_().index_fill_(0, prompt, True)
             counts_SV[new.slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
@@ -253,6 +253,12 @@ class BatchState:
 _NEUTRAL = SamplingParams(temperature=0.0)
 _EMPTY_IDS = np.empty(0, np.int64)
 _EMPTY_BIAS = (_EMPTY_IDS, np.empty(0, np.float64))
+
+
+def _ids_in(token_ids: np.ndarray) -> np.ndarray:
+    """The distinct token ids; spans of media, whose ids are below 0, hold none."""
+    found = np.unique(token_ids)
+    return found[found >= 0]
 
 
 def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) -> tuple:

@@ -72,8 +72,16 @@ def shared_graph_sizes(max_rows: int) -> list[int]:
 class DecodeBatch:
     """The input buffers of decode steps, and the forward pass over them."""
 
-    def __init__(self, model: DecoderLike, state: BatchState, max_rows: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        model: DecoderLike,
+        state: BatchState,
+        max_rows: int,
+        max_model_len: int,
+        shift_S: torch.Tensor | None = None,
+    ) -> None:
         self._model = model
+        self._shift_S = shift_S
         self._state = state
         self._max_model_len = max_model_len
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -111,6 +119,8 @@ class DecodeBatch:
             seq_lens_cpu=(self._max_model_len,) * size,
             shared_prefixes=prefixes,
         )
+        if self._shift_S is not None:
+            position_G = position_G + self._shift_S[slot_G]  # padding takes the last slot's: any will do
         with set_forward_context(ForwardContext(metadata, self._model.attention_layers)):
             hidden_GH = self._model(inputs.input_ids_R, position_G)
         return self._model.project(hidden_GH, out_GV)
@@ -151,8 +161,10 @@ class DecodeGraphs:
         max_rows: int,
         max_model_len: int,
         sharing: PrefixSharing | None = None,
+        shift_S: torch.Tensor | None = None,
     ) -> None:
-        self.batch = DecodeBatch(model, state, max_rows, max_model_len)
+        """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none."""
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
         self._sharing = sharing

@@ -24,7 +24,8 @@ def prompt_logprobs(
         for first, count in state.prompt_logprob_runs(row):
             begin = int(inputs.first_token_R[index]) + first
             after = row.start + first + 1
-            target_L = state.token_ids_SC[row.slot, after : after + count].to(torch.int64)
+            # Within a span of media there are none: the router leaves them out.
+            target_L = state.token_ids_SC[row.slot, after : after + count].to(torch.int64).clamp_min(0)
             logprobs = logprobs_of(model.compute_logits(hidden_TH[begin : begin + count]), target_L, wanted)
             parts.append(HostLogprobs.fetch(logprobs, np.full(count, piece.parents[index]), np.full(count, wanted)))
     return parts

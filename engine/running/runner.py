@@ -18,6 +18,8 @@ import torch
 
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.device.upload import upload
+from tandem.engine.media.encoder import EncodeError, MediaInputs
+from tandem.engine.media.slots import MediaSlots
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.running.prefix_sharing import PrefixSharing
@@ -55,9 +57,11 @@ class ModelRunner:
         worker_connector: KVConnectorWorker | None = None,
         followers: Followers | None = None,
         guides: Guides | None = None,
+        media: MediaSlots | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
-        `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn."""
+        `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn.
+        `media`: needed where prompts hold more than text."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -66,6 +70,7 @@ class ModelRunner:
         self._connector = worker_connector
         self._followers = followers
         self._guides = guides
+        self._media = media
         self._newest: LaunchedStep | None = None
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
@@ -95,6 +100,8 @@ class ModelRunner:
         failed_slots = self.state.apply(output.new_slots, output.block_appends)
         if self._guides is not None:
             self._guides.apply(output.new_slots, output.forks)
+        if self._media is not None:
+            self._media.apply(output.new_slots)
         if output.copies:
             copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
             copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))
@@ -121,7 +128,7 @@ class ModelRunner:
         """Runs a decode step, or small chunks of prompts, by replaying a graph. False: no graph fits this step, or the
         device had no memory for what comes beside it; what has run already may be run again, to the same effect."""
         graphs = self._graphs
-        if graphs is None:
+        if graphs is None or (self._media is not None and self._media.touch(output.rows)):
             return False
         rows: Sequence[ScheduledRow] = output.rows
         if not output.is_decode:
@@ -156,6 +163,9 @@ class ModelRunner:
             try:
                 self._compute_pieces(pieces, output, step)
                 break
+            except EncodeError as error:
+                step.fail(str(error))
+                break
             except torch.OutOfMemoryError as error:
                 largest = max(piece.num_tokens for piece in pieces)
                 self._on_out_of_memory(largest, error)
@@ -187,7 +197,10 @@ class ModelRunner:
         for piece in pieces:
             inputs = self._inputs.build(piece.rows)
             last = self._inputs.last_tokens(inputs, piece.sampled)
-            hidden_TH = self._forward(inputs, None if every else last, hooks if len(pieces) == 1 else None)
+            media = (
+                None if self._media is None else self._media.of(piece.rows, inputs.first_token_R, inputs.positions_T)
+            )
+            hidden_TH = self._forward(inputs, None if every else last, hooks if len(pieces) == 1 else None, media)
             if every:
                 step.prompt_logprobs += prompt_logprobs(self.model, self.state, piece, inputs, hidden_TH)
                 hidden_TH = hidden_TH[last.index]
@@ -196,6 +209,8 @@ class ModelRunner:
             for name, layer in self.model.attention_layers.items():
                 hooks.save_kv_layer(name, layer.kv_cache[0], None)
         self.state.fork(output.forks)
+        if self._media is not None:
+            self._media.fork(output.forks)
         if output.samples:
             hidden_NH = wanted[0]
             if len(pieces) > 1:
@@ -204,7 +219,11 @@ class ModelRunner:
             self._sample(output.samples, self.model.project(hidden_NH), step)
 
     def _forward(
-        self, inputs: ForwardInputs, wanted: WantedTokens | None, hooks: KVConnectorWorker | None = None
+        self,
+        inputs: ForwardInputs,
+        wanted: WantedTokens | None,
+        hooks: KVConnectorWorker | None = None,
+        media: MediaInputs | None = None,
     ) -> torch.Tensor:
         context = ForwardContext(
             attn_metadata=inputs.metadata,
@@ -212,6 +231,8 @@ class ModelRunner:
             hooks=hooks,
         )
         with set_forward_context(context):
+            if media is not None:
+                return self.model(inputs.input_ids_T, inputs.positions_T, wanted, media)
             return self.model(inputs.input_ids_T, inputs.positions_T, wanted)
 
     def _sample(self, samples: Sequence[SampleRow], logits_NV: torch.Tensor, step: LaunchedStep) -> None:
@@ -314,7 +335,14 @@ class ModelRunner:
         assert self.device.type == "cuda"
         if self._followers is not None:
             self._followers.announce("capture")
-        graphs = DecodeGraphs(self.model, self.state, self.max_graph_rows, self.max_model_len, self.sharing)
+        graphs = DecodeGraphs(
+            self.model,
+            self.state,
+            self.max_graph_rows,
+            self.max_model_len,
+            self.sharing,
+            None if self._media is None else self._media.shift_S,
+        )
         graphs.capture()
         self._graphs = graphs
 

@@ -6,19 +6,33 @@ from typing import Literal, Protocol
 
 import torch
 
+from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.decode_graphs import DecoderLike
 from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.kernels.products.rotary_attention import WantedTokens
 
 
 class Model(DecoderLike, Protocol):
     """A model as the runner uses it. `group` are the ranks that share it out; None: this process holds all of it."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: WantedTokens | None = None,
+        media: MediaInputs | None = None,
+    ) -> torch.Tensor:
+        """`media` is for models that have a `media_encoder`."""
 
     @property
     def group(self) -> TensorParallel | None: ...
 
     @property
     def vocab_size(self) -> int: ...
+
+    @property
+    def media_encoder(self) -> MediaEncoder | None: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 

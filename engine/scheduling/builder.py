@@ -81,6 +81,7 @@ class StepBuilder:
                 block_ids=tuple(request.block_ids),
                 sampling=request.prompt.sampling,
                 sample_index=request.sample_indices[0],
+                media=request.prompt.media,
             )
         )
 

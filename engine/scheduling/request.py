@@ -10,6 +10,7 @@ import numpy as np
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
 
 
@@ -36,6 +37,7 @@ class Prompt:
     mode: str = "full"  # as in Submit
     use_prefix_cache: bool = True
     secrecy: Secrecy = EVERYBODYS
+    media: tuple[MediaItem, ...] = ()  # of the spans of `token_ids` that are below 0
 
     @property
     def num_true_tokens(self) -> int:

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import TokenLogprobs
 
 
@@ -25,7 +26,8 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A sequence enters (or re-enters after preemption) the batch; the slot's old content is void.
 
     `token_ids` are all tokens known to the host, prompt and output. Tokens from index `num_prompt_tokens` on are
-    output for penalties and min_tokens, `sampling` applies to the sequence's `sample_index`.
+    output for penalties and min_tokens, `sampling` applies to the sequence's `sample_index`. Tokens below 0 belong to
+    the spans of `media`.
     """
 
     slot: int
@@ -34,6 +36,7 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     sample_index: int
+    media: tuple[MediaItem, ...] = ()
 
 
 class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -18,6 +18,7 @@ from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptio
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint
 from tandem.engine.contracts.wire.requests import (
     Accepted,
@@ -203,6 +204,7 @@ class Client:
         num_held: int = 0,
         salt: bytes = b"",
         cache_share: float = 1.0,
+        media: tuple[MediaItem, ...] = (),
     ) -> Result:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
         it is said to have `num_held` tokens (0: all)."""
@@ -225,6 +227,7 @@ class Client:
                 prefix=None if holder is None else PrefixHint(_ref(holder), num_held or len(prompt)),
                 salt=salt,
                 cache_share=cache_share,
+                media=media,
             )
 
         if prefill is None:

@@ -105,6 +105,57 @@ FAMILIES: dict[str, dict] = {
     "deepseek_v2": {**MLA, "topk_method": "greedy"},
     "deepseek_v3": MLA,
 }
+# Models with towers; spans are as tests/fakes/tiny_media.py makes them.
+TOWERS: dict[str, dict] = {
+    "llava": {
+        "text_config": {**GROUPED, "model_type": "llama"},
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 7,
+            "projection_dim": 16,
+        },
+        "image_token_id": 500,
+        "image_seq_length": 16,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **GROUPED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        },
+        "vision_config": {
+            "depth": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 7,
+            "window_size": 28,
+            "fullatt_block_indexes": [1],
+        },
+        "image_token_id": 500,
+        "video_token_id": 501,
+        "vision_start_token_id": 502,
+        "vision_end_token_id": 503,
+    },
+    "qwen2_audio": {
+        "text_config": {**GROUPED, "model_type": "qwen2"},
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder",
+            "d_model": 16,
+            "encoder_layers": 2,
+            "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 16,
+            "num_mel_bins": 16,
+            "max_source_positions": 50,
+        },
+        "audio_token_index": 500,
+    },
+}
 # What transformers runs without calling for attention, or not from all layers.
 REFUSED: dict[str, dict] = {
     "falcon": {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
@@ -127,18 +178,18 @@ def tiny_hf_model(family: str) -> Path:
 
 
 def _build(family: str, folder: Path) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    config = AutoConfig.for_model(family, **{**FAMILIES, **REFUSED}[family])
+    config = AutoConfig.for_model(family, **{**FAMILIES, **REFUSED, **TOWERS}[family])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = (AutoModelForMultimodalLM if family in TOWERS else AutoModelForCausalLM).from_config(config)
     generator = torch.Generator().manual_seed(sum(family.encode()))
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 1:
             parameter.data += 0.2 * noise  # norms are 1 or, where 1 is added, 0
         else:
-            tied = 0.3 if config.tie_word_embeddings else 1.0
+            tied = 0.3 if getattr(config, "tie_word_embeddings", False) else 1.0
             is_table = any(word in name for word in ("embed", "lm_head", "wte", "wpe"))
             parameter.data = noise * (tied if is_table else 1.6 / parameter.shape[-1] ** 0.5)
     model.tie_weights()

@@ -48,6 +48,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     vocab_size: int = 0
     task: Task = "generate"
+    media_kinds: tuple[str, ...] = ()  # what the model takes beside text
     # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
     transports: dict[str, bytes] = {}
 

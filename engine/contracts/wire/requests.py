@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import (
     AttemptMessage,
     Count,
@@ -31,7 +32,8 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     """
 
     mode: Literal["full", "prefill", "decode"]
-    prompt_token_ids: bytes  # int32 little-endian
+    prompt_token_ids: bytes  # int32 little-endian; below 0 in the spans of `media`
+    media: tuple[MediaItem, ...] = ()  # in the order of their spans, which hold no prior output
     num_prior_output_tokens: int = 0
     sample_indices: tuple[int, ...] = (0,)
     sampling: SamplingParams

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
 
 from tandem.engine.models.hf.adapters import adapt
 from tandem.engine.models.hf.attention import NAME, AttentionCall, layer_name, recorded
+from tandem.engine.models.hf.towers import TOWERS, text_attention
 from tandem.kernels.api.attention import Attention
 
 
@@ -40,21 +41,27 @@ class ModelNeeds(NamedTuple):
 
 def look_at(config: PreTrainedConfig) -> ModelNeeds:
     """What the model of this configuration needs. Raises ValueError that says why it can't run over our attention."""
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in class_of(config)._model_mapping:
         raise ValueError("transformers has no class of it that generates text")
     try:
         with torch.device("meta"):
             # bf16: torch's grouped products of experts, without values, know no other.
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=NAME).eval()
+            attention = text_attention(config, NAME)
+            model = class_of(config).from_config(config, dtype=torch.bfloat16, attn_implementation=attention).eval()
     except (ValueError, KeyError, ImportError) as error:
         raise ValueError(f"transformers can't run it with an attention of ours: {error}") from error
     adapted = adapt(model)
-    if not (model._supports_attention_backend or adapted):
+    if not (decoder_of(model)[1]._supports_attention_backend or adapted):
         raise ValueError(f"{type(model).__name__} of transformers has attention of its own that can't be replaced")
     calls, logits = _run_on_meta(model)
     layers = _needs(calls, config.get_text_config())
     embedding: Any = decoder_of(model)[1].get_input_embeddings()
     return ModelNeeds(layers, embedding.embedding_dim, logits.shape[-1])
+
+
+def class_of(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes the model: with its towers if they are known."""
+    return AutoModelForMultimodalLM if config.model_type in TOWERS else AutoModelForCausalLM
 
 
 def decoder_of(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import CheckpointError
@@ -16,7 +16,9 @@ from tandem.engine.models.dummy_weights import fill_with_noise
 from tandem.engine.models.hf.adapters import adapt
 from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import HFConfig, read_config
+from tandem.engine.models.hf.layers import class_of
 from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.towers import text_attention
 from tandem.engine.models.hf.trial import check_against_own_attention
 from tandem.engine.models.weights import stored_tensors
 
@@ -52,12 +54,13 @@ def load_hf_model(
 def _loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
     causal: PreTrainedModel
     found: dict[str, Any]
+    config = read_config(folder)
     try:
-        causal, found = AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
+        causal, found = class_of(config).from_pretrained(
             folder,
-            config=read_config(folder),
+            config=config,
             dtype=dtype,
-            attn_implementation=NAME,
+            attn_implementation=text_attention(config, NAME),
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -78,8 +81,11 @@ def _loaded(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 def _made_up(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """A model with the made-up weights of --load-format dummy."""
+    config = read_config(folder)
     with torch.device(device):
-        causal = AutoModelForCausalLM.from_config(read_config(folder), dtype=dtype, attn_implementation=NAME)
+        causal: PreTrainedModel = class_of(config).from_config(
+            config, dtype=dtype, attn_implementation=text_attention(config, NAME)
+        )
     for name, parameter in causal.named_parameters():
         fill_with_noise(name, parameter.data)
     return causal

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.models.hf.attention import at_positions
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.layers import decoder_of, make_layers, sinks_of
+from tandem.engine.models.hf.towers import TOWERS, TowerEncoder
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.products.rotary_attention import WantedTokens
 
@@ -24,37 +29,65 @@ class _Hidden(MoeModelOutputWithPast):
 
 
 class _DecoderStub(nn.Module):
-    """Stands in for the decoder within a head and returns the hidden states that it is given. So the head's own code
-    makes the logits, with whatever scales or caps it has."""
+    """Stands in for the decoder within a model and returns the hidden states that it is given. So the model's own code
+    makes the logits, with whatever scales or caps it has, and the embeddings that it would give its decoder."""
+
+    def __init__(self, decoder: PreTrainedModel) -> None:
+        super().__init__()
+        self._embedding: Any = decoder.get_input_embeddings
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self._embedding()
 
     def forward(self, *args: object, inputs_embeds: torch.Tensor, **more: object) -> _Hidden:
         return _Hidden(last_hidden_state=inputs_embeds)
 
 
 class HFModel(nn.Module):
-    """`causal`: a ...ForCausalLM of transformers, loaded, on its device. T tokens, N rows, E hidden size, V logits."""
+    """`causal`: a ...ForCausalLM or ...ForConditionalGeneration of transformers, loaded, on its device.
+
+    Shape legend: T tokens, N rows, E hidden size, V logits.
+    """
 
     group: TensorParallel | None = None  # ranks share out native models alone
 
     def __init__(self, causal: PreTrainedModel, config: HFConfig, attention_backend: str = "auto") -> None:
         super().__init__()
         self.config = config
-        name, self.decoder = decoder_of(causal)
+        self._decoder_name, self.decoder = decoder_of(causal)
         self.attention_layers = make_layers(config.layers, attention_backend, sinks_of(causal, config.layers))
-        causal.set_submodule(name, _DecoderStub())
+        self._stub = _DecoderStub(self.decoder)
+        causal.set_submodule(self._decoder_name, self._stub)
         self.head = causal
         self.requires_grad_(False)
+        self.media_encoder: MediaEncoder | None = None
+        if causal.config.model_type in TOWERS:
+            self.media_encoder = TowerEncoder(causal, causal.device, causal.dtype)
 
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
     def forward(
-        self, input_ids_T: torch.Tensor, positions_T: torch.Tensor, wanted: WantedTokens | None = None
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        wanted: WantedTokens | None = None,
+        media: MediaInputs | None = None,
     ) -> torch.Tensor:
-        """int [T], int64 [T] -> hidden states [N, E] of the wanted tokens (None: of all T)."""
+        """int [T], int64 [T] -> hidden states [N, E] of the wanted tokens (None: of all T). Ids below 0 are those of
+        `media`."""
+        tokens: dict[str, torch.Tensor] = {"input_ids": input_ids_T[None].long()}
+        position_ids = positions_T[None]
+        if media is not None and media.positions_3T is not None:
+            position_ids = media.positions_3T[:, None]
+        if media is not None and media.embedding_ME is not None:
+            embedding: Any = self.decoder.get_input_embeddings()
+            embeds_TE = embedding(input_ids_T.long().clamp_min(0))
+            embeds_TE[media.index_M] = media.embedding_ME.to(embeds_TE.dtype)
+            tokens = {"inputs_embeds": embeds_TE[None]}
         with at_positions(positions_T):
-            output = self.decoder(input_ids=input_ids_T[None].long(), position_ids=positions_T[None], use_cache=False)
+            output = self.decoder(**tokens, position_ids=position_ids, use_cache=False)
         hidden_TE: torch.Tensor = output.last_hidden_state[0]
         return hidden_TE if wanted is None else hidden_TE[wanted.index]
 
@@ -66,3 +99,12 @@ class HFModel(nn.Module):
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """[N, E] -> logits fp32 [N, V]."""
         return self.project(hidden_NE).float()
+
+    @contextmanager
+    def whole(self) -> Iterator[PreTrainedModel]:
+        """Within its `with` block, the model as transformers made it, decoder included."""
+        self.head.set_submodule(self._decoder_name, self.decoder)
+        try:
+            yield self.head
+        finally:
+            self.head.set_submodule(self._decoder_name, self._stub)

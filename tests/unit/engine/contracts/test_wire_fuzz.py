@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from waiting import wait_until
@@ -21,6 +22,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Status, Welcome
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef, PrefixHint, TokenLogprobs
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit, TokenDelta, Tokens
 from tandem.kv_connector.transports.base import Write
@@ -50,6 +52,7 @@ TO_NODE = (
     Submit(
         request_id="r0", attempt=0, mode="decode", prompt_token_ids=b"\1\0\0\0" * 20, peer=REF,
         sampling=SamplingParams(logit_bias=((1, 2.0),), stop_token_ids=(1,)), prefix=PrefixHint(REF, 4),
+        media=(MediaItem.of(0, 4, "image", {"pixel_values": np.ones((1, 3), np.float32)}),),
     ),
     Cancel(request_id="r0", attempt=0, sample_indices=(0,)),
     Migrate(
