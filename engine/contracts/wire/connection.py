@@ -7,7 +7,7 @@ from tandem.engine.contracts.wire.parts import (
     NodeInfo,
 )
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 
 
 class Hello(Message, frozen=True, kw_only=True):
