@@ -83,7 +83,8 @@ class Attention(nn.Module):
     def bind(self, kv_cache: torch.Tensor) -> None:
         """Takes the layer's only cache, `[num_blocks, K, 2, block_size, D]`."""
         self.kv_cache = [kv_cache]
-        self.spec.slopes_on(kv_cache.device)  # before a graph is captured
+        self.spec.slopes_on(kv_cache.device)  # these before a graph is captured
+        self.spec.sinks_on(kv_cache.device)
 
     @property
     def impl(self) -> AttentionImpl:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -55,6 +55,14 @@ class BlockSparse:
         return cls(**{"tp_rank": tp_rank, **params})
 
 
+class Reach(NamedTuple):
+    """How far back a query sees, as kernels take it. `kind` 0: to the first token; 1: `size` tokens, its own counted;
+    2: to the first of its chunk of `size` positions."""
+
+    kind: int = 0
+    size: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionSpec:
     """One layer's attention. `alibi_slopes` is float32 [num_heads]; `sliding_window` counts the query's own token.
@@ -75,7 +83,7 @@ class AttentionSpec:
     attn_type: str = AttentionType.DECODER
     attention_chunk: int | None = None
     sinks: torch.Tensor | None = None
-    _slopes: dict[torch.device, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _copies: dict[tuple[str, torch.device], torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
@@ -108,13 +116,28 @@ class AttentionSpec:
         return self.sliding_window is None and self.blocksparse is None and self.attention_chunk is None
 
     @property
+    def reach(self) -> Reach:
+        """What a kernel is told of window or chunk; of both none can be told."""
+        assert self.sliding_window is None or self.attention_chunk is None
+        if self.attention_chunk is not None:
+            return Reach(2, self.attention_chunk)
+        return Reach() if self.sliding_window is None else Reach(1, self.sliding_window)
+
+    @property
     def is_fp8(self) -> bool:
         return self.kv_cache_dtype in FP8_CACHE_DTYPES
 
     def slopes_on(self, device: torch.device) -> torch.Tensor | None:
         """ALiBi slopes as float32 [num_heads] on `device`, copied once: a CUDA graph holds no copy from a host."""
-        if self.alibi_slopes is None:
+        return self._copy_on("alibi_slopes", self.alibi_slopes, device)
+
+    def sinks_on(self, device: torch.device) -> torch.Tensor | None:
+        """Sinks as `slopes_on` has slopes."""
+        return self._copy_on("sinks", self.sinks, device)
+
+    def _copy_on(self, name: str, values: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        if values is None:
             return None
-        if device not in self._slopes:
-            self._slopes[device] = self.alibi_slopes.reshape(-1).to(device, torch.float32)
-        return self._slopes[device]
+        if (name, device) not in self._copies:
+            self._copies[name, device] = values.reshape(-1).to(device, torch.float32).contiguous()
+        return self._copies[name, device]

@@ -45,7 +45,8 @@ def bias_of(
 
 def sinks_of(spec: AttentionSpec, device: torch.device, shape: tuple[int, ...]) -> torch.Tensor | None:
     """float32, in the shape that meets the scores."""
-    return None if spec.sinks is None else spec.sinks.to(device, torch.float32).reshape(shape)
+    sinks = spec.sinks_on(device)
+    return None if sinks is None else sinks.reshape(shape)
 
 
 def attend(

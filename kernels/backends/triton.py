@@ -10,7 +10,7 @@ import torch
 
 from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedImpl, PagedKV, PagedOps, Prefill, refuse
 from tandem.kernels.api.metadata import RowBatch
-from tandem.kernels.api.spec import AttentionSpec
+from tandem.kernels.api.spec import AttentionSpec, AttentionType
 from tandem.kernels.blocks.quantization import overflow_counter, scale_tensor
 
 LARGEST_HEAD = 256
@@ -70,7 +70,7 @@ class TritonImpl(PagedImpl):
 
 def _has_no_positions(spec: AttentionSpec) -> bool:
     """Whether a key's weight doesn't depend on where it is."""
-    return spec.sliding_window is None and spec.alibi_slopes is None and spec.blocksparse is None
+    return spec.sees_every_token and spec.alibi_slopes is None
 
 
 def _after_encoder(rows: RowBatch) -> RowBatch:
@@ -84,6 +84,8 @@ def _after_encoder(rows: RowBatch) -> RowBatch:
 
 class TritonBackend(AttentionBackend):
     shares_prefixes = True
+    serves_sinks = True
+    serves_attention_chunks = True
     block_multiple = 16  # the smallest tile of a product
 
     @staticmethod
@@ -121,6 +123,14 @@ class TritonBackend(AttentionBackend):
             (
                 options.blocksparse is not None and options.blocksparse.block_size % 16,
                 "blocksparse_params: block_size is no multiple of 16",
+            ),
+            (
+                options.attention_chunk is not None and options.sliding_window is not None,
+                "attention_chunk beside sliding_window",
+            ),
+            (
+                options.attention_chunk is not None and options.attn_type != AttentionType.DECODER,
+                f"attention_chunk with attn_type {options.attn_type}",
             ),
         )
 

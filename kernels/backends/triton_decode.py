@@ -62,15 +62,15 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
         return paged_decode(
             query, kv.key_cache, kv.value_cache, rows.block_tables, rows.seq_lens, spec.scale, constants,
             plan=plan, k_scale=scales[0], v_scale=scales[1], query_starts=rows.query_start_loc if num_new > 1 else None,
-            alibi_slopes=slopes, window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
+            alibi_slopes=slopes, sinks=spec.sinks_on(device), reach=spec.reach, soft_cap=spec.logits_soft_cap,
             sparse=None if sparse is None or spec.blocksparse is None else (spec.blocksparse, sparse), prefix=prefix,
         )  # fmt: skip
 
     version = version_of(constants, rows.max_seq_len, rows.num_rows, spec.num_heads)
     if rows.shared_prefixes is not None and num_new == 1 and _may_share(spec, constants, query.dtype):
         version = "shared"
-    kind = (id(constants), device, spec.num_kv_heads, spec.blocksparse, spec.sliding_window is None,
-            spec.logits_soft_cap is None, spec.alibi_slopes is None, version == "shared")  # fmt: skip
+    kind = (id(constants), device, spec.num_kv_heads, spec.blocksparse, spec.reach.kind, spec.logits_soft_cap is None,
+            spec.alibi_slopes is None, spec.sinks is None, version == "shared")  # fmt: skip
     if kind not in _compiled:
         _compiled.add(kind)
         for other in ({"V2"} if constants["num_warps"] == 1 else {"V1", "V2"}) - {version}:
@@ -86,8 +86,7 @@ def version_of(constants: dict[str, int], max_seq_len: int, num_rows: int, num_h
 
 
 def _may_share(spec: AttentionSpec, constants: dict[str, int], dtype: torch.dtype) -> bool:
-    every_token = spec.sliding_window is None and spec.blocksparse is None
-    return every_token and could_share(constants, dtype.itemsize)
+    return spec.sees_every_token and could_share(constants, dtype.itemsize)
 
 
 def _attend_prefixes(
@@ -119,11 +118,11 @@ def _plan(
     sparse: SparseTiles | None,
     shares: bool,
 ) -> DecodePlan:
-    key = ("decode_plan", id(constants), spec.num_kv_heads, spec.sliding_window, spec.blocksparse, shares)
+    key = ("decode_plan", id(constants), spec.num_kv_heads, spec.reach, spec.blocksparse, shares)
     plan: DecodePlan | None = rows.scratch.get(key)
     if plan is None:
         plan = plan_decode(
-            rows.seq_lens, spec.num_kv_heads, constants, window=spec.sliding_window, sparse=sparse,
+            rows.seq_lens, spec.num_kv_heads, constants, reach=spec.reach, sparse=sparse,
             prefix_lens=rows.shared_prefixes.row_lens if shares and rows.shared_prefixes else None,
         )  # fmt: skip
         rows.scratch[key] = plan

@@ -51,7 +51,7 @@ def prefill(new: Prefill, spec: AttentionSpec, causal: bool = True) -> torch.Ten
 def _may_see_all(new: Prefill, spec: AttentionSpec) -> bool:
     """Whether the Hopper kernel serves attention that isn't causal: cross attention over 16-bit caches, no window, keys
     for each row. Encoders, without a cache, have not been verified on a GPU with it: theirs is the general kernel."""
-    if new.kv is None or new.kv.key_cache.dtype == FP8_DTYPE or spec.sliding_window is not None:
+    if new.kv is None or new.kv.key_cache.dtype == FP8_DTYPE or spec.reach.kind:
         return False
     return all(total > own for own, total in zip(new.rows.query_lens_cpu, new.rows.seq_lens_cpu, strict=True))
 
@@ -97,7 +97,7 @@ def _hopper_over_fp8(new: Prefill, kv: PagedKV, spec: AttentionSpec) -> torch.Te
     """Over the prefixes in `kv`, unpacked to 16 bits; None where the general kernel is faster, or memory is short."""
     query, rows = new.q, new.rows
     kind = (query.device, query.dtype, spec.num_heads, spec.num_kv_heads, spec.head_size, kv.block_size,
-            spec.sliding_window is None, spec.logits_soft_cap is None, spec.alibi_slopes is None)  # fmt: skip
+            spec.reach.kind, spec.logits_soft_cap is None, spec.alibi_slopes is None, spec.sinks is None)  # fmt: skip
     name = "unpacked_prefixes", query.dtype, spec.num_heads, *kv.key_cache.shape[1:]
     is_first = kind not in _warm
     if is_first:  # lengths decide between the two kernels: neither may compile later
@@ -146,8 +146,8 @@ def _launch_hopper(
         rows.scratch["prefill_work"] = work
     return launch_prefill(
         new.q, new.k, new.v, key_cache, value_cache, block_tables, work, spec.scale,
-        alibi_slopes=spec.slopes_on(device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
-        causal=causal,
+        alibi_slopes=spec.slopes_on(device), sinks=spec.sinks_on(device), reach=spec.reach,
+        soft_cap=spec.logits_soft_cap, causal=causal,
     )  # fmt: skip
 
 
@@ -161,6 +161,6 @@ def _general(new: Prefill, spec: AttentionSpec, causal: bool = True) -> torch.Te
         rows.block_tables, rows.query_start_loc, rows.seq_lens, rows.max_query_len, spec.scale,
         k_scale=scale_tensor(kv.k_scale if kv else 1.0, device),
         v_scale=scale_tensor(kv.v_scale if kv else 1.0, device),
-        alibi_slopes=spec.slopes_on(device), window=spec.sliding_window, soft_cap=spec.logits_soft_cap,
-        sparse=spec.blocksparse, causal=causal,
+        alibi_slopes=spec.slopes_on(device), sinks=spec.sinks_on(device), reach=spec.reach,
+        soft_cap=spec.logits_soft_cap, sparse=spec.blocksparse, causal=causal,
     )  # fmt: skip

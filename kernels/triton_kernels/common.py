@@ -65,6 +65,15 @@ def load_rows(pointer, rows, stride_row, row_mask, HEAD_SIZE: tl.constexpr, D_PA
 
 
 @triton.jit
+def oldest_seen(positions, window, WINDOW: tl.constexpr):
+    """The first position that queries at these see, as spec.Reach says: WINDOW is its kind, `window` its size."""
+    if WINDOW == 2:
+        return positions // window * window
+    else:
+        return positions - window + 1
+
+
+@triton.jit
 def masked_scores(
     query,
     key,
@@ -78,7 +87,7 @@ def masked_scores(
     sparse_local,
     sparse_shift,
     HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
@@ -94,8 +103,8 @@ def masked_scores(
     allowed = key_mask[None, :]
     if CAUSAL:
         allowed = allowed & (key_positions[None, :] <= query_positions[:, None])
-    if HAS_WINDOW:
-        allowed = allowed & (key_positions[None, :] > query_positions[:, None] - window)
+    if WINDOW:
+        allowed = allowed & (key_positions[None, :] >= oldest_seen(query_positions, window, WINDOW)[:, None])
         if not CAUSAL:
             allowed = allowed & (key_positions[None, :] < query_positions[:, None] + window)
     if SPARSE_STRIDE > 0:
@@ -117,6 +126,16 @@ def online_softmax(scores, value, peak, total, accumulator):
     total = total * decay + tl.sum(weights, 1)
     accumulator = accumulator * decay[:, None] + dot(weights.to(value.dtype), value)
     return new_peak, total, accumulator
+
+
+@triton.jit
+def add_sinks(sinks, peak, total, accumulator):
+    """Counts each row's sink among its scores: more to divide by, no value. -> (total [M], accumulator [M, D]) over a
+    common peak. `sinks` [M] as scores are before they are taken to base 2; once for all parts of a row."""
+    sinks *= LOG2_E
+    new_peak = tl.maximum(peak, sinks)
+    decay = tl.exp2(peak - new_peak)
+    return total * decay + tl.exp2(sinks - new_peak), accumulator * decay[:, None]
 
 
 def tile_of(block_size: int, limit: int) -> int:

@@ -19,9 +19,7 @@ pytestmark = [
 ]
 LENGTHS = (1, 5, 17, 90, 300)
 NUM_TOKENS = 32
-# The last two ask for what only the native backend has, so their steps are not replayed.
 FAMILIES = ("gpt2", "opt", "gemma2", "phi3", "bloom", "mixtral", "deepseek_v3", "gpt_oss", "llama4_text")
-WITHOUT_GRAPHS = ("gpt_oss", "llama4_text")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,7 +31,7 @@ def test_greedy_against_fp32(family: str) -> None:
         fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
         nodes.append(Node(type(options)(**fields)))
     decode, prefill = nodes
-    assert decode.process.loaded.replays_graphs == (family not in WITHOUT_GRAPHS)
+    assert decode.process.loaded.replays_graphs
     client = Client(*(node.info for node in nodes))
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     try:

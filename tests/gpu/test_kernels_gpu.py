@@ -28,12 +28,16 @@ pytestmark = [
 
 SIZES = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 64, "device": "cuda"}
 SLOPES = torch.tensor(paged.alibi_slopes(32))
+SINKS = torch.linspace(-5.0, 9.0, 32)
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 200},
     "soft-cap": {"logits_soft_cap": 5.0},
     "alibi": {"alibi_slopes": SLOPES},
+    "chunk": {"attention_chunk": 192},
+    "sinks": {"sinks": SINKS},
+    "window-sinks": {"sliding_window": 128, "sinks": SINKS.bfloat16()},
 }
 MIXED = ((1, 1, 1, 300, 1, 77, 128), (1000, 1, 64, 1324, 130, 77, 4000))
 
@@ -56,7 +60,8 @@ def check(output: torch.Tensor, expected: torch.Tensor, tolerance: float) -> Non
 def layer_for(spec: AttentionSpec, backend: str) -> Attention:
     return Attention(
         spec.num_heads, spec.head_size, spec.scale, spec.num_kv_heads, spec.alibi_slopes, spec.sliding_window,
-        spec.logits_soft_cap, spec.kv_cache_dtype, attn_backend=backend,
+        spec.logits_soft_cap, spec.kv_cache_dtype, attn_backend=backend, attention_chunk=spec.attention_chunk,
+        sinks=spec.sinks,
     )  # fmt: skip
 
 
@@ -160,10 +165,12 @@ def test_fp8_writes_match_native_bit_for_bit_and_count() -> None:
     assert torch.equal(*layers)
 
 
-def test_decode_replays_in_a_cuda_graph() -> None:
+@pytest.mark.parametrize("options", ["plain", "chunk", "window-sinks"])
+def test_decode_replays_in_a_cuda_graph(options: str) -> None:
     batch = random_batch((1,) * 8, tuple(range(100, 900, 100)), dtype=torch.bfloat16, **SIZES)
-    spec = AttentionSpec(32, 128, 128**-0.5, 8)
+    spec = AttentionSpec(32, 128, 128**-0.5, 8, **OPTIONS[options])
     layer = layer_for(spec, "triton")
+    layer.bind(batch.kv_layer)
     arguments = (batch.query, batch.key, batch.value, batch.kv_layer, batch.metadata)
     expected = layer(*arguments).clone()
     graph = torch.cuda.CUDAGraph()

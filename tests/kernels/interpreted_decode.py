@@ -24,12 +24,14 @@ from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
 
 ONE = torch.ones(1)
 SLOPES = torch.tensor(paged.alibi_slopes(4))
+SINKS = torch.tensor([0.5, -300.0, 9.0, 0.0])
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 7},
     "soft-cap": {"logits_soft_cap": 1.5},
     "alibi": {"alibi_slopes": SLOPES},
-    "all": {"sliding_window": 70, "logits_soft_cap": 2.0, "alibi_slopes": SLOPES},
+    "chunk-sinks": {"attention_chunk": 40, "sinks": SINKS},
+    "all": {"sliding_window": 70, "logits_soft_cap": 2.0, "alibi_slopes": SLOPES, "sinks": SINKS},
 }
 PATTERNS = {
     "shared": BlockSparse(local_blocks=1, vert_stride=3, block_size=16),

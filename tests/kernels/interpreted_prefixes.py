@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "soft-cap": {"logits_soft_cap": 1.5},
     "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
+    "sinks": {"sinks": torch.tensor([0.5, -300.0, 9.0, 0.0])},
 }
 
 
@@ -48,7 +49,9 @@ def decode(batch: PagedBatch, spec: AttentionSpec, prefixes: SharedPrefixes, *sc
     return triton_decode.decode(batch.query, batch.kv(*scales), rows, spec)
 
 
-@pytest.mark.parametrize(("options", "members"), [("plain", 2), ("plain", 3), ("soft-cap", 16), ("alibi", 16)])
+@pytest.mark.parametrize(
+    ("options", "members"), [("plain", 2), ("plain", 3), ("soft-cap", 16), ("alibi", 16), ("sinks", 3)]
+)
 def test_rows_of_groups_and_rows_alone(options: str, members: int) -> None:
     """Chunks that a group fills, one that it doesn't, and groups cut into several."""
     batch = sharing_batch()
@@ -119,9 +122,10 @@ def test_groups_change_and_vanish_in_buffers_that_stay() -> None:
     assert buffers.prefixes.chunk_lens.data_ptr() == address
 
 
-def test_layers_with_a_window_read_for_themselves() -> None:
+@pytest.mark.parametrize("option", ["sliding_window", "attention_chunk"])
+def test_layers_with_a_window_read_for_themselves(option: str) -> None:
     batch = sharing_batch()
-    spec = AttentionSpec(4, 16, 0.3, 2, sliding_window=30)
+    spec = AttentionSpec(4, 16, 0.3, 2, **{option: 30})
     buffers = PrefixBuffers(7, 16, torch.device("cpu"))
     buffers.load(groups_of(GROUPS), 16)
     output = decode(batch, spec, buffers.prefixes)

@@ -27,14 +27,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 7},
     "soft-cap": {"logits_soft_cap": 1.5},
     "alibi": {"alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
-    "all": {"sliding_window": 20, "logits_soft_cap": 2.0, "alibi_slopes": torch.tensor(paged.alibi_slopes(4))},
+    "chunk-sinks": {"attention_chunk": 12, "sinks": torch.tensor([0.5, -300.0, 9.0, 0.0])},
+    "all": {
+        "logits_soft_cap": 2.0,
+        "alibi_slopes": torch.tensor(paged.alibi_slopes(4)),
+        "sinks": torch.zeros(4),
+        "sliding_window": 20,
+    },
 }
 
 
 def layer_for(spec: AttentionSpec) -> Attention:
     return Attention(
         spec.num_heads, spec.head_size, spec.scale, spec.num_kv_heads, spec.alibi_slopes, spec.sliding_window,
-        spec.logits_soft_cap, spec.kv_cache_dtype, attn_backend="triton",
+        spec.logits_soft_cap, spec.kv_cache_dtype, attn_backend="triton", attention_chunk=spec.attention_chunk,
+        sinks=spec.sinks,
     )  # fmt: skip
 
 

@@ -22,17 +22,18 @@ from tandem.kernels.triton_kernels.decode.shared_prefix import prefix_constants,
 
 SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block's limit, CUDA programming guide
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-FP32 = {"k_scale", "v_scale", "alibi_slopes"} | {
+FP32 = {"k_scale", "v_scale", "alibi_slopes", "sinks"} | {
     f"{whose}{name}" for whose in ("", "prefix_") for name in ("peaks", "totals", "partial")
 }
 INT32 = {"plan", "block_tables", "seq_lens", "query_starts", "tile_lists", "lists", "counts", "prefix_lens"} | {
     "chunk_lens", "chunk_rows", "prefix_plan", "prefix_places",
 }  # fmt: skip
 PLAIN: dict[str, Any] = {
-    "NUM_KV_HEADS": 8, "SPLIT": True, "IS_FP8": False, "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False,
-    "HAS_PREFIX": False, "PREFIX_MEMBERS": 0, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0, "EARLY": False, "PDL": False,
+    "NUM_KV_HEADS": 8, "SPLIT": True, "IS_FP8": False, "HAS_ALIBI": False, "WINDOW": 0, "HAS_SOFT_CAP": False,
+    "HAS_SINKS": False, "HAS_PREFIX": False, "PREFIX_MEMBERS": 0, "SPARSE_STRIDE": 0, "SPARSE_BLOCK": 0,
+    "EARLY": False, "PDL": False,
 }  # fmt: skip
-EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
+EVERY = {"HAS_ALIBI": True, "WINDOW": 1, "HAS_SOFT_CAP": True}
 BF16, FP16, FP32_TYPE = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -90,12 +91,14 @@ CASES = {
     "split-bf16-sm80": (80, decode(BF16, 4, 128)),
     "split-bf16-sm100": (100, decode(BF16, 4, 128)),
     "split-fp8": (90, decode(BF16, 4, 128, IS_FP8=True)),
-    "split-fp8-early": (90, decode(BF16, 4, 80, IS_FP8=True, EARLY=True, HAS_WINDOW=True, PDL=True)),
+    "split-fp8-early": (90, decode(BF16, 4, 80, IS_FP8=True, EARLY=True, WINDOW=True, PDL=True)),
     "split-fp8-sm100": (100, decode(FP16, 8, 64, IS_FP8=True)),
     "8-new-tokens": (90, decode(BF16, 4, 128, 8)),
     "8-new-tokens-256-sm80": (80, decode(FP16, 4, 256, 8)),
     "fp32-256-all": (80, decode(FP32_TYPE, 1, 256, SPLIT=False, **EVERY)),
     "fp32-80-all-split": (80, decode(FP32_TYPE, 4, 80, **EVERY)),
+    "chunks-and-sinks": (90, decode(BF16, 8, 64, WINDOW=2, HAS_SINKS=True, EARLY=True, PDL=True)),
+    "prefix-sinks": (80, decode(FP16, 4, 128, HAS_PREFIX=True, PREFIX_MEMBERS=16, HAS_SINKS=True)),
     "sparse": (90, decode(BF16, 4, 128, SPARSE_STRIDE=8, SPARSE_BLOCK=64)),
     "prefix": (90, decode(BF16, 4, 128, HAS_PREFIX=True, PREFIX_MEMBERS=16, PDL=True)),
     "prefix-fp8-sm100": (100, decode(BF16, 4, 128, HAS_PREFIX=True, PREFIX_MEMBERS=16, IS_FP8=True, PDL=True)),
@@ -105,7 +108,7 @@ CASES = {
     "shared-fp8": (90, shared(BF16, 4, 128, IS_FP8=True)),
     "shared-256": (90, shared(BF16, 4, 256)),
     "shared-fp32": (80, shared(FP32_TYPE, 4, 128)),
-    "plan": (90, (plan_kernel, BF16, PLAN | {"HAS_WINDOW": True, "HAS_PREFIX": True, "HAS_COUNTS": False})),
+    "plan": (90, (plan_kernel, BF16, PLAN | {"WINDOW": 1, "HAS_PREFIX": True, "HAS_COUNTS": False})),
     "lists": (80, (list_tiles_kernel, BF16, LISTS)),
 }
 

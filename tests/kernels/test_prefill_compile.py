@@ -25,13 +25,16 @@ INTEGERS = {"num_items", "window", "table_row", "block_units", "head_units", "va
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("bf16", {"head_size": 128, "block_size": 64, "has_cache": True}),
     "everything": (
-        "fp16", {"head_size": 96, "block_size": 16, "has_cache": True, "has_alibi": True, "has_window": True,
+        "fp16", {"head_size": 96, "block_size": 16, "has_cache": True, "has_alibi": True, "window_kind": 1,
                  "has_soft_cap": True}
+    ),
+    "chunks-and-sinks": (
+        "bf16", {"head_size": 64, "block_size": 16, "has_cache": True, "window_kind": 2, "has_sinks": True}
     ),
     "alibi": ("bf16", {"head_size": 128, "block_size": 64, "has_cache": True, "has_alibi": True}),
     "large-heads": ("bf16", {"head_size": 256, "block_size": 64, "has_cache": True}),
     "large-heads-all": (
-        "bf16", {"head_size": 256, "block_size": 16, "has_cache": True, "has_alibi": True, "has_window": True,
+        "bf16", {"head_size": 256, "block_size": 16, "has_cache": True, "has_alibi": True, "window_kind": 1,
                  "has_soft_cap": True}
     ),
     "small-heads": ("bf16", {"head_size": 64, "block_size": 64, "has_cache": False}),
@@ -45,7 +48,7 @@ def compile_variant(dtype: str, **options: Any) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     constants = prefill_launch.hopper_constants(
-        32, 4, **({"has_alibi": False, "has_window": False, "has_soft_cap": False} | options)
+        32, 4, **({"has_alibi": False, "window_kind": 0, "has_soft_cap": False} | options)
     )  # fmt: skip
     rows, box = prefill_launch.BOX_ROWS, constants["BOX"]
     boxes = {"q_desc": (1, rows), "cache_desc": (1, 1, box), "nothing_desc": (1, 1, box)}
@@ -58,7 +61,7 @@ def compile_variant(dtype: str, **options: Any) -> Any:
             return f"tensordesc<{dtype}{list(shape)},{prefill_launch._layout(len(shape))!r}>"
         if name in INTEGERS:
             return "i32"
-        if name == "alibi_slopes":
+        if name in {"alibi_slopes", "sinks"}:
             return "*fp32"
         return "fp32" if name in {"scale", "soft_cap"} else "*i32"
 

@@ -21,15 +21,15 @@ SHARED_MEMORY_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # a block'
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INT32 = {"block_tables", "seq_lens", "query_start_loc"}
 INT64 = {"slot_mapping", "overflow", "sources", "destinations", "counts"}
-FP32 = {"k_scale", "v_scale", "alibi_slopes", "peaks", "totals", "partial"}
+FP32 = {"k_scale", "v_scale", "alibi_slopes", "sinks", "peaks", "totals", "partial"}
 TOKENS = {"output", "query", "key", "value"}
 CACHES = {"key_cache", "value_cache"}
 FLOATS = {"scale", "soft_cap"}
 PLAIN = {
-    "HAS_ALIBI": False, "HAS_WINDOW": False, "HAS_SOFT_CAP": False, "IS_FP8": False, "SPARSE_STRIDE": 0,
+    "HAS_ALIBI": False, "WINDOW": 0, "HAS_SOFT_CAP": False, "HAS_SINKS": False, "IS_FP8": False, "SPARSE_STRIDE": 0,
     "SPARSE_BLOCK": 0, "CAUSAL": True,
 }  # fmt: skip
-EVERY = {"HAS_ALIBI": True, "HAS_WINDOW": True, "HAS_SOFT_CAP": True}
+EVERY = {"HAS_ALIBI": True, "WINDOW": 1, "HAS_SOFT_CAP": True, "HAS_SINKS": True}
 
 
 def compile_kernel(kernel: Any, capability: int, dtype: torch.dtype, constants: dict[str, Any]) -> Any:

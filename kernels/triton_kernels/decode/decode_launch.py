@@ -9,7 +9,7 @@ import torch
 import triton
 
 from tandem.kernels.api.errors import UnsupportedOptionError
-from tandem.kernels.api.spec import BlockSparse
+from tandem.kernels.api.spec import BlockSparse, Reach
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
 from tandem.kernels.triton_kernels.common import INTERPRET, check_cache, check_tokens, overlap, padded_head_size
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
@@ -99,7 +99,7 @@ def plan_decode(
     num_kv_heads: int,
     constants: dict[str, int],
     *,
-    window: int | None = None,
+    reach: Reach = Reach(),
     sparse: SparseTiles | None = None,
     prefix_lens: torch.Tensor | None = None,
 ) -> DecodePlan:
@@ -108,7 +108,7 @@ def plan_decode(
     programs = num_programs(device, constants["num_warps"])
     plan = DecodePlan.allocate(len(seq_lens) * num_kv_heads, programs, rows, constants["HEAD_SIZE"], device)
     plan.fill(
-        seq_lens, num_kv_heads, constants["TILE"], num_new=constants["NUM_NEW"], window=window,
+        seq_lens, num_kv_heads, constants["TILE"], num_new=constants["NUM_NEW"], reach=reach,
         prefix_lens=prefix_lens, counts=None if sparse is None else sparse.counts,
     )  # fmt: skip
     return plan
@@ -128,7 +128,8 @@ def paged_decode(
     v_scale: torch.Tensor,
     query_starts: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
-    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    reach: Reach = Reach(),
     soft_cap: float | None = None,
     sparse: tuple[BlockSparse, SparseTiles] | None = None,
     prefix: PrefixParts | None = None,
@@ -169,14 +170,14 @@ def paged_decode(
         query, key_cache, value_cache, block_tables, seq_lens, query_starts,
         tiles and tiles.lists, tiles and tiles.counts, given and given.partial, given and given.peaks,
         given and given.totals, given and given.plan, shared and shared.row_lens, shared and shared.row_places,
-        alibi_slopes, k_scale, v_scale, scale, soft_cap or 0.0, window or 0, num_rows * num_kv_heads,
+        alibi_slopes, sinks, k_scale, v_scale, scale, soft_cap or 0.0, reach.size, num_rows * num_kv_heads,
         given.programs if given else 0, query.stride(0), query.stride(1),
         *key_cache.stride()[:3], block_tables.stride(0),
         tiles.lists.stride(1) if tiles else 0, pattern.local_blocks if pattern else 0,
         pattern.head_sliding_step if pattern else 0, first_sparse_head(pattern, num_heads, num_kv_heads),
         NUM_KV_HEADS=num_kv_heads, SPLIT=plan is not None, IS_FP8=key_cache.element_size() == 1,
-        HAS_ALIBI=alibi_slopes is not None, HAS_WINDOW=window is not None, HAS_SOFT_CAP=soft_cap is not None,
-        HAS_PREFIX=prefix is not None,
+        HAS_ALIBI=alibi_slopes is not None, WINDOW=reach.kind, HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,        HAS_PREFIX=prefix is not None,
         PREFIX_MEMBERS=shared.members if shared else 0, SPARSE_STRIDE=pattern.vert_stride if pattern else 0,
         SPARSE_BLOCK=pattern.block_size if pattern else 0, EARLY=early, **constants, **launch,
     )  # fmt: skip

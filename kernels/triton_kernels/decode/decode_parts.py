@@ -92,11 +92,11 @@ def merge_parts(
 
 @triton.jit
 def finish_segment(
-    output, partial, peaks, totals, plan, query_starts, v_scale, prefix_partial, prefix_peaks, prefix_totals,
+    output, partial, peaks, totals, plan, query_starts, v_scale, sinks, prefix_partial, prefix_peaks, prefix_totals,
     prefix_plan, prefix_lens, prefix_places, segment, first_program, num_parts, num_segments, prefix_programs,
     GROUP: tl.constexpr, NUM_NEW: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, MERGE_SET: tl.constexpr,
     HEAD_SIZE: tl.constexpr, D_PAD: tl.constexpr, NUM_KV_HEADS: tl.constexpr, IS_FP8: tl.constexpr,
-    PREFIX_MEMBERS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PREFIX_MEMBERS: tl.constexpr,
 ):  # fmt: skip
     """This program's part of the segment is stored: whoever says so last in a set merges the set, and so on."""
     program = tl.program_id(0)
@@ -143,8 +143,8 @@ def finish_segment(
                     peak, total, accumulator, given_peak, given_total, given_accumulator
                 )
             store_output(
-                total, accumulator, output, query_starts, v_scale, row, kv_head,
-                GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
+                peak, total, accumulator, output, query_starts, v_scale, sinks, row, kv_head,
+                GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8, HAS_SINKS,
             )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tandem.kernels.api.spec import Reach
 from tandem.kernels.triton_kernels.common import begin, overlap
 from tandem.kernels.triton_kernels.decode.decode_tiles import first_tile_of
 
@@ -75,7 +76,7 @@ def plan_kernel(
     window,
     num_new,
     TILE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -96,7 +97,7 @@ def plan_kernel(
             tiles = tl.load(counts + segments, mask=mask, other=0)
         else:
             seq_len = tl.load(seq_lens + segments // num_heads, mask=mask, other=0)
-            tiles = (seq_len + TILE - 1) // TILE - first_tile_of(seq_len, num_new, window, HAS_WINDOW, TILE)
+            tiles = (seq_len + TILE - 1) // TILE - first_tile_of(seq_len, num_new, window, WINDOW, TILE)
             if HAS_PREFIX:
                 tiles -= tl.load(prefix_lens + segments // num_heads, mask=mask, other=0) // TILE
         tiles = tl.where(mask, tl.maximum(tiles, MIN_TILES), 0)
@@ -164,7 +165,7 @@ class DecodePlan:
         tile: int,
         *,
         num_new: int = 1,
-        window: int | None = None,
+        reach: Reach = Reach(),
         prefix_lens: torch.Tensor | None = None,
         counts: torch.Tensor | None = None,
         min_tiles: int = 1,
@@ -178,7 +179,7 @@ class DecodePlan:
         plan_kernel[(1,)](
             self.plan, seq_lens, seq_lens if prefix_lens is None else prefix_lens,
             seq_lens if counts is None else counts, self.num_segments, num_heads, self.programs, min_share,
-            window or 0, num_new, TILE=tile, HAS_WINDOW=window is not None, HAS_PREFIX=prefix_lens is not None,
+            reach.size, num_new, TILE=tile, WINDOW=reach.kind, HAS_PREFIX=prefix_lens is not None,
             HAS_COUNTS=counts is not None, MIN_TILES=min_tiles, CHUNK=SEGMENTS_AT_ONCE,
             PROGRAMS_PAD=triton.next_power_of_2(self.programs), num_warps=8, **overlap(seq_lens.device),
         )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tandem.kernels.triton_kernels.common import add_sinks
 from tandem.kernels.triton_kernels.decode.decode_tiles import attend_tiles
 
 
@@ -50,7 +51,7 @@ def attend_segment(
     TILE: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
@@ -85,7 +86,7 @@ def attend_segment(
         query_pointers, query_mask, late, k_scale, scale, positions, slopes, shifts,
         key_cache + kv_head.to(tl.int64) * cache_head, value_cache + kv_head.to(tl.int64) * cache_head,
         block_tables + row.to(tl.int64) * table_row, tiles, first, last, seq_len, soft_cap, window, cache_block,
-        cache_slot, sparse_local, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+        cache_slot, sparse_local, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, HAS_ALIBI, WINDOW, HAS_SOFT_CAP,
         SPARSE_STRIDE, SPARSE_BLOCK, KEYS_FIRST, IS_FP8, LATE,
     )  # fmt: skip
 
@@ -99,11 +100,14 @@ def sparse_shift(kv_head, heads, first, step):
 
 @triton.jit
 def store_output(
-    total, accumulator, output, query_starts, v_scale, row, kv_head,
+    peak, total, accumulator, output, query_starts, v_scale, sinks, row, kv_head,
     GROUP: tl.constexpr, NUM_NEW: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    D_PAD: tl.constexpr, IS_FP8: tl.constexpr,
+    D_PAD: tl.constexpr, IS_FP8: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Normalized, to [T, H, D]. Rows that saw no key give zeros."""
+    if HAS_SINKS:
+        heads = kv_head * GROUP + tl.arange(0, total.shape[0]) % GROUP
+        total, accumulator = add_sinks(tl.load(sinks + heads), peak, total, accumulator)
     result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     if IS_FP8:
         result *= tl.load(v_scale)

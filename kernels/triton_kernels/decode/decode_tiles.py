@@ -10,14 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, begin_late, dot
+from tandem.kernels.triton_kernels.common import INTERPRETED, LOG2_E, begin_late, dot, oldest_seen
 
 
 @triton.jit
-def first_tile_of(seq_len, num_new, window, HAS_WINDOW: tl.constexpr, TILE: tl.constexpr):
+def first_tile_of(seq_len, num_new, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """The first tile that any of the row's `num_new` newest tokens sees."""
-    if HAS_WINDOW:
-        return tl.maximum(seq_len - num_new + 1 - window, 0) // TILE
+    if WINDOW:
+        return tl.maximum(oldest_seen(tl.maximum(seq_len - num_new, 0), window, WINDOW), 0) // TILE
     else:
         return seq_len * 0
 
@@ -167,7 +167,7 @@ def attend_tiles(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
@@ -242,8 +242,8 @@ def attend_tiles(
         if HAS_ALIBI:
             scores += tl.expand_dims(slopes, KEYS) * (key_positions - query_positions).to(tl.float32)
         allowed = key_positions <= query_positions
-        if HAS_WINDOW:
-            allowed = allowed & (key_positions > query_positions - window)
+        if WINDOW:
+            allowed = allowed & (key_positions >= oldest_seen(query_positions, window, WINDOW))
         if SPARSE_STRIDE > 0:
             blocks = key_positions // SPARSE_BLOCK
             vertical = (blocks + tl.expand_dims(sparse_shifts, KEYS)) % SPARSE_STRIDE == 0

@@ -53,6 +53,7 @@ def paged_decode_kernel(
     prefix_lens,  # int32 [N]: leading tokens of each row that it reads
     prefix_places,  # int32 [N]
     alibi_slopes,  # fp32 [H]
+    sinks,  # fp32 [H]
     k_scale,  # fp32 [1]
     v_scale,  # fp32 [1]
     scale,
@@ -84,8 +85,9 @@ def paged_decode_kernel(
     SPLIT: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
     PREFIX_MEMBERS: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
@@ -105,7 +107,7 @@ def paged_decode_kernel(
     late = program < 0
     if EARLY:
         at, end, segment, segment_begin, segment_end, seq_len = load_share(plan, program)
-        first = at - segment_begin + first_tile_of(seq_len, NUM_NEW, window, HAS_WINDOW, TILE)
+        first = at - segment_begin + first_tile_of(seq_len, NUM_NEW, window, WINDOW, TILE)
         last = first + tl.minimum(end, segment_end) - at
         # Rows may be tokens of one sequence, each of which sees what the others store: of a row's tokens as many may be
         # new as the launch has.
@@ -128,7 +130,7 @@ def paged_decode_kernel(
         if SPLIT:  # what follows, loaded ahead
             following_begin, following_end = load_segment(plan, programs, segment + 1, stop < end)
             following_len = tl.load(seq_lens + (segment + 1) // NUM_KV_HEADS, mask=stop < end, other=0)
-        before = first_tile_of(seq_len, NUM_NEW, window, HAS_WINDOW, TILE)
+        before = first_tile_of(seq_len, NUM_NEW, window, WINDOW, TILE)
         if HAS_PREFIX:
             before = tl.load(prefix_lens + row) // TILE
         if SPARSE_STRIDE > 0:
@@ -145,7 +147,7 @@ def paged_decode_kernel(
             row, kv_head, late, seq_len, first, last, query, key_cache, value_cache, block_tables, query_starts,
             tile_lists, alibi_slopes, k_scale, scale, soft_cap, window, query_row, query_head, cache_block,
             cache_head, cache_slot, table_row, list_row, sparse_local, sparse_step, sparse_first,
-            GROUP, NUM_NEW, M_PAD, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, IS_FP8, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP,
+            GROUP, NUM_NEW, M_PAD, HEAD_SIZE, D_PAD, BLOCK_SIZE, TILE, IS_FP8, HAS_ALIBI, WINDOW, HAS_SOFT_CAP,
             SPARSE_STRIDE, SPARSE_BLOCK, KEYS_FIRST, NUM_KV_HEADS, EARLY,
         )  # fmt: skip
         whole = True
@@ -156,8 +158,8 @@ def paged_decode_kernel(
             whole = False
         if whole:
             store_output(
-                total, accumulator, output, query_starts, v_scale, row, kv_head,
-                GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8,
+                peak, total, accumulator, output, query_starts, v_scale, sinks, row, kv_head,
+                GROUP, NUM_NEW, NUM_KV_HEADS, HEAD_SIZE, D_PAD, IS_FP8, HAS_SINKS,
             )  # fmt: skip
         elif SPLIT:
             used = tl.arange(0, M_PAD) < GROUP * NUM_NEW
@@ -167,9 +169,9 @@ def paged_decode_kernel(
             )  # fmt: skip
             if not HAS_PREFIX:
                 finish_segment(
-                    output, partial, peaks, totals, plan, query_starts, v_scale, None, None, None, None, None, None,
-                    segment, first_program, num_parts, num_segments, 0,
-                    GROUP, NUM_NEW, ROWS, CHUNK, MERGE_SET, HEAD_SIZE, D_PAD, NUM_KV_HEADS, IS_FP8, 0,
+                    output, partial, peaks, totals, plan, query_starts, v_scale, sinks, None, None, None, None, None,
+                    None, segment, first_program, num_parts, num_segments, 0,
+                    GROUP, NUM_NEW, ROWS, CHUNK, MERGE_SET, HEAD_SIZE, D_PAD, NUM_KV_HEADS, IS_FP8, HAS_SINKS, 0,
                 )  # fmt: skip
         at = stop
         late = program < 0
@@ -183,10 +185,10 @@ def paged_decode_kernel(
         while at < end:
             first_program, num_parts = parts_of(plan, segment_begin, segment_end)
             finish_segment(
-                output, partial, peaks, totals, plan, query_starts, v_scale, prefix_partial, prefix_peaks,
+                output, partial, peaks, totals, plan, query_starts, v_scale, sinks, prefix_partial, prefix_peaks,
                 prefix_totals, prefix_plan, prefix_lens, prefix_places, segment, first_program, num_parts,
                 num_segments, prefix_programs, GROUP, NUM_NEW, ROWS, CHUNK, MERGE_SET, HEAD_SIZE, D_PAD, NUM_KV_HEADS,
-                IS_FP8, PREFIX_MEMBERS,
+                IS_FP8, HAS_SINKS, PREFIX_MEMBERS,
             )  # fmt: skip
             at = tl.minimum(end, segment_end)
             segment += 1

@@ -12,12 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem.kernels.api.spec import BlockSparse
+from tandem.kernels.api.spec import BlockSparse, Reach
 from tandem.kernels.triton_kernels.common import (
+    add_sinks,
     check_cache,
     check_tokens,
     load_rows,
     masked_scores,
+    oldest_seen,
     online_softmax,
     padded_head_size,
     tile_of,
@@ -38,6 +40,7 @@ def paged_prefill_kernel(
     query_start_loc,  # int32 [N+1]
     seq_lens,  # int32 [N]
     alibi_slopes,  # fp32 [H]
+    sinks,  # fp32 [H]
     k_scale,  # fp32 [1]
     v_scale,  # fp32 [1]
     scale,
@@ -66,8 +69,9 @@ def paged_prefill_kernel(
     HAS_CACHE: tl.constexpr,
     IS_FP8: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr,
     HAS_SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SPARSE_STRIDE: tl.constexpr,
     SPARSE_BLOCK: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -98,8 +102,8 @@ def paged_prefill_kernel(
     lowest = 0
     stop_cache = num_earlier
     stop_new = tl.minimum(first_query + QUERY_TILE, query_len) if CAUSAL else query_len
-    if HAS_WINDOW:
-        lowest = tl.maximum(num_before + first_query - window + 1, 0)
+    if WINDOW:
+        lowest = tl.maximum(oldest_seen(num_before + first_query, window, WINDOW), 0)
         if not CAUSAL:
             stop_cache = tl.minimum(stop_cache, first_query + QUERY_TILE - 1 + window)
             stop_new = tl.minimum(stop_new, first_query + QUERY_TILE - 1 + window)
@@ -124,7 +128,7 @@ def paged_prefill_kernel(
             old_key, old_value = old_key.to(query_tile.dtype), old_value.to(query_tile.dtype)
             scores = masked_scores(
                 query_tile, old_key, query_positions, positions, valid, slopes, scale, soft_cap, window, sparse_local,
-                shift, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK, CAUSAL,
+                shift, HAS_ALIBI, WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK, CAUSAL,
             )  # fmt: skip
             peak, total, accumulator = online_softmax(scores, old_value, peak, total, accumulator)
 
@@ -138,11 +142,14 @@ def paged_prefill_kernel(
         new_value = load_rows(new_values, tokens, value_token, valid, HEAD_SIZE, D_PAD)
         scores = masked_scores(
             query_tile, new_key, query_positions, num_before + tokens, valid, slopes, scale, soft_cap, window,
-            sparse_local, shift, HAS_ALIBI, HAS_WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK, CAUSAL,
+            sparse_local, shift, HAS_ALIBI, WINDOW, HAS_SOFT_CAP, SPARSE_STRIDE, SPARSE_BLOCK, CAUSAL,
         )  # fmt: skip
         peak, total, accumulator = online_softmax(scores, new_value, peak, total, accumulator)
 
     columns = tl.arange(0, D_PAD)
+    if HAS_SINKS:
+        row_sinks = tl.zeros([QUERY_TILE], tl.float32) + tl.load(sinks + head)
+        total, accumulator = add_sinks(row_sinks, peak, total, accumulator)
     result = accumulator / tl.where(total == 0.0, 1.0, total)[:, None]
     offsets = ((first_token + members) * tl.num_programs(1) + head)[:, None] * HEAD_SIZE + columns[None, :]
     mask = in_row[:, None] & (columns < HEAD_SIZE)[None, :]
@@ -164,7 +171,8 @@ def paged_prefill(
     k_scale: torch.Tensor,
     v_scale: torch.Tensor,
     alibi_slopes: torch.Tensor | None = None,
-    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    reach: Reach = Reach(),
     soft_cap: float | None = None,
     sparse: BlockSparse | None = None,
     causal: bool = True,
@@ -195,12 +203,13 @@ def paged_prefill(
     grid = (triton.cdiv(max_query_len, constants["QUERY_TILE"]), num_heads, num_rows)
     paged_prefill_kernel[grid](
         output, query, key, value, key_cache, value_cache, block_tables, query_start_loc, seq_lens,
-        query if alibi_slopes is None else alibi_slopes, k_scale, v_scale,
-        scale, soft_cap or 0.0, window or 0, sparse.local_blocks if sparse else 0,
+        query if alibi_slopes is None else alibi_slopes, query if sinks is None else sinks, k_scale, v_scale,
+        scale, soft_cap or 0.0, reach.size, sparse.local_blocks if sparse else 0,
         sparse.head_sliding_step if sparse else 0, first_sparse_head(sparse, num_heads, num_kv_heads),
         *query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cache_strides, block_tables.stride(0),
         **constants, HAS_CACHE=has_cache, IS_FP8=has_cache and key_cache.element_size() == 1,
-        HAS_ALIBI=alibi_slopes is not None, HAS_WINDOW=window is not None, HAS_SOFT_CAP=soft_cap is not None,
+        HAS_ALIBI=alibi_slopes is not None, WINDOW=reach.kind, HAS_SOFT_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         SPARSE_STRIDE=sparse.vert_stride if sparse else 0, SPARSE_BLOCK=sparse.block_size if sparse else 0,
         CAUSAL=causal,
     )  # fmt: skip

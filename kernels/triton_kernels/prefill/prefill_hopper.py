@@ -41,10 +41,10 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 @gluon.jit
 def attend(
     q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, my_turn, other_turn, o_desc,
-    o_chunks, work, num_items, alibi_slopes, scale, soft_cap, window,
+    o_chunks, work, num_items, alibi_slopes, sinks, scale, soft_cap, window,
     WHICH: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, KEY_TILE: gl.constexpr, PANELS: gl.constexpr,
     STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_ALIBI: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_SOFT_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """A multiplying warpgroup: HALF queries of each item against every tile. Results go out through their queries'
     memory; the loading warp gets it back once the copy engine has read them, seen while the next item runs."""
@@ -56,7 +56,7 @@ def attend(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     dtype: gl.constexpr = k_ring.dtype
-    MAY_HIDE_ALL: gl.constexpr = HAS_WINDOW and KEY_TILE < QUERY_TILE
+    MAY_HIDE_ALL: gl.constexpr = WINDOW > 0 and KEY_TILE < QUERY_TILE
     nothing = gl.zeros([HALF, KEY_TILE], gl.float32, s_layout)
     head, _row, query_tile, first_token, query_len, num_earlier = read_item(work, 0, num_items, HEADS)
     factor = LOG2_E if HAS_SOFT_CAP else scale * LOG2_E
@@ -66,7 +66,7 @@ def attend(
     for turn in range(count_items(num_items)):
         following = read_item(work, turn + 1, num_items, HEADS)
         first_new, partial, prefix_tiles, steps, masked_steps = plan_item(
-            query_tile, query_len, num_earlier, window, KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL
+            query_tile, query_len, num_earlier, window, KEY_TILE, HAS_CACHE, WINDOW, CAUSAL
         )
         first_query = query_tile * QUERY_TILE + WHICH * HALF
         peak = gl.full([HALF], float("-inf"), gl.float32, row_layout)
@@ -90,7 +90,7 @@ def attend(
         )  # fmt: skip
         scores = mask_scores(
             scores, first_query, query_len, num_earlier, window, 0, query_tile, first_new, partial, prefix_tiles,
-            KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL,
+            KEY_TILE, HAS_CACHE, WINDOW, CAUSAL,
         )  # fmt: skip
         weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
         p = gl.convert_layout(weights.to(dtype), p_layout)
@@ -116,7 +116,7 @@ def attend(
             )  # fmt: skip
             scores = mask_scores(
                 scores, first_query, query_len, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
-                KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL,
+                KEY_TILE, HAS_CACHE, WINDOW, CAUSAL,
             )  # fmt: skip
             weights, peak, total, decay = weigh(scores, peak, total, factor, MAY_HIDE_ALL)
             acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -154,6 +154,8 @@ def attend(
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         mbarrier.arrive(v_empty.index(last))
         count += 1
+        if HAS_SINKS:  # every query saw a key; a sink far above its peak makes the result zero, as it should
+            total += gl.exp2(gl.load(sinks + head) * LOG2_E - peak * factor)
         result = acc / gl.convert_layout(total, o_row_layout)[:, None]
         q_half.store(result.to(dtype))
         fence_async_shared()
@@ -177,7 +179,7 @@ def attend(
     do_not_specialize=[
         "num_items", "scale", "soft_cap", "window", "table_row", "block_units", "head_units", "value_units",
     ],
-    do_not_specialize_on_alignment=["work", "block_tables", "alibi_slopes"],
+    do_not_specialize_on_alignment=["work", "block_tables", "alibi_slopes", "sinks"],
 )  # fmt: skip
 def prefill_hopper_kernel(
     q_desc,  # [H, T, D], boxes [1, HALF, COLUMNS]
@@ -190,6 +192,7 @@ def prefill_hopper_kernel(
     num_items,  # pieces * H
     block_tables,  # int32 [N, B], strides (table_row, 1)
     alibi_slopes,  # fp32 [H], HAS_ALIBI
+    sinks,  # fp32 [H], HAS_SINKS
     scale,
     soft_cap,
     window,
@@ -207,8 +210,9 @@ def prefill_hopper_kernel(
     Q_SLOTS: gl.constexpr,
     HAS_CACHE: gl.constexpr,
     HAS_ALIBI: gl.constexpr,
-    HAS_WINDOW: gl.constexpr,
+    WINDOW: gl.constexpr,
     HAS_SOFT_CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr,
     CAUSAL: gl.constexpr,
 ):
     """Grid (programs that stay), at most num_items."""
@@ -248,21 +252,21 @@ def prefill_hopper_kernel(
         [
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(0),
-                turns.index(1), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
-                window, 0, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_CACHE, HAS_ALIBI, HAS_WINDOW,
-                HAS_SOFT_CAP, CAUSAL,
+                turns.index(1), o_desc, o_chunks, work, num_items, alibi_slopes, sinks, scale, soft_cap,
+                window, 0, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_CACHE, HAS_ALIBI, WINDOW,
+                HAS_SOFT_CAP, HAS_SINKS, CAUSAL,
             )),
             (attend, (
                 q_halves, k_ring, v_ring, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns.index(1),
-                turns.index(0), o_desc, o_chunks, work, num_items, alibi_slopes, scale, soft_cap,
-                window, 1, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_CACHE, HAS_ALIBI, HAS_WINDOW,
-                HAS_SOFT_CAP, CAUSAL,
+                turns.index(0), o_desc, o_chunks, work, num_items, alibi_slopes, sinks, scale, soft_cap,
+                window, 1, HEADS, D, KEY_TILE, PANELS, STAGES, Q_SLOTS, HAS_CACHE, HAS_ALIBI, WINDOW,
+                HAS_SOFT_CAP, HAS_SINKS, CAUSAL,
             )),
             (load_all, (
                 q_desc, k_desc, v_desc, cache_desc, nothing_desc, q_chunks, k_new, v_new, k_old, v_old, q_ready,
                 q_empty, k_ready, k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window,
                 block_units, head_units, value_units, HEADS, GROUP, BLOCK_SIZE, KEY_TILE, BOX, PANELS,
-                STAGES, Q_SLOTS, HAS_CACHE, HAS_WINDOW, CAUSAL,
+                STAGES, Q_SLOTS, HAS_CACHE, WINDOW, CAUSAL,
             )),
         ],
         [4, 1],

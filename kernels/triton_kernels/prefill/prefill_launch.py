@@ -12,6 +12,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tandem.kernels.api.spec import Reach
 from tandem.kernels.triton_kernels.prefill.prefill_hopper import prefill_hopper_kernel
 from tandem.kernels.triton_kernels.prefill.prefill_loads import COLUMNS, HALF, ITEM_FIELDS, QUERY_TILE
 
@@ -156,17 +157,18 @@ def hopper_constants(
     block_size: int,
     has_cache: bool,
     has_alibi: bool,
-    has_window: bool,
+    window_kind: int,
     has_soft_cap: bool,
     causal: bool = True,
+    has_sinks: bool = False,
 ) -> dict[str, Any]:
     """The kernel's compile-time constants, in its order."""
     columns = HEAD_SIZES[head_size]
     return {
         "HEADS": num_heads, "GROUP": group, "D": columns, "BLOCK_SIZE": block_size,
         "KEY_TILE": 64 if columns == 256 else 128, "BOX": box_of(block_size), "STAGES": 4 if columns == 64 else 2,
-        "Q_SLOTS": 1 if columns == 256 else 2, "HAS_CACHE": has_cache, "HAS_ALIBI": has_alibi, "HAS_WINDOW": has_window,
-        "HAS_SOFT_CAP": has_soft_cap, "CAUSAL": causal,
+        "Q_SLOTS": 1 if columns == 256 else 2, "HAS_CACHE": has_cache, "HAS_ALIBI": has_alibi, "WINDOW": window_kind,
+        "HAS_SOFT_CAP": has_soft_cap, "HAS_SINKS": has_sinks, "CAUSAL": causal,
     }  # fmt: skip
 
 
@@ -186,7 +188,8 @@ def launch_prefill(
     scale: float,
     *,
     alibi_slopes: torch.Tensor | None = None,
-    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    reach: Reach = Reach(),
     soft_cap: float | None = None,
     causal: bool = True,
 ) -> torch.Tensor:
@@ -208,14 +211,15 @@ def launch_prefill(
         )  # fmt: skip
     constants = hopper_constants(
         num_heads, num_heads // key.shape[1], head_size, block_size, key_cache is not None,
-        alibi_slopes is not None, window is not None, soft_cap is not None, causal,
+        alibi_slopes is not None, reach.kind, soft_cap is not None, causal, sinks is not None,
     )  # fmt: skip
     arguments = (
         _describe_queries(query.data_ptr(), dtype, shape, query.stride()), keys,
         _describe_rows(value.data_ptr(), dtype, value.shape, value.stride()), tiles.desc,
         _describe_nothing(query.data_ptr(), dtype, constants["BOX"]),
         _describe_rows(output.data_ptr(), dtype, shape, output.stride()), work, num_items, block_tables,
-        work if alibi_slopes is None else alibi_slopes, scale, soft_cap or 0.0, window or 0, block_tables.stride(0),
+        work if alibi_slopes is None else alibi_slopes, work if sinks is None else sinks, scale, soft_cap or 0.0,
+        reach.size, block_tables.stride(0),
         tiles.block_units, tiles.head_units, tiles.value_units, *constants.values(),
     )  # fmt: skip
     grid = (min(num_items, _num_programs(device)), 1, 1)

@@ -43,9 +43,18 @@ def read_item(work, turn, num_items, HEADS: gl.constexpr):
 
 
 @gluon.jit
+def oldest_seen(positions, window, WINDOW: gl.constexpr):
+    """The first position that queries at these see, as spec.Reach says: WINDOW is its kind, `window` its size."""
+    if WINDOW == 2:
+        return positions // window * window
+    else:
+        return positions - window + 1
+
+
+@gluon.jit
 def plan_item(
     query_tile, query_len, num_earlier, window, KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """(first tile of new tokens, whether a prefix tile is partial, full prefix tiles, steps, those with a mask: at
     least one). Not CAUSAL: the tiles are the prefix's, or if there is no cache the new tokens', all of them."""
@@ -55,13 +64,13 @@ def plan_item(
         partial = (num_earlier % KEY_TILE != 0).to(gl.int32)
         first_new = 0
         num_old = prefix_tiles
-        if HAS_WINDOW:
-            lowest = gl.maximum(num_earlier + query_tile * QUERY_TILE - window + 1, 0)
+        if WINDOW:
+            lowest = gl.maximum(oldest_seen(num_earlier + query_tile * QUERY_TILE, window, WINDOW), 0)
             first_new = gl.maximum(lowest - num_earlier, 0) // KEY_TILE
             partial = gl.where(lowest < num_earlier, partial, 0)
             num_old = gl.maximum(prefix_tiles - lowest // KEY_TILE, 0)
         steps = DIAGONAL + partial + query_tile * DIAGONAL - first_new + num_old
-        masked_steps = steps if HAS_WINDOW else DIAGONAL + partial
+        masked_steps = steps if WINDOW else DIAGONAL + partial
         return first_new, partial, prefix_tiles, steps, masked_steps
     else:
         num_keys = num_earlier if HAS_CACHE else query_len
@@ -158,7 +167,7 @@ def load_all(
     k_empty, v_ready, v_empty, work, num_items, block_tables, table_row, window, block_units, head_units, value_units,
     HEADS: gl.constexpr, GROUP: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEY_TILE: gl.constexpr, BOX: gl.constexpr,
     PANELS: gl.constexpr, STAGES: gl.constexpr, Q_SLOTS: gl.constexpr, HAS_CACHE: gl.constexpr,
-    HAS_WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """The loading warp."""
     TILE_BYTES: gl.constexpr = KEY_TILE * PANELS * COLUMNS * 2
@@ -168,7 +177,7 @@ def load_all(
     for turn in range(count_items(num_items)):
         following = read_item(work, turn + 1, num_items, HEADS)
         first_new, partial, prefix_tiles, steps, _ = plan_item(
-            query_tile, query_len, num_earlier, window, KEY_TILE, HAS_CACHE, HAS_WINDOW, CAUSAL
+            query_tile, query_len, num_earlier, window, KEY_TILE, HAS_CACHE, WINDOW, CAUSAL
         )  # fmt: skip
         table = block_tables + row.to(gl.int64) * table_row
         kv_head = head // GROUP

@@ -6,7 +6,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tandem.kernels.triton_kernels.prefill.prefill_loads import HALF, place_of
+from tandem.kernels.triton_kernels.prefill.prefill_loads import HALF, oldest_seen, place_of
 
 LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
@@ -14,7 +14,7 @@ LOG2_E: gl.constexpr = gl.constexpr(1.4426950408889634)
 @gluon.jit
 def mask_scores(
     scores, first_query, query_len, num_earlier, window, step, query_tile, first_new, partial, prefix_tiles,
-    KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr, HAS_WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
+    KEY_TILE: gl.constexpr, HAS_CACHE: gl.constexpr, WINDOW: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """-inf where a key is not in the prefix, later than the query, or before its window; not CAUSAL: where there is
     no key. Queries count from 0."""
@@ -26,8 +26,9 @@ def mask_scores(
         keys = gl.where(in_prefix & (keys >= num_earlier), 1 << 30, keys)
         keys -= gl.where(in_prefix, num_earlier, 0)
         allowed = keys[None, :] <= queries[:, None]
-        if HAS_WINDOW:
-            allowed = allowed & (keys[None, :] > queries[:, None] - window)
+        if WINDOW:
+            oldest = oldest_seen(queries + num_earlier, window, WINDOW) - num_earlier
+            allowed = allowed & (keys[None, :] >= oldest[:, None])
         return gl.where(allowed, scores, float("-inf"))
     else:
         return gl.where((keys < (num_earlier if HAS_CACHE else query_len))[None, :], scores, float("-inf"))
