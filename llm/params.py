@@ -64,6 +64,9 @@ class SamplingParams:
     logprobs: int | None = None  # of each token, and of so many others that were likely at its place
     prompt_logprobs: int | None = None
     priority: int | None = None
+    ttft_target_ms: float | None = None
+    tpot_target_ms: float | None = None
+    itl_max_ms: float | None = None
     use_prefix_cache: bool | None = None
     cache_salt: str | None = None
     structured_outputs: StructuredOutputsParams | None = None

@@ -89,5 +89,7 @@ class NodeContext:
         )
 
     def _prompt_order(self) -> PromptOrder:
-        target_s = self.options.scheduler.ttft_target_ms / 1e3
-        return SlackOrder(target_s, self.clock) if self.options.role == "prefill" and target_s else ArrivalOrder()
+        options = self.options.scheduler
+        has_deadlines = self.options.role == "prefill" or options.tpot_target_ms > 0
+        target_s = options.ttft_target_ms / 1e3
+        return SlackOrder(target_s, self.clock) if has_deadlines and target_s else ArrivalOrder()

@@ -67,14 +67,21 @@ from tandem.node.pooling.process import PoolingProcess
 from tandem.node.ranks.leader import start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
-from tandem.node.setup import load, size_pool, with_device_defaults, with_length_that_fits
+from tandem.node.setup import (
+    DECODE_ITL_MAX_MS,
+    load,
+    measures_steps,
+    size_pool,
+    with_device_defaults,
+    with_length_that_fits,
+)
 from tandem.node.tiers import make_tiers
 
 # Requests leave no cycles behind, and a collection of everything stops all streams for up to 90 ms.
 GC_THRESHOLDS = (50_000, 20, 1_000)
 # The parts of a hand-off's end run on different threads, while the step loop launches kernels for 20 ms on end.
 SWITCH_INTERVAL_S = 0.0003  # a guess
-SLOW_STEP_MS = 1.0  # beyond `itl_budget_ms`: such steps are counted by their reason; a guess
+SLOW_STEP_MS = 1.0  # beyond the longest that a step should take: such steps are counted by their reason; a guess
 logger = logging.getLogger(__name__)
 
 
@@ -152,7 +159,7 @@ class NodeProcess:
         if self.loaded.replays_graphs:
             self.launcher.doing("capturing graphs")
             self.runner.capture_decode_steps()
-        if not self.options.scheduler.decode_prompt_budget:
+        if measures_steps(self.options, self.loaded.device):
             most = self.options.scheduler.max_num_batched_tokens
             self.logic.scheduler.state.step_times.measured(measure_step_times(self.runner, most))
         self._compilations.warn_from_now()
@@ -296,7 +303,8 @@ class NodeProcess:
         """Nobody waits for one step of a prefill node more than for another."""
         if self.options.role == "prefill":
             return None
-        slow_s = (self.options.scheduler.itl_budget_ms + SLOW_STEP_MS) / 1e3
+        given = self.options.scheduler
+        slow_s = ((given.itl_max_ms or given.tpot_target_ms or DECODE_ITL_MAX_MS) + SLOW_STEP_MS) / 1e3
         trace = self.trace
         note = None if trace is None else lambda values: trace.note(NO_REQUEST, "slow step", **values)
         return TurnTimes(slow_s, time.monotonic, time.thread_time, note)

@@ -233,6 +233,8 @@ class RequestBook:
             sampling=submit.sampling,
             num_prior_output_tokens=submit.num_prior_output_tokens,
             priority=submit.priority,
+            targets=submit.targets,
+            waited_s=submit.waited_s,
             arrival=self._arrivals,
             mode=submit.mode,
             use_prefix_cache=submit.use_prefix_cache,

@@ -24,6 +24,9 @@ from tandem.engine.running.runner_needs import Model
 
 logger = logging.getLogger(__name__)
 
+# The longest step with prompt work on a decode node to which no other bound and no target was given.
+DECODE_ITL_MAX_MS = 6.0  # docs/measurements.md#the-gap-of-a-hand-off
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -56,18 +59,28 @@ def choose_device(options: NodeOptions) -> torch.device:
 
 def with_device_defaults(options: NodeOptions, device: torch.device) -> NodeOptions:
     """The same options with the step's budgets chosen where they were left to us (0)."""
-    given, on_gpu = options.scheduler, device.type == "cuda"
-    prompt_budget = 256 if options.role == "decode" else 2048
-    if options.role == "decode" and on_gpu and options.tensor_parallel_size == 1:
-        prompt_budget = 0  # by measured step times
+    given, on_gpu, decodes = options.scheduler, device.type == "cuda", options.role == "decode"
+    prompt_budget = 256 if decodes else 2048
+    itl_max_ms = given.itl_max_ms
+    if decodes and measures_steps(options, device) and not given.tpot_target_ms:
+        itl_max_ms = itl_max_ms or DECODE_ITL_MAX_MS
+    if itl_max_ms or given.tpot_target_ms:
+        prompt_budget = 0  # by times
+    cuts_prompts = options.role == "prefill" or given.tpot_target_ms
     scheduler = replace(
         given,
         max_num_seqs=given.max_num_seqs or (256 if on_gpu else 64),
         max_num_batched_tokens=given.max_num_batched_tokens or (8192 if on_gpu else 2048),
-        contended_prefill_chunk=given.contended_prefill_chunk or (2048 if options.role == "prefill" else 0),
+        contended_prefill_chunk=given.contended_prefill_chunk or (2048 if cuts_prompts else 0),
+        itl_max_ms=itl_max_ms,
         decode_prompt_budget=given.decode_prompt_budget or prompt_budget,
     )
     return replace(options, scheduler=scheduler)
+
+
+def measures_steps(options: NodeOptions, device: torch.device) -> bool:
+    """Whether this node measures at its start how long steps with prompt work take."""
+    return options.role != "prefill" and device.type == "cuda" and options.tensor_parallel_size == 1
 
 
 def load(

@@ -1,19 +1,23 @@
 """A node that takes time but computes nothing: steps by a cost model, blocks in two LRU tiers. Pure: virtual time.
 
-It works as a unified node does: each step takes all running decodes and up to a chunk of the prompts that came first.
+It works as a unified node does: each step takes all running decodes and up to a chunk of the prompts that came first,
+or, with targets, that are due first, as far as the decodes have time (docs/deadlines.md).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem.deploy.bench.simulated_cache import TieredCache
 from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
-from tandem.engine.contracts.directory import BlockEvent
 from tandem.engine.contracts.rate import Rate
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+from tandem.engine.scheduling.planner import LEAST_PROMPT_TOKENS, USED_SLACK
+from tandem.engine.scheduling.prompt_order import SlackOrder
 
 
 @dataclass(frozen=True)
@@ -44,70 +48,37 @@ class Job:
     hits: dict[str, int] = field(default_factory=dict)  # tokens by tier
     first_token_at: float = 0.0
     finished_at: float = 0.0
+    # What the order of prompts asks of a request.
+    targets: Targets = NO_TARGETS
+    waited_s: float = 0.0
+    priority: int = 0
+    order: int = 0
 
     @property
-    def num_left(self) -> int:
+    def prompt(self) -> Job:
+        return self
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
         return self.request.num_prompt_tokens - self.num_computed
-
-
-class TieredCache:
-    """Blocks of a node: what leaves the GPU tier goes to the host tier, what leaves that is gone. Least recently used
-    first; of one request the deepest first. A block is in one tier."""
-
-    def __init__(self, num_gpu_blocks: int, num_host_blocks: int) -> None:
-        self._gpu: OrderedDict[bytes, None] = OrderedDict()
-        self._host: OrderedDict[bytes, None] = OrderedDict()
-        self._num_gpu, self._num_host = num_gpu_blocks, num_host_blocks
-        self.events: list[BlockEvent] = []
-
-    def drain_events(self) -> list[BlockEvent]:
-        """What the directory is to hear of, since the last call."""
-        events, self.events = self.events, []
-        return events
-
-    def match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Returns how many leading blocks are here, and how many of these are in the host tier."""
-        length = in_host = 0
-        for block_hash in hashes:
-            if block_hash in self._host:
-                in_host += 1
-            elif block_hash not in self._gpu:
-                break
-            length += 1
-        return length, in_host
-
-    def use(self, hashes: Sequence[bytes]) -> None:
-        """Puts all of them into the GPU tier, the first as the most recent."""
-        for block_hash in reversed(hashes):
-            if block_hash in self._gpu:
-                self._gpu.move_to_end(block_hash)
-                continue
-            self._gpu[block_hash] = None
-            self.events.append(BlockEvent(block_hash, True, "gpu"))
-            if block_hash in self._host:
-                del self._host[block_hash]
-                self.events.append(BlockEvent(block_hash, False, "cpu"))
-        while len(self._gpu) > self._num_gpu:
-            block_hash, _ = self._gpu.popitem(last=False)
-            self.events.append(BlockEvent(block_hash, False, "gpu"))
-            if self._num_host:
-                self._host[block_hash] = None
-                self.events.append(BlockEvent(block_hash, True, "cpu"))
-        while len(self._host) > self._num_host:
-            self.events.append(BlockEvent(self._host.popitem(last=False)[0], False, "cpu"))
-
-    def check_integrity(self) -> None:
-        assert len(self._gpu) <= self._num_gpu
-        assert len(self._host) <= self._num_host
-        assert not self._gpu.keys() & self._host.keys()
 
 
 class SimulatedNode:
     """`submit` jobs; when `next_at` is reached call `advance`. Both return nothing; `done` collects finished jobs."""
 
-    def __init__(self, node_id: str, costs: CostModel, gpu_tokens: int, host_tokens: int) -> None:
+    def __init__(
+        self, node_id: str, costs: CostModel, gpu_tokens: int, host_tokens: int, targets: Targets = NO_TARGETS
+    ) -> None:
         self.node_id = node_id
         self.next_at = math.inf
+        self._now = 0.0
+        self._targets = targets
+        # It asks of requests and of the clock only what jobs and this node have.
+        self._order = SlackOrder(targets.ttft_s, self) if targets.tpot_s else None  # type: ignore[arg-type]
         self.busy_s = self.prefill_s = 0.0
         self.done: list[Job] = []
         self.cache = TieredCache(gpu_tokens // TRACE_BLOCK, host_tokens // TRACE_BLOCK)
@@ -135,7 +106,7 @@ class SimulatedNode:
     def num_waiting_tokens(self) -> int:
         """Prompt tokens without KV: of waiting prompts all, for nobody has looked yet what the cache holds of them."""
         waiting = sum(job.request.num_prompt_tokens for job in self._waiting)
-        return waiting + sum(job.num_left for job in self._prefilling)
+        return waiting + sum(job.num_uncomputed_tokens for job in self._prefilling)
 
     @property
     def num_free_blocks(self) -> int:
@@ -146,10 +117,27 @@ class SimulatedNode:
         """Seconds that a prompt token takes, as measured in steps; 0 before the first."""
         return self._prefill_rate.seconds
 
+    # --- the clock of prompts ---------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        return self._now
+
+    def busy_until(self) -> float:
+        return self._now
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self._prefill_rate.seconds
+
     # --- events -----------------------------------------------------------------------------------------------
 
     def submit(self, job: Job, now: float) -> None:
+        self._now = now
+        self._num_jobs += 1
+        job.order, job.targets = self._num_jobs, self._targets
         self._waiting.append(job)
+        if self._order is not None:
+            self._order.arrived(job)  # type: ignore[arg-type]
         if self.next_at == math.inf:
             self._start(now)
         elif self._run[2] > 1:  # decode steps one after the other: the prompt joins after the one under way
@@ -161,6 +149,7 @@ class SimulatedNode:
     def advance(self) -> None:
         """Ends the step, or run of decode steps, that is under way."""
         now, (began, step_s, num_steps) = self.next_at, self._run
+        self._now = now
         if num_steps:
             self.busy_s += num_steps * step_s
             self._context += (num_steps - 1) * len(self._decoding)
@@ -180,26 +169,27 @@ class SimulatedNode:
 
     def _first_token(self, job: Job, now: float) -> None:
         job.first_token_at = now
+        if self._order is not None:
+            self._order.ended(job)  # type: ignore[arg-type]
         self.cache.use(job.hashes)
         num_more = job.request.num_output_tokens - 1
         if not num_more:
             self._finish(job, now)
             return
-        self._num_jobs += 1
         self._context += job.request.num_prompt_tokens
-        heapq.heappush(self._decoding, (self._num_steps + num_more, self._num_jobs, job))
+        heapq.heappush(self._decoding, (self._num_steps + num_more, job.order, job))
 
     def _finish(self, job: Job, now: float) -> None:
         job.finished_at = now
         self.done.append(job)
 
     def _start(self, now: float) -> None:
-        prompt_s = self._plan_prompts()
         costs, rows = self._costs, len(self._decoding)
+        step_s = costs.step_s + rows * costs.sequence_s + self._context * costs.context_s_per_token
+        prompt_s = self._plan_prompts(self._seconds_to_spare() - step_s)
         if not prompt_s and not rows:
             self.next_at = math.inf
             return
-        step_s = costs.step_s + rows * costs.sequence_s + self._context * costs.context_s_per_token
         if prompt_s:
             step_s += prompt_s
             self.busy_s += step_s
@@ -210,31 +200,66 @@ class SimulatedNode:
         self._run = now, step_s, num_steps
         self.next_at = now + num_steps * step_s
 
-    def _plan_prompts(self) -> float:
-        """Seconds of the prompt work in the next step."""
-        costs, budget, seconds = self._costs, self._costs.chunk, 0.0
-        while budget and (self._prefilling or self._admit()):
-            job = self._prefilling[0]
-            if not job.num_computed:
+    def _plan_prompts(self, spare_s: float) -> float:
+        """Seconds of the prompt work in the next step: about `spare_s` at most."""
+        budget, seconds = self._costs.chunk, 0.0
+        planned: list[tuple[Job, int]] = []
+        for job in self._arranged():
+            if job not in self._prefilling:
+                if not self._has_room(job):
+                    if self._order is None:
+                        break
+                    continue
+                self._waiting.remove(job)
+                self._prefilling.append(job)
                 seconds += self._look_up(job)
-            num_tokens = min(budget, job.num_left)
-            middle = job.num_computed + num_tokens / 2
-            part_s = num_tokens * (costs.prefill_s_per_token + costs.prefill_s_per_token_and_context * middle)
-            self._measure(part_s, num_tokens)
+            num_tokens = min(budget, job.num_uncomputed_tokens)
+            part_s = self._seconds_of(job, num_tokens)
+            if seconds + part_s > spare_s:
+                fitting = int(num_tokens * max(0.0, spare_s - seconds) / part_s)
+                num_tokens = min(num_tokens, max(fitting, 0 if seconds else LEAST_PROMPT_TOKENS))
+                part_s = self._seconds_of(job, num_tokens)
+            if num_tokens:
+                self._measure(part_s, num_tokens)
             seconds += part_s
+            planned.append((job, num_tokens))
             job.num_computed += num_tokens
             budget -= num_tokens
-            if not job.num_left:
-                self._ending.append(self._prefilling.popleft())
+            if not job.num_uncomputed_tokens:
+                self._prefilling.remove(job)
+                self._ending.append(job)
+            if not budget or seconds >= spare_s:
+                break
+        if self._order is not None:
+            self._order.launched(planned)  # type: ignore[arg-type]
         return seconds
 
-    def _admit(self) -> bool:
-        if not self._waiting or self.num_running >= self._costs.max_num_seqs:
+    def _arranged(self) -> Sequence[Job]:
+        if self._order is None:
+            return [*self._prefilling, *self._waiting]
+        arranged = self._order.arrange(list(self._prefilling), list(self._waiting), self._num_cached)  # type: ignore[arg-type]
+        return arranged  # type: ignore[return-value]
+
+    def _num_cached(self, job: Job) -> int:
+        return min(TRACE_BLOCK * self.cache.match(job.hashes)[0], job.num_prompt_tokens - 1)
+
+    def _seconds_of(self, job: Job, num_tokens: int) -> float:
+        costs, middle = self._costs, job.num_computed + num_tokens / 2
+        return num_tokens * (costs.prefill_s_per_token + costs.prefill_s_per_token_and_context * middle)
+
+    def _seconds_to_spare(self) -> float:
+        """How long the next step may take, as `StepPlanner` of a real node has it."""
+        most, targets = math.inf, self._targets
+        for end, _, job in self._decoding if targets.tpot_s else ():
+            num_made = job.request.num_output_tokens - (end - self._num_steps)
+            ahead_s = job.first_token_at + num_made * targets.tpot_s - self._now
+            most = min(most, max(targets.tpot_s, USED_SLACK * ahead_s))
+        return most
+
+    def _has_room(self, job: Job) -> bool:
+        if self.num_running >= self._costs.max_num_seqs:
             return False
-        if self._decoding and self.num_free_blocks * TRACE_BLOCK < self._waiting[0].request.num_prompt_tokens:
-            return False
-        self._prefilling.append(self._waiting.popleft())
-        return True
+        return not self._decoding or self.num_free_blocks * TRACE_BLOCK >= job.request.num_prompt_tokens
 
     def _look_up(self, job: Job) -> float:
         """Sets what need not be computed; returns the seconds that it takes to get it."""

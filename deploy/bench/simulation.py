@@ -17,7 +17,7 @@ from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
 from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.connection import Status
-from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.parts import NO_TARGETS, NodeInfo, Targets
 from tandem.kv_connector.directory.mirror import Mirror, Outcome
 from tandem.kv_connector.directory.own_view import OwnView
 from tandem.kv_connector.directory.records import Batch, DirectoryEvent, decode_event, encode
@@ -44,6 +44,7 @@ class ClusterShape:
     host_tokens: int
     num_routers: int = 1
     costs: CostModel = field(default_factory=CostModel)
+    targets: Targets = NO_TARGETS  # that the nodes keep
 
 
 class _Router:
@@ -79,7 +80,7 @@ class Simulation:
 
     def __init__(self, shape: ClusterShape, policy: PlacementName, channel: Channel = wire_channel) -> None:
         self.nodes = [
-            SimulatedNode(f"node-{index:03}", shape.costs, shape.gpu_tokens, shape.host_tokens)
+            SimulatedNode(f"node-{index:03}", shape.costs, shape.gpu_tokens, shape.host_tokens, shape.targets)
             for index in range(shape.num_nodes)
         ]
         self.jobs: list[Job] = []

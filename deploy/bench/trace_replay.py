@@ -25,8 +25,8 @@ from tandem.deploy.bench.node_figures import (
 from tandem.deploy.bench.report import publish
 from tandem.deploy.bench.sse_client import HttpError, model_to_ask, post_json
 from tandem.deploy.bench.trace import TraceRequest, faster, pooled_hit_rate, read_trace
-from tandem.deploy.bench.trace_report import Targets
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import Targets
 
 
 def run(arguments: argparse.Namespace) -> int:

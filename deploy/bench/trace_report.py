@@ -7,16 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.deploy.bench.simulated_node import Job, SimulatedNode
+from tandem.engine.contracts.wire.parts import Targets
 
 TIERS = ("gpu", "cpu", "peer")
-
-
-@dataclass(frozen=True)
-class Targets:
-    """Latency targets in seconds. A request is good when it meets both."""
-
-    ttft_s: float = 2.0
-    tpot_s: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -27,7 +20,7 @@ class TraceReport:
     ttft_s: tuple[float, float, float]  # p50, p90, p99
     tpot_s: tuple[float, float, float]
     num_requests: int
-    goodput: float  # requests a second that met the targets
+    goodput: float  # requests a second that met both targets
     good_share: float
     busy_imbalance: float
     prefill_imbalance: float

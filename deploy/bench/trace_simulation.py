@@ -9,11 +9,12 @@ from collections.abc import Iterator, Sequence
 from tandem.deploy.bench.simulated_node import CostModel
 from tandem.deploy.bench.simulation import Channel, ClusterShape, Simulation, wire_channel
 from tandem.deploy.bench.trace import TraceRequest, faster, pooled_hit_rate, read_trace
-from tandem.deploy.bench.trace_report import HEADER, Targets, TraceReport, summarize_jobs
+from tandem.deploy.bench.trace_report import HEADER, TraceReport, summarize_jobs
 from tandem.deploy.explain import table
 from tandem.deploy.redis_server import RedisServer
 from tandem.engine.contracts.config import PlacementName
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
 
 SPEED_PRECISION = 1.03  # of the highest speed factor; a guess
 MAX_SPEED = 1024.0  # a guess: far above what any cluster serves
@@ -22,14 +23,15 @@ MAX_SPEED = 1024.0  # a guess: far above what any cluster serves
 def run(arguments: argparse.Namespace) -> int:
     """Prints the tables. Raises ConfigError for a trace or Redis that can't be read."""
     requests = read_trace(arguments.trace, arguments.limit)
+    targets = Targets(arguments.ttft_target, arguments.tpot_target)
     shape = ClusterShape(
         num_nodes=arguments.simulate,
         gpu_tokens=arguments.gpu_tokens,
         host_tokens=arguments.host_tokens,
         num_routers=arguments.routers,
+        targets=targets if arguments.deadlines else NO_TARGETS,
         costs=CostModel(fetch_s_per_token=1 / arguments.fetch_rate if arguments.fetch_rate else 0.0),
     )
-    targets = Targets(arguments.ttft_target, arguments.tpot_target)
     print(_title(requests, shape, arguments))
     with _channel(arguments.redis) as channel:
         policies: list[PlacementName] = arguments.policies.split(",")

@@ -97,21 +97,31 @@ class SchedulerOptions:
     max_prefill_chunk: Annotated[Count, "longest prompt chunk of one step; 0: --max-num-batched-tokens"] = 0
     contended_prefill_chunk: Annotated[Count, "longest chunk while several prompts wait; 0: 2048 on a prefill node"] = 0
     ttft_target_ms: Annotated[
-        Count, "prefill nodes: prompts that can have their first token in this time go first; 0: by arrival"
+        Count,
+        "prompts that can have their first token in this time go first, on prefill nodes and where --tpot-target-ms is "
+        "set; 0: by arrival",
     ] = 300
+    tpot_target_ms: Annotated[
+        float,
+        Meta(ge=0, le=1e6),
+        "time a token, on average since a stream's first: steps have as much prompt work as streams have time for; "
+        "0: none, --itl-max-ms bounds them",
+    ] = 0.0
     share_prefixes: Annotated[
         bool, "decode rows with the same leading blocks read those once a group where that pays (GPU)"
     ] = True
     max_queue: MaxQueue = 4096
     decode_prompt_budget: Annotated[
         Count,
-        "prompt tokens of a step while others decode; 0: by --itl-budget-ms on a decode node's GPU, else 256 on a "
-        "decode node and 2048 on a single one",
+        "most prompt tokens of a step while others decode; 0: by --itl-max-ms and --tpot-target-ms on a GPU, without "
+        "them 256 on a decode node and 2048 on a single one",
     ] = 0
-    # docs/measurements.md#the-gap-of-a-hand-off
-    itl_budget_ms: Annotated[
-        float, Meta(gt=0, le=1e6), "decode nodes: a step with prompt work takes at most this long; measured at start"
-    ] = 6.0
+    itl_max_ms: Annotated[
+        float,
+        Meta(ge=0, le=1e6),
+        "a step with prompt work beside decodes takes at most this long; 0: 6 on a decode node without "
+        "--tpot-target-ms, else without bound",
+    ] = 0.0
     parked_kv_fraction: Annotated[Share, "prefill nodes: share of the pool for KV that has no destination yet"] = 0.25
     growth_headroom: Annotated[
         float, Meta(ge=0, lt=1), "decode nodes: share of the pool kept free for the growth of running requests"

@@ -13,6 +13,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import BlockHasher
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.wire.parts import Targets
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.allocator import KVAllocator
 from tandem.engine.scheduling.clock import StepClock
@@ -50,6 +51,7 @@ class SchedulerState:
         `clock`: told of every step; None: nothing is measured. ValueError: `block_size` is no multiple of
         `hash_block_size`."""
         self.options = options
+        self.targets = Targets(options.ttft_target_ms / 1e3, options.tpot_target_ms / 1e3, options.itl_max_ms / 1e3)
         self.pool = pool
         self.kv = KVAllocator(pool, BlockHasher(block_size, hash_block_size or block_size, root_for_salt))
         self.block_size = block_size
@@ -109,6 +111,7 @@ class SchedulerState:
         for sequence, (sample, token) in zip(sequences, alive, strict=True):
             sequence.sample_indices = (sample,)
             sequence.output_token_ids.append(token)
+            sequence.first_token_at = self.clock.now()
         self._admit_or_fail(sequences)
 
     def count_start(self, request: Request) -> None:
@@ -127,6 +130,7 @@ class SchedulerState:
     def _adopt(self, request: Request) -> None:
         self._num_adopted += 1
         request.order = self._num_adopted
+        request.targets = request.prompt.targets.or_else(self.targets)
         request.max_num_tokens = stop.max_num_tokens(request, self.max_model_len)
         del request.block_hashes[request.num_tokens // self.block_size :]
 

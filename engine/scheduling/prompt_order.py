@@ -70,9 +70,10 @@ class ArrivalOrder:
 
 
 class SlackOrder:
-    """The order by deadlines of the module docstring. `target_s` is the time from arrival to first token. A prompt that
-    alone would take longer than `target_s` / `stretch` gets `stretch` times what it takes. Work is estimated from the
-    time of earlier steps, which `clock` measures."""
+    """The order by deadlines of the module docstring. `target_s` is the time from arrival to first token of requests to
+    which no other was promised. A prompt that alone would take longer than this / `stretch` gets `stretch` times what
+    it takes. Work is estimated from the time of earlier steps, which `clock` measures. A stream that computes again
+    what it lost is due when its next token is."""
 
     def __init__(self, target_s: float, clock: StepClock, stretch: float = 1.25) -> None:
         self._clock = clock
@@ -83,7 +84,7 @@ class SlackOrder:
         self._credit = 0.0  # tokens that late prompts may compute before others
 
     def arrived(self, request: Request) -> None:
-        self._arrivals[request] = self._clock.now()
+        self._arrivals[request] = self._clock.now() - request.prompt.waited_s
 
     def ended(self, request: Request) -> None:
         self._arrivals.pop(request, None)
@@ -93,8 +94,11 @@ class SlackOrder:
         return self._late is not None
 
     def deadline(self, request: Request) -> float:
+        if request.first_token_at:
+            return request.next_token_due(request.targets.tpot_s, self._clock.now())
         alone = request.num_prompt_tokens * self._clock.seconds_per_token
-        return self._arrivals.setdefault(request, self._clock.now()) + max(self._target_s, self._stretch * alone)
+        within_s = request.targets.ttft_s or self._target_s
+        return self._arrivals.setdefault(request, self._clock.now()) + max(within_s, self._stretch * alone)
 
     def arrange(
         self, started: Sequence[Request], waiting: Sequence[Request], num_cached: CountsTokens = lambda request: 0

@@ -11,7 +11,7 @@ from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
-from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
+from tandem.engine.contracts.wire.parts import NO_TARGETS, FinishReason, Targets, TokenLogprobs
 
 
 class RequestState(enum.Enum):
@@ -33,6 +33,8 @@ class Prompt:
     sampling: SamplingParams
     num_prior_output_tokens: int = 0
     priority: int = 0
+    targets: Targets = NO_TARGETS
+    waited_s: float = 0.0  # until it came here
     arrival: int = 0  # a counter: order within one priority
     mode: str = "full"  # as in Submit
     use_prefix_cache: bool = True
@@ -67,6 +69,7 @@ class Request:
     # Filled when a prompt in mode "prefill" ends: (sample_index, token_id, finished) in order of sample_indices.
     first_tokens: list[tuple[int, int, bool]] = field(default_factory=list)
 
+    targets: Targets = NO_TARGETS  # what it is promised, by itself or by the node; set by the scheduler
     order: int = 0  # given by the scheduler, unique: the last word on who runs first
     max_num_tokens: int = 0  # prompt and output together; set by the scheduler from max_tokens and max_model_len
     # Newest step that works for this request and so may write its blocks, -1: none. Whoever gets the blocks in
@@ -74,6 +77,7 @@ class Request:
     last_step: int = -1
     num_registered_blocks: int = 0  # leading blocks offered to the hash table
     num_table_blocks: int = 0  # leading blocks that the slot's block table on the device has
+    first_token_at: float = 0.0  # seconds of the scheduler's clock; 0.0: not yet
     num_preemptions: int = 0
     num_yields: int = 0  # how many of these preemptions were for a request that waited
     waiting_since: float = 0.0
@@ -121,6 +125,10 @@ class Request:
     def num_uncomputed_tokens(self) -> int:
         """Launched tokens whose KV no launched step writes."""
         return self.num_launched_tokens - self.num_computed_tokens
+
+    def next_token_due(self, tpot_s: float, now: float) -> float:
+        """When the next token to be launched should be there for `tpot_s` a token on average since the first."""
+        return (self.first_token_at or now) + tpot_s * (self.num_launched_tokens - self.num_prompt_tokens)
 
     @property
     def can_advance(self) -> bool:

@@ -133,6 +133,7 @@ class Scheduler:
                 self.state.finish(request)
             return
         request.output_token_ids.append(token_id)
+        request.first_token_at = request.first_token_at or self.state.clock.now()
         if request.block_ids:
             self.state.kv.register_full_blocks(request, request.last_step)
         if reason is not None:

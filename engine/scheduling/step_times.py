@@ -57,14 +57,14 @@ class StepTimes:
         return self._tokens[index] - tokens if index < len(self._tokens) else 0
 
     def most_tokens(self, seconds: float) -> int:
-        """Tokens of the largest step that takes at most `seconds`; 0 if even the smallest measured one takes longer,
-        the largest measured one if that takes less."""
+        """Tokens of the largest step that takes at most `seconds`, in proportion beyond the largest that was measured;
+        0 if even the smallest measured one takes longer."""
         seconds /= self._slowness
         index = bisect.bisect_right(self._seconds, seconds)
         if index == 0:
             return 0
         if index == len(self._tokens):
-            return self._tokens[-1]
+            return int(self._tokens[-1] * seconds / self._seconds[-1])
         low, high = self._seconds[index - 1], self._seconds[index]
         share = (seconds - low) / (high - low)
         return self._tokens[index - 1] + round(share * (self._tokens[index] - self._tokens[index - 1]))

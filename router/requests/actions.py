@@ -12,7 +12,7 @@ from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.parts import FinishReason, TokenLogprobs
+from tandem.engine.contracts.wire.parts import NO_TARGETS, FinishReason, Targets, TokenLogprobs
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit
 
 
@@ -25,6 +25,7 @@ class RequestSpec:
     sampling: SamplingParams
     num_samples: int = 1
     priority: int = 0
+    targets: Targets = NO_TARGETS
     use_prefix_cache: bool = True
     pair_start: int = 0  # of a pair's second text among the prompt's tokens
     secrecy: Secrecy = EVERYBODYS

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import TandemError
-from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.contracts.wire.parts import Targets, TokenLogprobs
 from tandem.router.placing.placement import Placement
 from tandem.router.requests.actions import RequestSpec
 from tandem.router.requests.machine import RequestMachine
@@ -80,6 +80,7 @@ class GenerationFactory:
             pair_start=plan.pair_start,
             num_samples=body.num_generated,
             priority=body.priority or 0,
+            targets=_targets(body).or_else(said.targets),
             use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
             secrecy=plan.secrecy,
             cache_share=plan.cache_share,
@@ -107,3 +108,9 @@ class GenerationFactory:
             )
             for _ in range(body.num_generated)
         ]
+
+
+def _targets(body: CompletionBody) -> Targets:
+    return Targets(
+        (body.ttft_target_ms or 0.0) / 1e3, (body.tpot_target_ms or 0.0) / 1e3, (body.itl_max_ms or 0.0) / 1e3
+    )

@@ -39,6 +39,9 @@ def submit(
         sample_indices=attempt.sample_indices,
         sampling=sampling,
         priority=spec.priority,
+        targets=spec.targets,
+        # Who has tokens already waits for the next one since the attempt before was lost.
+        waited_s=0.0 if seen else max(0.0, spec.deadline_s - deadline_s),
         deadline_s=max(0.001, deadline_s),
         use_prefix_cache=spec.use_prefix_cache,
         pair_start=spec.pair_start,

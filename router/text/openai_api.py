@@ -24,6 +24,8 @@ MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 LEAST_TIMEOUT_S = 0.1  # seconds between two looks at deadlines
+MAX_TARGET_MS = 1e6
+TargetMs = Annotated[float, Meta(gt=0, le=MAX_TARGET_MS)]
 MAX_BIASES = 4096
 MAX_CHOICES = 4096
 MAX_ALLOWED = 1 << 17
@@ -98,6 +100,10 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     return_tokens_as_token_ids: bool | Literal["with_text"] | None = None
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None  # part of the answer's id
     timeout: Annotated[float, Meta(ge=LEAST_TIMEOUT_S)] | None = None  # seconds, if that is less than --request-s
+    # What is promised to the request, in milliseconds, in place of what the cluster promises to all.
+    ttft_target_ms: TargetMs | None = None
+    tpot_target_ms: TargetMs | None = None
+    itl_max_ms: TargetMs | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Any = None  # this and the next: older names of the same
     guided_regex: str | None = None

@@ -7,10 +7,18 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from tandem.engine.contracts.errors import InvalidRequestError
-from tandem.router.text.openai_api import LEAST_TIMEOUT_S
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+from tandem.router.text.openai_api import LEAST_TIMEOUT_S, MAX_TARGET_MS
 
 REQUEST_ID = b"x-request-id"
+TARGETS = {
+    b"x-ttft-target-ms": "ttft_s",
+    b"x-tpot-target-ms": "tpot_s",
+    b"x-itl-max-ms": "itl_max_s",
+}
 MAX_SESSION_BYTES = 256  # a guess: far above any name
 _TRACE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")  # W3C Trace Context, any version
 
@@ -21,6 +29,7 @@ class RequestHeaders:
     timeout_s: float = math.inf
     request_id: str = ""
     trace_id: str = ""
+    targets: Targets = NO_TARGETS
 
     def __str__(self) -> str:
         return f"request id {self.request_id}" + (f", trace {self.trace_id}" if self.trace_id else "")
@@ -28,7 +37,7 @@ class RequestHeaders:
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
     """What these headers say, whose names are in lower case as in ASGI. The name of a session is cut off after
-    MAX_SESSION_BYTES. Raises InvalidRequestError for an X-Request-Timeout that is no such time."""
+    MAX_SESSION_BYTES. Raises InvalidRequestError for an X-Request-Timeout or a target that is no such time."""
     found = RequestHeaders()
     for name, value in headers:
         if name == b"x-session-id":
@@ -37,6 +46,8 @@ def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
             found.request_id = value.decode("latin-1")
         elif name == b"x-request-timeout":
             found.timeout_s = _seconds(value)
+        elif name in TARGETS:
+            found.targets = msgspec.structs.replace(found.targets, **{TARGETS[name]: _milliseconds(name, value) / 1e3})
         elif name == b"traceparent" and (trace := _TRACE.fullmatch(value)):
             found.trace_id = trace[1].decode()
     return found
@@ -52,3 +63,14 @@ def _seconds(value: bytes) -> float:
             f"X-Request-Timeout is in seconds, from {LEAST_TIMEOUT_S} on", param="X-Request-Timeout"
         )
     return seconds
+
+
+def _milliseconds(name: bytes, value: bytes) -> float:
+    try:
+        milliseconds = float(value)
+    except ValueError:
+        milliseconds = 0.0
+    if not 0 < milliseconds <= MAX_TARGET_MS:
+        shown = name.decode().title()
+        raise InvalidRequestError(f"{shown} is in milliseconds, above 0 and up to {MAX_TARGET_MS:g}", param=shown)
+    return milliseconds

@@ -62,7 +62,7 @@ class Harness:
         prompt_order: PromptOrder | None = None,
         tiers: TierSizes | None = None,
         clock: StepClock | None = None,
-        **options: int,
+        **options: float,
     ) -> None:
         self.options = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options})  # type: ignore[arg-type]
         self.pool = pool or BlockPool(num_blocks, caching)
@@ -100,7 +100,7 @@ class Harness:
     def request(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:
         """`settings`: fields of Prompt by name, the salt, everything else goes to SamplingParams (EOS is ignored)."""
         self._arrivals += 1
-        fields = ("priority", "mode", "num_prior_output_tokens", "use_prefix_cache")
+        fields = ("priority", "mode", "num_prior_output_tokens", "use_prefix_cache", "targets", "waited_s")
         own = {key: settings.pop(key) for key in fields if key in settings}
         own["secrecy"] = Secrecy(settings.pop("salt", b""))
         sampling = SamplingParams(**{"ignore_eos": True, **settings})

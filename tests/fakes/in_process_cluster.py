@@ -19,7 +19,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.media import MediaItem
-from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef, PrefixHint
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Message, NodeInfo, PeerRef, PrefixHint, Targets
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
@@ -42,7 +42,7 @@ FAST = Timeouts(heartbeat_s=0.1, peer_lost_s=PATIENCE_S, connect_s=20.0, resend_
 
 def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
     """A small CPU node; beside NodeOptions' fields `block_size`, `num_blocks`, `caching`, `chunk`, `max_num_seqs`,
-    `kv_cache_dtype` and `kv_scales`."""
+    `tpot_target_ms`, `kv_cache_dtype` and `kv_scales`."""
     cache = CacheOptions(
         block_size=int(changes.pop("block_size", BLOCK)),  # type: ignore[call-overload]
         hash_block_size=BLOCK,
@@ -59,6 +59,7 @@ def node_options(role: str, model: Path, **changes: object) -> NodeOptions:
         max_num_seqs=int(changes.pop("max_num_seqs", 16)),  # type: ignore[call-overload]
         max_num_batched_tokens=1024,
         max_prefill_chunk=int(changes.pop("chunk", 0)),  # type: ignore[call-overload]
+        tpot_target_ms=float(changes.pop("tpot_target_ms", 0)),  # type: ignore[arg-type]
     )
     options = {"timeouts": FAST, "num_threads": 1, **changes}
     return NodeOptions(role=role, model=ModelOptions(str(model)), cache=cache, scheduler=scheduler, **options)  # type: ignore[arg-type]
@@ -205,6 +206,7 @@ class Client:
         salt: bytes = b"",
         cache_share: float = 1.0,
         media: tuple[MediaItem, ...] = (),
+        targets: Targets = NO_TARGETS,
     ) -> Result:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
         it is said to have `num_held` tokens (0: all)."""
@@ -228,6 +230,7 @@ class Client:
                 salt=salt,
                 cache_share=cache_share,
                 media=media,
+                targets=targets,
             )
 
         if prefill is None:

@@ -69,6 +69,21 @@ class PeerRef(msgspec.Struct, frozen=True):
         return NodeKey(self.node_id, self.epoch)
 
 
+class Targets(msgspec.Struct, frozen=True, array_like=True):
+    """What is promised to a request, in seconds; 0.0: nothing, or what its node promises to all (docs/deadlines.md)."""
+
+    ttft_s: Seconds = 0.0  # from its arrival at the router to its first token
+    tpot_s: Seconds = 0.0  # a token, on average from the first to each later one
+    itl_max_s: Seconds = 0.0  # between two tokens
+
+    def or_else(self, others: Targets) -> Targets:
+        """These, and `others` where these promise nothing."""
+        return Targets(self.ttft_s or others.ttft_s, self.tpot_s or others.tpot_s, self.itl_max_s or others.itl_max_s)
+
+
+NO_TARGETS = Targets()
+
+
 class PrefixHint(msgspec.Struct, frozen=True):
     """Where to pull a prompt's prefix from: `peer` is believed to have its first `num_tokens` tokens cached."""
 

@@ -10,6 +10,7 @@ from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import (
+    NO_TARGETS,
     AttemptMessage,
     Count,
     FinishReason,
@@ -17,6 +18,7 @@ from tandem.engine.contracts.wire.parts import (
     PeerRef,
     PrefixHint,
     Seconds,
+    Targets,
     TokenLogprobs,
 )
 
@@ -38,6 +40,8 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     sample_indices: tuple[int, ...] = (0,)
     sampling: SamplingParams
     priority: int = 0  # lower runs first
+    targets: Targets = NO_TARGETS
+    waited_s: Seconds = 0.0  # since it came to the router
     deadline_s: float = 600.0
     use_prefix_cache: bool = True
     # Who may find its blocks (docs/security.md). The first 16 bytes of a salt name the tenant.

@@ -60,6 +60,7 @@ def test_every_setting_is_a_field_that_the_server_takes() -> None:
         n=2, best_of=3, max_tokens=5, min_tokens=1, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1,
         presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={7: -1.0}, seed=4,
         stop=("x", "y"), stop_token_ids=(1, 2), ignore_eos=True, logprobs=1, prompt_logprobs=1, priority=2,
+        ttft_target_ms=300, tpot_target_ms=20, itl_max_ms=50,
         use_prefix_cache=False, cache_salt="s", structured_outputs=StructuredOutputsParams(choice=("a", "b")),
     )  # fmt: skip
     import msgspec

@@ -16,13 +16,15 @@ from stand_in_node import StandInNode
 from tandem.deploy.bench.load import RequestTimes
 from tandem.deploy.bench.node_figures import NodeFigures, hits_by_tier, imbalance_by_role
 from tandem.deploy.bench.redis_channel import RedisChannel
-from tandem.deploy.bench.simulated_node import CostModel, Job, SimulatedNode, TieredCache
+from tandem.deploy.bench.simulated_cache import TieredCache
+from tandem.deploy.bench.simulated_node import CostModel, Job, SimulatedNode
 from tandem.deploy.bench.simulation import ClusterShape, Simulation
 from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest, pooled_hit_rate, read_trace
 from tandem.deploy.bench.trace_replay import goodput
-from tandem.deploy.bench.trace_report import Targets, summarize_jobs
+from tandem.deploy.bench.trace_report import summarize_jobs
 from tandem.deploy.cli import main
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
 
 FLAT = CostModel(prefill_s_per_token=1e-3, prefill_s_per_token_and_context=0.0, step_s=0.1, sequence_s=0.0,
                  context_s_per_token=0.0, host_s_per_token=1e-4, chunk=512)  # fmt: skip
@@ -169,7 +171,7 @@ def test_prefix_aware_finds_nearly_what_one_pool_would_and_spreads_it() -> None:
         simulation = Simulation(SHAPE, policy)  # type: ignore[arg-type]
         simulation.run(requests)
         assert all(each.finished_at >= each.first_token_at > each.arrived_at for each in simulation.jobs)
-        reports[policy] = summarize_jobs(simulation.jobs, simulation.nodes, Targets())
+        reports[policy] = summarize_jobs(simulation.jobs, simulation.nodes, Targets(2.0, 0.05))
     bound = pooled_hit_rate(requests, 3 * 240 * TRACE_BLOCK)
     assert reports["round_robin"].hit_rate < 0.6 * bound
     assert 0.9 * bound < reports["prefix_aware"].hit_rate <= bound
@@ -200,8 +202,30 @@ def test_routers_with_views_of_their_own_find_nearly_as_much() -> None:
         shape = ClusterShape(4, SHAPE.gpu_tokens, SHAPE.host_tokens, num_routers)
         simulation = Simulation(shape, "prefix_aware")
         simulation.run(requests)
-        rates.append(summarize_jobs(simulation.jobs, simulation.nodes, Targets()).hit_rate)
+        rates.append(summarize_jobs(simulation.jobs, simulation.nodes, Targets(2.0, 0.05)).hit_rate)
     assert rates[1] > 0.85 * rates[0]
+
+
+def test_deadlines_make_room_for_bursts_of_prompts() -> None:
+    """Long answers at a target of four times a step's time, and nine prompts in the same instant now and then."""
+    promised = Targets(3.0, 0.4)
+    requests = [request(0.0, (900 + i,), output=200) for i in range(4)]
+    requests += [
+        request(8.0 * turn, range(1000 + 100 * turn + 4 * i, 1004 + 100 * turn + 4 * i), output=8)
+        for turn in range(1, 4)
+        for i in range(9)
+    ]
+    shares = []
+    for targets in (NO_TARGETS, promised):
+        shape = ClusterShape(2, 4000 * TRACE_BLOCK, 0, costs=FLAT, targets=targets)
+        simulation = Simulation(shape, "least_loaded")
+        simulation.run(requests)
+        report = summarize_jobs(simulation.jobs, simulation.nodes, promised)
+        assert all(job.hits is not None and job.finished_at for job in simulation.jobs)
+        shares.append((report.good_share, report.tpot_s[2]))
+    assert shares[0][1] > 0.4, "without deadlines a chunk of a prompt beside each token"
+    assert shares[1][1] <= 0.4 * 1.05
+    assert shares[1][0] > shares[0][0]
 
 
 def test_nodes_that_fetch_find_what_peers_hold() -> None:

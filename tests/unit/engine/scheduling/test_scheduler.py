@@ -5,9 +5,13 @@ The device runs each step late and checks every KV slot that it reads (tests/fak
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from engine_harness import BLOCK, MAX_MODEL_LEN, Harness, prompt_that_stops
 
+from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.scheduling.request import Prompt, Request
 from tandem.engine.scheduling.step_times import StepTimes
 
 # --- length -------------------------------------------------------------------------------------------------
@@ -118,7 +122,7 @@ def test_prompt_work_beside_decodes_is_bounded_on_decode_nodes(limits: bool, sec
 def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
     """7 ms hold 20 tokens; beside one decode 19 are left, cut to whole blocks. Too slow a device still gets on."""
     for milliseconds, second_step in ((5.0, [1, 16]), (50.0, [1, 4])):
-        harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, decode_prompt_budget=5)
+        harness = Harness(limits_prompt_work=True, max_num_batched_tokens=64, itl_max_ms=6)
         harness.scheduler.state.step_times.measured({16: milliseconds / 1e3, 24: milliseconds / 1e3 + 0.004})
         harness.add("a", range(9), max_tokens=20)
         assert chunks(harness, 1) == [[9]], "nothing decodes yet: no bound"
@@ -131,12 +135,16 @@ def test_measured_step_times_bound_prompt_work_beside_decodes() -> None:
 @pytest.mark.parametrize(("num_decodes", "num_prompt_tokens"), [(1, 15), (6, 10), (10, 20), (24, 8), (27, 20)])
 def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decodes: int, num_prompt_tokens: int) -> None:
     """Up to the next size that was measured, if that is worth a chunk; 20 at most, a block."""
-    harness = Harness(num_blocks=400, limits_prompt_work=True, max_num_seqs=64, max_num_batched_tokens=640)
+    harness = Harness(
+        num_blocks=400, limits_prompt_work=True, max_num_seqs=64, max_num_batched_tokens=640, itl_max_ms=6
+    )
     times = harness.scheduler.state.step_times
     times.measured({16: 0.050, 32: 0.060, 64: 0.070})
     planner = harness.scheduler._planner
     harness.scheduler.state.block_size = 20
-    assert planner._prompt_budget(num_decodes) == num_prompt_tokens
+    promised = Request(Prompt(AttemptKey("p", 0), np.zeros(1, np.int32), SamplingParams()))
+    promised.targets = harness.scheduler.state.targets
+    assert planner._prompt_budget([promised] * num_decodes) == num_prompt_tokens
     harness.scheduler.state.block_size = BLOCK
     for number in range(num_decodes):
         harness.add(f"{number}", [number], max_tokens=20)
@@ -154,7 +162,7 @@ def test_step_times_are_read_between_their_points() -> None:
     assert times.most_tokens(0.005) == 48
     assert times.most_tokens(0.006) == 128, "what looked faster than a smaller step counts as equal"
     assert times.most_tokens(0.009) == 192
-    assert times.most_tokens(1.0) == 256
+    assert times.most_tokens(0.024) == 512, "in proportion beyond the last"
 
 
 def test_step_times_learn_what_serving_adds() -> None:

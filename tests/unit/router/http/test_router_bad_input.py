@@ -56,6 +56,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("stop", ""), ("stop", ["a", ""]), ("stop", ["a"] * 17), ("stop", [1]), ("stop", 1), ("stop", {}),
     ("seed", "x"), ("seed", 1.5), ("seed", 1 << 64), ("suffix", "end"), ("suffix", 1), ("stream", "yes"),
     ("stream", 1),
+    ("ttft_target_ms", 0), ("tpot_target_ms", -1), ("itl_max_ms", 1e9), ("itl_max_ms", "5"),
     ("stream_options", {}), ("stream_options", []), ("echo", "yes"), ("user", 5), ("priority", 1 << 40),
     ("presence_penalty", 2.5), ("frequency_penalty", -2.5), ("repetition_penalty", 0), ("min_p", -0.1), ("top_k", -2),
     ("logit_bias", {"a": 1}), ("logit_bias", {"1": 101}), ("logit_bias", {"400": 1}), ("logit_bias", {"-1": 1}),

@@ -12,6 +12,7 @@ import pytest
 from router_in_thread import BOS, EOS, VOCAB_SIZE, RouterInThread, make_tokenizer_folder
 
 from stand_in_node import StandInNode, stand_in_output
+from tandem.engine.contracts.wire.parts import Targets
 from tandem.router.text.body_reader import REFUSED
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -135,6 +136,10 @@ def test_names_lengths_and_times(router: RouterInThread, node: StandInNode) -> N
     assert complete(router, "/v1/chat/completions", request_id="mine-1")["id"] == "chatcmpl-mine-1"
     assert "mine" not in node.submits[-1].request_id
     assert complete(router, max_completion_tokens=3)["usage"]["completion_tokens"] == 3
+    promised = {"X-TTFT-Target-Ms": "250", "X-TPOT-Target-Ms": "12.5", "X-ITL-Max-Ms": "40"}
+    asked = {"prompt": PROMPT, "tpot_target_ms": 20}
+    assert router.client.post("/v1/completions", json=asked, headers=promised).status_code == 200
+    assert node.submits[-1].targets == Targets(0.25, 0.02, 0.04), "what the body says comes first"
     node.hold_tokens = True
     try:
         for asked in ({"json": {"prompt": PROMPT, "timeout": 0.2}}, {"headers": {"X-Request-Timeout": "0.2"}}):
@@ -142,9 +147,10 @@ def test_names_lengths_and_times(router: RouterInThread, node: StandInNode) -> N
             assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
     finally:
         node.go_on()
-    for wrong in ("-1", "soon", "nan", "0"):
-        answer = router.client.post("/v1/completions", json={"prompt": PROMPT}, headers={"X-Request-Timeout": wrong})
-        assert (answer.status_code, "X-Request-Timeout" in answer.json()["error"]["message"]) == (400, True)
+    for name in ("X-Request-Timeout", "X-Ttft-Target-Ms", "X-Itl-Max-Ms"):
+        for wrong in ("-1", "soon", "nan", "0"):
+            answer = router.client.post("/v1/completions", json={"prompt": PROMPT}, headers={name: wrong})
+            assert (answer.status_code, name in answer.json()["error"]["message"]) == (400, True)
     router.wait_idle()
 
 

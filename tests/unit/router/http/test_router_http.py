@@ -13,6 +13,7 @@ import pytest
 from router_in_thread import VOCAB_SIZE, RouterInThread
 
 from stand_in_node import StandInNode, stand_in_output
+from tandem.engine.contracts.wire.parts import Targets
 from tandem.engine.process.version import version
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -92,13 +93,15 @@ def test_what_a_node_is_told(router: RouterInThread, node: StandInNode, tokenize
     complete(
         router, prompt=PROMPT * 5, max_tokens=3, temperature=0.5, top_p=0.9, top_k=5, min_p=0.1, seed=-1, priority=-2,
         repetition_penalty=1.1, presence_penalty=-0.5, frequency_penalty=1, logit_bias={"7": -100, "3": 1.5},
-        stop_token_ids=[399], ignore_eos=True, min_tokens=2, n=2, user="somebody",
+        stop_token_ids=[399], ignore_eos=True, min_tokens=2, n=2, user="somebody", ttft_target_ms=400, itl_max_ms=9.5,
     )  # fmt: skip
     submit = node.submits[-1]
     ids = np.array(tokenizer.encode(PROMPT * 5), dtype=np.int32)
     assert submit.prompt_token_ids == ids.tobytes()
     assert submit.sample_indices == (0, 1)
     assert submit.priority == -2
+    assert submit.targets == Targets(ttft_s=0.4, itl_max_s=0.0095)
+    assert 0 <= submit.waited_s < 60
     assert (submit.attempt, submit.mode, submit.use_prefix_cache) == (1, "full", True)
     sampling = submit.sampling
     assert sampling.logit_bias == ((3, 1.5), (7, -100.0))

@@ -1,0 +1,126 @@
+"""What is promised to streams bounds the prompt work beside them (docs/deadlines.md). The device's time is made up."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from engine_harness import Harness
+
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+from tandem.engine.scheduling.clock import StepClock
+from tandem.engine.scheduling.prompt_order import SlackOrder
+
+STEP_S, TOKEN_S = 0.004, 0.001  # of a step, and of each of its tokens
+
+
+class Device:
+    """A harness whose steps take time: `step` runs one to its end. Times of tokens are kept by sample."""
+
+    def __init__(self, **options: float) -> None:
+        self.now = 0.0
+        self.clock = StepClock(lambda: self.now)
+        order = SlackOrder(options.get("ttft_target_ms", 300) / 1e3, self.clock)
+        options = {"max_num_batched_tokens": 64, **options}
+        self.harness = Harness(
+            num_blocks=400, pipelined=False, limits_prompt_work=True, prompt_order=order, clock=self.clock, **options
+        )  # type: ignore[arg-type]
+        self.state = self.harness.scheduler.state
+        self.state.step_times.measured({tokens: STEP_S + tokens * TOKEN_S for tokens in (8, 16, 32, 64)})
+        self.times: dict[tuple[str, int], list[float]] = {}
+
+    def step(self) -> int:
+        """Returns the number of tokens of the step."""
+        self.harness.core.launch()
+        running = self.clock.running
+        num_tokens = 0 if running is None else running.num_tokens
+        self.now += STEP_S + num_tokens * TOKEN_S if num_tokens else STEP_S
+        before = {key: len(tokens) for key, tokens in self.harness.tokens.items()}
+        for event in self.harness.core.read():
+            self.harness._take(event)
+        for key, tokens in self.harness.tokens.items():
+            self.times.setdefault(key, []).extend([self.now] * (len(tokens) - before.get(key, 0)))
+        return num_tokens
+
+    def tpot_s(self, name: str) -> float:
+        times = self.times[name, 0]
+        return (times[-1] - times[0]) / (len(times) - 1)
+
+    def largest_gap_s(self, name: str) -> float:
+        times = self.times[name, 0]
+        return max(after - before for before, after in itertools.pairwise(times))
+
+
+def crowd(device: Device, targets: Targets = NO_TARGETS) -> None:
+    """One stream, then prompts without end beside it."""
+    device.harness.add("stream", [1, 2, 3], max_tokens=50, targets=targets)
+    device.step()
+    for number in range(60):
+        device.harness.add(f"p{number}", range(number, number + 40), max_tokens=1)
+        device.step()
+
+
+@pytest.mark.parametrize("target_ms", [12, 20, 40])
+def test_streams_keep_their_time_beside_prompts(target_ms: float) -> None:
+    device = Device(tpot_target_ms=target_ms)
+    crowd(device)
+    assert device.tpot_s("stream") <= target_ms / 1e3 * 1.05
+    assert device.tpot_s("stream") >= target_ms / 1e3 * 0.8, "time that streams have to spare goes to prompts"
+
+
+def test_a_stream_that_is_ahead_lets_a_long_chunk_pass() -> None:
+    device = Device(tpot_target_ms=30)
+    device.harness.add("stream", [1, 2, 3], max_tokens=60)
+    for _ in range(20):
+        assert device.step() <= 3
+    device.harness.add("p", range(62), max_tokens=1)
+    assert device.step() > 60, "20 tokens at 5 ms each are half a second ahead of their time"
+
+
+def test_no_gap_is_longer_than_promised() -> None:
+    device = Device(tpot_target_ms=30, itl_max_ms=26)
+    crowd(device)
+    assert device.largest_gap_s("stream") <= 0.026 + 1e-9
+    assert device.largest_gap_s("stream") > 0.020, "prompts have what is left"
+
+
+def test_late_streams_do_not_starve_prompts() -> None:
+    """More is promised than the node can give: 8 ms a token are 4 tokens beside a decode."""
+    device = Device(tpot_target_ms=8)
+    device.harness.add("stream", [1, 2, 3], max_tokens=50)
+    device.step()
+    device.now += 10  # something else took the device
+    device.harness.add("p", range(60), max_tokens=1)
+    for _ in range(40):
+        device.step()
+    assert ("p", 0) in device.harness.finished
+
+
+def test_what_a_request_is_promised_comes_before_what_the_node_promises() -> None:
+    gaps = []
+    for itl_max_s in (0.0, 0.012):
+        device = Device(tpot_target_ms=40)
+        crowd(device, targets=Targets(itl_max_s=itl_max_s))
+        gaps.append(device.largest_gap_s("stream"))
+    assert gaps[0] > 0.03
+    assert gaps[1] <= 0.012 + 1e-9
+
+
+def test_the_tightest_promise_goes_first() -> None:
+    device = Device(tpot_target_ms=20, ttft_target_ms=300)
+    device.harness.add("busy", range(64), max_tokens=1)
+    device.harness.add("patient", range(1, 60), max_tokens=1)
+    device.harness.add("hasty", range(2, 61), max_tokens=1, targets=Targets(ttft_s=0.15))
+    for _ in range(3):
+        device.step()
+    assert device.times["hasty", 0][0] < device.times["patient", 0][0]
+
+
+def test_time_spent_on_the_way_counts() -> None:
+    device = Device(tpot_target_ms=20, ttft_target_ms=300)
+    device.harness.add("busy", range(64), max_tokens=1)
+    device.harness.add("new", range(1, 60), max_tokens=1)
+    device.harness.add("old", range(2, 61), max_tokens=1, waited_s=0.15)
+    for _ in range(3):
+        device.step()
+    assert device.times["old", 0][0] < device.times["new", 0][0]
