@@ -21,6 +21,7 @@ from tandem.deploy.options import (
     FIRST,
     KERNELS_OPTIONS,
     NODE_OPTIONS,
+    PROFILE_OPTIONS,
     ROUTER_OPTIONS,
     SERVE_OPTIONS,
     TRACE_OPTIONS,
@@ -95,6 +96,8 @@ def _add_tools(commands: Commands) -> None:
     bench = _add(commands, "bench", run_bench, "measure a running server", options, first)
     add_foreign_flags(bench, BENCH_WITHOUT_COUNTERPART)
     _add(commands, "explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
+    text = "have a server's nodes profile themselves, and show where the time of their steps goes"
+    _add(commands, "profile", run_profile, text, PROFILE_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
     _add(commands, "kernels", run_kernels, text, KERNELS_OPTIONS)
 
@@ -225,6 +228,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
     from tandem.deploy.explain import run
 
     return run(filled(EXPLAIN_OPTIONS, arguments))
+
+
+def run_profile(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.profile.command import run
+
+    return run(filled(PROFILE_OPTIONS, arguments))
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ from tandem.deploy.command_line.tool_options import (
     CompleteOptions,
     ExplainOptions,
     KernelsOptions,
+    ProfileOptions,
     TraceOptions,
 )
 from tandem.engine.contracts.config import (
@@ -86,10 +87,13 @@ SERVE_OPTIONS = {
 BENCH_OPTIONS, TRACE_OPTIONS = options_of(BenchOptions), options_of(TraceOptions)
 EXPLAIN_OPTIONS = options_of(ExplainOptions, positional="prompt")
 KERNELS_OPTIONS = options_of(KernelsOptions)
+PROFILE_OPTIONS = options_of(ProfileOptions, positional="url")
 CHAT_OPTIONS = options_of(ChatOptions, positional="message")
 COMPLETE_OPTIONS = options_of(CompleteOptions, positional="prompt")
 _SERVERS = (SERVE_OPTIONS, NODE_OPTIONS, ROUTER_OPTIONS)
-_TOOLS = (BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS, COMPLETE_OPTIONS)
+_TOOLS = (
+    BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, PROFILE_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS, COMPLETE_OPTIONS,
+)  # fmt: skip
 KNOWN_NAMES = frozenset({"config"}.union(*_SERVERS, *_TOOLS))
 
 

@@ -16,6 +16,7 @@ from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import Message, PeerRef
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.request import EngineEvent
+from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.engine.scheduling.turn_times import TurnTimes
 from tandem.node.control.board import LoopBoard
 from tandem.node.control.events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
@@ -108,6 +109,7 @@ class NodeLoop:
         self._held_up: list[object] = []  # the event, if any, that comes before those of the inbox
         self._drain_deadline: float | None = None
         self._stopping = False
+        self._read: SchedulerOutput | None = None  # in this turn
         self._next_status = 0.0
         self._busy_s = 0.0  # with a step launched and not read
         self._was_inflight, self._counted_at = False, 0.0
@@ -140,6 +142,7 @@ class NodeLoop:
         self._write_outbox()
 
     def _step(self) -> bool:
+        self._read = None
         if not self._core.has_work():
             return False
         self._core.launch(self._before_execution, self._look_at_step)
@@ -147,6 +150,7 @@ class NodeLoop:
         if self._is_urgent is not None:
             self._serve_urgent(self._is_urgent)
         events = self._core.read()
+        self._read = self._core.newest_read
         self._charge("device")
         if events:
             self._logic.on_engine_events(events)
@@ -178,8 +182,8 @@ class NodeLoop:
     def _end_turn(self, launched: bool) -> None:
         if self._times is None:
             return
-        if self._core.newest_read is not None:
-            self._times.step_read(self._core.newest_read)
+        if self._read is not None:
+            self._times.step_read(self._read)
         if not launched:
             self._times.paused()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import queue
 import secrets
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import zmq
+from torch import nn
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import NodeOptions
@@ -28,6 +30,7 @@ from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
 from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.profile import StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.pooling.config import read_pooling_config
@@ -64,6 +67,8 @@ from tandem.node.directory import make_publisher
 from tandem.node.loop import NodeLoop
 from tandem.node.pool import NodePool, allocate_node_pool, transports_of
 from tandem.node.pooling.process import PoolingProcess
+from tandem.node.profiling.profiler import NodeProfiler, ProfileAsked, ReportMade
+from tandem.node.profiling.report import ProfiledNode
 from tandem.node.ranks.leader import start_ranks
 from tandem.node.report import announce, describe, node_counters
 from tandem.node.serving import ServingNode
@@ -145,6 +150,7 @@ class NodeProcess:
         self.control = self._make_control(sockets)
         self.logic = make_logic(self._context())
         self.publisher = make_publisher(options, self.info, num_blocks, self._board)
+        self.profiler = self._make_profiler()
         self.loop = self._make_loop()
 
     def warm_up(self) -> None:
@@ -256,7 +262,10 @@ class NodeProcess:
         )
 
     def _make_loop(self) -> NodeLoop:
-        handlers: dict[type, Callable[[Any], None]] = {}
+        handlers: dict[type, Callable[[Any], None]] = {
+            ProfileAsked: self.profiler.on_asked,
+            ReportMade: self.profiler.on_made,
+        }
         if self.tiers is not None:
             handlers[JobDone] = self.tiers.manager.on_done
         self._effects = Effects(
@@ -299,15 +308,38 @@ class NodeProcess:
             self.transports.is_settled,
         )
 
-    def _make_turn_times(self) -> TurnTimes | None:
-        """Nobody waits for one step of a prefill node more than for another."""
-        if self.options.role == "prefill":
-            return None
-        given = self.options.scheduler
-        slow_s = ((given.itl_max_ms or given.tpot_target_ms or DECODE_ITL_MAX_MS) + SLOW_STEP_MS) / 1e3
+    def _make_profiler(self) -> NodeProfiler:
+        loaded = self.loaded
+        assert isinstance(loaded.model, nn.Module)
+        node = ProfiledNode(
+            self.info.node_id,
+            self.options.role,
+            loaded.device,
+            loaded.model,
+            loaded.model.attention_layers,
+            self.pool.num_blocks * loaded.layout.stride_bytes,
+            loaded.replays_graphs,
+            self.ranks is not None,
+            counters=self._counters_now,
+            num_steps=lambda: self.turn_times.counters["steps_read"],
+            restart_turn=self.turn_times.restart,
+        )
+        return NodeProfiler(node, self.runner.replay_graphs, self._outgoing.send, self._inbox.put)
+
+    def _make_turn_times(self) -> TurnTimes:
+        """No step of a prefill node is slow: nobody waits for one more than for another."""
+        scheduler = self.options.scheduler
+        longest_ms = scheduler.itl_max_ms or scheduler.tpot_target_ms or DECODE_ITL_MAX_MS
+        slow_s = math.inf if self.options.role == "prefill" else (longest_ms + SLOW_STEP_MS) / 1e3
         trace = self.trace
         note = None if trace is None else lambda values: trace.note(NO_REQUEST, "slow step", **values)
-        return TurnTimes(slow_s, time.monotonic, time.thread_time, note)
+        most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        return TurnTimes(slow_s, time.monotonic, time.thread_time, note, most)
+
+    def _counters_now(self) -> dict[str, float]:
+        """The counters of the node's newest status, those of its steps up to now."""
+        assert self._board.status is not None
+        return {**self._board.status.counters, **self.turn_times.counters}
 
     def _counters(self) -> dict[str, float]:
         return node_counters(
@@ -319,7 +351,7 @@ class NodeProcess:
             {} if self.media is None else self.media.outputs.counters,
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),
-            {} if self.turn_times is None else self.turn_times.counters,
+            self.turn_times.counters,
         )
 
     def _check_peer(self, info: NodeInfo) -> None:
@@ -335,6 +367,9 @@ class NodeProcess:
         if self.trace is not None and message is not None:
             self.trace.message("received", message)
         self.transfer.hear(message)
+        if isinstance(event, Received) and isinstance(event.message, StartProfile | StopProfile):
+            self._inbox.put(ProfileAsked(event.sender, event.message))
+            return
         pass_on = partial(self._inbox.put, event)
         if isinstance(message, Submit) and message.sampling.grammar:
             self._workshop.prepare(message.sampling.grammar, pass_on)
@@ -345,6 +380,8 @@ class NodeProcess:
 
     def _after_turn(self) -> None:
         self._effects.apply()
+        if self.profiler.is_on:
+            self.profiler.after_turn()
         events = self.pool.drain_events()
         if self.tiers is not None:
             events += self.tiers.after_turn(events, is_idle=not self.logic.scheduler.state.has_work())

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from tandem.engine.contracts.config import Count, Positive
+from tandem.engine.contracts.wire.profile import MAX_SECONDS, MAX_STEPS
 
 URL = "http://127.0.0.1:8000"
 
@@ -87,6 +88,16 @@ class ExplainOptions:
     url: Annotated[str, "router to ask"] = URL
     max_tokens: Annotated[Positive, "as in the request"] = 16
     api_key: Annotated[str, "sent as a bearer token; better as TANDEM_API_KEY"] = ""
+
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    url: Annotated[str, "router whose nodes are profiled while they serve"] = URL
+    seconds: Annotated[float, Meta(gt=0, le=MAX_SECONDS), "how long at most"] = 5.0
+    steps: Annotated[int, Meta(ge=1, le=MAX_STEPS), "steps of each node at most"] = 32
+    layers: Annotated[bool, "time by layer, for which a GPU runs the profiled steps without graphs"] = True
+    output: Annotated[str, "folder for reports (JSON), pictures (SVG) and traces (Perfetto)"] = "profile"
+    api_key: Annotated[str, "sent as a bearer token, with the scope admin; better as TANDEM_API_KEY"] = ""
 
 
 @dataclass(frozen=True)

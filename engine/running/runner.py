@@ -85,6 +85,7 @@ class ModelRunner:
             self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_graph_rows)
         self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing)
         self._graphs: DecodeGraphs | None = None
+        self._may_replay = True
         self.counters = {"steps_out_of_memory": 0}
         if worker_connector is not None:
             worker_connector.register_kv_cache(pool)
@@ -128,7 +129,7 @@ class ModelRunner:
         """Runs a decode step, or small chunks of prompts, by replaying a graph. False: no graph fits this step, or the
         device had no memory for what comes beside it; what has run already may be run again, to the same effect."""
         graphs = self._graphs
-        if graphs is None or (self._media is not None and self._media.touch(output.rows)):
+        if graphs is None or not self._may_replay or (self._media is not None and self._media.touch(output.rows)):
             return False
         rows: Sequence[ScheduledRow] = output.rows
         if not output.is_decode:
@@ -345,6 +346,10 @@ class ModelRunner:
         )
         graphs.capture()
         self._graphs = graphs
+
+    def replay_graphs(self, may_replay: bool) -> None:
+        """Says whether the steps from here on may be replayed, where graphs were captured."""
+        self._may_replay = may_replay
 
     @property
     def max_decode_rows(self) -> int:

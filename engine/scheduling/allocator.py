@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tandem.engine.blocks.pool import BlockPool
@@ -26,10 +26,12 @@ class PendingCopy:
 
 
 class KVAllocator:
-    """Moves blocks between `pool` and requests. The only code that changes a request's block list."""
+    """Moves blocks between `pool` and requests. The only code that changes a request's block list. `seconds`: what
+    finding blocks took in all, by the clock `now`."""
 
-    def __init__(self, pool: BlockPool, hasher: BlockHasher) -> None:
+    def __init__(self, pool: BlockPool, hasher: BlockHasher, now: Callable[[], float] = lambda: 0.0) -> None:
         self.pool = pool
+        self.seconds, self._now = 0.0, now
         self.block_size = hasher.block_size
         self._hasher = hasher
         self._copies: dict[Request, PendingCopy] = {}
@@ -87,9 +89,11 @@ class KVAllocator:
         """Gives a request without blocks its cached prefix and, for tokens to be loaded, blocks that may be written
         from outside; False and no change when there are too few."""
         assert not request.block_ids
+        began = self._now()
         self.pool.touch(hits)
         num_computed_tokens = len(hits) * self.block_size + num_external_tokens
         loaded = self.pool.allocate_grantable(self.num_blocks_for(num_computed_tokens) - len(hits))
+        self.seconds += self._now() - began
         if loaded is None:
             self.pool.free(hits, None)
             return False
@@ -104,8 +108,10 @@ class KVAllocator:
         missing = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if missing <= 0:
             return True
+        began = self._now()
         self.pool.reservations.make_room(missing, Kind.RUN)
         blocks = self.pool.allocate(missing)
+        self.seconds += self._now() - began
         if blocks is None:
             return False
         request.block_ids += blocks

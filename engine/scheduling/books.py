@@ -53,13 +53,14 @@ class SchedulerState:
         self.options = options
         self.targets = Targets(options.ttft_target_ms / 1e3, options.tpot_target_ms / 1e3, options.itl_max_ms / 1e3)
         self.pool = pool
-        self.kv = KVAllocator(pool, BlockHasher(block_size, hash_block_size or block_size, root_for_salt))
+        self.clock = clock or StepClock(lambda: 0.0)
+        hasher = BlockHasher(block_size, hash_block_size or block_size, root_for_salt)
+        self.kv = KVAllocator(pool, hasher, self.clock.now)
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self.limits_prompt_work = limits_prompt_work
         self.connector = connector
-        self.clock = clock or StepClock(lambda: 0.0)
         self.prompt_order = prompt_order or ArrivalOrder()
         self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
         self.step_times = StepTimes()  # measured when the device is warm
@@ -274,6 +275,13 @@ class SchedulerState:
     def num_waiting_tokens(self) -> int:
         """Tokens accepted whose KV is not computed by any launched step."""
         return sum(max(0, r.num_tokens - r.num_computed_tokens) for r in (*self.waiting, *self.running))
+
+    @property
+    def kv_fragmentation(self) -> float:
+        """The share of the running sequences' KV slots that hold no token."""
+        num_blocks = sum(len(request.block_ids) for request in self.running)
+        num_tokens = sum(min(r.num_computed_tokens, len(r.block_ids) * self.block_size) for r in self.running)
+        return 1 - num_tokens / (num_blocks * self.block_size) if num_blocks else 0.0
 
     def flush(self) -> None:
         """Drops every cached block that nobody uses, on the device and below."""

@@ -14,6 +14,7 @@ from tandem.engine.scheduling.step import SchedulerOutput
 # What the step loop does, in the order of a turn. "device": waiting for the step that runs.
 PARTS = ("events", "upkeep", "schedule", "launch", "urgent", "device", "results")
 REASONS = (*PARTS, "prompt")
+SUMS = ("steps_read", "step_rows", "step_tokens", "batch_fill")  # over all steps (docs/profiling.md)
 SMOOTHING = 1 / 32  # a guess
 Note = Callable[[dict[str, float | str]], None]
 
@@ -29,14 +30,19 @@ class TurnTimes:
         clock: Callable[[], float],
         cpu_clock: Callable[[], float],
         note: Note | None = None,
+        most: tuple[int, int] = (1, 1),
     ) -> None:
+        """`most`: the rows and tokens of a step that is full."""
         self._slow_s, self._clock, self._cpu_clock, self._note = slow_s, clock, cpu_clock, note
         self._usual = dict.fromkeys(PARTS, 0.0)
         self._parts = dict.fromkeys(PARTS, 0.0)
         self._last = clock()
         self._cpu = cpu_clock()
         self._follows = False  # whether the turn began where another ended
-        self.counters = {"steps": 0.0, "slow_steps": 0.0, **{f"slow_steps_{reason}": 0.0 for reason in REASONS}}
+        self._most_rows, self._most_tokens = most
+        reasons = {f"slow_steps_{reason}": 0.0 for reason in REASONS}
+        sums = dict.fromkeys((*map(_seconds_in, PARTS), *SUMS), 0.0)
+        self.counters = {"steps": 0.0, "slow_steps": 0.0, **reasons, **sums}
 
     def charge(self, part: str) -> None:
         """Charges the time since the last call to `part`."""
@@ -47,10 +53,17 @@ class TurnTimes:
     def paused(self) -> None:
         """Notes that nothing was launched: what comes next begins a turn, but nobody has waited for it."""
         self._follows = False
+        self._parts = dict.fromkeys(PARTS, 0.0)
+
+    def restart(self) -> None:
+        """Leaves out what the turn took so far: it was no part of a step."""
+        self._last = self._clock()
+        self.paused()
 
     def step_read(self, step: SchedulerOutput) -> None:
         """Ends the turn of `step`, whose results are there."""
         self.charge("results")
+        self._sum_up(step)
         parts, total, cpu = self._parts, sum(self._parts.values()), self._cpu_clock()
         if self._follows:
             self.counters["steps"] += 1
@@ -61,6 +74,15 @@ class TurnTimes:
                     self._usual[part] += SMOOTHING * (seconds - self._usual[part])
         self._parts = dict.fromkeys(PARTS, 0.0)
         self._cpu, self._follows = cpu, True
+
+    def _sum_up(self, step: SchedulerOutput) -> None:
+        """Adds a step to the sums. Before one that follows nothing, nobody waited for events."""
+        for part, seconds in self._parts.items():
+            if self._follows or part != "events":
+                self.counters[_seconds_in(part)] += seconds
+        fill = max(len(step.rows) / self._most_rows, step.num_tokens / self._most_tokens)
+        for name, value in zip(SUMS, (1, len(step.rows), step.num_tokens, min(1.0, fill)), strict=True):
+            self.counters[name] += value
 
     def _count(self, step: SchedulerOutput, parts: dict[str, float], total: float, cpu: float) -> None:
         num_prompt_tokens = max(0, step.num_tokens - len(step.samples))  # those that nobody waited for
@@ -74,3 +96,7 @@ class TurnTimes:
             sums = {"total": round(total * 1e3, 2), "cpu": round(cpu * 1e3, 2)}
             kinds = {"rows": len(step.rows), "prompt_tokens": num_prompt_tokens, "new": len(step.new_slots)}
             self._note({"reason": reason, **sums, **in_ms, **kinds})
+
+
+def _seconds_in(part: str) -> str:
+    return f"turn_{part}_s"

@@ -9,6 +9,7 @@ import msgspec
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.process.version import version
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
+from tandem.router.http.admin.profile import ProfileBody
 from tandem.router.pooling.body import EmbeddingsBody, RerankBody, ScoreBody
 from tandem.router.responses.body import ResponsesBody
 from tandem.router.text.body_reader import REFUSED, SAYS_NOTHING
@@ -16,7 +17,7 @@ from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, Detok
 
 _REFERENCE = "#/components/schemas/{name}"
 MAKE_TOKENS, POOL = (CompletionBody, ChatBody, ResponsesBody), (EmbeddingsBody, ScoreBody, RerankBody)
-BODIES = (*MAKE_TOKENS, *POOL, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
+BODIES = (*MAKE_TOKENS, *POOL, TokenizeBody, ChatTokenizeBody, DetokenizeBody, ProfileBody)
 HEADERS = {
     "X-Request-Id": "comes back with the answer, and stands in the log",
     "X-Request-Timeout": "seconds until the request ends with 504, if that is sooner than the server's own limit",
@@ -62,6 +63,8 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/tokenize": _post("Token ids of a text, or of a conversation", TokenizeBody, ChatTokenizeBody),
         "/detokenize": _post("Text of token ids", DetokenizeBody),
         "/explain": _post("What each node would cost for a completion now", CompletionBody),
+        "/profile/start": _post("Have every node profile its next steps", ProfileBody),
+        "/profile/stop": {"post": _operation("End the nodes' profiles, and get their reports and traces")},
         "/health": _get("Whether the router lives", is_open=True),
         "/ping": _get(ping, is_open=True) | {"post": _operation(ping, is_open=True)},
         "/ready": _get("Whether requests can be served", is_open=True),

@@ -18,11 +18,13 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire.parts import NodeInfo
-from tandem.engine.contracts.wire.requests import Cancel, Migrate, RequestFailed, Submit
+from tandem.engine.contracts.wire.profile import Profiled
+from tandem.engine.contracts.wire.requests import RequestFailed
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.nodes.discovery import NodeDiscovery
-from tandem.router.nodes.link import NodeLink, RequestMessage
+from tandem.router.nodes.link import NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
+from tandem.router.nodes.profiles import ProfileAnswers
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
 from tandem.router.placing.readiness import describe, difference, missing_roles
@@ -72,6 +74,7 @@ class Cluster:
         self._policy = make_policy(options.placement, seed=hello.epoch)
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
+        self.profiles = ProfileAnswers()
         self._listener: ClusterListener  # from `start` on
 
     # --- membership -------------------------------------------------------------------------------------------
@@ -248,7 +251,7 @@ class Cluster:
             return {}
         return cached_tokens(self._directory, self.serving(), block_hashes, self.identity.hash_block_size)
 
-    def send(self, key: NodeKey, message: Submit | Cancel | Migrate, now: float) -> bool:
+    def send(self, key: NodeKey, message: Verb, now: float) -> bool:
         """Sends a verb to a node. False: that epoch of the node is not connected."""
         link = self._links_by_key.get(key)
         if link is None:
@@ -290,6 +293,7 @@ class Cluster:
         if rest and not self.serving():
             self._serve(rest[0].info)
         self._update_facts(self.serving())
+        self.profiles.lost(view.key, reason)
         self._listener.on_lost(view.key, reason)
 
     def node_message(self, key: NodeKey, message: RequestMessage) -> None:
@@ -297,6 +301,9 @@ class Cluster:
         if isinstance(message, RequestFailed) and message.code == "draining" and link is not None and link.view:
             link.view.note_draining()  # its next Status will say so, too
         self._listener.on_message(key, message)
+
+    def node_profiled(self, key: NodeKey, message: Profiled) -> None:
+        self.profiles.answered(key, message)
 
     def _serve(self, info: NodeInfo) -> None:
         self.identity, self._serving = info.identity, None

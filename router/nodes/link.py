@@ -24,6 +24,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
+from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
@@ -49,6 +50,7 @@ READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
 SILENT_HEARTBEATS = 3  # unanswered ones, before a node gets nothing that others can take; a guess
 REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
+Verb = Submit | Cancel | Migrate | StartProfile | StopProfile
 RequestMessage = Accepted | Tokens | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated
 
 
@@ -62,6 +64,8 @@ class LinkListener(Protocol):
     def node_lost(self, view: NodeView, reason: str) -> None: ...
 
     def node_message(self, key: NodeKey, message: RequestMessage) -> None: ...
+
+    def node_profiled(self, key: NodeKey, message: Profiled) -> None: ...
 
 
 class NodeLink:
@@ -152,11 +156,13 @@ class NodeLink:
         if socket is not None:
             socket.close(linger_ms)
 
-    def send(self, message: Submit | Cancel | Migrate, now: float) -> None:
-        """Sends a verb, and again until it is answered, the node is lost or the deadline passed."""
+    def send(self, message: Verb, now: float) -> None:
+        """Sends a verb, and, of those that are sent again, again until it is answered, the node is lost or the deadline
+        passed."""
         payload = codec.encode(message)
         self._send(payload)
-        self.outbox.sent(message, payload, now)
+        if isinstance(message, Submit | Cancel):
+            self.outbox.sent(message, payload, now)
 
     def tick(self, now: float, own_pause_s: float = 0.0) -> None:
         """Sends heartbeats, resends verbs and looks for a lost node. `own_pause_s`: how long this process itself stood
@@ -239,6 +245,8 @@ class NodeLink:
             self._on_status(message)
         elif isinstance(message, Refused):
             self._on_refused(message)
+        elif self.view is not None and isinstance(message, Profiled):
+            self._listener.node_profiled(self.view.key, message)
         elif self.view is not None and isinstance(message, RequestMessage):
             if isinstance(message, Tokens):
                 for delta in message.deltas if self.outbox else ():

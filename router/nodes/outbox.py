@@ -9,7 +9,6 @@ from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
     Cancelled,
-    Migrate,
     Pooled,
     RequestFailed,
     Submit,
@@ -36,11 +35,9 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._pending)
 
-    def sent(self, message: Submit | Cancel | Migrate, payload: bytes, now: float) -> None:
+    def sent(self, message: Submit | Cancel, payload: bytes, now: float) -> None:
         """Remembers a verb that was sent. A Cancel takes its request's Submit out, which a resend could else submit
-        again. A Migrate is not sent again: whoever asked for it waits for its outcome, and asks anew."""
-        if isinstance(message, Migrate):
-            return
+        again. Other verbs are not sent again: whoever asked waits for the outcome, and asks anew."""
         if isinstance(message, Cancel):
             key: VerbKey = ("cancel", message.key, message.sample_indices)
             if not message.sample_indices:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from xml.etree import ElementTree
 
 import httpx
 import psutil
@@ -14,6 +16,7 @@ import pytest
 from waiting import PATIENCE_S, is_gone, wait_until
 
 from real_cluster import HASTY, RealCluster
+from tandem.deploy.cli import main
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 HONEST = {429, 499, 500, 502, 503, 504}
@@ -107,6 +110,22 @@ def test_a_prefix_is_found_on_the_decode_node(cluster: RealCluster) -> None:
     answer = cluster.complete(prompt, max_tokens=16).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 176
     check(prompt, [answer["choices"][0]["token_ids"]], 16)
+
+
+def test_both_nodes_are_profiled(cluster: RealCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load = Load(cluster, 2, num_tokens=200)
+    assert main(["profile", cluster.url, "--seconds", "1", "--steps", "20", "--output", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    load.check()
+    reports = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert [report["role"] for report in reports] == ["decode", "prefill"]
+    for report in reports:
+        assert f"{report['node_id']} ({report['role']}, cpu)" in said
+        for ending in (".svg", ".trace.json.gz"):
+            assert (tmp_path / (report["node_id"] + ending)).stat().st_size > 0
+        ElementTree.parse(tmp_path / f"{report['node_id']}.svg")
+    assert reports[0]["steps"] > 0
+    assert reports[0]["layers"]
 
 
 # README says: "OpenAI-style HTTP requests"

@@ -22,6 +22,7 @@ from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, Role, TokenLogprobs
+from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
@@ -79,6 +80,7 @@ class StandInNode:
     # faults and observations
     silent: bool = False  # hears nothing, says nothing, keeps the connection
     deaf_to_submit: bool = False  # answers pings but never a Submit
+    deaf_to_profiles: bool = False
     lose_first_submit: bool = False
     draining: bool = False
     repeat_deltas: bool = False  # each token message twice, and once more under the attempt before
@@ -192,6 +194,8 @@ class StandInNode:
             self._on_submit(peer, message)
         elif isinstance(message, Cancel):
             self._on_cancel(peer, message)
+        elif isinstance(message, StartProfile | StopProfile) and not self.deaf_to_profiles:
+            self._send(peer, Profiled(ask=message.ask))
 
     def _on_submit(self, peer: bytes, submit: Submit) -> None:
         self.submits.append(submit)

@@ -29,6 +29,7 @@ from tandem.engine.contracts.wire.handoff import (
 from tandem.engine.contracts.wire.parts import (
     Message,
 )
+from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancel,
@@ -50,7 +51,7 @@ OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrai
 
 HandoffMessage = OfSource | OfSink
 
-ToNode = Hello | Ping | Submit | Cancel | Migrate | FlushBlocks | OfSource | OfSink
+ToNode = Hello | Ping | Submit | Cancel | Migrate | FlushBlocks | StartProfile | StopProfile | OfSource | OfSink
 
 FromNode = (
     Welcome
@@ -63,6 +64,7 @@ FromNode = (
     | RequestFailed
     | Cancelled
     | Migrated
+    | Profiled
     | OfSource
     | OfSink
 )

@@ -17,7 +17,7 @@ class Turns:
     def __init__(self) -> None:
         self.now = self.cpu = 50.0
         self.notes: list[dict] = []
-        self.times = TurnTimes(SLOW_S, lambda: self.now, lambda: self.cpu, self.notes.append)
+        self.times = TurnTimes(SLOW_S, lambda: self.now, lambda: self.cpu, self.notes.append, (4, 1024))
 
     def turn(self, num_prompt_tokens: int = 0, **parts: float) -> None:
         for part in PARTS[:-1]:
@@ -75,3 +75,22 @@ def test_time_in_which_nobody_waited_counts_for_no_step() -> None:
     assert turns.times.counters["slow_steps"] == 0
     turns.turn(device=0.02)
     assert turns.times.counters["slow_steps_device"] == 1
+
+
+def test_sums_are_over_all_steps_and_leave_idle_time_out() -> None:
+    turns = Turns()
+    turns.turn(schedule=0.002)
+    turns.times.paused()
+    turns.now += 60.0
+    turns.times.charge("events")
+    turns.turn(num_prompt_tokens=512, schedule=0.004, launch=0.001)
+    turns.now += 60.0
+    turns.times.restart()
+    turns.turn(events=0.001)
+    counters = turns.times.counters
+    assert (counters["steps_read"], counters["step_rows"], counters["step_tokens"]) == (3, 4, 515)
+    assert counters["batch_fill"] == pytest.approx(1 / 4 + 513 / 1024 + 1 / 4), "by rows or tokens, whichever is more"
+    assert counters["turn_schedule_s"] == pytest.approx(0.0063)
+    assert counters["turn_events_s"] == pytest.approx(0.0), "no step followed another"
+    turns.turn(events=0.001)
+    assert counters["turn_events_s"] == pytest.approx(0.001)

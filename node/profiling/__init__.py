@@ -1,0 +1,1 @@
+"""Profiles: where the time of steps goes, measured while a node serves."""
