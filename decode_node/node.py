@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from tandem.decode_node.ticket_loads import TicketLoads
-from tandem.engine.contracts.wire.parts import Continuation, FirstToken
+from tandem.engine.contracts.wire.parts import Candidates, Continuation, FirstToken
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.protocol.outcomes import Commit, Failed, Recompute, Released, SinkOutcome, failure_code
 from tandem.node.requests import AcceptedRequest
@@ -89,9 +89,13 @@ class DecodeNode(ServingNode):
         if commit.continuation is not None:
             self._take_over(entry, commit, commit.continuation)
             return
+        blocks, num_cached_tokens = list(commit.block_ids), commit.num_cached_tokens
+        candidates = candidates_of(commit.first_tokens)
+        if candidates is not None:
+            self.scheduler.beams.add_committed(commit.request, blocks, candidates, num_cached_tokens)
+            return
         first_tokens = self._close_samples(entry, commit.first_tokens)
-        tokens = [(t.sample_index, t.token_id, t.finished) for t in first_tokens]
-        self.scheduler.state.add_committed(commit.request, list(commit.block_ids), tokens, commit.num_cached_tokens)
+        self.scheduler.state.add_committed(commit.request, blocks, first_tokens, num_cached_tokens)
 
     def _take_over(self, entry: AcceptedRequest, commit: Commit, continuation: Continuation) -> None:
         """Goes on with a sequence that ran elsewhere, behind its newest token."""
@@ -100,7 +104,7 @@ class DecodeNode(ServingNode):
         (sample,) = request.sample_indices
         self._repeat(entry, continuation)
         self.scheduler.state.add_committed(
-            continued(request, sample, known[:-1]), list(commit.block_ids), [(sample, int(known[-1]), False)]
+            continued(request, sample, known[:-1]), list(commit.block_ids), [FirstToken(sample, int(known[-1]), False)]
         )
 
     def _repeat(self, entry: AcceptedRequest, continuation: Continuation) -> None:
@@ -129,6 +133,9 @@ class DecodeNode(ServingNode):
             known = known_tokens(request, continuation.token_ids)
             self._repeat(entry, continuation)
             self.scheduler.state.add(continued(request, request.sample_indices[0], known))
+        if candidates_of(recompute.first_tokens) is not None:  # nobody has drawn anything yet
+            self.scheduler.state.add(request)
+            return
         for token in self._close_samples(entry, recompute.first_tokens):
             if not token.finished:
                 known = known_tokens(request, [token.token_id])
@@ -151,3 +158,8 @@ def continued(request: Request, sample_index: int, token_ids: np.ndarray) -> Req
         mode="full",
     )
     return Request(prompt, (sample_index,), list(request.block_hashes))
+
+
+def candidates_of(first_tokens: Sequence[FirstToken]) -> Candidates | None:
+    """What may follow the prompt of a request that searches with beams; None: it draws."""
+    return next((token.candidates for token in first_tokens if token.candidates is not None), None)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 
 from tandem.engine.process.watched import log_only, watched_thread
 from tandem.llm.async_llm import AsyncLLM
-from tandem.llm.outputs import PooledOutput, RequestOutput
-from tandem.llm.params import SamplingParams
+from tandem.llm.outputs import BeamSearchOutput, PooledOutput, RequestOutput
+from tandem.llm.params import BeamSearchParams, SamplingParams
 from tandem.llm.prompts import PromptInput, read_prompts, refuse
 
 MAX_AT_A_TIME = 512  # a guess: more than nodes run at a time, fewer than a router's queue holds
@@ -92,6 +92,20 @@ class LLM:
         """
         conversations = [messages] if all(isinstance(each, Mapping) for each in messages) else list(messages)
         return self._all(partial(self._llm.complete_chat, **fields), conversations, sampling_params, use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        lora_request: Any = None,
+    ) -> list[BeamSearchOutput]:
+        """The `beam_width` likeliest outputs of each prompt, in the prompts' order. Raises as `generate` does."""
+        refuse({"lora_request": lora_request})
+        given = read_prompts(prompts)
+        outputs = self._all(self._llm.complete, given, params.as_sampling(), use_tqdm)
+        return [BeamSearchOutput.of(output) for output in outputs]
 
     def embed(self, prompts: PromptInput | Sequence[PromptInput]) -> list[PooledOutput]:
         """Vectors of all prompts, in their order, of a model that embeds; `outputs.embedding` has each."""

@@ -34,12 +34,14 @@ class CompletionOutput:
     finish_reason: str | None = None
     reasoning: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    score: float | None = None  # of an output that beams found
+    sum_logprobs: float | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum over the sample's tokens, where log-probabilities were asked for."""
-        if self.logprobs is None:
-            return None
+        """The sum over the sample's tokens, where log-probabilities were asked for, or beams searched."""
+        if self.sum_logprobs is not None or self.logprobs is None:
+            return self.sum_logprobs
         return sum(next(iter(row.values())).logprob for row in self.logprobs)
 
     def add(self, choice: Mapping[str, Any]) -> None:
@@ -51,6 +53,8 @@ class CompletionOutput:
             self._add_message(said)
         self.token_ids += choice.get("token_ids") or ()
         self.finish_reason = choice["finish_reason"] or self.finish_reason
+        self.score = choice.get("score", self.score)
+        self.sum_logprobs = choice.get("cumulative_logprob", self.sum_logprobs)
         if (logprobs := choice.get("logprobs")) is not None:
             rows = logprobs["top_logprobs"] if "top_logprobs" in logprobs else _rows_of_chat(logprobs)
             self.logprobs = [*(self.logprobs or ()), *map(_by_id, rows)]
@@ -90,6 +94,40 @@ def _by_id(row: Mapping[str, float]) -> dict[int, Logprob]:
 
 def _of_prompt(row: Mapping[str, Mapping[str, Any]]) -> dict[int, Logprob]:
     return {int(token_id): Logprob(**said) for token_id, said in row.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """An output that a beam search found, behind its prompt: `tokens` and `text` have both, but for the text of a
+    prompt that was given as tokens."""
+
+    tokens: list[int]
+    text: str
+    cum_logprob: float | None  # of the output; None: a grammar has fewer outputs than there are beams
+    score: float | None  # by which outputs are ordered: the same divided by the output's length to the length penalty
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The outputs of one prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> BeamSearchOutput:
+        return cls(
+            [
+                BeamSearchSequence(
+                    [*output.prompt_token_ids, *found.token_ids],
+                    (output.prompt or "") + found.text,
+                    found.cumulative_logprob,
+                    found.score,
+                    found.finish_reason,
+                )
+                for found in output.outputs
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class SamplingParams:
     ignore_eos: bool | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    include_stop_str_in_output: bool | None = None
     logprobs: int | None = None  # of each token, and of so many others that were likely at its place
     prompt_logprobs: int | None = None
     priority: int | None = None
@@ -70,6 +71,10 @@ class SamplingParams:
     use_prefix_cache: bool | None = None
     cache_salt: str | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None  # n unless it is set
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None  # or "never"
 
     def as_body(self) -> dict[str, Any]:
         """The fields of a completion's body that are set."""
@@ -92,3 +97,30 @@ class SamplingParams:
         if (number := body.pop("logprobs", None)) is not None:
             body |= {"logprobs": True, "top_logprobs": number}
         return body
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamSearchParams:
+    """Settings of `LLM.beam_search`, which returns all `beam_width` outputs."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # 0: a search draws nothing
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    early_stopping: bool | str = False
+
+    def as_sampling(self) -> SamplingParams:
+        """Raises ValueError for a temperature above 0."""
+        if self.temperature:
+            raise ValueError("beam search draws nothing: leave temperature at 0")
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            use_beam_search=True,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
+        )

@@ -29,6 +29,7 @@ from tandem.engine.contracts.wire.requests import (
     Tokens,
 )
 from tandem.engine.scheduling.request import (
+    BeamsEvent,
     EngineEvent,
     FailedEvent,
     PooledEvent,
@@ -146,6 +147,8 @@ class RequestBook:
                 continue
             if isinstance(event, TokenEvent):
                 self._on_token(entry, event)
+            elif isinstance(event, BeamsEvent):
+                self._on_beams(entry, event)
             elif isinstance(event, PromptLogprobsEvent):
                 message = PromptLogprobs(
                     request_id=entry.request.key.request_id, attempt=entry.request.key.attempt, entries=event.entries
@@ -262,6 +265,26 @@ class RequestBook:
             entry.open_samples.discard(event.sample_index)
             if not entry.open_samples:
                 self._end(entry.request.key)
+
+    def _on_beams(self, entry: AcceptedRequest, event: BeamsEvent) -> None:
+        """Sends each sample whole: what a beam says is sure at the end alone."""
+        key, num_cached_tokens = entry.request.key, max(entry.num_cached_tokens, event.request.num_cached_tokens)
+        deltas = self._deltas.setdefault(entry.router, [])
+        for found in event.outputs:
+            if found.sample_index in entry.open_samples:
+                delta = TokenDelta(
+                    *key,
+                    found.sample_index,
+                    entry.request.prompt.num_prior_output_tokens,
+                    found.token_ids,
+                    found.finish_reason,
+                    found.stop_token_id,
+                    found.logprobs,
+                    num_cached_tokens,
+                    found.sum_logprobs,
+                )
+                deltas.append(delta)
+        self._end(key)
 
     def _flush(self, router: NodeKey) -> None:
         deltas = self._deltas.pop(router, None)

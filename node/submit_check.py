@@ -23,6 +23,8 @@ MAX_CONTEXT_BYTES = 64
 MAX_SAMPLES = 4096  # a guess
 MAX_LOGPROBS = 256  # a guess
 MAX_BANNED_IDS = 1 << 18  # a guess
+MAX_WIDTH = 128  # beams; a guess
+MAX_LENGTH_PENALTY = 16  # a guess: powers of lengths stay numbers
 MAX_SECONDS = 1e9
 INT32 = 1 << 31
 INT64 = 1 << 64
@@ -71,6 +73,8 @@ def _problems_of_prompt(submit: Submit, vocab_size: int, max_model_len: int) -> 
         yield f"a prompt token id is outside of [0, {vocab_size})"
     if not 0 <= submit.num_prior_output_tokens < num_tokens:
         yield "num_prior_output_tokens must leave at least one prompt token"
+    if submit.num_prior_output_tokens and submit.sampling.beam_width:
+        yield "beams are searched from the prompt's end: there is no prior output"
     if submit.num_prior_output_tokens >= submit.sampling.max_tokens:
         yield "max_tokens, which counts prior output, must leave at least one token"
     if not 0 <= submit.num_public_tokens <= num_tokens:
@@ -114,6 +118,10 @@ def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[s
             yield f"{name} must lie in [0, {MAX_LOGPROBS}]"
     if max(len(params.logit_bias), len(params.stop_token_ids), len(params.allowed_token_ids)) > vocab_size:
         yield "logit_bias, stop_token_ids, allowed_token_ids must not hold more ids than the vocabulary"
+    if not 0 <= params.beam_width <= MAX_WIDTH or not abs(params.length_penalty) <= MAX_LENGTH_PENALTY:
+        yield f"beam_width must lie in [0, {MAX_WIDTH}], length_penalty within {MAX_LENGTH_PENALTY} of 0"
+    if params.beam_width and not (params.greedy and _has_no_penalty(params)):
+        yield "beams are searched at temperature 0 and without penalties"
     if not all(0 <= token_id < vocab_size for token_id, _ in params.logit_bias):
         yield f"a token id of logit_bias is outside of [0, {vocab_size})"
     if not all(math.isfinite(value) for _, value in params.logit_bias):
@@ -128,6 +136,10 @@ def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[s
         yield f"bad_words must not be empty, nor hold more than {MAX_BANNED_IDS} ids in all"
     if not all(0 <= token_id < vocab_size for word in params.bad_words for token_id in word):
         yield f"a token id of bad_words is outside of [0, {vocab_size})"
+
+
+def _has_no_penalty(params: SamplingParams) -> bool:
+    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) == (1.0, 0.0, 0.0)
 
 
 def _problems_of_place(submit: Submit) -> Iterator[str]:

@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from tandem.engine.contracts import errors as errors
     from tandem.llm.async_llm import AsyncLLM as AsyncLLM
     from tandem.llm.llm import LLM as LLM
+    from tandem.llm.outputs import BeamSearchOutput as BeamSearchOutput
     from tandem.llm.outputs import CompletionOutput as CompletionOutput
     from tandem.llm.outputs import Logprob as Logprob
     from tandem.llm.outputs import RequestOutput as RequestOutput
+    from tandem.llm.params import BeamSearchParams as BeamSearchParams
     from tandem.llm.params import SamplingParams as SamplingParams
     from tandem.llm.params import StructuredOutputsParams as StructuredOutputsParams
 
 _WHERE = {
     "LLM": "tandem.llm.llm",
     "AsyncLLM": "tandem.llm.async_llm",
+    "BeamSearchParams": "tandem.llm.params",
+    "BeamSearchOutput": "tandem.llm.outputs",
     "SamplingParams": "tandem.llm.params",
     "StructuredOutputsParams": "tandem.llm.params",
     "RequestOutput": "tandem.llm.outputs",
@@ -31,6 +35,8 @@ _WHERE = {
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
     "CompletionOutput",
     "Logprob",
     "RequestOutput",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 
@@ -31,6 +33,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str = ""  # what the output must follow, as engine/structured reads it; "": anything
     allowed_token_ids: tuple[int, ...] = ()  # all others are banned; (): none is
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
+    # Beam search (docs/beams.md) over so many beams, of which the samples are the best; 0: none. The next two are as in
+    # transformers' generate.
+    beam_width: int = 0
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     @property
     def greedy(self) -> bool:

@@ -20,7 +20,9 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.device.upload import upload
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.running.sampler import LogitEdits, Penalties, RandomSettings, SamplingBatch
+from tandem.engine.scheduling.beams.search import num_candidates
 from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow
+from tandem.engine.scheduling.stop import end_ids
 
 limited = RateLimited(logging.getLogger(__name__))
 
@@ -39,11 +41,12 @@ SETTINGS = np.dtype(
         ("seed", np.uint64),
         ("min_tokens", np.int64),
         ("num_prompt_tokens", np.int64),
-        ("num_logprobs", np.int64),  # -1: off
+        ("num_logprobs", np.int64),  # -1: off; of a beam as many as it needs candidates
         ("num_prompt_logprobs", np.int64),  # -1: off
         ("penalised", np.bool_),
         ("edited", np.bool_),  # has logit_bias or min_tokens
         ("guided", np.bool_),  # has masks
+        ("beam", np.bool_),  # its candidates are wanted, not a token
         ("plain", np.bool_),  # greedy and asks for nothing that the sampler would have to do
     ]
 )
@@ -158,7 +161,11 @@ class BatchState:
         eos = () if params.ignore_eos else self._eos_token_ids
         banned = np.array(sorted({*params.stop_token_ids, *eos}), np.int64) if params.min_tokens else _EMPTY_IDS
         self._bias[slot], self._banned_early[slot] = bias, banned
-        self.settings[slot] = _settings_row(params, new.num_prompt_tokens, bool(bias[0].size or banned.size))
+        num_logprobs = -1 if params.num_logprobs is None else params.num_logprobs
+        if params.beam_width:
+            num_logprobs = max(num_logprobs, num_candidates(params, len(end_ids(params, self._eos_token_ids))))
+        is_edited = bool(bias[0].size or banned.size)
+        self.settings[slot] = _settings_row(params, new.num_prompt_tokens, is_edited, num_logprobs)
 
     def _count_tokens(self, new_slots: Sequence[NewSlot]) -> None:
         counts_SV, in_prompt_SV = self._penalty_tables()
@@ -217,8 +224,17 @@ class BatchState:
             logprob_row_L=sent[2] if with_logprobs.size else None,
             max_num_logprobs=max(int(rows["num_logprobs"].max()), 0),
             is_guided=bool(rows["guided"].any()),
+            is_beam_L=self._beams_among(rows[with_logprobs]),
         )
         return batch, sent[0], sent[1]
+
+    def _beams_among(self, rows: np.ndarray) -> torch.Tensor | None:
+        """Which of these rows are beams whose candidates must be those that edits and masks leave, bool [L]; None: no
+        beam is edited or masked."""
+        if not (rows["beam"] & (rows["edited"] | rows["guided"])).any():
+            return None
+        [is_beam_L] = upload([rows["beam"].astype(np.int64)], self.device)
+        return is_beam_L.bool()
 
     def _edits(
         self, slots: np.ndarray, rows: np.ndarray, output_indices: np.ndarray
@@ -261,7 +277,7 @@ def _ids_in(token_ids: np.ndarray) -> np.ndarray:
     return found[found >= 0]
 
 
-def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) -> tuple:
+def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool, num_logprobs: int) -> tuple:
     """One record of SETTINGS."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     penalised = penalties != (1.0, 0.0, 0.0)
@@ -274,12 +290,13 @@ def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool) 
         params.seed,
         params.min_tokens,
         num_prompt_tokens,
-        -1 if params.num_logprobs is None else params.num_logprobs,
+        num_logprobs,
         -1 if params.num_prompt_logprobs is None else params.num_prompt_logprobs,
         penalised,
         edited,
         params.is_guided,
-        params.greedy and not penalised and not edited and params.num_logprobs is None and not params.is_guided,
+        params.beam_width > 0,
+        params.greedy and not penalised and not edited and num_logprobs < 0 and not params.is_guided,
     )
 
 

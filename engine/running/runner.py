@@ -279,8 +279,9 @@ class ModelRunner:
         self.state.write_tokens(slot_N, position_N, token_N)
         step.token_ids = to_host(token_N)
         if logprobs is not None:
-            num_logprobs = self.state.settings["num_logprobs"][[s.slot for s in samples]]
-            targets = np.flatnonzero(num_logprobs >= 0)
+            settings = self.state.settings[[s.slot for s in samples]]
+            num_logprobs, targets = settings["num_logprobs"], np.flatnonzero(settings["num_logprobs"] >= 0)
+            step.beams = frozenset(np.flatnonzero(settings["beam"]).tolist())
             step.logprobs = HostLogprobs.fetch(logprobs, targets, num_logprobs[targets])
         self.state.count_outputs(samples, slot_N, token_N)
 

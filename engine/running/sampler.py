@@ -3,7 +3,8 @@
 Order: logit_bias, min_tokens (EOS and stop ids are banned until then), repetition / presence / frequency penalties, the
 masks of grammars and of token limits, then temperature, top_k, top_p, min_p and Gumbel-max
 (`kernels/sampling/sampling.py`). Greedy rows take the argmax of the penalised logits, the lowest id on ties.
-Log-probabilities are those of the model itself: log_softmax of the logits before any of this.
+Log-probabilities are those of the model itself: log_softmax of the logits before any of this; a beam's are changed by
+what biases, bans and masks change, since its candidates are chosen by them.
 
 Which rows need what is decided on the host (`batch_state.py`), so a batch pays only for what its rows ask for.
 
@@ -79,6 +80,7 @@ class SamplingBatch:
     max_num_logprobs: int = 0
     is_guided: bool = False  # some row has a mask, which whoever draws brings
     masks: TokenMasks | None = None
+    is_beam_L: torch.Tensor | None = None  # bool; None: no beam is edited or masked
 
     @property
     def is_greedy(self) -> bool:
@@ -118,12 +120,21 @@ def sample(logits_NV: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor,
         return token_N, None
     assert batch.logprob_row_L is not None
     chosen_L = token_N.index_select(0, batch.logprob_row_L)
-    return token_N, logprobs_of(raw_LV, chosen_L, batch.max_num_logprobs)
+    if batch.is_beam_L is None:
+        return token_N, logprobs_of(raw_LV, chosen_L, batch.max_num_logprobs)
+    edits_LV = logits_NV.index_select(0, batch.logprob_row_L).float() - raw_LV
+    edits_LV = torch.where(batch.is_beam_L[:, None], edits_LV, 0.0)  # no product, since bans are infinite
+    return token_N, logprobs_of(raw_LV, chosen_L, batch.max_num_logprobs, edits_LV)
 
 
-def logprobs_of(logits_LV: torch.Tensor, token_L: torch.Tensor, num_logprobs: int) -> Logprobs:
-    """Log-probabilities of `token_L` (int64) and of the `num_logprobs` best tokens under float32 `logits_LV`."""
+def logprobs_of(
+    logits_LV: torch.Tensor, token_L: torch.Tensor, num_logprobs: int, edits_LV: torch.Tensor | None = None
+) -> Logprobs:
+    """Log-probabilities of `token_L` (int64) and of the `num_logprobs` best tokens under float32 `logits_LV`, with
+    `edits_LV` added to them."""
     logprob_LV = logits_LV.log_softmax(dim=-1)
+    if edits_LV is not None:
+        logprob_LV = logprob_LV + edits_LV
     token_L1 = token_L[:, None]
     chosen_L1 = logprob_LV.gather(1, token_L1)
     rank_L = (logprob_LV > chosen_L1).sum(dim=-1) + 1

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.contracts.wire.parts import Candidates, TokenLogprobs
 from tandem.engine.running.sampler import Logprobs
 from tandem.engine.scheduling.step import RunnerOutput
 from tandem.engine.structured.guides import GuidedSamples
@@ -61,6 +62,7 @@ class LaunchedStep:
     failure: str | None = None
     failed_slots: dict[int, str] = field(default_factory=dict)
     guided: GuidedSamples | None = None
+    beams: frozenset[int] = frozenset()  # samples whose log-probabilities are candidates
     _draw_later: Callable[[], None] | None = None
 
     def put_off(self, draw: Callable[[], None]) -> None:
@@ -81,7 +83,19 @@ class LaunchedStep:
         self.sample()
         if self.guided is not None and self.token_ids is not None:
             self._wait()
-            self.guided.take(self.token_ids.numpy())
+            self.guided.take(self.token_ids.numpy(), self._candidates())
+
+    def _candidates(self) -> dict[int, Candidates]:
+        """What may follow each beam: the likeliest tokens of those that it may take at all."""
+        found: dict[int, Candidates] = {}
+        if self.logprobs is None or not self.beams:
+            return found
+        for sample, entry in self.logprobs.entries():
+            if sample in self.beams:
+                likely = zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
+                allowed = [each for each in likely if each[1] > -math.inf]
+                found[sample] = Candidates(tuple(each[0] for each in allowed), tuple(each[1] for each in allowed))
+        return found
 
     def fail(self, reason: str) -> None:
         """Marks a step of which nothing was computed; the requests of the step end with this reason."""
@@ -111,7 +125,11 @@ class LaunchedStep:
         if self.logprobs is not None:
             output.logprobs = [None] * len(tokens)
             for sample, entry in self.logprobs.entries():
-                output.logprobs[sample] = entry
+                if sample not in self.beams:
+                    output.logprobs[sample] = entry
+            ends = {} if self.guided is None else self.guided.ends
+            for sample, given in self._candidates().items():
+                output.candidates[sample] = Candidates(given.token_ids, given.logprobs, ends.get(sample, ()))
         for part in self.prompt_logprobs:
             for row, entry in part.entries():
                 output.prompt_logprobs.setdefault(row, []).append(entry)

@@ -85,6 +85,22 @@ class KVAllocator:
         """How many blocks the launched tokens of `request` need beyond those it has."""
         return max(0, self.num_blocks_for(request.num_launched_tokens) - len(request.block_ids))
 
+    def num_blocks_for_beams(self, request: Request) -> int:
+        """How many blocks all beams of `request` may need at their longest, when they share its prompt's full blocks
+        alone; 0: it has none."""
+        num_shared = request.num_prompt_tokens // self.block_size
+        width = request.prompt.sampling.beam_width if request.beams is not None else 0
+        return width and num_shared + width * (self.num_blocks_for(request.max_num_tokens) - num_shared)
+
+    def num_future_blocks(self, request: Request) -> int:
+        """`num_missing_blocks`; of a sequence that carries a beam those of all tokens that it may have: when it lacks
+        one, its siblings wait as well. Before the first step it is all beams'."""
+        if request.beams is None:
+            return self.num_missing_blocks(request)
+        if request.beams.num_tokens:
+            return self.num_blocks_for(request.max_num_tokens) - len(request.block_ids)
+        return self.num_blocks_for_beams(request) - len(request.block_ids)
+
     def start(self, request: Request, hits: list[int], num_external_tokens: int) -> bool:
         """Gives a request without blocks its cached prefix and, for tokens to be loaded, blocks that may be written
         from outside; False and no change when there are too few."""

@@ -13,9 +13,10 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import BlockHasher
 from tandem.engine.contracts.keys import AttemptKey
-from tandem.engine.contracts.wire.parts import Targets
+from tandem.engine.contracts.wire.parts import FirstToken, Targets
 from tandem.engine.scheduling import stop
 from tandem.engine.scheduling.allocator import KVAllocator
+from tandem.engine.scheduling.beams.search import BeamSearch
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers, NoTiers
 from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder
@@ -85,22 +86,17 @@ class SchedulerState:
         self,
         request: Request,
         block_ids: Sequence[int],
-        first_tokens: Sequence[tuple[int, int, bool]],
+        first_tokens: Sequence[FirstToken],
         num_cached_tokens: int = 0,
     ) -> None:
         """Takes over a prompt whose KV is complete in `block_ids`, one reference to each included.
 
-        `first_tokens`: (sample_index, token_id, finished); the client has these tokens. Unfinished samples go on:
+        The client has `first_tokens`. Unfinished samples go on:
         their full blocks are shared, the last partial one is copied. A sample for which there is no block or, until
         then, no slot left waits; if its blocks are needed by others it computes its prompt again.
         """
-        assert len(block_ids) == self.kv.num_blocks_for(request.num_prompt_tokens), "committed KV has a hole"
-        self._adopt(request)
-        request.block_ids = list(block_ids)
-        request.num_computed_tokens, request.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
-        request.was_started = request.prompt_logprobs_sent = True
-        self.kv.register_full_blocks(request, None)
-        alive = [(sample, token) for sample, token, finished in first_tokens if not finished]
+        self._take_over(request, block_ids, num_cached_tokens)
+        alive = [(token.sample_index, token.token_id) for token in first_tokens if not token.finished]
         if not alive:
             self.kv.release(request)
             request.state = RequestState.FINISHED
@@ -115,6 +111,19 @@ class SchedulerState:
             sequence.first_token_at = self.clock.now()
         self._admit_or_fail(sequences)
 
+    def add_computed(self, request: Request, block_ids: Sequence[int], num_cached_tokens: int) -> bool:
+        """The same for a prompt behind which nothing has been drawn yet; False: it can't run here, and has failed."""
+        self._take_over(request, block_ids, num_cached_tokens)
+        return self._admit_or_fail([request])
+
+    def _take_over(self, request: Request, block_ids: Sequence[int], num_cached_tokens: int) -> None:
+        assert len(block_ids) == self.kv.num_blocks_for(request.num_prompt_tokens), "committed KV has a hole"
+        self._adopt(request)
+        request.block_ids = list(block_ids)
+        request.num_computed_tokens, request.num_cached_tokens = request.num_prompt_tokens, num_cached_tokens
+        request.was_started = request.prompt_logprobs_sent = True
+        self.kv.register_full_blocks(request, None)
+
     def count_start(self, request: Request) -> None:
         """Counts the prompt of `request`, and what is cached of it, at its first start."""
         self.num_prompt_tokens += request.num_prompt_tokens
@@ -122,7 +131,7 @@ class SchedulerState:
 
     def make_child(self, parent: Request, sample_indices: tuple[int, ...]) -> Request:
         """A request for some of the parent's samples; it has no blocks and is in no queue yet."""
-        child = Request(parent.prompt, sample_indices, list(parent.block_hashes))
+        child = Request(parent.prompt, sample_indices, list(parent.block_hashes), beams=parent.beams)
         child.num_cached_tokens = parent.num_cached_tokens
         child.was_started = child.prompt_logprobs_sent = True  # the parent sends them, once
         self._adopt(child)
@@ -133,21 +142,36 @@ class SchedulerState:
         request.order = self._num_adopted
         request.targets = request.prompt.targets.or_else(self.targets)
         request.max_num_tokens = stop.max_num_tokens(request, self.max_model_len)
+        sampling = request.prompt.sampling
+        if sampling.beam_width and request.prompt.mode != "prefill" and request.beams is None:
+            most = request.max_num_tokens - request.num_prompt_tokens
+            request.beams = BeamSearch(sampling, stop.end_ids(sampling, self.eos_token_ids), most)
         del request.block_hashes[request.num_tokens // self.block_size :]
 
-    def _admit_or_fail(self, sequences: Sequence[Request]) -> None:
+    def _admit_or_fail(self, sequences: Sequence[Request]) -> bool:
         """Queues all sequences of one request. They are equally long, so all can run here or none, with one event."""
         request = sequences[0]
-        num_blocks = self.kv.num_blocks_for(request.num_tokens)
+        num_blocks, num_for_beams = self.kv.num_blocks_for(request.num_tokens), self.kv.num_blocks_for_beams(request)
         if num_blocks > self.pool.num_blocks:
             text = f"the prompt needs {num_blocks} KV blocks and the pool has {self.pool.num_blocks}"
             self._refuse(sequences, "too_large_for_pool", text)
+        elif num_for_beams > self.pool.num_blocks:
+            text = (
+                f"{request.prompt.sampling.beam_width} beams of {request.max_num_tokens} tokens need {num_for_beams} "
+                f"KV blocks and the pool has {self.pool.num_blocks}: lower beam_width or max_tokens"
+            )
+            self._refuse(sequences, "too_large_for_pool", text)
+        elif request.prompt.sampling.beam_width > self.options.max_num_seqs:
+            text = f"a node here runs {self.options.max_num_seqs} sequences: lower beam_width"
+            self._refuse(sequences, "invalid_request", text)
         elif not request.can_advance:
             text = f"{request.num_tokens} tokens are known and {request.max_num_tokens} are all that it may have"
             self._refuse(sequences, "too_long", text)
         else:
             for sequence in sequences:
                 self.enqueue(sequence)
+            return True
+        return False
 
     def _refuse(self, sequences: Sequence[Request], code: str, text: str) -> None:
         self.events.append(FailedEvent(sequences[0], code, text, retryable=False))
@@ -206,8 +230,14 @@ class SchedulerState:
                 self.finish(request)
 
     def sequence_of(self, key: AttemptKey, sample_index: int) -> Request | None:
-        """The sequence that makes this sample alone; None while it has not forked, and when it has ended."""
-        return next((each for each in self._requests.get(key, ()) if each.sample_indices == (sample_index,)), None)
+        """The sequence that makes this sample alone; None while it has not forked, when it has ended, and where beams
+        are searched: no beam is a sample."""
+        own = [each for each in self.sequences(key) if each.beams is None and each.sample_indices == (sample_index,)]
+        return own[0] if own else None
+
+    def sequences(self, key: AttemptKey) -> list[Request]:
+        """All sequences of a request that have not ended."""
+        return list(self._requests.get(key, ()))
 
     def finish(self, request: Request) -> None:
         """The request leaves for good; tokens still in flight will be dropped."""

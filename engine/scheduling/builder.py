@@ -58,6 +58,7 @@ class StepBuilder:
         end = start + row.num_tokens
         self._state.kv.check_writable(request, start, end)
         if row.is_new:
+            request.has_stale_slot = False
             self._enter_slot(request)
             if self._state.connector is not None and request.prompt.mode == "prefill":
                 connector = self._state.connector
@@ -93,6 +94,9 @@ class StepBuilder:
         if request.prompt.mode == "prefill":  # its samples go on elsewhere: no slot of their own
             for sample_index in request.sample_indices:
                 self._add_sample(row, request, sample_index, position)
+            return
+        if request.beams is not None:  # what follows is known when the step is read
+            self._add_sample(row, request, request.sample_indices[0], position)
             return
         others = request.sample_indices[1:]
         request.sample_indices = request.sample_indices[:1]

@@ -146,7 +146,7 @@ class StepPlanner:
 
     def _plan_decode(self, plan: StepPlan, request: Request) -> None:
         if plan.budget and self._make_room(plan, request, request.num_launched_tokens):
-            plan.put(request, PlannedRow(1, is_prompt=False, is_new=False))
+            plan.put(request, PlannedRow(1, is_prompt=False, is_new=request.has_stale_slot))
 
     def _plan_chunk(self, plan: StepPlan, request: Request) -> None:
         num_tokens = self._chunk(plan, request)
@@ -202,7 +202,7 @@ class StepPlanner:
         waiting = self._state.waiting
         if plan.preempted or not waiting or not self._may_have_slot(waiting[0]):  # nor may any after it
             waiting = []
-        waiting = [r for r in waiting if not r.block_ids and self._may_have_slot(r)]
+        waiting = [r for r in waiting if not (r.block_ids or r.candidates) and self._may_have_slot(r)]
         if not started and not waiting:
             return
         if plan.rows and self._state.limits_prompt_work:
@@ -257,12 +257,12 @@ class StepPlanner:
         if admission.num_reserved is None:
             admission.num_reserved = self._num_reserved()
         hits = self._kv.cached_prefix(request)
-        needed = self._kv.num_missing_blocks(request) - len(hits) + admission.num_reserved
+        needed = self._kv.num_future_blocks(request) - len(hits) + admission.num_reserved
         has_room = self._state.pool.reservations.make_room(needed, Kind.START, request, hits)
         if not has_room and not self._take_blocks(plan, request, hits):
             admission.is_open = False
         elif self._start(plan, request, hits):
-            admission.num_reserved += self._kv.num_missing_blocks(request)
+            admission.num_reserved += self._kv.num_future_blocks(request)
         else:
             admission.num_passed_by += 1
 
@@ -298,7 +298,7 @@ class StepPlanner:
     def _take_blocks(self, plan: StepPlan, request: Request, hits: list[int]) -> bool:
         """Preempts less important running requests for a waiting one, if they have enough blocks for it."""
         pool, yielding = self._state.pool, who_gives_way(self._state.running, request)
-        own = self._kv.num_missing_blocks(request) - len(hits)
+        own = self._kv.num_future_blocks(request) - len(hits)
         if own > pool.num_free - pool.num_unused(hits) + sum(len(other.block_ids) for other in yielding):
             return False
         for other in yielding:
@@ -308,8 +308,8 @@ class StepPlanner:
         return False  # they shared blocks with others
 
     def _num_reserved(self) -> int:
-        """How many more blocks requests in the batch will need for the tokens that they have."""
-        return sum(self._kv.num_missing_blocks(other) for other in self._state.running)
+        """How many more blocks requests in the batch will need for the tokens that they have, beams for all theirs."""
+        return sum(self._kv.num_future_blocks(other) for other in self._state.running)
 
     def _yield(self, plan: StepPlan, victim: Request) -> None:
         victim.num_yields += 1
@@ -346,7 +346,9 @@ class StepPlanner:
 
     def _unlock(self) -> None:
         """Makes the least important holder of blocks start over, when holders wait for each other (one for a slot that
-        another has, which waits for a block)."""
+        another has, which waits for a block). A beam that waits for its siblings goes before all others, and even the
+        last: it has computed what this step of its search needs."""
         stuck = self._preemptable()
-        if len(stuck) > 1:
-            self._state.preempt(max(stuck, key=lambda r: r.sort_key))
+        done = [request for request in stuck if request.candidates is not None]
+        if done or len(stuck) > 1:
+            self._state.preempt(max(done or stuck, key=lambda r: r.sort_key))

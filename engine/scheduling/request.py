@@ -11,7 +11,15 @@ from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
-from tandem.engine.contracts.wire.parts import NO_TARGETS, FinishReason, Targets, TokenLogprobs
+from tandem.engine.contracts.wire.parts import (
+    NO_TARGETS,
+    Candidates,
+    FinishReason,
+    FirstToken,
+    Targets,
+    TokenLogprobs,
+)
+from tandem.engine.scheduling.beams.search import BeamSearch
 
 
 class RequestState(enum.Enum):
@@ -49,7 +57,8 @@ class Prompt:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One sequence, or, until its prompt is computed, a group of `len(sample_indices)` samples that will fork.
+    """One sequence, or, until its prompt is computed, a group of `len(sample_indices)` samples that will fork. Where
+    beams are searched each beam has a sequence, whose samples are the search's.
 
     Invariants: `num_computed_tokens` counts tokens whose KV is written or will be by a launched step;
     `num_tokens` counts tokens known to the host; `num_in_flight` counts sampled tokens launched and not yet read.
@@ -66,8 +75,8 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first start
     block_ids: list[int] = field(default_factory=list)
     slot: int = -1
-    # Filled when a prompt in mode "prefill" ends: (sample_index, token_id, finished) in order of sample_indices.
-    first_tokens: list[tuple[int, int, bool]] = field(default_factory=list)
+    # Filled when a prompt in mode "prefill" ends, in order of sample_indices.
+    first_tokens: list[FirstToken] = field(default_factory=list)
 
     targets: Targets = NO_TARGETS  # what it is promised, by itself or by the node; set by the scheduler
     order: int = 0  # given by the scheduler, unique: the last word on who runs first
@@ -87,6 +96,12 @@ class Request:
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # by prompt position, until complete
     prompt_logprobs_sent: bool = False
 
+    beams: BeamSearch | None = None  # shared by all sequences of its request
+    beam_index: int = 0  # which of its beams this sequence carries
+    candidates: Candidates | None = None  # what may follow it: it waits for its siblings'
+    drawn_token_id: int = -1  # what the device drew behind it, beside the candidates
+    has_stale_slot: bool = False  # its newest token is not what the device drew
+
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +112,23 @@ class Request:
 
     def resume(self) -> None:
         self.is_paused = False
+
+    # --- where it carries a beam ----------------------------------------------------------------------------
+
+    def wait_for_siblings(self, candidates: Candidates, drawn_token_id: int) -> None:
+        """Takes what may follow its beam. `drawn_token_id` is what its slot on the device has next; -1: nothing."""
+        self.candidates, self.drawn_token_id = candidates, drawn_token_id
+
+    def go_on_with(self, token_id: int, beam_index: int) -> None:
+        """Carries a beam that follows the one before by this token."""
+        self.has_stale_slot = token_id != self.drawn_token_id
+        self.output_token_ids.append(token_id)
+        self.beam_index, self.candidates = beam_index, None
+
+    def begin_behind(self, parent: Request, token_id: int, beam_index: int, num_computed_tokens: int) -> None:
+        """Carries a beam that follows the parent's by this token. So many tokens of it are computed."""
+        self.output_token_ids = [*parent.output_token_ids, token_id]
+        self.beam_index, self.is_aged, self.num_computed_tokens = beam_index, parent.is_aged, num_computed_tokens
 
     @property
     def key(self) -> AttemptKey:
@@ -132,7 +164,10 @@ class Request:
 
     @property
     def can_advance(self) -> bool:
-        """Whether a row launched now may yield something that is kept: max_tokens is predicted, a stop is not."""
+        """Whether a row launched now may yield something that is kept: max_tokens is predicted, a stop is not. What
+        follows a beam is known when all are read."""
+        if self.beams is not None and (self.num_in_flight or self.candidates is not None):
+            return False
         if self.is_paused or (self.prompt.mode == "prefill" and self.num_launched_tokens > self.num_prompt_tokens):
             return False
         return self.num_launched_tokens < self.max_num_tokens
@@ -168,6 +203,26 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class BeamOutput:
+    """A sample that a beam search found; an empty one: there are fewer outputs than samples."""
+
+    sample_index: int
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason = "stop"
+    stop_token_id: int | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    sum_logprobs: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamsEvent:
+    """All samples of a request that searched with beams. It is the request's end."""
+
+    request: Request
+    outputs: tuple[BeamOutput, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PromptLogprobsEvent:
     """The log-probabilities of a whole prompt, one entry for each position from 1 on."""
 
@@ -193,4 +248,4 @@ class FailedEvent:
     retryable: bool
 
 
-EngineEvent = TokenEvent | PromptLogprobsEvent | PooledEvent | FailedEvent
+EngineEvent = TokenEvent | BeamsEvent | PromptLogprobsEvent | PooledEvent | FailedEvent

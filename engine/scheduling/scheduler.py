@@ -12,9 +12,10 @@ import logging
 
 import msgspec
 
-from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.contracts.wire.parts import Candidates, FirstToken, TokenLogprobs
 from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling import stop
+from tandem.engine.scheduling.beams.carriers import BeamCarriers
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.builder import StepBookings, StepBuilder
 from tandem.engine.scheduling.planner import StepPlanner
@@ -33,6 +34,7 @@ class Scheduler:
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
+        self.beams = BeamCarriers(state)
         self.pace = StepPace(state.clock)
         self._planner = StepPlanner(state)
         self._launched: dict[int, StepBookings] = {}
@@ -80,13 +82,17 @@ class Scheduler:
         sampled = zip(output.samples, launched.sampled, token_ids, logprobs, strict=True)
         for index, (sample, request, token_id, entry) in enumerate(sampled):
             request.num_in_flight -= 1
-            if request.state is RequestState.FINISHED or sample.sample_index not in request.sample_indices:
+            is_wanted = request.beams is not None or sample.sample_index in request.sample_indices
+            if request.state is RequestState.FINISHED or not is_wanted:
                 continue
             if index in result.misled:
                 self.state.fail(request, "invalid_request", result.misled[index])
                 continue
             try:
-                self._take_token(request, sample, token_id, entry, index in result.ended)
+                if index in result.candidates:
+                    self._take_candidates(request, sample, token_id, result.candidates[index])
+                else:
+                    self._take_token(request, sample, token_id, entry, index in result.ended)
             except Exception:
                 limited.exception("request %s attempt %d failed at a token", *request.key, key="token")
                 self.state.give_up(request, "the node can't take this request's token in; its log says why")
@@ -128,13 +134,25 @@ class Scheduler:
         event = TokenEvent(request, sample.sample_index, sample.output_index, token_id, reason, stop_token_id, logprobs)
         self.state.events.append(event)
         if request.prompt.mode == "prefill":
-            request.first_tokens.append((sample.sample_index, token_id, reason is not None))
-            if len(request.first_tokens) == len(request.sample_indices):
-                self.state.finish(request)
+            self._take_first(request, FirstToken(sample.sample_index, token_id, reason is not None))
             return
         request.output_token_ids.append(token_id)
         request.first_token_at = request.first_token_at or self.state.clock.now()
         if request.block_ids:
             self.state.kv.register_full_blocks(request, request.last_step)
         if reason is not None:
+            self.state.finish(request)
+
+    def _take_candidates(self, request: Request, sample: SampleRow, token_id: int, candidates: Candidates) -> None:
+        """Takes what may follow a beam. A prompt that is handed off leaves the choice to its sink."""
+        if request.prompt.mode != "prefill":
+            self.beams.take(request, candidates, token_id)
+            return
+        self._take_first(
+            request, FirstToken(sample.sample_index, token_id, False, None if request.first_tokens else candidates)
+        )
+
+    def _take_first(self, request: Request, token: FirstToken) -> None:
+        request.first_tokens.append(token)
+        if len(request.first_tokens) == len(request.sample_indices):
             self.state.finish(request)

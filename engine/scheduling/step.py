@@ -19,7 +19,7 @@ import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
-from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.contracts.wire.parts import Candidates, TokenLogprobs
 
 
 class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -158,3 +158,4 @@ class RunnerOutput:
     failed_slots: dict[int, str] = field(default_factory=dict)  # whose sequence alone ends, and why
     ended: Collection[int] = ()  # samples whose token is the last that their grammar has room for
     misled: Mapping[int, str] = field(default_factory=dict)  # samples whose grammar can't be followed, and why
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # of samples that are beams

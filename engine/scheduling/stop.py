@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import FinishReason
 from tandem.engine.scheduling.request import Request
 
@@ -11,6 +12,11 @@ from tandem.engine.scheduling.request import Request
 def max_num_tokens(request: Request, max_model_len: int) -> int:
     """Most tokens, prompt and output, that `request` may have. `max_tokens` counts the output of prior attempts too."""
     return min(max_model_len, request.prompt.num_true_tokens + request.prompt.sampling.max_tokens)
+
+
+def end_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
+    """The tokens that end an output."""
+    return frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)))
 
 
 def finish_reason(

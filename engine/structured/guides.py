@@ -11,12 +11,13 @@ M guided samples of a step, W words of a mask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import Candidates
 from tandem.engine.scheduling.step import ForkSlot, NewSlot, SampleRow
 from tandem.engine.structured.grammars import Grammars, shown
 from tandem.engine.structured.token_limits import TokenLimits
@@ -66,6 +67,13 @@ class Guide:
         elif not has_mask:
             self.error = "allowed_token_ids, bad_words and what the output must be leave no token to go on with"
 
+    def ends_with(self, token_id: int) -> bool:
+        """Whether `token_id` would be the last that the grammar has room for."""
+        if self.matcher is None:
+            return False
+        ahead = self.matcher.deep_copy()
+        return bool(ahead.consume_token(token_id) and ahead.is_stopped())
+
     def take(self, token_id: int) -> None:
         if self.limits is not None:
             self.limits.take(token_id)
@@ -79,12 +87,14 @@ class Guide:
 
 class GuidedSamples:
     """The samples of one step that have guides; `indices` are their places among the step's samples. After `take`,
-    `ended` and `failed` say which of them have ended, and which failed and why."""
+    `ended` and `failed` say which of them have ended, and which failed and why, `ends` which candidates of a beam end
+    its grammar."""
 
     def __init__(self, grammars: Grammars, indices: list[int], guides: list[Guide]) -> None:
         self._grammars, self.indices, self._guides = grammars, indices, guides
         self.ended: set[int] = set()
         self.failed: dict[int, str] = {}
+        self.ends: dict[int, tuple[int, ...]] = {}
         self._was_taken = False
 
     @property
@@ -110,12 +120,15 @@ class GuidedSamples:
             if not guide.is_open:
                 masks_MW[i] = -1
 
-    def take(self, token_ids: np.ndarray) -> None:
-        """Advances the guides by what was drawn. `token_ids` are those of all samples of the step. Idempotent."""
+    def take(self, token_ids: np.ndarray, candidates: Mapping[int, Candidates] | None = None) -> None:
+        """Advances the guides by what was drawn. `token_ids` are those of all samples of the step, `candidates` those
+        of beams by sample, which are looked through first. Idempotent."""
         if self._was_taken:
             return
         self._was_taken = True
         for index, guide in zip(self.indices, self._guides, strict=True):
+            if guide.is_open and candidates and index in candidates:
+                self.ends[index] = tuple(each for each in candidates[index].token_ids if guide.ends_with(each))
             if guide.is_open:
                 guide.take(int(token_ids[index]))
             if guide.error:

@@ -228,6 +228,12 @@ class SinkManager:
             tokens += continuation.token_ids
             if self.info.max_model_len and continuation.num_tokens >= self.info.max_model_len:
                 return False
+        searches = [token.candidates for token in ready.first_tokens if token.candidates is not None]
+        if record.request is not None and bool(searches) != (record.request.prompt.sampling.beam_width > 0):
+            return False
+        if any(len(given.logprobs) != len(given.token_ids) for given in searches):
+            return False
+        tokens += [token_id for given in searches for token_id in given.token_ids]
         if len(set(named)) < len(named) or (self.info.vocab_size and max(tokens, default=0) >= self.info.vocab_size):
             return False
         is_right_kind = (record.kind is HandoffKind.SEQUENCE) == (continuation is not None)

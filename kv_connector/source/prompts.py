@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.engine.scheduling.request import Request
 from tandem.engine.scheduling.step import SchedulerOutput
 from tandem.kv_connector.protocol import outcomes
@@ -97,7 +96,7 @@ class PushedPrompts:
             record.reason = record.reason or outcomes.CANCELLED
             self._actions.run(record, record.machine.on(E.CANCEL))
         else:
-            record.first_tokens = tuple(FirstToken(*token) for token in request.first_tokens)
+            record.first_tokens = tuple(request.first_tokens)
             ended = all(token.finished for token in record.first_tokens)
             record.reason = outcomes.FINISHED if ended else ""
             self._actions.run(record, record.machine.on(E.ALL_FINISHED if ended else E.COMPUTED))

@@ -52,6 +52,7 @@ class ChatChoice:
         self._token_ids: list[int] = []
         self._logprobs: ChatLogprobs | None = None
         self._finish_reason: str | None = None
+        self._scores: dict[str, float] = {}
 
     def add(self, piece: Piece) -> None:
         self._message.add(self._output.read(piece.text, len(piece.token_ids), piece.finish_reason is not None))
@@ -63,6 +64,7 @@ class ChatChoice:
             self._logprobs.extend(piece.logprobs)
         if piece.finish_reason is not None:
             self._finish_reason = self._output.finish_reason(piece.finish_reason)
+        self._scores |= piece.scores or {}
 
     def as_dict(self, index: int, echo: Piece | None) -> dict[str, Any]:
         choice = {
@@ -70,6 +72,7 @@ class ChatChoice:
             "message": self._message_dict(),
             "logprobs": self._logprobs,
             "finish_reason": self._finish_reason,
+            **self._scores,
         }
         return choice | {"token_ids": self._token_ids} if self._with_token_ids else choice
 
@@ -124,7 +127,7 @@ class ChatEventWriter:
                 events.append(self._event(index, said, beside, end))
                 beside = {}
         if piece.finish_reason is not None:
-            reason = {"finish_reason": output.finish_reason(piece.finish_reason)}
+            reason = {"finish_reason": output.finish_reason(piece.finish_reason), **(piece.scores or {})}
             events.append(self._event(index, {}, reason, end))
         return b"".join(events)
 

@@ -81,6 +81,7 @@ class CompletionChoice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: TextLogprobs | None = None
     finish_reason: str | None = None
+    scores: dict[str, float] = field(default_factory=dict)
 
     def add(self, piece: Piece) -> None:
         self.text.append(piece.text)
@@ -91,19 +92,21 @@ class CompletionChoice:
                 self.logprobs = TextLogprobs()
             self.logprobs.extend(piece.logprobs)
         self.finish_reason = piece.finish_reason or self.finish_reason
+        self.scores |= piece.scores or {}
 
     def as_dict(self, index: int, echo: Piece | None) -> dict[str, Any]:
         if echo is not None:
             complete = CompletionChoice(self.with_token_ids)
             complete.add(echo)
             complete.add(Piece("".join(self.text), self.token_ids, self.logprobs, None))
-            complete.finish_reason = self.finish_reason
+            complete.finish_reason, complete.scores = self.finish_reason, self.scores
             return complete.as_dict(index, None)
         choice = {
             "index": index,
             "text": "".join(self.text),
             "logprobs": self.logprobs,
             "finish_reason": self.finish_reason,
+            **self.scores,
         }
         return choice | {"token_ids": self.token_ids} if self.with_token_ids else choice
 
@@ -144,6 +147,7 @@ class EventWriter:
             "text": piece.text,
             "logprobs": piece.logprobs,
             "finish_reason": piece.finish_reason,
+            **(piece.scores or {}),
         }
         if self._with_token_ids:
             choice["token_ids"] = piece.token_ids

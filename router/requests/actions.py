@@ -76,6 +76,7 @@ class EmitTokens(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] | None
     finish_reason: FinishReason | None
     stop_token_id: int | None
+    cumulative_logprob: float | None = None  # of a whole output that beams found
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,6 +105,7 @@ class GenerationFactory:
                 offset,
                 ChatLogprobs if plan.is_chat else TextLogprobs,
                 bool(body.include_stop_str_in_output),
+                plan.sampling.length_penalty,
             )
             for _ in range(body.num_generated)
         ]

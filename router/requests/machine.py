@@ -227,7 +227,8 @@ class RequestMachine:
         if attempt.state is not AttemptState.STREAMING:
             attempt.enter(AttemptState.STREAMING, now)
         for d in ready:
-            actions.append(EmitTokens(delta.sample_index, d.token_ids, d.logprobs, d.finish_reason, d.stop_token_id))
+            ending = d.finish_reason, d.stop_token_id, d.cumulative_logprob
+            actions.append(EmitTokens(delta.sample_index, d.token_ids, d.logprobs, *ending))
         return actions + self._retire(attempt) if sample.finish_reason is not None else actions
 
     def migrated(self, node: NodeKey, message: Migrated, now: float) -> list[Action]:

@@ -17,7 +17,7 @@ def find_nodes(cluster: Cluster, machine: RequestMachine, request_id: str, now: 
     request = PlacementRequest(
         num_prompt_tokens=len(prompt),
         max_tokens=spec.sampling.max_tokens - num_done,
-        num_samples=len(attempt.sample_indices),
+        num_samples=max(len(attempt.sample_indices), machine.spec.sampling.beam_width),
         prompt_logprobs=machine.wants_prompt_logprobs(),
         avoid=frozenset(attempt.avoid),
         session=spec.session,

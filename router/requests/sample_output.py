@@ -84,6 +84,7 @@ class Piece:
     token_ids: Sequence[int]
     logprobs: TextLogprobs | ChatLogprobs | None
     finish_reason: FinishReason | None
+    scores: dict[str, float] | None = None  # of a whole output that beams found, as clients read them
 
 
 class SampleOutput:
@@ -100,11 +101,13 @@ class SampleOutput:
         text_offset: int,
         make_logprobs: Callable[[], TextLogprobs | ChatLogprobs] = TextLogprobs,
         shows_stop: bool = False,
+        length_penalty: float = 1.0,
     ) -> None:
         self._tokenizer, self._detokenizer, self._make_logprobs = tokenizer, detokenizer, make_logprobs
         self._search, self._shows_stop = StopSearch(stops, shows_stop), shows_stop
         self._num_logprobs, self._min_tokens = num_logprobs, min_tokens
         self._offset = text_offset  # kept for log-probabilities alone
+        self._length_penalty = length_penalty
         self._is_plain = num_logprobs is None and not stops
         self.stopped = False
         self.finish_reason: FinishReason | None = None
@@ -122,6 +125,8 @@ class SampleOutput:
             self.num_tokens += len(emitted.token_ids)
             return Piece(text, emitted.token_ids, None, None)
         piece = Piece("", emitted.token_ids, None if self._num_logprobs is None else self._make_logprobs(), None)
+        if emitted.cumulative_logprob is not None:
+            piece.scores = self._scores(emitted.cumulative_logprob, len(emitted.token_ids))
         last = len(emitted.token_ids) - 1
         for i, token_id in enumerate(emitted.token_ids):
             self._note_logprobs(piece, token_id, None if emitted.logprobs is None else emitted.logprobs[i])
@@ -140,6 +145,10 @@ class SampleOutput:
             self.finish_reason = emitted.finish_reason
         piece.finish_reason = self.finish_reason
         return piece
+
+    def _scores(self, cumulative_logprob: float, num_tokens: int) -> dict[str, float]:
+        score = cumulative_logprob / num_tokens**self._length_penalty
+        return {"cumulative_logprob": cumulative_logprob, "score": score}
 
     def _add_text(self, piece: Piece, text: str) -> bool:
         """Adds text to a piece. True: the text completed a stop string, and the sample ends here."""

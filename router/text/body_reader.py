@@ -60,7 +60,7 @@ REFUSED = {
     "guided_decoding_backend": "there is one; leave it out",
     "logits_processors": "no code is taken from requests",
     "custom_logit_processor": "no code is taken from requests",
-    "use_beam_search": "beams aren't built; use `n` or `best_of`",
+    "num_beams": "it is called `beam_width`, beside `use_beam_search`: true",
     "typical_p": NO_SAMPLER,
     "top_a": NO_SAMPLER,
     "mirostat": NO_SAMPLER,

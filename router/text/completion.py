@@ -155,10 +155,11 @@ def plan_prompts(
 
     Raises InvalidRequestError when ids or lengths are beyond the model, naming prompt, max_tokens or the list.
     """
-    if len(prompts) * body.num_generated > MAX_SEQUENCES:
+    num_each = body.num_beams or body.num_generated
+    if len(prompts) * num_each > MAX_SEQUENCES:
         raise InvalidRequestError(
-            f"{len(prompts)} prompts with {body.num_generated} samples each are more than {MAX_SEQUENCES} sequences",
-            param="best_of" if body.best_of else "n",
+            f"{len(prompts)} prompts with {num_each} samples each are more than {MAX_SEQUENCES} sequences",
+            param="beam_width" if body.beam_width else "best_of" if body.best_of else "n",
         )
     _check_token_ids(body.stop_token_ids or [], facts.vocab_size, "stop_token_ids")
     _check_token_ids(body.allowed_token_ids or [], facts.vocab_size, "allowed_token_ids")
@@ -224,14 +225,18 @@ def _sampling(
     num_prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         num_prompt_logprobs = max(body.logprobs, num_prompt_logprobs or 0)
+    repetition_penalty = _first(body.repetition_penalty, defaults.repetition_penalty, 1.0)
+    if body.num_beams and repetition_penalty != 1.0:
+        text = f"this model's own repetition_penalty is {repetition_penalty}, and beam search takes none: send 1"
+        raise InvalidRequestError(text, param="repetition_penalty")
     return SamplingParams(
         max_tokens=max(1, max_tokens),  # max_tokens = 0 (echo alone): the one token is not shown
         min_tokens=body.min_tokens or 0,
-        temperature=_first(body.temperature, defaults.temperature, 1.0),
+        temperature=0.0 if body.num_beams else _first(body.temperature, defaults.temperature, 1.0),
         top_k=max(0, _first(body.top_k, defaults.top_k, 0)),
         top_p=_first(body.top_p, defaults.top_p, 1.0),
         min_p=_first(body.min_p, defaults.min_p, 0.0),
-        repetition_penalty=_first(body.repetition_penalty, defaults.repetition_penalty, 1.0),
+        repetition_penalty=repetition_penalty,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=logit_bias,
@@ -242,6 +247,9 @@ def _sampling(
         ignore_eos=bool(body.ignore_eos),
         allowed_token_ids=tuple(sorted(set(body.allowed_token_ids or ()))),
         bad_words=banned,
+        beam_width=body.num_beams,
+        length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
+        early_stopping=body.early_stopping or False,
     )
 
 

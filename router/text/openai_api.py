@@ -3,7 +3,8 @@
 Beyond OpenAI's API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens, return_token_ids,
 priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens, skip_special_tokens,
 include_stop_str_in_output, truncate_prompt_tokens, return_tokens_as_token_ids, request_id, timeout,
-structured_outputs, guided_…, allowed_token_ids, bad_words.
+structured_outputs, guided_…, allowed_token_ids, bad_words, use_beam_search, beam_width, length_penalty,
+early_stopping.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ MAX_BIASES = 4096
 MAX_CHOICES = 4096
 MAX_ALLOWED = 1 << 17
 MAX_BAD_WORDS = 256
+MAX_LENGTH_PENALTY = 5  # to which power float32 still holds the longest outputs
 
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -110,6 +112,10 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     guided_choice: Choices | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    use_beam_search: bool | None = None  # this and the next three: docs/beams.md
+    beam_width: Annotated[int, Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    length_penalty: Annotated[float, Meta(ge=-MAX_LENGTH_PENALTY, le=MAX_LENGTH_PENALTY)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -133,8 +139,13 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def num_generated(self) -> int:
-        """Samples to generate, of which the best `num_samples` are returned."""
-        return self.best_of or self.num_samples
+        """Samples to generate, of which the best `num_samples` are returned. Beams are no samples."""
+        return self.num_samples if self.use_beam_search else self.best_of or self.num_samples
+
+    @property
+    def num_beams(self) -> int:
+        """0: none are searched."""
+        return self.beam_width or self.best_of or self.num_samples if self.use_beam_search else 0
 
     @property
     def stops(self) -> list[str]:
@@ -230,6 +241,7 @@ def check_combinations(body: CompletionBody) -> None:
         _bad("max_tokens", "max_tokens must be at least 1 (0 is only allowed together with echo)")
     if body.stream_options is not None and not body.stream:
         _bad("stream_options", "stream_options is only allowed when stream is true")
+    check_beams(body)
     if body.best_of is not None and body.best_of < body.num_samples:
         _bad("best_of", f"best_of ({body.best_of}) must be at least n ({body.num_samples})")
     if body.stream and body.num_generated > body.num_samples:
@@ -238,6 +250,22 @@ def check_combinations(body: CompletionBody) -> None:
         _bad("prompt_logprobs", "prompt_logprobs can't be streamed; use echo with logprobs")
     if body.max_tokens is not None and (body.min_tokens or 0) > body.max_tokens:
         _bad("min_tokens", f"min_tokens ({body.min_tokens}) is greater than max_tokens ({body.max_tokens})")
+
+
+def check_beams(body: CompletionBody) -> None:
+    """Raises InvalidRequestError for fields of beam search without it, and for those that it has no use for."""
+    if not body.use_beam_search:
+        said = {"beam_width": body.beam_width, "length_penalty": body.length_penalty != 1.0 and body.length_penalty}
+        for name, value in {**said, "early_stopping": body.early_stopping}.items():
+            if value is not None and value is not False:
+                _bad(name, f"{name} is for beam search: send use_beam_search: true as well")
+        return
+    if body.num_beams < body.num_samples:
+        _bad("beam_width", f"beam_width ({body.num_beams}) must be at least n ({body.num_samples})")
+    if body.temperature:
+        _bad("temperature", "beam search draws nothing: leave temperature out, or send 0")
+    if body.presence_penalty or body.frequency_penalty or body.repetition_penalty not in (None, 1.0):
+        _bad("repetition_penalty", "beam search takes no penalties but length_penalty: leave the others out")
 
 
 def parse_logit_bias(bias: dict[str, float] | None, vocab_size: int) -> tuple[tuple[int, float], ...]:

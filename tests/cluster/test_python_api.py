@@ -12,10 +12,11 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams, StructuredOutputsParams, errors
+from tandem import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams, errors
 
 PROMPTS = ["def read_lines(path):", [5, 6, 7], {"prompt": "Return a new"}]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
+BEAMS = BeamSearchParams(beam_width=3, max_tokens=8)
 CONVERSATION = [{"role": "user", "content": "def read_lines(path):"}]
 SMALL = {"num_blocks": 128, "max_num_seqs": 8, "quiet": True}
 
@@ -43,6 +44,11 @@ async def split() -> tuple[list[RequestOutput], RequestOutput]:
                 llm.abort("r1")
         streamed = [output async for output in llm.generate(PROMPTS[0], GREEDY)]
         assert texts(streamed[-1:]) == texts(outputs[:1])
+        searched = [output async for output in llm.generate(PROMPTS[0], BEAMS.as_sampling())]
+        assert [beam.score for beam in searched[-1].outputs] == sorted(
+            (beam.score or 0 for beam in searched[-1].outputs), reverse=True
+        )
+        outputs += [searched[-1], await llm.complete_chat(CONVERSATION, BEAMS.as_sampling())]
         said = [output async for output in llm.chat(CONVERSATION, GREEDY)][-1]
         assert texts([said]) == texts([await llm.complete_chat(CONVERSATION, GREEDY)])
         outputs.append(said)
@@ -58,6 +64,14 @@ def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
         single = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert [output.prompt for output in single] == [PROMPTS[0], None, "Return a new"]
         assert all(output.finished and output.outputs[0].cumulative_logprob < 0 for output in single)
+        (found,) = llm.beam_search(PROMPTS[0], BEAMS)
+        searched = llm.generate(PROMPTS[0], BEAMS.as_sampling(), use_tqdm=False)
+        assert [beam.text for beam in found.sequences] == [PROMPTS[0] + beam.text for beam in searched[0].outputs]
+        assert [beam.cum_logprob for beam in found.sequences] == [
+            beam.cumulative_logprob for beam in searched[0].outputs
+        ]
+        assert found.sequences[0].tokens == searched[0].prompt_token_ids + searched[0].outputs[0].token_ids
+        single += [*searched, *llm.chat(CONVERSATION, BEAMS.as_sampling())]
         held = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a[bc]{3}"))
         assert re.fullmatch("a[bc]{3}", llm.generate("x", held, use_tqdm=False)[0].outputs[0].text)
         (said,) = llm.chat(CONVERSATION, GREEDY)

@@ -10,16 +10,25 @@ import numpy as np
 from fake_connector import FakeConnector
 from fake_tiers import FakeTiers
 
-from fake_runner import FakeRunner, next_token, stop_ids
+from fake_runner import FakeRunner, next_candidates, next_token, stop_ids
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import Secrecy, root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import FirstToken
+from tandem.engine.scheduling.beams.search import BeamSearch
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
 from tandem.engine.scheduling.core import EngineCore
 from tandem.engine.scheduling.prompt_order import PromptOrder
-from tandem.engine.scheduling.request import EngineEvent, FailedEvent, PromptLogprobsEvent, Request, TokenEvent
+from tandem.engine.scheduling.request import (
+    BeamsEvent,
+    EngineEvent,
+    FailedEvent,
+    PromptLogprobsEvent,
+    Request,
+    TokenEvent,
+)
 from tandem.engine.scheduling.scheduler import Scheduler
 from tests.fakes.made_requests import made_request
 
@@ -46,6 +55,15 @@ def expected(
             return tokens, "stop"
         if num_prior + len(tokens) >= sampling.max_tokens or len(prompt) + len(tokens) >= MAX_MODEL_LEN:
             return tokens, "length"
+
+
+def expected_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[tuple[list[int], str]]:
+    """The same of each sample of a beam search."""
+    search = BeamSearch(sampling, stop_ids(sampling, [EOS]), min(sampling.max_tokens, MAX_MODEL_LEN - len(prompt)))
+    while not search.is_over:
+        outputs = [[each.token_id for each in beam.path()] for beam in search.beams]
+        search.advance([next_candidates((*prompt, *known), len(known), sampling, [EOS]) for known in outputs])
+    return [([b.token_id for b in h.beam.path()], h.beam.finish_reason or "") for h in search.hypotheses]
 
 
 class Harness:
@@ -118,6 +136,10 @@ class Harness:
     def commit(self, request: Request, block_ids: list[int]) -> None:
         """As a decode node does when a peer has written the prompt's KV into `block_ids`."""
         prompt = request.prompt.token_ids.tolist()
+        if request.prompt.sampling.beam_width:
+            candidates = next_candidates(prompt, 0, request.prompt.sampling, [EOS])
+            self.scheduler.beams.add_committed(request, block_ids, candidates, 0)
+            return
         first_tokens = []
         for sample in request.sample_indices:
             token = expected(prompt, sample, request.prompt.sampling)[0][0]
@@ -125,7 +147,7 @@ class Harness:
             self.tokens[request.key.request_id, sample] = [token]
             if ended:
                 self.finished[request.key.request_id, sample] = "first"
-            first_tokens.append((sample, token, ended))
+            first_tokens.append(FirstToken(sample, token, ended))
         self.scheduler.state.add_committed(request, block_ids, first_tokens)
 
     # --- steps ----------------------------------------------------------------------------------------------
@@ -171,6 +193,12 @@ class Harness:
             if event.finish_reason:
                 self.finished[key] = event.finish_reason
             assert event.stop_token_id == (event.token_id if event.finish_reason == "stop" else None)
+        elif isinstance(event, BeamsEvent):
+            assert name not in self.failed, "beams came after the failure"
+            for found in event.outputs:
+                assert (name, found.sample_index) not in self.finished, "a sample ended twice"
+                self.tokens[name, found.sample_index] = list(found.token_ids)
+                self.finished[name, found.sample_index] = found.finish_reason
         elif isinstance(event, FailedEvent):
             assert name not in self.failed, "a request failed twice"
             self.failed[name] = event.code
@@ -186,6 +214,10 @@ class Harness:
         """The sample ran to its end and got exactly what the definition says."""
         request = self.requests[name]
         prior = request.prompt.num_prior_output_tokens
+        if request.prompt.sampling.beam_width:
+            found = expected_beams(request.prompt.token_ids.tolist(), request.prompt.sampling)
+            assert (self.tokens[name, sample], self.finished[name, sample]) == [*found, *[([], "stop")] * 8][sample]
+            return
         tokens, reason = expected(request.prompt.token_ids.tolist(), sample, request.prompt.sampling, prior)
         assert self.tokens.get((name, sample)) == tokens
         assert self.finished[name, sample] in (reason, "first")

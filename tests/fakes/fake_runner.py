@@ -16,7 +16,8 @@ import numpy as np
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.hashing import hash_blocks
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.parts import TokenLogprobs
+from tandem.engine.contracts.wire.parts import Candidates, TokenLogprobs
+from tandem.engine.scheduling.beams.search import num_candidates
 from tandem.engine.scheduling.step import NewSlot, RunnerOutput, SampleRow, ScheduledRow, SchedulerOutput
 from tandem.kv_connector.protocol.jobs import StepMoves
 
@@ -30,6 +31,16 @@ def next_token(prefix: Sequence[int], sample_index: int, banned: Collection[int]
     while token in banned:
         token = (token + 1) % VOCAB
     return token
+
+
+def next_candidates(
+    prefix: Sequence[int], output_index: int, sampling: SamplingParams, eos_token_ids: Iterable[int]
+) -> Candidates:
+    """What may follow a beam, as next_token is made."""
+    banned = stop_ids(sampling, eos_token_ids) if output_index < sampling.min_tokens else set()
+    scored = sorted((-(hash((*prefix, token, len(prefix))) % 991) / 100, token) for token in set(range(VOCAB)) - banned)
+    best = scored[::-1][: num_candidates(sampling, len(stop_ids(sampling, eos_token_ids)))]
+    return Candidates(tuple(token for _, token in best), tuple(score for score, _ in best))
 
 
 def stop_ids(sampling: SamplingParams, eos_token_ids: Iterable[int]) -> set[int]:
@@ -115,7 +126,13 @@ class FakeRunner:
         prefixes = [tuple(self._tables[row.slot][: row.start + row.num_tokens]) for row in output.rows]
         tokens = [self._sample(sample, prefixes[sample.row]) for sample in output.samples]
         logprobs = [TokenLogprobs((token,), (0.0,), 1) for token in tokens]
-        return RunnerOutput(output.step_id, np.array(tokens, np.int32), list(logprobs), self._prompt_logprobs(output))
+        result = RunnerOutput(output.step_id, np.array(tokens, np.int32), list(logprobs), self._prompt_logprobs(output))
+        for index, sample in enumerate(output.samples):
+            new = self._settings[sample.slot]
+            if new is not None and new.sampling.beam_width:
+                given = next_candidates(prefixes[sample.row], sample.output_index, new.sampling, self._eos_token_ids)
+                result.candidates[index] = given
+        return result
 
     def _fail(self, output: SchedulerOutput) -> RunnerOutput:
         """Leaves rubbish wherever KV was to be written. Steps that were launched meanwhile compute with it."""

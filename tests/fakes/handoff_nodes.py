@@ -10,7 +10,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import CacheOptions, ModelOptions, NodeOptions
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout
 from tandem.engine.contracts.security import ClusterKeys
-from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.parts import FirstToken, NodeInfo
 from tandem.engine.scheduling.request import Request
 from tandem.kv_connector.layouts.plan import BlockSizes
 from tandem.kv_connector.protocol.jobs import BlockPush
@@ -55,7 +55,7 @@ class Prefill:
         meta = self.manager.prompts.build_connector_meta(SimpleNamespace(step_id=self.step_id, rows=(row,)))  # type: ignore[arg-type]
         self.pool.step_launched(self.step_id)
         self.jobs.extend((*meta.whole, *meta.pushes) if meta is not None else ())
-        request.first_tokens = [(0, 1, False)]
+        request.first_tokens = [FirstToken(0, 1, False)]
         self.pool.step_completed(self.step_id)
         self.leave(request)
 

@@ -120,6 +120,7 @@ class Result:
     num_reused_tokens: int = 0  # when its prompt was computed, as clients are told
     prompt_logprobs: tuple = ()
     logprobs: dict[int, list] = field(default_factory=dict)
+    cumulative_logprobs: dict[int, float] = field(default_factory=dict)  # of samples that are beams
     num_samples: int = 1
     num_prior: int = 0  # of a sequence that moved: the client's tokens when it was told to
     migrated: list[Migrated] = field(default_factory=list)
@@ -211,7 +212,7 @@ class Client:
         """With `prefill` split over two nodes, else on `decode` alone. `holder`: whom to pull its prefix from, of which
         it is said to have `num_held` tokens (0: all)."""
         result = self.results[request_id, attempt] = Result(
-            num_samples=len(samples), first_index=None if prefill is None else num_prior
+            num_samples=len(samples), first_index=None if prefill is None or sampling.beam_width else num_prior
         )
 
         def message(mode: str, peer: NodeInfo | None) -> Submit:
@@ -336,6 +337,8 @@ class Client:
                     tokens[delta.output_index + offset] = token
                 if delta.finish_reason is not None:
                     result.finished[delta.sample_index] = delta.finish_reason
+                if delta.cumulative_logprob is not None:
+                    result.cumulative_logprobs[delta.sample_index] = delta.cumulative_logprob
                 if delta.logprobs is not None:
                     result.logprobs.setdefault(delta.sample_index, []).extend(delta.logprobs)
         elif isinstance(message, RequestFailed):

@@ -51,6 +51,7 @@ PHRASES = (
     "(called in parallel, streamed)",
     "held to a JSON schema, a regular expression, a choice or a grammar",
     "`tool_choice` forces calls",
+    "the outputs and scores of transformers' beams",
     "`--chat-template` brings another",
     "Errors have OpenAI's shape and name the field",
     "accepted and named in the log once",

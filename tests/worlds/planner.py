@@ -10,6 +10,7 @@ from typing import Any
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.blocks.reservations import Kind
 from tandem.engine.contracts.keys import AttemptKey
+from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.engine.scheduling.ports import KVConnectorScheduler, LowerTiers
 from tandem.engine.scheduling.request import Request, RequestState, TokenEvent
 from tandem.engine.scheduling.stop import max_num_tokens
@@ -47,12 +48,12 @@ class Planner:
         self.waiting.append(request)
 
     def add_committed(
-        self, request: Request, block_ids: list[int], first_tokens: Sequence[tuple], num_cached_tokens: int = 0
+        self, request: Request, block_ids: list[int], first_tokens: Sequence[FirstToken], num_cached_tokens: int = 0
     ) -> None:
         assert len(block_ids) == -(-request.num_prompt_tokens // BLOCK), "committed KV has a hole"
         self._adopt(request)
         request.block_ids, request.num_computed_tokens = block_ids, request.num_prompt_tokens
-        alive = [(sample, token) for sample, token, finished in first_tokens if not finished]
+        alive = [(token.sample_index, token.token_id) for token in first_tokens if not token.finished]
         if alive:
             ((sample, token),) = alive  # nobody forks here
             request.sample_indices = (sample,)
@@ -115,7 +116,7 @@ class Planner:
 
     def finish(self, request: Request, all_finished: bool) -> None:
         """The first token of a prompt that is handed over has come."""
-        request.first_tokens = [(0, 1, all_finished)]
+        request.first_tokens = [FirstToken(0, 1, all_finished)]
         self.leave(request)
 
     def decode(self, request: Request) -> None:

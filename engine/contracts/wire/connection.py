@@ -7,7 +7,7 @@ from tandem.engine.contracts.wire.parts import (
     NodeInfo,
 )
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 
 
 class Hello(Message, frozen=True, kw_only=True):

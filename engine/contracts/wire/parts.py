@@ -99,6 +99,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     rank: int = 0  # of the chosen token, 1 is best
 
 
+class Candidates(msgspec.Struct, frozen=True, array_like=True):
+    """The tokens that may follow a beam, likeliest first, with their log-probabilities (natural). `ends`: those of them
+    after which the beam's grammar has room for nothing."""
+
+    token_ids: tuple[Count, ...]
+    logprobs: tuple[float, ...]
+    ends: tuple[Count, ...] = ()
+
+
 class Continuation(msgspec.Struct, frozen=True, array_like=True):
     """What a running sequence hands over besides blocks. `token_ids` are those after its Submit's prompt, oldest first;
     the client has them all. Its blocks hold the KV of `num_tokens` tokens: all but the newest."""
@@ -108,8 +117,10 @@ class Continuation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """The token that a source drew for one sample when its prompt was computed, and whether it ended the sample."""
+    """The token that a source drew for one sample when its prompt was computed, and whether it ended the sample. Of a
+    request that searches with beams nothing was drawn yet: its first sample has the candidates."""
 
     sample_index: Count
     token_id: Count
     finished: bool
+    candidates: Candidates | None = None

@@ -88,6 +88,7 @@ class TokenDelta(msgspec.Struct, frozen=True, array_like=True):
     stop_token_id: int | None = None  # the stop or EOS token id that ended it (it is the last of token_ids)
     logprobs: tuple[TokenLogprobs, ...] | None = None
     num_cached_tokens: int = 0
+    cumulative_logprob: float | None = None  # of the whole output, where beams were searched
 
     @property
     def key(self) -> AttemptKey:

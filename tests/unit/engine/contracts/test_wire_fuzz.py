@@ -23,7 +23,15 @@ from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Status, Welcome
 from tandem.engine.contracts.wire.handoff import KVGrant, KVReady
 from tandem.engine.contracts.wire.media import MediaItem
-from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef, PrefixHint, TokenLogprobs
+from tandem.engine.contracts.wire.parts import (
+    Candidates,
+    Continuation,
+    FirstToken,
+    NodeInfo,
+    PeerRef,
+    PrefixHint,
+    TokenLogprobs,
+)
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit, TokenDelta, Tokens
 from tandem.kv_connector.transports.base import Write
 from tandem.kv_connector.transports.links import landing_wire, tcp_wire
@@ -44,7 +52,8 @@ GRANT = KVGrant(
 )  # fmt: skip
 READY = KVReady(
     request_id="r0", attempt=0, grant_id=5, grant_signature=b"s" * 16, source_id="p", source_epoch=1, sink_epoch=2,
-    first_tokens=(FirstToken(0, 5, False),), digests=bytes(16), continuation=Continuation(3, (1, 2)),
+    first_tokens=(FirstToken(0, 5, False, Candidates((5, 6), (-1.0, -2.0), (6,))),), digests=bytes(16),
+    continuation=Continuation(3, (1, 2)),
 )  # fmt: skip
 TO_NODE = (
     Hello(wire_version=WIRE_VERSION, info=INFO),

@@ -15,7 +15,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
 from tandem.engine.contracts.wire.handoff import KVClaim, KVDrained, KVGrant, KVPull, KVReady, KVRelease
-from tandem.engine.contracts.wire.parts import Continuation, FirstToken, NodeInfo, PeerRef
+from tandem.engine.contracts.wire.parts import Candidates, Continuation, FirstToken, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.scheduler import Scheduler
@@ -37,13 +37,20 @@ def sink_of(pool: BlockPool, with_digests: bool = True) -> SinkManager:
     return SinkManager(info, ClusterKeys(b"k" * 16, False), pool, options)
 
 
-def expect(sink: SinkManager, num_tokens: int, samples: tuple[int, ...] = (0,), is_running: bool = False) -> None:
+def expect(
+    sink: SinkManager,
+    num_tokens: int,
+    samples: tuple[int, ...] = (0,),
+    is_running: bool = False,
+    beam_width: int = 0,
+) -> None:
     prompt = np.zeros(num_tokens, np.int32)
     submit = Submit(
         request_id="r", attempt=0, mode="decode", prompt_token_ids=prompt.tobytes(), sampling=SamplingParams(),
         peer=PeerRef("p", 7, ""), sample_indices=samples, is_running=is_running,
     )  # fmt: skip
-    sink.expect(submit, made_request("r", prompt, samples=samples), 0.0)
+    sampling = SamplingParams(beam_width=beam_width)
+    sink.expect(submit, made_request("r", prompt, sampling, samples=samples), 0.0)
 
 
 def claim(sink: SinkManager, num_tokens: int) -> KVGrant:
@@ -54,6 +61,24 @@ def claim(sink: SinkManager, num_tokens: int) -> KVGrant:
     sink.on_tick(1.0)
     (grant,) = [sent for _, sent in take_messages(sink) if isinstance(sent, KVGrant)]
     return grant
+
+
+@pytest.mark.parametrize(
+    ("candidates", "width", "is_heard"),
+    [
+        (Candidates((5, 6), (-1.0, -2.0)), 2, True),
+        (Candidates((), ()), 2, True),
+        (None, 2, False),
+        (Candidates((5, 6), (-1.0, -2.0)), 0, False),
+        (Candidates((5, VOCAB), (-1.0, -2.0)), 2, False),
+        (Candidates((5, 6), (-1.0,)), 2, False),
+    ],
+)
+def test_ready_has_candidates_where_beams_are_searched_and_nowhere_else(candidates, width, is_heard):
+    sink = sink_of(BlockPool(30, enable_caching=True))
+    expect(sink, 18, beam_width=width)
+    tokens = (FirstToken(0, 5, False, candidates),)
+    assert says_ready(sink, claim(sink, 18), first_tokens=tokens) == is_heard
 
 
 @pytest.mark.parametrize("num_claimed", [1, 5, 17])

@@ -7,6 +7,7 @@ from engine_harness import BLOCK, EOS, Harness, expected
 
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.parts import FirstToken
 from tandem.engine.scheduling.request import RequestState
 
 
@@ -21,7 +22,7 @@ def test_a_prompt_leaves_with_its_first_tokens(length: int, samples: tuple[int, 
     prompt = list(range(length))
     request = harness.add("a", prompt, samples, mode="prefill", max_tokens=9)
     harness.run()
-    assert request.first_tokens == [(sample, first_of(prompt, sample), False) for sample in samples]
+    assert request.first_tokens == [FirstToken(sample, first_of(prompt, sample), False) for sample in samples]
     assert harness.finished == {}
     assert harness.runner.num_computed_tokens == length, "no row follows the prompt"
     blocks, last_step = harness.connector.held["a"]
@@ -39,7 +40,7 @@ def test_a_first_token_may_be_the_last() -> None:
     request = harness.add("a", prompt, (0, 1), mode="prefill", max_tokens=9, ignore_eos=False)
     harness.add("b", prompt, mode="prefill", max_tokens=1)
     harness.run()
-    assert [finished for _, _, finished in request.first_tokens] == [False, True]
+    assert [token.finished for token in request.first_tokens] == [False, True]
     assert harness.finished == {("a", 1): "stop", ("b", 0): "length"}
     for name in "ab":
         harness.connector.release(name)
@@ -114,7 +115,7 @@ def test_abort_of_one_sample_leaves_the_others() -> None:
     harness.step()
     harness.scheduler.state.abort(AttemptKey("a", 0), (1,))
     harness.run()
-    assert [sample for sample, _, _ in request.first_tokens] == [0, 2]
+    assert [token.sample_index for token in request.first_tokens] == [0, 2]
     assert ("a", 1) not in harness.tokens
 
 
@@ -158,7 +159,7 @@ def test_tokens_from_outside_are_not_computed() -> None:
     request = harness.add("a", prompt, mode="prefill", max_tokens=9)
     harness.run()
     assert harness.runner.num_computed_tokens == 14 - 2 * BLOCK
-    assert request.first_tokens == [(0, first_of(prompt, 0), False)]
+    assert request.first_tokens == [FirstToken(0, first_of(prompt, 0), False)]
 
 
 def test_every_step_carries_the_connectors_metadata() -> None:

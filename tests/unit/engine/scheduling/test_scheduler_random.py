@@ -34,6 +34,7 @@ sampling = st.fixed_dictionaries(
         "use_prefix_cache": st.sampled_from([True, True, True, False]),
         "salt": st.sampled_from([*SALTS, b""]),
         "num_prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        "beam_width": st.sampled_from([0, 0, 0, 0, 1, 4]),
     }
 )
 samples = st.sampled_from([(0,), (0,), (2,), (0, 1), (3, 0, 1)])
@@ -111,7 +112,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(prompt=prompts, prior=st.integers(1, 5), settings=sampling)
     def add_with_prior_output(self, prompt: list[int], prior: int, settings: dict[str, Any]) -> None:
         if len(prompt) > prior < settings["max_tokens"]:
-            settings = {**settings, "num_prompt_logprobs": None}
+            settings = {**settings, "num_prompt_logprobs": None, "beam_width": 0}
             self.harness.add(self._name(), prompt, num_prior_output_tokens=prior, **settings)
 
     @rule(prompt=prompts, samples=samples, settings=sampling, parked=st.booleans())
@@ -220,6 +221,9 @@ class Traffic(RuleBasedStateMachine):
 
     def _check_output(self, request: Request) -> None:
         name, harness = request.key.request_id, self.harness
+        if name in harness.failed and request.prompt.sampling.beam_width:
+            assert harness.failed[name] in ("too_large_for_pool", "invalid_request")
+            return
         if name in harness.failed:
             needed = -(-max(len(request.prompt.token_ids) + request.prompt.sampling.max_tokens - 1, 1) // BLOCK)
             assert harness.failed[name] == "too_large_for_pool"
@@ -228,7 +232,9 @@ class Traffic(RuleBasedStateMachine):
         for sample in harness.samples[name]:
             if (name, sample) in self.aborted:
                 continue
-            if request.prompt.mode == "prefill":
+            if request.prompt.mode == "prefill" and request.prompt.sampling.beam_width:
+                assert [token.candidates is None for token in request.first_tokens][:1] == [False]
+            elif request.prompt.mode == "prefill":
                 prompt = request.prompt.token_ids.tolist()
                 assert harness.tokens[name, sample] == expected(prompt, sample, request.prompt.sampling)[0][:1]
             else:

@@ -70,7 +70,8 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("messages", [{}]), ("max_new_tokens", 5),
     ("temprature", 1), ("truncate_prompt_tokens", 0), ("truncate_prompt_tokens", -2), ("timeout", 0),
     ("request_id", "a b"), ("allowed_token_ids", [5000]), ("allowed_token_ids", []), ("bad_words", [""]),
-    ("request_id", ""), ("use_beam_search", True), ("guided_json", {"not": {}}), ("response_format", {"type": "xml"}),
+    ("request_id", ""), ("use_beam_search", 1), ("beam_width", 4), ("num_beams", 4),
+    ("guided_json", {"not": {}}), ("response_format", {"type": "xml"}),
     ("structured_outputs", {"regex": "("}),
     ("extra_body", {"top_k": 1}), ("max_completion_tokens", -1), ("skip_special_tokens", 0),
 ]  # fmt: skip

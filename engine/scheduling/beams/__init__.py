@@ -1,0 +1,1 @@
+"""Beam search on a node: the search itself, and the sequences that carry its beams."""
