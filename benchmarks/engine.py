@@ -22,7 +22,7 @@ from engine_workloads import WORKLOADS, Floors, Limits, Workload
 
 from tandem.deploy.bench.load import percentile
 from tandem.engine.blocks.pool import BlockPool
-from tandem.engine.contracts.config import ModelOptions, NodeOptions, SchedulerOptions
+from tandem.engine.contracts.config import LoraOptions, ModelOptions, NodeOptions, SchedulerOptions
 from tandem.engine.contracts.hashing import root_hash
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -66,6 +66,7 @@ class Engine:
         max_model_len: int,
         prompt_budget: int = 0,
         num_ranks: int = 1,
+        lora: LoraOptions | None = None,
     ) -> None:
         options = NodeOptions(
             "unified",
@@ -73,6 +74,7 @@ class Engine:
             scheduler=SchedulerOptions(decode_prompt_budget=prompt_budget, share_prefixes=True),
             cuda_graphs=cuda_graphs,
             tensor_parallel_size=num_ranks,
+            lora=lora or LoraOptions(),
         )
         started = time.monotonic()
         self.ranks = start_ranks(options)
@@ -83,8 +85,9 @@ class Engine:
         block_size = self.options.cache.block_size
         length, guides = self.loaded.max_model_len, Guides(Grammars(self.loaded.folder, self.loaded.config.vocab_size))
         self.runner = ModelRunner(
-            self.loaded.model, pool, self.options.scheduler, block_size, length, (), None, self.ranks, guides
-        )
+            self.loaded.model, pool, self.options.scheduler, block_size, length, (), None, self.ranks, guides,
+            adapters=self.loaded.adapters,
+        )  # fmt: skip
         self.runner.warmup()
         self.on_gpu = self.loaded.device.type == "cuda"
         if cuda_graphs and self.on_gpu:
@@ -99,6 +102,7 @@ class Engine:
                 eos_token_ids=(),
                 root_for_salt=lambda salt: root_hash(b"benchmark", salt),
                 limits_prompt_work=True,
+                num_adapter_slots=options.lora.max_loras if options.lora.enable_lora else 0,
             )
         )
         self.core = EngineCore(scheduler, self.runner)

@@ -32,6 +32,7 @@ from tandem.deploy.command_line.tool_options import (
 from tandem.engine.contracts.config import (
     CacheOptions,
     Count,
+    LoraOptions,
     ModelOptions,
     NodeOptions,
     RouterOptions,
@@ -77,8 +78,10 @@ class Setting:
     origin: str
 
 
-NODE_OPTIONS = options_of(ModelOptions, CacheOptions, SchedulerOptions, Timeouts, NodeOptions, positional="model")
-ROUTER_OPTIONS = options_of(ModelOptions, Timeouts, WebOptions, RouterOptions, positional="model")
+NODE_OPTIONS = options_of(
+    ModelOptions, CacheOptions, SchedulerOptions, LoraOptions, Timeouts, NodeOptions, positional="model"
+)
+ROUTER_OPTIONS = options_of(ModelOptions, LoraOptions, Timeouts, WebOptions, RouterOptions, positional="model")
 _PER_PROCESS = ("node_id", "device_index", "ready_fd", "nodes")
 SERVE_OPTIONS = {
     **options_of(ModelOptions, ClusterOptions, positional="model"),

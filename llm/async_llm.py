@@ -16,6 +16,7 @@ from tandem.engine.contracts.errors import OverloadedError, TandemError, Transpo
 from tandem.engine.process.watched import log_only, watched_task
 from tandem.llm.http_errors import error_of
 from tandem.llm.local_server import LocalServer
+from tandem.llm.lora_request import LoRARequest
 from tandem.llm.outputs import CompletionOutput, EmbeddingOutput, PooledOutput, RequestOutput, ScoreOutput
 from tandem.llm.params import SamplingParams
 from tandem.llm.prompts import PromptInput, read_prompt, read_prompts, refuse
@@ -25,6 +26,7 @@ REQUEST_S = 3600.0  # a guess: above what a server grants a request, which ends 
 CONNECT_S = 10.0  # a guess
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 EMBEDDINGS, SCORE = "/v1/embeddings", "/score"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
 DEFAULT_PAUSE_S = 1.0  # a guess: where an overloaded server names none
 
 Messages: TypeAlias = Iterable[Mapping[str, Any]]
@@ -65,6 +67,8 @@ class AsyncLLM:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
         )
         self._running: dict[str, asyncio.Task[Any]] = {}
+        self._adapters: dict[str, str] = {}  # folders of those that this object has loaded, by name
+        self._loading = asyncio.Lock()
 
     @property
     def is_ready(self) -> bool:
@@ -99,7 +103,11 @@ class AsyncLLM:
             await asyncio.to_thread(self._server.close)
 
     async def generate(
-        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, request_id: str = ""
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yields the request's output each time that it grew, the same object; the last one is `finished`.
 
@@ -107,17 +115,24 @@ class AsyncLLM:
         """
         sampling_params = sampling_params or SamplingParams()
         output = _empty_output(request_id, prompt, sampling_params)
-        async for grown in self._grow(output, COMPLETIONS, self._body(prompt, sampling_params)):
+        body = self._body(prompt, sampling_params) | await self._adapted(lora_request)
+        async for grown in self._grow(output, COMPLETIONS, body):
             yield grown
 
     async def chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, request_id: str = "", **fields: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        lora_request: LoRARequest | None = None,
+        **fields: Any,
     ) -> AsyncIterator[RequestOutput]:
         """`generate` for the answer to a conversation. `fields` are others of the chat API: `tools`, `tool_choice`,
         `chat_template_kwargs`, `add_generation_prompt` ..."""
         sampling_params = sampling_params or SamplingParams()
         output = _empty_output(request_id, "", sampling_params)
-        async for grown in self._grow(output, CHAT, self._chat_body(messages, sampling_params, fields)):
+        body = self._chat_body(messages, sampling_params, fields) | await self._adapted(lora_request)
+        async for grown in self._grow(output, CHAT, body):
             yield grown
 
     async def _grow(self, output: RequestOutput, path: str, body: dict[str, Any]) -> AsyncIterator[RequestOutput]:
@@ -141,22 +156,29 @@ class AsyncLLM:
             del self._running[request_id]
 
     async def complete(
-        self, prompt: PromptInput, sampling_params: SamplingParams | None = None, request_id: str = ""
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
         """The whole output of one request; waits as the server asks while it is overloaded."""
         sampling_params = sampling_params or SamplingParams()
-        return await self._fill(
-            _empty_output(request_id, prompt, sampling_params), COMPLETIONS, self._body(prompt, sampling_params)
-        )
+        body = self._body(prompt, sampling_params) | await self._adapted(lora_request)
+        return await self._fill(_empty_output(request_id, prompt, sampling_params), COMPLETIONS, body)
 
     async def complete_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, request_id: str = "", **fields: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        lora_request: LoRARequest | None = None,
+        **fields: Any,
     ) -> RequestOutput:
         """`complete` for the answer to a conversation; `fields` as for `chat`."""
         sampling_params = sampling_params or SamplingParams()
-        return await self._fill(
-            _empty_output(request_id, "", sampling_params), CHAT, self._chat_body(messages, sampling_params, fields)
-        )
+        body = self._chat_body(messages, sampling_params, fields) | await self._adapted(lora_request)
+        return await self._fill(_empty_output(request_id, "", sampling_params), CHAT, body)
 
     async def embed(self, prompts: PromptInput | Sequence[PromptInput]) -> list[PooledOutput]:
         """A vector of each prompt, in their order, of a model that embeds."""
@@ -186,6 +208,19 @@ class AsyncLLM:
         cancelled. Nothing happens where it has ended."""
         if task := self._running.get(request_id):
             task.cancel()
+
+    async def _adapted(self, lora_request: LoRARequest | None) -> dict[str, str]:
+        """The field of a body that names an adapter, which the server has loaded then."""
+        if lora_request is None:
+            return {}
+        name, path = lora_request.lora_name, lora_request.lora_path
+        async with self._loading:
+            if path and self._adapters.get(name) != path:
+                body = {"lora_name": name, "lora_path": path, "load_inplace": True}
+                async with self._answer(LOAD_ADAPTER, body) as response:
+                    await response.aread()
+                self._adapters[name] = path
+        return {"model": name}
 
     def _body(self, prompt: PromptInput, sampling_params: SamplingParams) -> dict[str, Any]:
         return {**self._named, "prompt": read_prompt(prompt), "return_token_ids": True, **sampling_params.as_body()}

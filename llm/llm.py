@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from tandem.engine.process.watched import log_only, watched_thread
 from tandem.llm.async_llm import AsyncLLM
+from tandem.llm.lora_request import LoRARequest
 from tandem.llm.outputs import BeamSearchOutput, PooledOutput, RequestOutput
 from tandem.llm.params import BeamSearchParams, SamplingParams
-from tandem.llm.prompts import PromptInput, read_prompts, refuse
+from tandem.llm.prompts import PromptInput, read_prompts
 
 MAX_AT_A_TIME = 512  # a guess: more than nodes run at a time, fewer than a router's queue holds
 T = TypeVar("T")
@@ -69,14 +70,14 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[RequestOutput]:
         """The outputs of all prompts, in their order; one `SamplingParams` for all, or one each.
 
         The first error ends the others, too. Raises the errors of `tandem.errors`; ValueError for what is no prompt.
         """
-        refuse({"lora_request": lora_request})
-        return self._all(self._llm.complete, read_prompts(prompts), sampling_params, use_tqdm)
+        ask = partial(self._llm.complete, lora_request=lora_request)
+        return self._all(ask, read_prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -84,6 +85,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
         **fields: Any,
     ) -> list[RequestOutput]:
         """The model's answers to a conversation (a list of messages), or to each of a list of conversations.
@@ -91,7 +93,8 @@ class LLM:
         `fields` are others of the chat API: `tools`, `chat_template_kwargs` ... Raises as `generate` does.
         """
         conversations = [messages] if all(isinstance(each, Mapping) for each in messages) else list(messages)
-        return self._all(partial(self._llm.complete_chat, **fields), conversations, sampling_params, use_tqdm)
+        ask = partial(self._llm.complete_chat, lora_request=lora_request, **fields)
+        return self._all(ask, conversations, sampling_params, use_tqdm)
 
     def beam_search(
         self,
@@ -99,12 +102,11 @@ class LLM:
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
-        lora_request: Any = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[BeamSearchOutput]:
         """The `beam_width` likeliest outputs of each prompt, in the prompts' order. Raises as `generate` does."""
-        refuse({"lora_request": lora_request})
-        given = read_prompts(prompts)
-        outputs = self._all(self._llm.complete, given, params.as_sampling(), use_tqdm)
+        given, ask = read_prompts(prompts), partial(self._llm.complete, lora_request=lora_request)
+        outputs = self._all(ask, given, params.as_sampling(), use_tqdm)
         return [BeamSearchOutput.of(output) for output in outputs]
 
     def embed(self, prompts: PromptInput | Sequence[PromptInput]) -> list[PooledOutput]:

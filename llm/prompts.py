@@ -13,10 +13,9 @@ _KINDS = 'a prompt is text, a list of token ids, {"prompt": text} or {"prompt_to
 
 
 _TEXT_ALONE = "models take text alone"
-_NO_ADAPTERS = "no adapters are served; merge it into the weights"
 # Fields of prompts, and arguments of calls, that other engines have: what to do instead.
 REFUSED = {
-    "lora_request": _NO_ADAPTERS,
+    "lora_request": "it is an argument of the call, for all of its prompts",
     "multi_modal_data": _TEXT_ALONE,
     "multi_modal_uuids": _TEXT_ALONE,
     "mm_processor_kwargs": _TEXT_ALONE,

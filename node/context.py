@@ -85,6 +85,7 @@ class NodeContext:
                 prompt_order=self._prompt_order(),
                 tiers=tiers,
                 clock=self.clock,
+                num_adapter_slots=0 if loaded.adapters is None else loaded.adapters.num_slots,
             )
         )
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,9 @@ from tandem.engine.contracts.errors import ConfigError, HandshakeError
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
+from tandem.engine.contracts.wire.adapters import LoadAdapter
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
-from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.profile import StartProfile, StopProfile
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.media.slots import MediaSlots
@@ -38,6 +40,7 @@ from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 from tandem.engine.process.watched import end_process, end_with_any_thread
+from tandem.engine.process.workshop import Workshop
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_measure import measure_step_times
@@ -46,7 +49,6 @@ from tandem.engine.scheduling.ports import LowerTiers, NoTiers
 from tandem.engine.scheduling.turn_times import TurnTimes
 from tandem.engine.structured.grammars import Grammars
 from tandem.engine.structured.guides import Guides
-from tandem.engine.structured.workshop import GrammarWorkshop
 from tandem.kernels.api.errors import BackendUnavailableError, UnsupportedOptionError
 from tandem.kernels.check.compilations import CompilationCounter
 from tandem.kv_connector.layouts.plan import check_hello
@@ -59,7 +61,7 @@ from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.carry_out import Effects, is_urgent
 from tandem.node.context import NodeContext, make_clock
 from tandem.node.control.board import LoopBoard
-from tandem.node.control.events import ControlEvent, PeerLost, Received
+from tandem.node.control.events import ControlEvent, Found, PeerLost, Received
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
@@ -144,7 +146,7 @@ class NodeProcess:
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
         self.grammars = Grammars(self.loaded.folder, self.loaded.config.vocab_size, self.loaded.config.eos_token_ids)
-        self._workshop = GrammarWorkshop(self.grammars)
+        self._grammar_workshop, self._adapter_workshop = Workshop("tandem-grammars"), Workshop("tandem-adapters")
         self.media = self._make_media()
         self.runner = self._make_runner(memory)
         self.control = self._make_control(sockets)
@@ -240,6 +242,7 @@ class NodeProcess:
             self.ranks,
             Guides(self.grammars),
             self.media,
+            self.loaded.adapters,
         )
 
     def _make_media(self) -> MediaSlots | None:
@@ -352,6 +355,7 @@ class NodeProcess:
             {} if self.publisher is None else self.publisher.counters(),
             {} if self.tiers is None else self.tiers.counters(),
             self.turn_times.counters,
+            {} if self.loaded.adapters is None else self.loaded.adapters.store.counters(),
         )
 
     def _check_peer(self, info: NodeInfo) -> None:
@@ -370,13 +374,29 @@ class NodeProcess:
         if isinstance(event, Received) and isinstance(event.message, StartProfile | StopProfile):
             self._inbox.put(ProfileAsked(event.sender, event.message))
             return
-        pass_on = partial(self._inbox.put, event)
-        if isinstance(message, Submit) and message.sampling.grammar:
-            self._workshop.prepare(message.sampling.grammar, pass_on)
-        elif isinstance(event, PeerLost) and event.info.role == "router":
-            self._workshop.prepare("", pass_on)  # behind what that router asked for
-        else:
-            pass_on()
+        found = Found()
+        find_adapter = self._finder(message, found)
+        if find_adapter is not None and isinstance(event, Received):
+            event = replace(event, adapter=found)
+        grammar = message.sampling.grammar if isinstance(message, Submit) else ""
+        prepare_grammar = partial(self.grammars.prepare, grammar) if grammar and grammar not in self.grammars else None
+        if not (grammar or find_adapter or (isinstance(event, PeerLost) and event.info.role == "router")):
+            self._inbox.put(event)
+            return
+        # The loss of a router comes behind what it asked for.
+        behind_grammars = partial(self._grammar_workshop.prepare, prepare_grammar, partial(self._inbox.put, event))
+        self._adapter_workshop.prepare(find_adapter, behind_grammars)
+
+    def _finder(self, message: Message | None, found: Found) -> Callable[[], None] | None:
+        """What finds the adapter that a message names; None: it names none, or none can be served here."""
+        adapters = self.loaded.adapters
+        if adapters is None:
+            return None
+        if isinstance(message, LoadAdapter):
+            return partial(found.look, partial(adapters.store.read, message.path))
+        if isinstance(message, Submit) and message.adapter is not None:
+            return partial(found.look, partial(adapters.store.get, message.adapter))
+        return None
 
     def _after_turn(self) -> None:
         self._effects.apply()
@@ -394,7 +414,8 @@ class NodeProcess:
             if self.publisher is not None:
                 self.publisher.close()
             self.control.stop()
-            self._workshop.stop()
+            self._adapter_workshop.stop()
+            self._grammar_workshop.stop()
             self.transfer.stop(2.0)
             if self.trace is not None:
                 self.trace.flush()

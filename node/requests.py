@@ -86,8 +86,9 @@ class RequestBook:
         older = sorted(each for each in self._attempts.get(submit.request_id, ()) if each < submit.attempt)
         return [self.entries[AttemptKey(submit.request_id, attempt)] for attempt in older]
 
-    def open(self, router: NodeKey, submit: Submit, now: float) -> AcceptedRequest | None:
-        """A new entry to be started by the caller, or None when `submit` was answered here (duplicate, invalid)."""
+    def open(self, router: NodeKey, submit: Submit, now: float, adapter: object = None) -> AcceptedRequest | None:
+        """A new entry to be started by the caller, or None when `submit` was answered here (duplicate, invalid).
+        `adapter`: in host memory, as long as the entry lives."""
         key = submit.key
         if key in self.entries:
             self._accept(self.entries[key])
@@ -100,7 +101,7 @@ class RequestBook:
             self.refuse(router, submit, "invalid_request", problem, retryable=False)
             return None
         self.tenant_shares.note(tenant_of_salt(submit.salt), submit.cache_share)
-        request = self._make_request(submit)
+        request = self._make_request(submit, adapter)
         entry = AcceptedRequest(request, router, submit, now + submit.deadline_s, set(submit.sample_indices))
         self.entries[key] = entry
         self._attempts.setdefault(submit.request_id, set()).add(submit.attempt)
@@ -228,7 +229,7 @@ class RequestBook:
 
     # --- inside ---------------------------------------------------------------------------------------------
 
-    def _make_request(self, submit: Submit) -> Request:
+    def _make_request(self, submit: Submit, adapter: object) -> Request:
         self._arrivals += 1
         prompt = Prompt(
             key=submit.key,
@@ -243,6 +244,8 @@ class RequestBook:
             use_prefix_cache=submit.use_prefix_cache,
             secrecy=Secrecy(submit.salt, submit.num_public_tokens, submit.context),
             media=submit.media,
+            adapter=submit.adapter,
+            adapter_weights=adapter,
         )
         return Request(prompt, submit.sample_indices)
 

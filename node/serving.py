@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.wire.adapters import Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import Status
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
 from tandem.engine.contracts.wire.requests import Cancel, FlushBlocks, Migrate, Submit
@@ -24,7 +25,8 @@ from tandem.kv_connector.protocol.outcomes import (
     SourceOutcome,
     failure_code,
 )
-from tandem.node.control.events import ControlEvent, PeerLost, PeerRefused, PeerUp, Received
+from tandem.node.adapters import AdapterDesk
+from tandem.node.control.events import NOTHING, ControlEvent, Found, PeerLost, PeerRefused, PeerUp, Received
 from tandem.node.departures import Departures
 from tandem.node.handoffs import Handoffs
 from tandem.node.requests import AcceptedRequest, RequestBook
@@ -53,6 +55,7 @@ class ServingNode:
         self.max_queue = max_queue
         self.handoffs = handoffs
         self.departures = Departures(handoffs.source, scheduler, book)
+        self.adapters = AdapterDesk()
         self.draining = False
 
     # --- for the roles --------------------------------------------------------------------------------------
@@ -76,14 +79,17 @@ class ServingNode:
 
     def on_control(self, event: ControlEvent, now: float) -> None:
         if isinstance(event, Received):
-            self._on_message(event.sender, event.message, now)
+            self._on_message(event, now)
         elif isinstance(event, PeerRefused):
             self.handoffs.peer_refused(event.ref, event.reason)
         elif isinstance(event, PeerUp):
-            if event.info.role != "router":
+            if event.info.role == "router":
+                self.adapters.router_up(event.info.key)
+            else:
                 self.handoffs.peer_connected(event.info)
         elif isinstance(event, PeerLost):
             if event.info.role == "router":
+                self.adapters.router_lost(event.info.key)
                 for entry in self.book.router_lost(event.info.key):
                     self.stop(entry, now)
             else:
@@ -107,9 +113,10 @@ class ServingNode:
 
     # --- routers' requests ----------------------------------------------------------------------------------
 
-    def _on_message(self, sender: NodeKey, message: Message, now: float) -> None:
+    def _on_message(self, event: Received, now: float) -> None:
+        sender, message = event.sender, event.message
         if isinstance(message, Submit):
-            self._submit(sender, message, now)
+            self._submit(sender, message, event.adapter or NOTHING, now)
         elif isinstance(message, Cancel):
             entry, ended = self.book.cancel_samples(sender, message.key, message.sample_indices)
             if entry is not None and ended:
@@ -121,10 +128,14 @@ class ServingNode:
         elif isinstance(message, Migrate):
             if self.departures.begin(sender, message, now):
                 self.handoffs.connect(message.peer)
+        elif isinstance(message, LoadAdapter):
+            self.adapters.on_load(sender, message, event.adapter or NOTHING)
+        elif isinstance(message, Adapters):
+            self.adapters.on_names(sender, message)
         else:
             self.handoffs.on_message(sender, message, now)
 
-    def _submit(self, router: NodeKey, submit: Submit, now: float) -> None:
+    def _submit(self, router: NodeKey, submit: Submit, found: Found, now: float) -> None:
         if submit.mode not in self.modes:
             text = f"a {self.info.role} node does not take requests in mode {submit.mode!r}"
             self.book.refuse(router, submit, "wrong_role", text, retryable=True)
@@ -136,7 +147,10 @@ class ServingNode:
         if not known and self.scheduler.state.num_waiting >= self.max_queue:
             self.book.refuse(router, submit, "overloaded", "the node's queue is full", retryable=True)
             return
-        entry = self.book.open(router, submit, now)
+        if not known and submit.adapter is not None and found.adapter is None:
+            self.book.refuse(router, submit, "bad_adapter", found.problem, retryable=True)
+            return
+        entry = self.book.open(router, submit, now, found.adapter)
         if entry is not None:
             self._stop_older_attempts(submit, now)
             self._start_contained(entry, now)
@@ -190,7 +204,12 @@ class ServingNode:
         return not (self.book.entries or moves or self.scheduler.state.has_work())
 
     def drain_outbox(self) -> list[tuple[NodeKey, Message]]:
-        return self.book.drain_outbox() + self.handoffs.drain_outbox() + self.departures.drain_outbox()
+        return [
+            *self.adapters.drain_outbox(),
+            *self.book.drain_outbox(),
+            *self.handoffs.drain_outbox(),
+            *self.departures.drain_outbox(),
+        ]
 
     def drain_connects(self) -> list[PeerRef]:
         return self.handoffs.drain_connects()
@@ -207,6 +226,7 @@ class ServingNode:
             "preemptions": float(self.scheduler.state.num_preemptions),
             "prompt_tokens": float(self.scheduler.state.num_prompt_tokens),
             "cached_tokens": float(self.scheduler.state.num_cached_tokens),
+            **self.scheduler.state.adapters.counters(),
             **self.handoffs.counters(),
             **self.departures.counters.as_dict(),
         }

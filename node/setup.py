@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tandem.engine.contracts.config import NodeOptions
+from tandem.engine.adapters.node_adapters import NodeAdapters
+from tandem.engine.contracts.config import LoraOptions, NodeOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.contracts.model_folder import resolve_model, served_name
@@ -17,8 +18,10 @@ from tandem.engine.contracts.model_shape import ModelShape
 from tandem.engine.device.kv_encoding import choose_kv_encoding
 from tandem.engine.device.kv_pool import free_host_bytes, make_layout, num_blocks_for
 from tandem.engine.models.choice import load_chosen, load_config
+from tandem.engine.models.decoder import DecoderModel
 from tandem.engine.models.identity import model_identity
 from tandem.engine.parallel.group import Membership, TensorParallel
+from tandem.engine.parallel.sharding import Shard
 from tandem.engine.running.memory import profile_free_bytes
 from tandem.engine.running.runner_needs import Model
 
@@ -42,6 +45,7 @@ class LoadedModel:
     served_name: str
     folder: Path
     replays_graphs: bool  # whether decode steps run as CUDA graphs
+    adapters: NodeAdapters | None = None  # where requests may take some
 
 
 def choose_device(options: NodeOptions) -> torch.device:
@@ -121,9 +125,26 @@ def load(
     identity = model_identity(folder, config, cache.hash_block_size, name, options.model.load_format)
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
+    adapters = _make_adapters(model, shard or Shard(0, 1), options.lora, dtype, device)
     served = served_name(options.model.model, options.model.served_name)
     replays = options.cuda_graphs and device.type == "cuda" and _can_be_captured(model, device, dtype, cache.block_size)
-    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder, replays)
+    return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder, replays, adapters)
+
+
+def _make_adapters(
+    model: Model, shard: Shard, options: LoraOptions, dtype: torch.dtype, device: torch.device
+) -> NodeAdapters | None:
+    if not options.enable_lora:
+        return None
+    if not isinstance(model, DecoderModel):
+        raise ConfigError("--enable-lora: this model runs by transformers' modules, which take no adapters here")
+    try:
+        adapters = NodeAdapters(model.config, shard, options, dtype, device)
+    except torch.OutOfMemoryError:
+        sizes = f"{options.max_loras} adapters of rank {options.max_lora_rank}"
+        raise ConfigError(f"there is no memory for {sizes}: lower --max-loras or --max-lora-rank") from None
+    model.take_adapters(adapters.stacks)
+    return adapters
 
 
 def _keep_kv_as(model: Model, group: KVGroup) -> None:
@@ -155,6 +176,7 @@ def size_pool(loaded: LoadedModel, options: NodeOptions) -> int:
             loaded.device,
             options.cache.gpu_memory_utilization,
             loaded.replays_graphs,
+            loaded.adapters,
         )
         if loaded.model.media_encoder is not None:
             free -= options.cache.media_cache_bytes

@@ -56,6 +56,8 @@ def _problems_of_name(submit: Submit) -> Iterator[str]:
         yield f"deadline_s must lie in [0, {MAX_SECONDS:g}]"
     if len(submit.salt) > MAX_SALT_BYTES:
         yield f"salt must have at most {MAX_SALT_BYTES} bytes"
+    if submit.adapter is not None and not (submit.context and submit.adapter.digest):
+        yield "an adapter needs a digest and a context, or its KV would be taken for the model's own"
     if len(submit.context) > MAX_CONTEXT_BYTES:
         yield f"context must have at most {MAX_CONTEXT_BYTES} bytes"
     if not 0 <= submit.cache_share <= 1:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tandem.engine.contracts import errors as errors
     from tandem.llm.async_llm import AsyncLLM as AsyncLLM
     from tandem.llm.llm import LLM as LLM
+    from tandem.llm.lora_request import LoRARequest as LoRARequest
     from tandem.llm.outputs import BeamSearchOutput as BeamSearchOutput
     from tandem.llm.outputs import CompletionOutput as CompletionOutput
     from tandem.llm.outputs import Logprob as Logprob
@@ -25,6 +26,7 @@ _WHERE = {
     "AsyncLLM": "tandem.llm.async_llm",
     "BeamSearchParams": "tandem.llm.params",
     "BeamSearchOutput": "tandem.llm.outputs",
+    "LoRARequest": "tandem.llm.lora_request",
     "SamplingParams": "tandem.llm.params",
     "StructuredOutputsParams": "tandem.llm.params",
     "RequestOutput": "tandem.llm.outputs",
@@ -38,6 +40,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

@@ -82,7 +82,6 @@ def _refused_flag(why: str) -> Foreign:
     return Foreign(why, (), takes_value=False)
 
 
-_MERGE = "merge the adapter into the weights, and serve those"
 _TEXT_ONLY = "models take text alone"
 _OWN_TOKENIZER = "a model's tokenizer is the tokenizer.json in its folder"
 WITHOUT_COUNTERPART: dict[str, Foreign] = {
@@ -157,8 +156,6 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "root_path": _refused("put a proxy in front that strips it"),
     "allowed_local_media_path": _refused(_TEXT_ONLY),
     "enable_expert_parallel": _refused_flag("experts are not spread over GPUs"),
-    "enable_lora": _refused_flag(_MERGE),
-    "lora_modules": _refused(_MERGE),
     "speculative_config": _refused("no tokens are guessed ahead"),
     "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
     "limit_mm_per_prompt": _refused(_TEXT_ONLY),

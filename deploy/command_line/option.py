@@ -14,7 +14,14 @@ from typing import Any
 
 from msgspec import Meta
 
-from tandem.engine.contracts.config import CacheOptions, ModelOptions, SchedulerOptions, Timeouts, WebOptions
+from tandem.engine.contracts.config import (
+    CacheOptions,
+    LoraOptions,
+    ModelOptions,
+    SchedulerOptions,
+    Timeouts,
+    WebOptions,
+)
 from tandem.engine.contracts.errors import ConfigError
 
 COMPONENTS: dict[str, type] = {
@@ -23,6 +30,7 @@ COMPONENTS: dict[str, type] = {
     "scheduler": SchedulerOptions,
     "timeouts": Timeouts,
     "web": WebOptions,
+    "lora": LoraOptions,
 }
 
 

@@ -129,6 +129,19 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True)
+class LoraOptions:
+    """Adapters of low rank beside the model's weights (docs/lora.md)."""
+
+    enable_lora: Annotated[bool, "serve LoRA adapters, by names that clients give as `model` (docs/lora.md)"] = False
+    max_loras: Annotated[int, Meta(ge=1, le=1024), "adapters in one batch of a node; each has a slot on the device"] = 8
+    max_lora_rank: Annotated[int, Meta(ge=1, le=512), "highest rank of an adapter; slots are made for it"] = 16
+    lora_host_bytes: Annotated[Bytes, "host memory for adapters that have no slot; those in use don't count"] = 4 << 30
+    lora_modules: Annotated[
+        tuple[str, ...], "NAME=FOLDER of an adapter in PEFT's format, as nodes see it, repeatable"
+    ] = ()
+
+
+@dataclass(frozen=True)
 class Timeouts:
     """Durations in seconds."""
 
@@ -141,6 +154,7 @@ class Timeouts:
     drain_s: Annotated[Seconds, "longest time that running requests get to finish after SIGTERM"] = 60.0
     quarantine_warn_s: Annotated[PositiveSeconds, "blocks that stay in quarantine longer are logged"] = 10.0
     migrate_s: Annotated[Seconds, "seconds that handing a running sequence to another node may take"] = 10.0
+    load_adapter_s: Annotated[PositiveSeconds, "how long nodes may take to read an adapter"] = 60.0
     pull_s: Annotated[Seconds, "how long a request waits at least for a prefix from a peer, not to compute it"] = 0.5
 
 
@@ -153,6 +167,7 @@ class NodeOptions:
     cache: CacheOptions = field(default_factory=CacheOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     timeouts: Timeouts = field(default_factory=Timeouts)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     node_id: Annotated[str, "name of this node, unique in the cluster; default: its role and a random suffix"] = ""
     host: Host = "127.0.0.1"
     port: Port = 0
@@ -212,6 +227,7 @@ class RouterOptions:
     cluster_secret_file: SecretFile = ""
     timeouts: Timeouts = field(default_factory=Timeouts)
     web: WebOptions = field(default_factory=WebOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     max_attempts: Annotated[Positive, "attempts for a request whose nodes fail"] = 3
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**60), "largest request body"] = 8 << 20
     max_queue: MaxQueue = 1024

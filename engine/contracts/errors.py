@@ -3,6 +3,7 @@
 TandemError                    500 server_error
 ├── InvalidRequestError        400 invalid_request_error   the client's fault; `param` names the field
 │   ├── ModelNotFoundError     404                         no model of that name is served
+│   ├── AdapterError           400                         an adapter can't be served; names the file or the field
 │   ├── AuthenticationError    401 authentication_error
 │   ├── ScopeError             403 permission_error        the key may do other things alone
 │   └── BodyTooLargeError      413
@@ -51,6 +52,10 @@ class InvalidRequestError(TandemError):
 
 class ModelNotFoundError(InvalidRequestError):
     status, code = 404, "model_not_found"
+
+
+class AdapterError(InvalidRequestError):
+    code = "bad_adapter"
 
 
 class AuthenticationError(InvalidRequestError):

@@ -6,6 +6,8 @@ V vocabulary. Projections are merged: QKV into one matrix, gate and up into one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -16,6 +18,7 @@ from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import get_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.products import few_rows
+from tandem.kernels.products.adapters import AdapterStack, add_adapters
 from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
@@ -23,10 +26,20 @@ from tandem.kernels.products.rotary_attention import WantedTokens, rotary_attent
 
 
 class Linear(nn.Linear):
-    """A linear layer that uses the fastest product for the number of rows."""
+    """A linear layer that uses the fastest product for the number of rows. With `adapters`, rows that take one get its
+    product added."""
 
-    def forward(self, x_TK: torch.Tensor) -> torch.Tensor:
-        return linear(x_TK, self.weight, self.bias)
+    adapters: AdapterStack | None = None
+
+    def take_adapters(self, stack: AdapterStack) -> None:
+        self.adapters = stack
+
+    def forward(self, x_TK: torch.Tensor, group: int = 0) -> torch.Tensor:
+        """`group`: of outputs that take turns, see `add_adapters`."""
+        out = linear(x_TK, self.weight, self.bias)
+        if self.adapters is not None and (rows := get_forward_context().adapters) is not None:
+            add_adapters(out, x_TK, self.adapters, rows, group)
+        return out
 
 
 class RMSNorm(nn.Module):
@@ -117,10 +130,11 @@ class MLP(nn.Module):
             self.is_grouped = True
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        if self.is_grouped:
+        if self.is_grouped and get_forward_context().adapters is None:
             activated = linear_silu_mul(x_TE, self.gate_up_proj.weight)
         else:
-            activated = silu_mul(self.gate_up_proj(x_TE))
+            group = GATE_UP_GROUP if self.is_grouped else 0
+            activated = silu_mul(self.gate_up_proj(x_TE, group), group)
         out: torch.Tensor = self.down_proj(activated)
         return out
 
@@ -225,6 +239,13 @@ class DecoderModel(nn.Module):
         assert isinstance(first, DecoderLayer)
         self._few_rows_products = first.few_rows_products()
 
+    def take_adapters(self, stacks: Mapping[str, AdapterStack]) -> None:
+        """Makes projections add what rows' adapters say. `stacks`: by the names of their modules."""
+        for name, stack in stacks.items():
+            module = self.get_submodule(name)
+            assert isinstance(module, Linear)
+            module.take_adapters(stack)
+
     @property
     def vocab_size(self) -> int:
         return self.config.vocab_size
@@ -248,7 +269,12 @@ class DecoderModel(nn.Module):
         x_TE = None
         for layer in self.layers[:-1]:
             x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
-        x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
+        if get_forward_context().adapters is not None and wanted is not None:  # their tiles are of all rows
+            x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin)
+            assert x_TE is not None
+            x_TE, residual_TE = x_TE[wanted.index], residual_TE[wanted.index]
+        else:
+            x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
         hidden: torch.Tensor = self.norm(x_TE, residual_TE)
         return hidden
 
@@ -257,7 +283,10 @@ class DecoderModel(nn.Module):
         others between products."""
         if self.group is not None or wanted is not None or not self._few_rows_products:
             return False
-        metadata = get_forward_context().attn_metadata
+        context = get_forward_context()
+        if context.adapters is not None:
+            return False
+        metadata = context.attn_metadata
         only_decodes = isinstance(metadata, AttentionMetadata) and metadata.num_decode_rows == len(residual_TE)
         return only_decodes and few_rows.serves(residual_TE, self._few_rows_products)
 

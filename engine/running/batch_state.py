@@ -47,6 +47,7 @@ SETTINGS = np.dtype(
         ("edited", np.bool_),  # has logit_bias or min_tokens
         ("guided", np.bool_),  # has masks
         ("beam", np.bool_),  # its candidates are wanted, not a token
+        ("adapter", np.int32),  # slot of its adapter; 0: none
         ("plain", np.bool_),  # greedy and asks for nothing that the sampler would have to do
     ]
 )
@@ -165,7 +166,7 @@ class BatchState:
         if params.beam_width:
             num_logprobs = max(num_logprobs, num_candidates(params, len(end_ids(params, self._eos_token_ids))))
         is_edited = bool(bias[0].size or banned.size)
-        self.settings[slot] = _settings_row(params, new.num_prompt_tokens, is_edited, num_logprobs)
+        self.settings[slot] = _settings_row(params, new.num_prompt_tokens, is_edited, num_logprobs, new.adapter)
 
     def _count_tokens(self, new_slots: Sequence[NewSlot]) -> None:
         counts_SV, in_prompt_SV = self._penalty_tables()
@@ -277,7 +278,9 @@ def _ids_in(token_ids: np.ndarray) -> np.ndarray:
     return found[found >= 0]
 
 
-def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool, num_logprobs: int) -> tuple:
+def _settings_row(
+    params: SamplingParams, num_prompt_tokens: int, edited: bool, num_logprobs: int, adapter: int
+) -> tuple:
     """One record of SETTINGS."""
     penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
     penalised = penalties != (1.0, 0.0, 0.0)
@@ -296,6 +299,7 @@ def _settings_row(params: SamplingParams, num_prompt_tokens: int, edited: bool, 
         edited,
         params.is_guided,
         params.beam_width > 0,
+        adapter,
         params.greedy and not penalised and not edited and num_logprobs < 0 and not params.is_guided,
     )
 

@@ -8,7 +8,8 @@ takes the device.
 Each graph has a fixed number of rows; a step takes the smallest that holds its rows and pads with slot -1. All graphs
 read the same input buffers and share one memory pool, since only one runs at a time. Nothing in a graph depends on
 lengths: they are read on the device, as are the prefixes that rows share, for which there is a second, coarser ladder
-of graphs.
+of graphs. A third one, as coarse, is for steps in which some row takes an adapter; they read what rows share row by
+row.
 
 Shape legend: R rows, G rows of a graph, V vocabulary.
 """
@@ -19,7 +20,7 @@ import bisect
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from tandem.kernels.api.attention import Attention
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
+from tandem.kernels.products.adapters import FEW_TILE_ROWS, AdapterRows
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
 from tandem.kernels.products.fused_ops import argmax_tokens
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -44,6 +46,7 @@ REPLAYED_TOKENS = 512
 # Keys that the rows of chunks may read in all, in tokens: each row reads all before it, where a prefill kernel reads it
 # once for many. So many take about as long as launching a step kernel by kernel.
 MAX_CHUNK_READS = 1 << 17  # a guess from docs/measurements.md#steps-of-few-rows
+StepKind = Literal["plain", "shared", "adapted"]
 
 
 class DecoderLike(Protocol):
@@ -85,25 +88,43 @@ class DecodeBatch:
         self._state = state
         self._max_model_len = max_model_len
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
-        self._words = torch.zeros((2, rows), dtype=torch.int64, device=state.device)
+        self._words = torch.zeros((3, rows), dtype=torch.int64, device=state.device)  # slots, positions, adapters
         self._words[0] = -1
+        self._tiles = torch.ones((rows, 3), dtype=torch.int32, device=state.device)  # a row each
+        self._tiles[:, 0] = torch.arange(rows)
         self._inputs = DecodeInputs.allocate(rows, state.max_blocks, state.device)
         self._starts = torch.arange(rows + 1, dtype=torch.int32, device=state.device)
         self.device = state.device
         self._pinned = state.device.type == "cuda"
 
     def fill(self, rows: Sequence[ScheduledRow], size: int) -> None:
-        """Writes the slots of the step, and the position of each one's newest token, with a copy that doesn't wait."""
-        host = torch.empty((2, size), dtype=torch.int64, pin_memory=self._pinned)
-        words = host.numpy()
-        words[:, : len(rows)] = np.array([(row.slot, row.start) for row in rows], np.int64).T
-        words[0, len(rows) :], words[1, len(rows) :] = -1, 0
+        """Writes the step's slots, the position of each one's newest token and its adapter, with a copy that doesn't
+        wait."""
+        host = torch.empty((3, size), dtype=torch.int64, pin_memory=self._pinned)
+        words, num_rows = host.numpy(), len(rows)
+        words[:2, :num_rows] = np.array([(row.slot, row.start) for row in rows], np.int64).T
+        words[2, :num_rows] = self.adapters_of(rows)
+        words[0, num_rows:], words[1:, num_rows:] = -1, 0
         self._words[:, :size].copy_(host, non_blocking=True)
 
+    def adapters_of(self, rows: Sequence[ScheduledRow]) -> np.ndarray:
+        """int32 [R]: the slot of each row's adapter, 0 for none."""
+        slots = [row.slot for row in rows]
+        adapters: np.ndarray = np.where(np.array(slots, np.int64) < 0, 0, self._state.settings["adapter"][slots])
+        return adapters
+
     def forward(
-        self, size: int, prefixes: SharedPrefixes | None = None, out_GV: torch.Tensor | None = None
+        self,
+        size: int,
+        prefixes: SharedPrefixes | None = None,
+        out_GV: torch.Tensor | None = None,
+        with_adapters: bool = False,
     ) -> torch.Tensor:
-        """Logits [size, V] in the model's dtype, for what `fill` put there."""
+        """Logits [size, V] in the model's dtype, for what `fill` put there; rows' adapters count `with_adapters`."""
+        adapters = None
+        if with_adapters:
+            self._tiles[:size, 2].copy_(self._words[2, :size])
+            adapters = AdapterRows(self._tiles[:size], FEW_TILE_ROWS)
         slot_G, position_G = self._words[0, :size], self._words[1, :size]
         state, inputs = self._state, self._inputs.first(size)
         gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
@@ -121,7 +142,7 @@ class DecodeBatch:
         )
         if self._shift_S is not None:
             position_G = position_G + self._shift_S[slot_G]  # padding takes the last slot's: any will do
-        with set_forward_context(ForwardContext(metadata, self._model.attention_layers)):
+        with set_forward_context(ForwardContext(metadata, self._model.attention_layers, adapters=adapters)):
             hidden_GH = self._model(inputs.input_ids_R, position_G)
         return self._model.project(hidden_GH, out_GV)
 
@@ -162,19 +183,21 @@ class DecodeGraphs:
         max_model_len: int,
         sharing: PrefixSharing | None = None,
         shift_S: torch.Tensor | None = None,
+        with_adapters: bool = False,
     ) -> None:
         """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none."""
         self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
+        self.adapted_sizes = shared_graph_sizes(max_rows) if with_adapters else []
         self._sharing = sharing
         self._members = 1 if sharing is None else sharing.members
-        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, StepKind], torch.cuda.CUDAGraph] = {}
         self._logits_GV: torch.Tensor | None = None
 
     @property
     def num_graphs(self) -> int:
-        return len(self.sizes) + len(self.shared_sizes)
+        return len(self.sizes) + len(self.shared_sizes) + len(self.adapted_sizes)
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -184,15 +207,22 @@ class DecodeGraphs:
         pool = None
         with _without_garbage():
             for size in reversed(self.sizes):
-                pool = self._capture(size, None, pool, stream)
+                pool = self._capture(size, "plain", None, pool, stream)
             for size in reversed(self.shared_sizes):
                 assert self._sharing is not None
-                pool = self._capture(size, self._sharing.nothing(size), pool, stream)
+                pool = self._capture(size, "shared", self._sharing.nothing(size), pool, stream)
+            for size in reversed(self.adapted_sizes):
+                pool = self._capture(size, "adapted", None, pool, stream)
 
-    def _capture(self, size: int, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream) -> Any:
+    def _capture(
+        self, size: int, kind: StepKind, prefixes: SharedPrefixes | None, pool: Any, stream: torch.cuda.Stream
+    ) -> Any:
         """Captures one graph in the memory pool (None: a new one) -> the pool."""
+        with_adapters = kind == "adapted"
         self.batch.fill((), size)
-        logits = self.batch.forward(size, prefixes)  # compiles kernels, makes cached constants: not under capture
+        logits = self.batch.forward(
+            size, prefixes, None, with_adapters
+        )  # compiles kernels, makes cached constants: not under capture
         if self._logits_GV is None:
             self._logits_GV = torch.empty_like(logits)  # one for all graphs, the largest comes first
         self.batch.store(argmax_tokens(logits))
@@ -200,8 +230,8 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         # What other threads do (a transfer, another node of this process) must not end the capture.
         with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self.batch.forward(size, prefixes, self._logits_GV[:size])
-        self._graphs[size, prefixes is not None] = graph
+            self.batch.forward(size, prefixes, self._logits_GV[:size], with_adapters)
+        self._graphs[size, kind] = graph
         return graph.pool()
 
     def takes(self, rows: Sequence[ScheduledRow]) -> bool:
@@ -210,12 +240,13 @@ class DecodeGraphs:
         least = _least_size(num_tokens, num_tokens > len(rows))
         return least <= self.sizes[-1] and sum(map(self._reads, rows)) <= MAX_CHUNK_READS
 
-    def size_for(self, rows: Sequence[ScheduledRow], shared: bool = False) -> int:
+    def size_for(self, rows: Sequence[ScheduledRow], kind: StepKind = "plain") -> int:
         """The size of the graph that runs rows of one token each."""
-        if shared:
+        if kind == "shared":
             return self.shared_sizes[bisect.bisect_left(self.shared_sizes, len(rows))]
+        sizes = self.adapted_sizes if kind == "adapted" else self.sizes
         slots = [row.slot for row in rows[: MOST_ROWS + 1] if row.slot >= 0]
-        return self.sizes[bisect.bisect_left(self.sizes, _least_size(len(rows), len(set(slots)) < len(slots)))]
+        return sizes[bisect.bisect_left(sizes, _least_size(len(rows), len(set(slots)) < len(slots)))]
 
     def _reads(self, row: ScheduledRow) -> int:
         """Tokens whose keys a chunk's rows read; what lies before the chunk they may read together."""
@@ -230,8 +261,12 @@ class DecodeGraphs:
     def run(self, rows: Sequence[ScheduledRow]) -> torch.Tensor:
         """Logits [R, V] of one token a row, in the graphs' memory: valid until the next run on this stream."""
         assert self._logits_GV is not None, "capture comes first"
-        prefixes = None if self._sharing is None else self._sharing.of_rows(rows)
-        size = self.size_for(rows, prefixes is not None)
+        kind: StepKind = "plain"
+        if self.adapted_sizes and self.batch.adapters_of(rows).any():
+            kind = "adapted"
+        elif self._sharing is not None and self._sharing.of_rows(rows) is not None:  # where the graphs look for them
+            kind = "shared"
+        size = self.size_for(rows, kind)
         self.batch.fill(rows, size)
-        self._graphs[size, prefixes is not None].replay()
+        self._graphs[size, kind].replay()
         return self._logits_GV[: len(rows)]

@@ -7,9 +7,8 @@ import torch
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.kv_layout import KVLayout
 from tandem.engine.device.kv_pool import allocate_pool
-from tandem.engine.running.decode_graphs import DecodeGraphs
 from tandem.engine.running.runner import ModelRunner
-from tandem.engine.running.runner_needs import Model
+from tandem.engine.running.runner_needs import AdapterMemory, Model
 
 DRIVER_BYTES_PER_GRAPH = 16 << 20  # generous; what the driver keeps for a graph of some 400 kernels; a guess
 
@@ -22,6 +21,7 @@ def profile_free_bytes(
     device: torch.device,
     gpu_memory_utilization: float,
     cuda_graphs: bool,
+    adapters: AdapterMemory | None = None,
 ) -> int:
     """CUDA bytes left for the pool: the share of the device's memory we may use, less what the worst step needs.
 
@@ -31,7 +31,7 @@ def profile_free_bytes(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     pool = allocate_pool(layout, 1, device)
-    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, eos_token_ids=())
+    runner = ModelRunner(model, pool, options, layout.block_size, max_model_len, (), adapters=adapters)
     runner.warmup()
     peak = torch.cuda.max_memory_reserved(device)
     if cuda_graphs:
@@ -46,9 +46,9 @@ def _graph_bytes(runner: ModelRunner, device: torch.device) -> int:
     """What captured decode steps will hold: one largest step (they share its memory) and the driver's own part."""
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    graphs = DecodeGraphs(runner.model, runner.state, runner.max_graph_rows, runner.max_model_len, runner.sharing)
+    graphs = runner.new_graphs()
     with torch.inference_mode():
         graphs.batch.fill((), runner.max_graph_rows)
-        graphs.batch.forward(runner.max_graph_rows)
+        graphs.batch.forward(runner.max_graph_rows, with_adapters=bool(graphs.adapted_sizes))
     step = torch.cuda.max_memory_allocated(device) - before
     return int(1.25 * step) + graphs.num_graphs * DRIVER_BYTES_PER_GRAPH

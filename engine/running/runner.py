@@ -24,7 +24,7 @@ from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.running.prompt_logprobs import prompt_logprobs
-from tandem.engine.running.runner_needs import Followers, Model
+from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model
 from tandem.engine.running.sampler import Logprobs, SamplingBatch, TokenMasks, sample
 from tandem.engine.running.step_inputs import ForwardInputs, StepInputs
 from tandem.engine.running.step_pieces import StepPiece, split_step
@@ -58,10 +58,11 @@ class ModelRunner:
         followers: Followers | None = None,
         guides: Guides | None = None,
         media: MediaSlots | None = None,
+        adapters: AdapterMemory | None = None,
     ) -> None:
         """`pool` `[num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim]`; the model is bound to it here.
         `followers` are told of everything that is run here, before it is. `guides`: needed where tokens are drawn.
-        `media`: needed where prompts hold more than text."""
+        `media`: needed where prompts hold more than text; `adapters`: where requests may take some."""
         assert pool.dim() == 6, f"not a pool: {pool.shape}"
         assert pool.shape[4] == block_size, f"not a pool of {block_size}-token blocks: {pool.shape}"
         self.model = model
@@ -71,6 +72,7 @@ class ModelRunner:
         self._followers = followers
         self._guides = guides
         self._media = media
+        self._adapters = adapters
         self._newest: LaunchedStep | None = None
         self._max_num_seqs = options.max_num_seqs
         self._max_num_tokens = options.max_num_batched_tokens
@@ -98,6 +100,9 @@ class ModelRunner:
             self._newest.sample()  # its tokens are this step's input
         if self._followers is not None:
             self._followers.announce("step", output)
+        for load in output.adapter_loads:
+            assert self._adapters is not None, "no slot was made for adapters"
+            self._adapters.load(load.slot, load.ref)
         failed_slots = self.state.apply(output.new_slots, output.block_appends)
         if self._guides is not None:
             self._guides.apply(output.new_slots, output.forks)
@@ -230,6 +235,7 @@ class ModelRunner:
             attn_metadata=inputs.metadata,
             no_compile_layers=self.model.attention_layers,
             hooks=hooks,
+            adapters=inputs.adapters,
         )
         with set_forward_context(context):
             if media is not None:
@@ -316,6 +322,10 @@ class ModelRunner:
             logits_NV = self.model.project(hidden_TH[:num_samples])
             for batch in every_way_to_sample(num_samples, self.model.vocab_size, self.device):
                 self._choose(logits_NV, batch)
+            if self._adapters is not None:
+                self._adapters.fill_with_rank(1)  # what the slots hold before anything was brought: zeros
+                self._forward(self._inputs.build_dummy(rows, adapter=1), None)
+                self._adapters.fill_with_rank(0)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -337,20 +347,20 @@ class ModelRunner:
         assert self.device.type == "cuda"
         if self._followers is not None:
             self._followers.announce("capture")
-        graphs = DecodeGraphs(
-            self.model,
-            self.state,
-            self.max_graph_rows,
-            self.max_model_len,
-            self.sharing,
-            None if self._media is None else self._media.shift_S,
-        )
+        graphs = self.new_graphs()
         graphs.capture()
         self._graphs = graphs
 
     def replay_graphs(self, may_replay: bool) -> None:
         """Says whether the steps from here on may be replayed, where graphs were captured."""
         self._may_replay = may_replay
+
+    def new_graphs(self) -> DecodeGraphs:
+        """Graphs for this runner's steps, not yet captured."""
+        has_adapters = self._adapters is not None
+        rows, length = self.max_graph_rows, self.max_model_len
+        shift_S = None if self._media is None else self._media.shift_S
+        return DecodeGraphs(self.model, self.state, rows, length, self.sharing, shift_S, has_adapters)
 
     @property
     def max_decode_rows(self) -> int:

@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.decode_graphs import DecoderLike
@@ -35,6 +36,18 @@ class Model(DecoderLike, Protocol):
     def media_encoder(self) -> MediaEncoder | None: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+class AdapterMemory(Protocol):
+    """The device's slots for adapters."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def load(self, slot: int, ref: AdapterRef) -> None:
+        """Enqueues the copy of an adapter into a slot, behind the steps that were launched."""
+
+    def fill_with_rank(self, rank: int) -> None: ...
 
 
 class Followers(Protocol):

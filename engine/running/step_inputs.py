@@ -16,6 +16,7 @@ from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
+from tandem.kernels.products.adapters import FEW_TILE_ROWS, MANY_TILE_ROWS, AdapterRows
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 
@@ -29,6 +30,7 @@ class ForwardInputs:
     metadata: AttentionMetadata
     first_token_R: np.ndarray  # int64, host
     place_R: np.ndarray  # int64, host
+    adapters: AdapterRows | None = None
 
 
 class StepInputs:
@@ -63,7 +65,8 @@ class StepInputs:
         place_R = np.empty(len(rows), np.int64)
         place_R[order] = np.arange(len(rows))
         first_token_R = (np.cumsum(lengths) - lengths)[place_R]
-        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R)
+        adapters = adapter_rows(state.settings["adapter"][slot_R], lengths, state.device)
+        return ForwardInputs(input_ids, positions, metadata, first_token_R, place_R, adapters)
 
     def last_tokens(self, inputs: ForwardInputs, row_N: Sequence[int]) -> WantedTokens:
         """The last token of each of these rows (given in the scheduler's order), as decode rows."""
@@ -76,8 +79,9 @@ class StepInputs:
             index_dev, self._builder.build(np.ones(len(ends), np.int64), ends, tables, slots, self._state.device)
         )
 
-    def build_dummy(self, rows: Sequence[ScheduledRow]) -> ForwardInputs:
-        """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling.
+    def build_dummy(self, rows: Sequence[ScheduledRow], adapter: int = 0) -> ForwardInputs:
+        """Rows of token 0 that write no KV (slot -1) and read block 0 only; for warm-up and profiling. All take the
+        adapter in this slot (0: none).
 
         Rows of one token come first.
         """
@@ -94,11 +98,35 @@ class StepInputs:
         if self._sharing is not None:  # its kernels are warmed up, too
             nothing = self._sharing.nothing(int((lengths == 1).sum()))
         metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, device, shared_prefixes=nothing)
-        return ForwardInputs(input_ids, positions, metadata, np.cumsum(lengths) - lengths, np.arange(len(rows)))
+        adapters = adapter_rows(np.full(len(rows), adapter), lengths, device)
+        first_token_R = np.cumsum(lengths) - lengths
+        return ForwardInputs(input_ids, positions, metadata, first_token_R, np.arange(len(rows)), adapters)
 
     def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"
         return self._input_ids[:num_tokens], self._positions[:num_tokens], self._slot_mapping[:num_tokens]
+
+
+def adapter_rows(adapter_R: np.ndarray, lengths: np.ndarray, device: torch.device) -> AdapterRows | None:
+    """The tiles of rows of so many tokens, one row after another, each with the adapter in its slot (0: none); tokens
+    of neighbours with one adapter share tiles. None: no row takes one."""
+    if not adapter_R.any():
+        return None
+    changes = np.flatnonzero(np.diff(adapter_R, prepend=-1))
+    ends = np.cumsum(lengths)
+    first_S = (ends - lengths)[changes]
+    last_S = np.append(first_S[1:], ends[-1])
+    tile_rows = FEW_TILE_ROWS if (lengths == 1).all() else MANY_TILE_ROWS
+    tiles = [
+        (start, min(tile_rows, last - start), slot)
+        for slot, first, last in zip(adapter_R[changes].tolist(), first_S.tolist(), last_S.tolist(), strict=True)
+        for start in range(first, last, tile_rows)
+        if slot
+    ]
+    host = torch.tensor(tiles, dtype=torch.int32)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return AdapterRows(host.to(device, non_blocking=True), tile_rows)
 
 
 def _flatten(rows: Sequence[ScheduledRow]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

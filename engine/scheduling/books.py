@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Mapping, Sequence
 
+from tandem.engine.blocks.adapter_slots import AdapterSlots
 from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import BlockHasher
@@ -46,6 +47,7 @@ class SchedulerState:
         prompt_order: PromptOrder | None = None,
         tiers: LowerTiers | None = None,
         clock: StepClock | None = None,
+        num_adapter_slots: int = 0,
     ) -> None:
         """`root_for_salt`: where the chain of block hashes starts. `hash_block_size` 0: the block size.
         `limits_prompt_work`: heed `decode_prompt_budget` (decode nodes). `connector` sees mode "prefill" only.
@@ -64,6 +66,7 @@ class SchedulerState:
         self.connector = connector
         self.prompt_order = prompt_order or ArrivalOrder()
         self.tiers: LowerTiers = NoTiers() if tiers is None else tiers
+        self.adapters = AdapterSlots(num_adapter_slots)
         self.step_times = StepTimes()  # measured when the device is warm
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -200,6 +203,7 @@ class SchedulerState:
     def _run(self, request: Request) -> None:
         request.state = RequestState.RUNNING
         request.slot = self.free_slots.pop()
+        request.adapter_slot = self.adapters.take(request.prompt.adapter)
         bisect.insort(self.running, request, key=_sort_key)
 
     def preempt(self, request: Request) -> None:
@@ -283,6 +287,8 @@ class SchedulerState:
             self.running.remove(request)
             self.free_slots.append(request.slot)
             request.slot = -1
+            self.adapters.release(request.prompt.adapter)
+            request.adapter_slot = 0
         else:
             self.waiting.remove(request)
 
@@ -328,6 +334,7 @@ class SchedulerState:
         self.tiers.check_integrity()
         slots = [request.slot for request in self.running]
         assert sorted(slots + self.free_slots) == list(range(self.options.max_num_seqs)), "a slot is lost or shared"
+        self.adapters.check_integrity([request.prompt.adapter for request in self.running])
         requests = [request for siblings in self._requests.values() for request in siblings]
         queued = [*self.running, *self.waiting]
         assert len(requests) == len(queued), "a request is in no queue, or in two"

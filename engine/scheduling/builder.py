@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.planner import PlannedRow, StepPlan
 from tandem.engine.scheduling.request import Request
-from tandem.engine.scheduling.step import BlockAppend, ForkSlot, NewSlot, SampleRow, ScheduledRow, SchedulerOutput
+from tandem.engine.scheduling.step import (
+    AdapterLoad,
+    BlockAppend,
+    ForkSlot,
+    NewSlot,
+    SampleRow,
+    ScheduledRow,
+    SchedulerOutput,
+)
 
 
 @dataclass(slots=True)
@@ -50,6 +58,7 @@ class StepBuilder:
             forks=tuple(self._forks),
             block_appends=tuple(self._block_appends),
             copies=copies,
+            adapter_loads=tuple(AdapterLoad(*load) for load in self._state.adapters.take_loads()),
         )
         return output, self._launched
 
@@ -83,6 +92,7 @@ class StepBuilder:
                 sampling=request.prompt.sampling,
                 sample_index=request.sample_indices[0],
                 media=request.prompt.media,
+                adapter=request.adapter_slot,
             )
         )
 

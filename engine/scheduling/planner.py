@@ -21,6 +21,8 @@ limited = RateLimited(logging.getLogger(__name__))
 
 # Waiting requests that may be passed by in one step because they wait for something else than room; bounds its time.
 MAX_PASSED_BY = 256  # a guess
+# How long a request waits for a slot for its adapter before others must wait behind it; a guess.
+ADAPTER_PATIENCE_S = 1.0
 # The least prompt tokens beside decodes, however long such a step takes; and the least that suffice where they cost
 # nothing, since the graph that runs the decodes has room for them.
 LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
@@ -202,7 +204,9 @@ class StepPlanner:
         waiting = self._state.waiting
         if plan.preempted or not waiting or not self._may_have_slot(waiting[0]):  # nor may any after it
             waiting = []
-        waiting = [r for r in waiting if not (r.block_ids or r.candidates) and self._may_have_slot(r)]
+        waiting = [
+            r for r in self._with_adapters(waiting) if not (r.block_ids or r.candidates) and self._may_have_slot(r)
+        ]
         if not started and not waiting:
             return
         if plan.rows and self._state.limits_prompt_work:
@@ -221,10 +225,10 @@ class StepPlanner:
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""
-        for request in [r for r in self._state.waiting if r.block_ids]:
+        for request in [r for r in self._with_adapters(self._state.waiting) if r.block_ids]:
             if not self._may_have_slot(request) or plan.budget < 1:
                 return
-            if self._kv.grow(request, request.num_tokens):
+            if self._state.adapters.may_take(request.prompt.adapter) and self._kv.grow(request, request.num_tokens):
                 self._take_slot(plan, request)
                 plan.put(request, PlannedRow(1, is_prompt=False, is_new=True))
 
@@ -246,6 +250,8 @@ class StepPlanner:
         own tokens in flight is passed by; one that lacks blocks holds the line, or large ones would never start, but
         not those that others wait for elsewhere."""
         if plan.preempted or not self._may_have_slot(request) or not plan.num_prompt_tokens_left:
+            return
+        if not self._state.adapters.may_take(request.prompt.adapter):  # others have taken the last
             return
         if not ((admission.is_open and admission.num_passed_by < MAX_PASSED_BY) or self._is_granted(request)):
             return
@@ -289,6 +295,20 @@ class StepPlanner:
 
     def _may_have_slot(self, request: Request) -> bool:
         return bool(self._state.free_slots or who_gives_way(self._state.running, request))
+
+    def _with_adapters(self, waiting: list[Request]) -> list[Request]:
+        """Those whose adapter has a slot or may have one. Behind one that has waited for a slot for long, no other
+        takes one: slots that are never idle would else never be its."""
+        if not self._state.adapters.num_slots:
+            return waiting
+        able, is_held = [], False
+        for request in waiting:
+            adapter = request.prompt.adapter
+            if adapter is None or (not is_held and self._state.adapters.may_take(adapter)):
+                able.append(request)
+            else:
+                is_held = is_held or self._state.clock.now() - request.waiting_since > ADAPTER_PATIENCE_S
+        return able
 
     def _take_slot(self, plan: StepPlan, request: Request) -> None:
         if not self._state.free_slots:

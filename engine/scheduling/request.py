@@ -13,6 +13,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import (
     NO_TARGETS,
+    AdapterRef,
     Candidates,
     FinishReason,
     FirstToken,
@@ -48,6 +49,8 @@ class Prompt:
     use_prefix_cache: bool = True
     secrecy: Secrecy = EVERYBODYS
     media: tuple[MediaItem, ...] = ()  # of the spans of `token_ids` that are below 0
+    adapter: AdapterRef | None = None
+    adapter_weights: object = None  # what keeps the adapter in memory as long as the prompt is known here
 
     @property
     def num_true_tokens(self) -> int:
@@ -75,6 +78,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first start
     block_ids: list[int] = field(default_factory=list)
     slot: int = -1
+    adapter_slot: int = 0  # while it runs: where its adapter is; 0: it has none
     # Filled when a prompt in mode "prefill" ends, in order of sample_indices.
     first_tokens: list[FirstToken] = field(default_factory=list)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
-from tandem.engine.contracts.wire.parts import Candidates, TokenLogprobs
+from tandem.engine.contracts.wire.parts import AdapterRef, Candidates, TokenLogprobs
 
 
 class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -37,6 +37,7 @@ class NewSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sampling: SamplingParams
     sample_index: int
     media: tuple[MediaItem, ...] = ()
+    adapter: int = 0  # the slot of its adapter; 0: none
 
 
 class ForkSlot(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -92,8 +93,16 @@ class StepMeta(msgspec.Struct, frozen=True, kw_only=True):
     by_layer: bool = True
 
 
+class AdapterLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An adapter that a slot for adapters holds from this step on, in place of what it held."""
+
+    slot: int
+    ref: AdapterRef
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One step. Order of effect: new_slots, block_appends, copies, forward over rows, forks, sampling."""
+    """One step. Order of effect: adapter_loads, new_slots, block_appends, copies, forward over rows, forks,
+    sampling."""
 
     step_id: int
     rows: tuple[ScheduledRow, ...]
@@ -102,6 +111,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     forks: tuple[ForkSlot, ...] = ()
     block_appends: tuple[BlockAppend, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
+    adapter_loads: tuple[AdapterLoad, ...] = ()
     connector_meta: StepMeta | None = None  # made by KVConnectorScheduler.build_connector_meta and LowerTiers.step_meta
 
     @property

@@ -37,11 +37,11 @@ class Grammars:
     def __contains__(self, grammar: str) -> bool:
         return grammar in self._kept
 
-    def prepare(self) -> None:
-        """Loads the library and the tokenizer, so that the first grammar need not. For a large vocabulary it keeps all
-        Python threads of the process waiting for a second."""
-        with contextlib.suppress(ValueError):  # whoever brings a grammar gets the same error
-            self.matcher('start: "a"')
+    def prepare(self, grammar: str = 'start: "a"') -> None:
+        """Compiles a grammar, so that who follows it need not. The first one loads the library and the tokenizer: for a
+        large vocabulary that keeps all Python threads of the process waiting for a second."""
+        with contextlib.suppress(ValueError):  # whoever brings the grammar gets the same error
+            self.matcher(grammar)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher of the caller's own, at its beginning. Raises ValueError that says why it can't be followed."""

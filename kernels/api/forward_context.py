@@ -1,4 +1,4 @@
-"""What a forward pass carries beside its tensors: attention metadata, layers by name, and the layer hooks."""
+"""What a forward pass carries beside its tensors: attention metadata, layers by name, the layer hooks, adapters."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from tandem.kernels.api.attention import Attention
     from tandem.kernels.api.metadata import AttentionMetadata
+    from tandem.kernels.products.adapters import AdapterRows
 
 
 class LayerHooks(Protocol):
@@ -33,6 +34,7 @@ class ForwardContext:
     no_compile_layers: Mapping[str, Attention] = field(default_factory=dict)
     virtual_engine: int = 0
     hooks: LayerHooks | None = None
+    adapters: AdapterRows | None = None  # None: no row of this pass takes an adapter
 
     def metadata_of(self, layer_name: str) -> AttentionMetadata:
         if isinstance(self.attn_metadata, Mapping):

@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from tandem.engine.contracts.errors import AdapterError
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.parts import Message, NodeInfo, PeerRef
+from tandem.engine.process.process_log import RateLimited
+
+if TYPE_CHECKING:
+    from tandem.engine.adapters.host_adapter import HostAdapter
+
+limited = RateLimited(logging.getLogger(__name__))
+
+
+@dataclass(slots=True)
+class Found:
+    """An adapter in host memory, or why there is none."""
+
+    adapter: HostAdapter | None = None
+    problem: str = "this node takes no adapters: start it with --enable-lora"
+
+    def look(self, where: Callable[[], HostAdapter]) -> None:
+        try:
+            self.adapter, self.problem = where(), ""
+        except AdapterError as error:
+            self.problem = error.message
+        except Exception as error:  # it costs those who want this adapter alone
+            limited.exception("an adapter can't be read", key="adapter")
+            self.problem = f"the adapter can't be read: {error!r}"
+
+
+NOTHING = Found()
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """A message, and the adapter that it names, if any."""
+
     sender: NodeKey
     message: Message
+    adapter: Found | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,9 @@ def _run(commands: socket.socket) -> None:
             assert loaded.model.group is not None
             loaded.model.group.share_memory(pool)
     eos = loaded.config.eos_token_ids
-    runner = ModelRunner(loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos)
+    runner = ModelRunner(
+        loaded.model, pool, options.scheduler, options.cache.block_size, max_model_len, eos, adapters=loaded.adapters
+    )
     gc.collect()
     gc.freeze()
     while (command := receive_command(commands)) is not None:

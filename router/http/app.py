@@ -17,6 +17,7 @@ from tandem.engine.contracts.errors import InvalidRequestError, TandemError, Una
 from tandem.engine.process.version import version
 from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
+from tandem.router.http.admin.adapter_routes import add_adapter_routes
 from tandem.router.http.admin.profile import add_profile_routes
 from tandem.router.http.around import with_request_id
 from tandem.router.http.asked import chat_reader, completion_reader, responses_reader
@@ -80,6 +81,7 @@ def make_app(service: CompletionService, gate: Gate, chat: Chat) -> App:
     add_model_routes(app, service, gate, int(time.time()))
     add_tokenizer_routes(app, service, gate, chat)
     _add_state_routes(app, service)
+    add_adapter_routes(app, service, gate)
     add_explain_route(app, service, gate, limit)
     add_profile_routes(app, service, gate)
     _add_error_handlers(app)

@@ -15,7 +15,7 @@ from tandem.router.http.responses import AnswerFormat, CompletionFormat
 from tandem.router.requests.service import CompletionService
 from tandem.router.responses.body import parse_responses, renamed
 from tandem.router.responses.format import ResponsesAnswer, ResponsesFormat
-from tandem.router.text.completion import PromptPlan, check_model, check_task, held_to
+from tandem.router.text.completion import PromptPlan, check_task, held_to
 from tandem.router.text.openai_api import CompletionBody
 
 
@@ -41,7 +41,7 @@ def completion_reader(service: CompletionService) -> AskReader:
     async def read(raw: bytes, tenant: Tenant) -> Asked:
         body, plans = await service.plan(raw, tenant)
         completion_id, shown_id = _ids("cmpl-", body)
-        return Asked(completion_id, body, plans, CompletionFormat(shown_id, body, service.facts()))
+        return Asked(completion_id, body, plans, CompletionFormat(shown_id, body, service.facts_of(body.model)))
 
     return read
 
@@ -51,7 +51,7 @@ def chat_reader(service: CompletionService, chat: Chat) -> AskReader:
         asked = parse_chat(service.bodies, raw)
         planned = await _plan_chat(service, chat, asked, len(raw), tenant)
         completion_id, shown_id = _ids("chatcmpl-", planned.body)
-        form = ChatFormat(shown_id, asked, service.facts(), chat, planned.prompt)
+        form = ChatFormat(shown_id, asked, service.facts_of(asked.model), chat, planned.prompt)
         return Asked(completion_id, planned.body, planned.plans, form)
 
     return read
@@ -67,7 +67,7 @@ def responses_reader(service: CompletionService, chat: Chat) -> AskReader:
             raise renamed(error) from error
         response_id, shown_id = _ids("resp_", planned.body)
         answer = ResponsesAnswer(asked, chat, planned.prompt)
-        form = ResponsesFormat(shown_id, service.facts().name, body, planned.plans[0].sampling, answer)
+        form = ResponsesFormat(shown_id, service.facts_of(body.model).name, body, planned.plans[0].sampling, answer)
         return Asked(response_id, planned.body, planned.plans, form)
 
     return read
@@ -86,8 +86,8 @@ async def _plan_chat(
     """Plans the completion that a conversation asks for. `num_bytes`: the size of its body. Raises what
     CompletionService.plan raises."""
     body = asked.as_completion()
-    facts = await service.awaited_facts()
-    check_model(body.model, facts)
+    facts = await service.awaited_facts(body.model)
+    service.adapter_of(body.model, facts)
     check_task(facts, "generate")
     chat.check_tools(asked)
     try:

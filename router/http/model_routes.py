@@ -24,15 +24,20 @@ def json_answer(value: Any) -> Response:
 
 
 def add_model_routes(app: FastAPI, service: CompletionService, gate: Gate, created: int) -> None:
-    async def card() -> dict[str, Any]:
+    async def cards() -> dict[str, dict[str, Any]]:
         facts = await service.awaited_facts()
+        model = card(facts, facts.name, facts.name, None)
+        adapters = service.cluster.adapters.all()
+        return {facts.name: model, **{name: card(facts, name, adapters[name], facts.name) for name in sorted(adapters)}}
+
+    def card(facts: ModelFacts, name: str, root: str, parent: str | None) -> dict[str, Any]:
         return {
-            "id": facts.name,
+            "id": name,
             "object": "model",
             "created": created,
             "owned_by": "tandem",
-            "root": facts.name,
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": facts.max_input_len,
             "task": facts.task,
             "permission": [],
@@ -41,13 +46,15 @@ def add_model_routes(app: FastAPI, service: CompletionService, gate: Gate, creat
     @app.api_route("/v1/models", methods=READ)
     async def list_models(request: Request) -> Response:
         gate.check(request.headers.raw)
-        return json_answer({"object": "list", "data": [await card()]})
+        return json_answer({"object": "list", "data": [*(await cards()).values()]})
 
     @app.api_route("/v1/models/{model_id:path}", methods=READ)
     async def get_model(model_id: str, request: Request) -> Response:
         gate.check(request.headers.raw)
-        check_model(model_id, await service.awaited_facts())
-        return json_answer(await card())
+        found = (await cards()).get(model_id)
+        if found is None:
+            check_model(model_id, service.facts())
+        return json_answer(found)
 
 
 def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, chat: Chat) -> None:
@@ -71,7 +78,7 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, c
         gate.check(request.headers.raw)
         body = parse_tokenize(service.bodies, raw := await read_body(request.scope, request.receive, limit))
         facts = await service.awaited_facts()
-        check_model(body.model, facts)
+        service.adapter_of(body.model, facts)
 
         def answer() -> Response:
             ids = ids_of(body, facts)
@@ -86,7 +93,7 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, c
         gate.check(request.headers.raw)
         body = service.bodies.read(DetokenizeBody, raw := await read_body(request.scope, request.receive, limit))
         facts = await service.awaited_facts()
-        check_model(body.model, facts)
+        service.adapter_of(body.model, facts)
         if max(body.tokens, default=0) >= facts.vocab_size:
             raise InvalidRequestError(f"tokens holds ids beyond {facts.vocab_size - 1}", param="tokens")
         text = await service.encoder.apart(

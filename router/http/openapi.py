@@ -9,6 +9,7 @@ import msgspec
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.process.version import version
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
+from tandem.router.http.admin.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from tandem.router.http.admin.profile import ProfileBody
 from tandem.router.pooling.body import EmbeddingsBody, RerankBody, ScoreBody
 from tandem.router.responses.body import ResponsesBody
@@ -17,7 +18,8 @@ from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, Detok
 
 _REFERENCE = "#/components/schemas/{name}"
 MAKE_TOKENS, POOL = (CompletionBody, ChatBody, ResponsesBody), (EmbeddingsBody, ScoreBody, RerankBody)
-BODIES = (*MAKE_TOKENS, *POOL, TokenizeBody, ChatTokenizeBody, DetokenizeBody, ProfileBody)
+ADMIN = (LoadAdapterBody, UnloadAdapterBody, ProfileBody)
+BODIES = (*MAKE_TOKENS, *POOL, *ADMIN, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
 HEADERS = {
     "X-Request-Id": "comes back with the answer, and stands in the log",
     "X-Request-Timeout": "seconds until the request ends with 504, if that is sooner than the server's own limit",
@@ -62,6 +64,8 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/v1/models/{model_id}": _get("The served model", parameters=[_parameter("model_id", "path")]),
         "/tokenize": _post("Token ids of a text, or of a conversation", TokenizeBody, ChatTokenizeBody),
         "/detokenize": _post("Text of token ids", DetokenizeBody),
+        "/v1/load_lora_adapter": _post("Serve a LoRA adapter by a name", LoadAdapterBody),
+        "/v1/unload_lora_adapter": _post("Serve a LoRA adapter no longer", UnloadAdapterBody),
         "/explain": _post("What each node would cost for a completion now", CompletionBody),
         "/profile/start": _post("Have every node profile its next steps", ProfileBody),
         "/profile/stop": {"post": _operation("End the nodes' profiles, and get their reports and traces")},

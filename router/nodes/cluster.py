@@ -17,12 +17,14 @@ from tandem.engine.contracts.hashing import PromptHashes, Secrecy, every_kth, ro
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.contracts.wire.profile import Profiled
 from tandem.engine.contracts.wire.requests import RequestFailed
 from tandem.engine.process.process_log import RateLimited
+from tandem.router.nodes.adapters import ServedAdapters
 from tandem.router.nodes.discovery import NodeDiscovery
-from tandem.router.nodes.link import NodeLink, RequestMessage, Verb
+from tandem.router.nodes.link import AboutAdapters, NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
 from tandem.router.nodes.profiles import ProfileAnswers
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
@@ -71,6 +73,7 @@ class Cluster:
         self._last_tick = time.monotonic()
         self._identity_key = b""
         self._serving: list[NodeView] | None = None  # None: to be found out
+        self.adapters = ServedAdapters(options.lora, self._say, lambda: [*self._links_by_key])
         self._policy = make_policy(options.placement, seed=hello.epoch)
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
@@ -259,6 +262,9 @@ class Cluster:
         link.send(message, now)
         return True
 
+    def _say(self, key: NodeKey, message: LoadAdapter | Adapters) -> None:
+        self.send(key, message, time.monotonic())
+
     # --- LinkListener -----------------------------------------------------------------------------------------
 
     def node_up(self, view: NodeView) -> None:
@@ -276,6 +282,7 @@ class Cluster:
         elif differs := difference(self.identity, view.info.identity):
             logger.error("node %s at %s: %s; nothing is sent to it", view.info.node_id, link.address, differs)
         self._update_facts(self.serving())
+        self.adapters.node_up(view.key)
         self._listener.on_up(view.key)
         self._listener.on_room()
 
@@ -289,6 +296,7 @@ class Cluster:
             return  # a second address of a node that is still reached through the first
         del self._links_by_key[view.key], self._views_by_tag[view.tag]
         self._serving = None
+        self.adapters.node_lost(view.key)
         rest = self.views
         if rest and not self.serving():
             self._serve(rest[0].info)
@@ -304,6 +312,12 @@ class Cluster:
 
     def node_profiled(self, key: NodeKey, message: Profiled) -> None:
         self.profiles.answered(key, message)
+
+    def node_has_adapters(self, key: NodeKey, message: AboutAdapters) -> None:
+        if isinstance(message, AdapterLoaded):
+            self.adapters.on_loaded(key, message)
+        else:
+            self.adapters.on_names(message)
 
     def _serve(self, info: NodeInfo) -> None:
         self.identity, self._serving = info.identity, None

@@ -22,6 +22,7 @@ from tandem.engine.contracts.errors import DecodeError
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.security import ClusterKeys
 from tandem.engine.contracts.wire import codec
+from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
 from tandem.engine.contracts.wire.profile import Profiled, StartProfile, StopProfile
@@ -50,7 +51,8 @@ READ_BURST_S = 0.01  # reading before other work gets its turn; a guess
 SILENT_HEARTBEATS = 3  # unanswered ones, before a node gets nothing that others can take; a guess
 REFUSED_HANDSHAKES = 3  # in a row, before the node's key is in doubt: a node that just ends may fail one; a guess
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0  # guesses: before what can't be opened is tried again
-Verb = Submit | Cancel | Migrate | StartProfile | StopProfile
+Verb = Submit | Cancel | Migrate | StartProfile | StopProfile | LoadAdapter | Adapters
+AboutAdapters = AdapterLoaded | Adapters
 RequestMessage = Accepted | Tokens | PromptLogprobs | Pooled | RequestFailed | Cancelled | Migrated
 
 
@@ -66,6 +68,8 @@ class LinkListener(Protocol):
     def node_message(self, key: NodeKey, message: RequestMessage) -> None: ...
 
     def node_profiled(self, key: NodeKey, message: Profiled) -> None: ...
+
+    def node_has_adapters(self, key: NodeKey, message: AboutAdapters) -> None: ...
 
 
 class NodeLink:
@@ -247,6 +251,8 @@ class NodeLink:
             self._on_refused(message)
         elif self.view is not None and isinstance(message, Profiled):
             self._listener.node_profiled(self.view.key, message)
+        elif self.view is not None and isinstance(message, AboutAdapters):
+            self._listener.node_has_adapters(self.view.key, message)
         elif self.view is not None and isinstance(message, RequestMessage):
             if isinstance(message, Tokens):
                 for delta in message.deltas if self.outbox else ():

@@ -28,6 +28,7 @@ from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
 from tandem.router.http.http_protocol import HttpLimits
 from tandem.router.http.server import Server, max_connections
+from tandem.router.nodes.adapters import parse_modules
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.placing.siblings import Seat, Siblings
@@ -61,6 +62,7 @@ class Worker:
         )
         # Routers only connect; whether a control socket may leave loopback is decided where it is bound.
         self._cluster_keys = load_cluster_keys(options.cluster_secret_file, "127.0.0.1")
+        parse_modules(options.lora)
         self._options, self._seat = options, seat
         self._api_keys = ApiKeys.of(options, self._cluster_keys.tenant_salt)
         folder = resolve_model(options.model.model, options.model.revision, with_weights=False)

@@ -12,7 +12,7 @@ from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.parts import NO_TARGETS, FinishReason, Targets, TokenLogprobs
+from tandem.engine.contracts.wire.parts import NO_TARGETS, AdapterRef, FinishReason, Targets, TokenLogprobs
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit
 
 
@@ -30,6 +30,7 @@ class RequestSpec:
     pair_start: int = 0  # of a pair's second text among the prompt's tokens
     secrecy: Secrecy = EVERYBODYS
     cache_share: float = 1.0
+    adapter: AdapterRef | None = None
     session: str = ""  # requests of one session go to the same nodes
     max_attempts: int = 3
     deadline_s: float = 600.0

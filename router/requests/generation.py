@@ -84,6 +84,7 @@ class GenerationFactory:
             use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
             secrecy=plan.secrecy,
             cache_share=plan.cache_share,
+            adapter=plan.adapter,
             session=said.session,
             max_attempts=self._options.max_attempts,
             deadline_s=min(timeouts.request_s, body.timeout or timeouts.request_s, said.timeout_s),

@@ -11,6 +11,7 @@ from dataclasses import replace
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import OverloadedError, TandemError, UnavailableError
 from tandem.engine.contracts.generation_config import SamplingDefaults
+from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.access.api_keys import Tenant
 from tandem.router.nodes.cluster import Cluster
@@ -34,6 +35,7 @@ from tandem.router.text.completion import (
     held_to,
     last_tokens,
     plan_prompts,
+    with_adapter,
 )
 from tandem.router.text.openai_api import CompletionBody, Prompts, parse_prompts
 from tandem.router.text.privacy import Privacy
@@ -86,29 +88,33 @@ class CompletionService:
             raise UnavailableError(f"no node is connected yet ({self.cluster.missing()})")
         return self.cluster.facts
 
-    async def awaited_facts(self) -> ModelFacts:
-        """The facts of the first node, for which a client waits as long as for one that takes its request: a process
-        that has just come to a shared port would otherwise turn away what the others could have served. Raises
-        UnavailableError when none comes, OverloadedError when too many wait already."""
-        if self.cluster.facts is None:
+    async def awaited_facts(self, name: str | None = None) -> ModelFacts:
+        """The facts of the first node, once it has read the adapter called `name`, if that is a listed one. A client
+        waits for it as long as for a node that takes its request: a process that has just come to a shared port would
+        otherwise turn away what the others could have served. Raises UnavailableError when none comes, OverloadedError
+        when too many wait already."""
+        if self._lacks(name):
             if self.num_awaiting_facts >= self.options.max_queue:
                 raise OverloadedError(f"{self.num_awaiting_facts} requests are waiting for a node; try again later")
             end = self._clock() + self.options.timeouts.connect_s
             self.num_awaiting_facts += 1
             try:
-                while self.cluster.facts is None and self._clock() < end:
+                while self._lacks(name) and self._clock() < end:
                     await asyncio.sleep(LOOK_FOR_FACTS_S)
             finally:
                 self.num_awaiting_facts -= 1
         return self.facts()
+
+    def _lacks(self, name: str | None) -> bool:
+        return self.cluster.facts is None or (name is not None and self.cluster.adapters.is_unread(name))
 
     async def plan(self, raw: bytes, tenant: Tenant) -> tuple[CompletionBody, list[PromptPlan]]:
         """Validates and tokenizes a body of /v1/completions. Raises InvalidRequestError, ModelNotFoundError,
         UnavailableError or OverloadedError."""
         body = self.bodies.read(CompletionBody, raw)
         prompts = parse_prompts(body.prompt)
-        facts = await self.awaited_facts()
-        check_model(body.model, facts)
+        facts = await self.awaited_facts(body.model)
+        self.adapter_of(body.model, facts)
         check_task(facts, "generate")
         prompt_ids = await self.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
         plans = self.plan_prompts(body, prompts, prompt_ids, tenant)
@@ -132,7 +138,22 @@ class CompletionService:
         plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults, default_max_tokens, banned)
         if body.skip_special_tokens is False:
             plans = [replace(plan, shown_ids=self.tokenizer.all_special_ids) for plan in plans]
+        if (adapter := self.adapter_of(body.model, facts)) is not None:
+            plans = [with_adapter(plan, adapter) for plan in plans]
         return [self._privacy.apply(plan, tenant, body.cache_salt or "") for plan in plans]
+
+    def adapter_of(self, name: str | None, facts: ModelFacts) -> AdapterRef | None:
+        """The adapter that clients call so; None: they mean the model itself. Raises ModelNotFoundError, and what
+        `ServedAdapters.find` raises."""
+        adapter = None if name in (None, facts.name) else self.cluster.adapters.find(name)
+        if adapter is None:
+            check_model(name, facts)
+        return adapter
+
+    def facts_of(self, name: str | None) -> ModelFacts:
+        """The facts of the model, or of it with an adapter, by the name that a request gave."""
+        facts = self.facts()
+        return facts if name is None else replace(facts, name=name)
 
     def start(
         self,

@@ -49,6 +49,7 @@ def submit(
         num_public_tokens=spec.secrecy.num_public_tokens,
         context=spec.secrecy.context,
         cache_share=spec.cache_share,
+        adapter=spec.adapter,
     )
 
 

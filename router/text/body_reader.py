@@ -66,7 +66,7 @@ REFUSED = {
     "mirostat": NO_SAMPLER,
     "dry_multiplier": NO_SAMPLER,
     "xtc_probability": NO_SAMPLER,
-    "lora_path": "adapters aren't served; merge it into the model",
+    "lora_path": "load it by /v1/load_lora_adapter, and name it as `model`",
     "prompt_embeds": "prompts are text or token ids; leave it out",
     "kv_transfer_params": "hand-offs are the servers' own business; leave it out",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -14,7 +15,7 @@ from tandem.engine.contracts.errors import InvalidRequestError, ModelNotFoundErr
 from tandem.engine.contracts.generation_config import SamplingDefaults
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.parts import Task
+from tandem.engine.contracts.wire.parts import AdapterRef, Task
 from tandem.router.text.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -49,6 +50,7 @@ class PromptPlan:
     text: str | None  # None: the client sent token ids
     sampling: SamplingParams
     secrecy: Secrecy = EVERYBODYS  # who may find its blocks in a cache
+    adapter: AdapterRef | None = None
     cache_share: float = 1.0  # share of each cache that its tenant may fill
     is_chat: bool = False
     pair_start: int = 0  # for models that score: where a pair's second text begins
@@ -119,6 +121,12 @@ def banned_ids(words: Sequence[str], tokenizer: Tokenizer) -> TokenSequences:
     """The token ids of each word, as it is written at the beginning of a text and behind a space."""
     texts = {text for word in words for text in (word.lstrip() or word, f" {word.lstrip()}")}
     return tuple(sorted({tuple(ids) for text in texts if (ids := tokenizer.encode(text, add_special_tokens=False))}))
+
+
+def with_adapter(plan: PromptPlan, adapter: AdapterRef) -> PromptPlan:
+    """The same plan for the model with an adapter, whose KV is another's."""
+    digest = hashlib.sha256(plan.secrecy.context + b"adapter" + adapter.digest).digest()
+    return replace(plan, adapter=adapter, secrecy=replace(plan.secrecy, context=digest))
 
 
 def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:

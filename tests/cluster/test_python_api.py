@@ -12,7 +12,16 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from tandem import LLM, AsyncLLM, BeamSearchParams, RequestOutput, SamplingParams, StructuredOutputsParams, errors
+from tandem import (
+    LLM,
+    AsyncLLM,
+    BeamSearchParams,
+    LoRARequest,
+    RequestOutput,
+    SamplingParams,
+    StructuredOutputsParams,
+    errors,
+)
 
 PROMPTS = ["def read_lines(path):", [5, 6, 7], {"prompt": "Return a new"}]
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=1)
@@ -90,8 +99,10 @@ def test_a_single_node_and_a_split_cluster_answer_alike_and_end() -> None:
         with pytest.raises(errors.InvalidRequestError) as raised:
             llm.generate(["fine", "x"], SamplingParams(temperature=7))
         assert raised.value.param == "temperature"
-        with pytest.raises(errors.InvalidRequestError, match="adapters"):
-            llm.generate("x", lora_request=object())
+        with pytest.raises(errors.InvalidRequestError, match="--enable-lora"):
+            llm.generate("x", lora_request=LoRARequest("sql", 1, "/nowhere"))
+        with pytest.raises(errors.ModelNotFoundError):
+            llm.generate("x", lora_request=LoRARequest("sql"))
         (outputs, aborted) = asyncio.run(split())
         assert {sample.finish_reason for sample in aborted.outputs} == {"abort"}
         assert texts(outputs) == texts(single)

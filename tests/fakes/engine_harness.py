@@ -15,7 +15,7 @@ from tandem.engine.blocks.pool import BlockPool
 from tandem.engine.contracts.config import SchedulerOptions
 from tandem.engine.contracts.hashing import Secrecy, root_hash
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.parts import FirstToken
+from tandem.engine.contracts.wire.parts import AdapterRef, FirstToken
 from tandem.engine.scheduling.beams.search import BeamSearch
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.clock import StepClock
@@ -36,6 +36,7 @@ BLOCK = 4
 EOS = 7
 MAX_MODEL_LEN = 64
 SALTS = (b"", b"tenant")
+ADAPTERS = (0, 1, 2, 3)  # 0: none
 TierSizes = tuple[int, int, int, int]  # host blocks, disk blocks, lag, bad_every: as FakeTiers takes them
 
 
@@ -80,6 +81,7 @@ class Harness:
         prompt_order: PromptOrder | None = None,
         tiers: TierSizes | None = None,
         clock: StepClock | None = None,
+        num_adapter_slots: int = 2,
         **options: float,
     ) -> None:
         self.options = SchedulerOptions(**{"max_num_seqs": 8, "max_num_batched_tokens": 16, **options})  # type: ignore[arg-type]
@@ -100,6 +102,7 @@ class Harness:
                 prompt_order=prompt_order,
                 tiers=None if self.tiers is None else self.tiers.manager,
                 clock=clock,
+                num_adapter_slots=num_adapter_slots,
             )
         )
         self.core = EngineCore(self.scheduler, self.runner, pipelined)
@@ -116,12 +119,15 @@ class Harness:
     # --- in -------------------------------------------------------------------------------------------------
 
     def request(self, name: str, prompt: Sequence[int], samples: Sequence[int] = (0,), **settings: Any) -> Request:
-        """`settings`: fields of Prompt by name, the salt, everything else goes to SamplingParams (EOS is ignored)."""
+        """`settings`: fields of Prompt by name, the salt, an adapter by number; everything else goes to SamplingParams
+        (EOS is ignored)."""
         self._arrivals += 1
         fields = ("priority", "mode", "num_prior_output_tokens", "use_prefix_cache", "targets", "waited_s")
         own = {key: settings.pop(key) for key in fields if key in settings}
-        own["secrecy"] = Secrecy(settings.pop("salt", b""))
-        sampling = SamplingParams(**{"ignore_eos": True, **settings})
+        adapter = settings.pop("adapter", 0)
+        own["adapter"] = AdapterRef("", bytes([adapter])) if adapter else None
+        own["secrecy"] = Secrecy(settings.pop("salt", b""))  # without a context: here KV is of tokens alone
+        sampling = SamplingParams(**{"ignore_eos": True, "seed": adapter, **settings})
         tokens = np.array(prompt, np.int32)
         request = made_request(name, tokens, sampling, samples, arrival=self._arrivals, **own)
         self.requests[name] = request

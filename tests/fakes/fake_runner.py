@@ -78,6 +78,7 @@ class FakeRunner:
         self._tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._block_tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._settings: list[NewSlot | None] = [None] * max_num_seqs
+        self._adapters: dict[int, bytes] = {}  # in their slots; the seed of a sequence says which is its own
         self._queue: list[SchedulerOutput] = []
         self._results: dict[int, RunnerOutput] = {}
 
@@ -151,6 +152,8 @@ class FakeRunner:
         return RunnerOutput(output.step_id, tokens, [TokenLogprobs((0,), (0.0,), 1) for _ in tokens])
 
     def _patch(self, output: SchedulerOutput) -> None:
+        for load in output.adapter_loads:
+            self._adapters[load.slot] = load.ref.digest
         for new in output.new_slots:
             self._tables[new.slot] = new.token_ids.tolist()
             self._block_tables[new.slot] = list(new.block_ids)
@@ -174,7 +177,10 @@ class FakeRunner:
         return self._block_tables[slot][position // self.block_size], position % self.block_size
 
     def _check_reads(self, row: ScheduledRow) -> None:
-        table = self._tables[row.slot]
+        table, new = self._tables[row.slot], self._settings[row.slot]
+        assert new is not None
+        adapter = self._adapters[new.adapter] if new.adapter else b""
+        assert adapter == (bytes([new.sampling.seed]) if new.sampling.seed else b""), "a row takes another's adapter"
         assert row.num_tokens > 0, "a row without a token has no logits"
         assert row.start + row.num_tokens <= len(table), "a row computes a token that nobody made"
         for position in range(row.start):

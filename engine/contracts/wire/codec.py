@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.engine.contracts.wire.adapters import AdapterLoaded, Adapters, LoadAdapter
 from tandem.engine.contracts.wire.connection import Hello, Ping, Refused, Status, Welcome
 from tandem.engine.contracts.wire.decoder import WireDecoder
 from tandem.engine.contracts.wire.handoff import (
@@ -51,7 +52,20 @@ OfSink = KVPull | KVWait | KVGrant | KVCommitted | KVResend | KVRefused | KVDrai
 
 HandoffMessage = OfSource | OfSink
 
-ToNode = Hello | Ping | Submit | Cancel | Migrate | FlushBlocks | StartProfile | StopProfile | OfSource | OfSink
+ToNode = (
+    Hello
+    | Ping
+    | Submit
+    | Cancel
+    | Migrate
+    | FlushBlocks
+    | LoadAdapter
+    | Adapters
+    | StartProfile
+    | StopProfile
+    | OfSource
+    | OfSink
+)
 
 FromNode = (
     Welcome
@@ -65,6 +79,8 @@ FromNode = (
     | Cancelled
     | Migrated
     | Profiled
+    | AdapterLoaded
+    | Adapters
     | OfSource
     | OfSink
 )

@@ -7,7 +7,7 @@ from tandem.engine.contracts.wire.parts import (
     NodeInfo,
 )
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 
 
 class Hello(Message, frozen=True, kw_only=True):

@@ -84,6 +84,13 @@ class Targets(msgspec.Struct, frozen=True, array_like=True):
 NO_TARGETS = Targets()
 
 
+class AdapterRef(msgspec.Struct, frozen=True):
+    """The adapter that a request is for: its folder, as nodes see it, and what that must hold."""
+
+    path: str
+    digest: bytes  # as AdapterFiles makes it
+
+
 class PrefixHint(msgspec.Struct, frozen=True):
     """Where to pull a prompt's prefix from: `peer` is believed to have its first `num_tokens` tokens cached."""
 

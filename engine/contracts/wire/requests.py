@@ -11,6 +11,7 @@ from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import (
     NO_TARGETS,
+    AdapterRef,
     AttemptMessage,
     Count,
     FinishReason,
@@ -49,6 +50,7 @@ class Submit(AttemptMessage, frozen=True, kw_only=True):
     num_public_tokens: int = 0  # leading prompt tokens that are hashed without the salt, in whole hash blocks
     # A digest of what decides the KV beside the tokens; it enters every block hash.
     context: bytes = b""
+    adapter: AdapterRef | None = None  # whose weights beside the model's; its digest is part of `context`
     cache_share: float = 1.0  # share of each cache on the node that the tenant may fill
     peer: PeerRef | None = None
     # Mode "decode": `peer` runs this one sample already, and has, or will have, more output than the prompt's.

@@ -290,15 +290,15 @@ def test_what_changes_nothing_is_said_and_what_is_not_there_refused(tmp_path: Pa
     assert len(said) == 2
     assert said[0].startswith("tandem: --trust-remote-code changes nothing here: code that comes with a model")
     assert values_of("serve", "--no-enable-chunked-prefill", "--no-enforce-eager") == {**plain, "cuda_graphs": True}
-    for arguments in (["--quantization", "awq"], ["-pp", "2"], ["--enable-lora"], ["--task", "embed"]):
+    for arguments in (["--quantization", "awq"], ["-pp", "2"], ["--task", "embed"]):
         assert main(["serve", *arguments]) == 2
         assert f"{arguments[0]} can't be had here: " in capsys.readouterr().err
     file = tmp_path / "vllm.yaml"
-    file.write_text("trust-remote-code: false\nenable-lora: false\n")
+    file.write_text("trust-remote-code: false\nenable-sleep-mode: false\n")
     assert values_of("serve", "--config", str(file)) == plain
     assert capsys.readouterr().err == ""
-    file.write_text("enable-lora: true\n")
-    with pytest.raises(ConfigError, match="enable_lora can't be had here"):
+    file.write_text("enable-sleep-mode: true\n")
+    with pytest.raises(ConfigError, match="enable_sleep_mode can't be had here"):
         values_of("serve", "--config", str(file))
 
 
@@ -329,7 +329,7 @@ def test_help_says_what_a_default_of_zero_means() -> None:
 
 def test_options_cover_every_field() -> None:
     for component, options in ((NodeOptions, NODE_OPTIONS), (RouterOptions, ROUTER_OPTIONS)):
-        nested = {"model", "cache", "scheduler", "timeouts", "web", "role"}
+        nested = {"model", "cache", "scheduler", "timeouts", "web", "lora", "role"}
         assert {field.name for field in dataclasses.fields(component)} - nested <= set(options)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from engine_harness import BLOCK, SALTS, Harness, TierSizes, expected
+from engine_harness import ADAPTERS, BLOCK, SALTS, Harness, TierSizes, expected
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -33,6 +33,7 @@ sampling = st.fixed_dictionaries(
         "priority": st.integers(0, 2),
         "use_prefix_cache": st.sampled_from([True, True, True, False]),
         "salt": st.sampled_from([*SALTS, b""]),
+        "adapter": st.sampled_from([*ADAPTERS, 0, 0]),
         "num_prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "beam_width": st.sampled_from([0, 0, 0, 0, 1, 4]),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from waiting import wait_until
 
 import tandem.deploy
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.process.workshop import Workshop
 from tandem.engine.scheduling.step import ForkSlot, NewSlot, SampleRow
 from tandem.engine.structured.grammars import MAX_GRAMMAR_BYTES, Grammars
 from tandem.engine.structured.guides import GuidedSamples, Guides
-from tandem.engine.structured.workshop import GrammarWorkshop
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
 VOCAB, EOS = 2048 + 40, 1  # logits are wider than the tokenizer
@@ -167,24 +168,23 @@ def test_a_model_whose_tokenizer_is_missing_says_so(tmp_path: Path) -> None:
         Grammars(tmp_path, VOCAB).matcher(POINT)
 
 
-def test_the_workshop_keeps_the_order_and_waits_for_nothing_known(grammars: Grammars) -> None:
-    workshop = GrammarWorkshop(grammars)
+def test_a_workshop_keeps_the_order_and_whoever_needs_none_waits_for_nobody(grammars: Grammars) -> None:
+    workshop = Workshop("grammars")
     said: list[tuple[str, str]] = []
 
     def say(what: str) -> None:
         said.append((what, threading.current_thread().name))
 
     fresh = json.dumps({"grammars": [{"json_schema": {"const": "fresh"}}]})
-    workshop.prepare("", lambda: say("nothing"))
+    workshop.prepare(None, lambda: say("nothing"))
     assert said == [("nothing", "MainThread")]
-    workshop.prepare(fresh, lambda: say("fresh"))
-    workshop.prepare("start: nowhere", lambda: say("broken"))
-    workshop.prepare("", lambda: say("behind"))
+    workshop.prepare(partial(grammars.prepare, fresh), lambda: say("fresh"))
+    workshop.prepare(partial(grammars.prepare, "start: nowhere"), lambda: say("broken"))
+    workshop.prepare(None, lambda: say("behind"))
     wait_until(lambda: len(said) == 4, "the workshop")
     assert [what for what, _ in said[1:]] == ["fresh", "broken", "behind"]
+    assert fresh in grammars
     workshop.stop()
-    workshop.prepare(fresh, lambda: say("known"))
-    assert said[-1] == ("known", "MainThread")
 
 
 def test_tokens_are_held_to_lists_of_ids(grammars: Grammars) -> None:

@@ -1,0 +1,43 @@
+"""The adapters of one rank of a node: read from folders, kept in host memory, brought into slots of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from tandem.engine.adapters.device_slots import DeviceSlots
+from tandem.engine.adapters.host_adapter import AdapterLoader
+from tandem.engine.adapters.store import AdapterStore
+from tandem.engine.contracts.config import LoraOptions
+from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.contracts.wire.parts import AdapterRef
+from tandem.engine.parallel.sharding import Shard
+from tandem.kernels.products.adapters import AdapterStack
+
+
+class NodeAdapters:
+    """Implements `AdapterMemory`."""
+
+    def __init__(
+        self, config: ModelConfig, shard: Shard, options: LoraOptions, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.loader = loader = AdapterLoader(config, shard, options.max_lora_rank, dtype, pinned=device.type == "cuda")
+        self.store = AdapterStore(loader.load, options.lora_host_bytes)
+        self._slots = DeviceSlots(loader.layout, options.max_loras, dtype, device)
+
+    @property
+    def num_slots(self) -> int:
+        return self._slots.num_slots
+
+    @property
+    def stacks(self) -> Mapping[str, AdapterStack]:
+        return self._slots.stacks
+
+    def load(self, slot: int, ref: AdapterRef) -> None:
+        """Enqueues the copy of an adapter into a slot. Rank 0 has it in host memory; other ranks read it the first
+        time. Raises AdapterError when its folder has changed meanwhile."""
+        self._slots.write(slot, self.store.get(ref))
+
+    def fill_with_rank(self, rank: int) -> None:
+        self._slots.fill_with_rank(rank)

@@ -1,0 +1,45 @@
+"""What routers and nodes tell each other of adapters: read this one; these are the ones that there are."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from tandem.engine.contracts.wire.parts import Message
+
+Stamp = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class LoadAdapter(Message, frozen=True, kw_only=True):
+    """Router -> node: read the adapter in the folder `path` and check it. Answered by AdapterLoaded, which echoes
+    `stamp`."""
+
+    path: str
+    stamp: Stamp
+
+
+class AdapterLoaded(Message, frozen=True, kw_only=True):
+    """The node holds the adapter in host memory. `digest` says what it is; b"": it can't be served, see `problem`."""
+
+    path: str
+    stamp: Stamp
+    digest: bytes = b""
+    problem: str = ""
+
+
+class AdapterEntry(msgspec.Struct, frozen=True, array_like=True):
+    """What a name stands for since `stamp` (nanoseconds of the wall clock of whoever said so). `path` "": nothing."""
+
+    name: str
+    stamp: Stamp
+    path: str = ""
+    digest: bytes = b""
+
+
+class Adapters(Message, frozen=True, kw_only=True):
+    """All that the sender knows of names, either way. Who knows more answers with all of its own, who learns something
+    tells it to the others that it is connected with: so every router knows what any of them was told."""
+
+    entries: tuple[AdapterEntry, ...] = ()

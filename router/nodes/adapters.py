@@ -1,0 +1,177 @@
+"""The adapters that clients may name, as one router process knows them. On the event loop.
+
+What `--lora-modules` lists is each router's own; what was loaded and unloaded since is known to all routers through the
+nodes (`AdapterTable`), and goes before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.engine.contracts.config import LoraOptions
+from tandem.engine.contracts.errors import AdapterError, ConfigError, ModelNotFoundError, UnavailableError
+from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.wire.adapter_table import AdapterTable, ref_of
+from tandem.engine.contracts.wire.adapters import AdapterEntry, AdapterLoaded, Adapters, LoadAdapter
+from tandem.engine.contracts.wire.parts import AdapterRef
+
+logger = logging.getLogger(__name__)
+
+LISTED = 0  # the stamp of questions about what --lora-modules lists
+
+
+@dataclass(eq=False)
+class _Loading:
+    """One adapter that nodes have been asked for, until each has answered or is lost."""
+
+    awaited: set[NodeKey]
+    answers: dict[NodeKey, AdapterLoaded] = field(default_factory=dict)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def leave(self, node: NodeKey) -> None:
+        self.awaited.discard(node)
+        if not self.awaited:
+            self.ended.set()
+
+
+def parse_modules(options: LoraOptions) -> dict[str, str]:
+    """NAME=FOLDER of each module -> folders by name. Raises ConfigError for what is none, and where adapters aren't
+    served."""
+    folders: dict[str, str] = {}
+    if options.lora_modules and not options.enable_lora:
+        raise ConfigError("--lora-modules lists adapters, which are served with --enable-lora alone")
+    for module in options.lora_modules:
+        name, equals, path = module.partition("=")
+        if not equals or not name or not path:
+            raise ConfigError(f"--lora-modules {module!r}: it must be NAME=FOLDER")
+        if name in folders:
+            raise ConfigError(f"--lora-modules names {name!r} twice")
+        folders[name] = path
+    return folders
+
+
+class ServedAdapters:
+    """`tell` sends a node a message, if it is connected; `nodes` are those that are."""
+
+    def __init__(
+        self,
+        options: LoraOptions,
+        tell: Callable[[NodeKey, LoadAdapter | Adapters], object],
+        nodes: Callable[[], Sequence[NodeKey]],
+    ) -> None:
+        self._listed = parse_modules(options)
+        self.is_enabled, self._tell, self._nodes = options.enable_lora, tell, nodes
+        self._digests: dict[str, bytes] = {}  # of listed folders, by path, as the first node read them
+        self._problems: dict[str, str] = {}  # why a listed folder can't be served, by path
+        self._table = AdapterTable()
+        self._loading: dict[int, _Loading] = {}  # by stamp
+
+    # --- what is there ----------------------------------------------------------------------------------------
+
+    def is_unread(self, name: str) -> bool:
+        """Whether it is a listed one of which no node has said yet what it is."""
+        path = self._listed.get(name)
+        return path not in (None, *self._digests, *self._problems) and self._table.find(name) is None
+
+    def find(self, name: str) -> AdapterRef | None:
+        """The adapter of that name; None: there is none. Raises UnavailableError for one that no node has read yet, and
+        AdapterError for a listed one that can't be served."""
+        entry = self._table.find(name)
+        if entry is not None:
+            return ref_of(entry)
+        path = self._listed.get(name)
+        if path is None:
+            return None
+        if path in self._digests:
+            return AdapterRef(path, self._digests[path])
+        if path in self._problems:
+            raise AdapterError(f"the adapter {name!r} can't be served: {self._problems[path]}", param="model")
+        raise UnavailableError(f"no node has read the adapter {name!r} yet")
+
+    def all(self) -> dict[str, str]:
+        """Folders by name."""
+        found = {name: path for name, path in self._listed.items() if self._table.find(name) is None}
+        found |= {entry.name: entry.path for entry in self._table.entries if entry.path}
+        return found
+
+    # --- changes ----------------------------------------------------------------------------------------------
+
+    async def load(self, name: str, path: str, nodes: Sequence[NodeKey], within_s: float) -> None:
+        """Serves the adapter in the folder `path`, as nodes see it, by that name, once all `nodes` have it. Raises
+        AdapterError that says which node can't have it, and why; UnavailableError when some haven't answered."""
+        if not nodes:
+            raise UnavailableError("no node is connected yet")
+        stamp = self._table.next_stamp(name, time.time_ns())
+        loading = self._loading[stamp] = _Loading(set(nodes))
+        try:
+            for node in nodes:
+                self._tell(node, LoadAdapter(path=path, stamp=stamp))
+            await asyncio.wait_for(loading.ended.wait(), within_s)
+        except TimeoutError:
+            silent = ", ".join(sorted(node.node_id for node in loading.awaited))
+            raise UnavailableError(f"{silent} did not answer; {name!r} is not served") from None
+        finally:
+            del self._loading[stamp]
+        self._learn(AdapterEntry(name, stamp, path, _agreed(name, loading.answers)))
+
+    def unload(self, name: str) -> None:
+        """Serves it no longer; what runs with it finishes. Raises ModelNotFoundError."""
+        if name not in self.all():
+            raise ModelNotFoundError(f"no adapter is called {name[:200]!r}", param="lora_name")
+        self._learn(AdapterEntry(name, self._table.next_stamp(name, time.time_ns())))
+
+    def _learn(self, entry: AdapterEntry) -> None:
+        self._table.merge([entry])
+        for node in self._nodes():
+            self._tell(node, Adapters(entries=self._table.entries))
+
+    # --- what nodes say -----------------------------------------------------------------------------------------
+
+    def node_up(self, node: NodeKey) -> None:
+        if not self.is_enabled:
+            return
+        self._tell(node, Adapters(entries=self._table.entries))
+        for path in dict.fromkeys(self._listed.values()):
+            self._tell(node, LoadAdapter(path=path, stamp=LISTED))
+
+    def node_lost(self, node: NodeKey) -> None:
+        for loading in list(self._loading.values()):
+            loading.leave(node)
+
+    def on_names(self, message: Adapters) -> None:
+        self._table.merge(message.entries)
+
+    def on_loaded(self, node: NodeKey, message: AdapterLoaded) -> None:
+        loading = self._loading.get(message.stamp)
+        if loading is not None and node in loading.awaited:
+            loading.answers[node] = message
+            loading.leave(node)
+        elif message.stamp == LISTED and message.problem:
+            logger.error("%s can't serve a listed adapter: %s", node.node_id, message.problem)
+            self._problems[message.path] = message.problem
+        elif message.stamp == LISTED and self._digests.setdefault(message.path, message.digest) != message.digest:
+            logger.error(
+                "%s has another adapter in %s than other nodes and refuses what is for it", *_named(node, message)
+            )
+
+
+def _named(node: NodeKey, message: AdapterLoaded) -> tuple[str, str]:
+    return node.node_id, message.path
+
+
+def _agreed(name: str, answers: dict[NodeKey, AdapterLoaded]) -> bytes:
+    """The digest on which all answers agree. Raises AdapterError, or UnavailableError when there are none."""
+    problems = [f"{node.node_id}: {answer.problem}" for node, answer in sorted(answers.items()) if answer.problem]
+    if problems:
+        most = f" ({len(answers) - len(problems)} of {len(answers)} nodes have it)" if len(answers) > 1 else ""
+        raise AdapterError(f"{name!r} is not served{most}; {'; '.join(problems)}", param="lora_path")
+    digests = {answer.digest for answer in answers.values()}
+    if len(digests) > 1:
+        raise AdapterError(f"{name!r} is not served: nodes hold different files in this folder", param="lora_path")
+    if not digests:
+        raise UnavailableError(f"{name!r} is not served: every node was lost meanwhile")
+    return digests.pop()
