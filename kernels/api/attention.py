@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV
-from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.api.metadata import AttentionMetadata, PagedAttentionMetadata
 from tandem.kernels.api.selection import load_backend, rank_backends, run_with_fallback, select_backend
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.blocks.quantization import Scale, scale_for
@@ -126,7 +126,7 @@ class Attention(nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: AttentionMetadata,
+        attn_metadata: AttentionMetadata | PagedAttentionMetadata,
         k_scale: Scale = 1.0,
         v_scale: Scale = 1.0,
         attn_type: str = AttentionType.DECODER,
@@ -136,8 +136,13 @@ class Attention(nn.Module):
 
         query [T, H, D], [T, H * D] or [batch, seq, H * D].
         In the batch form row i's tokens are its first `query_lens[i]`; the rest is padding and comes back as zeros.
+        `kv_cache` may be flat, [2, num_blocks, K * block_size * D]. Metadata in the short form is of whole prompts.
         A scale that is not 1.0 replaces the layer's own (given in `k_scale`/`v_scale` or computed on first use).
         """
+        if kv_cache.dim() == 3:
+            kv_cache = _layer_of_flat(kv_cache, self.spec)
+        if isinstance(attn_metadata, PagedAttentionMetadata):
+            attn_metadata = attn_metadata.in_blocks_of(kv_cache.shape[3])
         if self.calculate_kv_scales:
             self.maybe_calc_kv_scales(key, value)
         k_scale = self.k_scale if _is_one(k_scale) else k_scale
@@ -203,6 +208,15 @@ def _backend_name(backend: type[AttentionBackend] | AttentionBackend | str | Non
     if name != "auto":
         load_backend(name)  # an unknown name fails here, not at the first step
     return name
+
+
+def _layer_of_flat(kv_cache: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """A flat cache [2, num_blocks, K * S * D] as a view [num_blocks, K, 2, S, D]. Raises ValueError."""
+    if kv_cache.shape[0] != 2 or kv_cache.shape[2] % (spec.num_kv_heads * spec.head_size):
+        heads = f"{spec.num_kv_heads} heads of {spec.head_size}"
+        raise ValueError(f"a flat KV cache of {heads} is [2, num_blocks, slots * both], not {tuple(kv_cache.shape)}")
+    shaped = kv_cache.view(2, kv_cache.shape[1], spec.num_kv_heads, -1, spec.head_size)
+    return shaped.permute(1, 2, 0, 3, 4)
 
 
 def _block_size(kv_cache: torch.Tensor) -> int | None:

@@ -142,6 +142,27 @@ class AttentionMetadata:
         return rows
 
 
+@dataclass(frozen=True, eq=False)
+class PagedAttentionMetadata:
+    """Whole prompts in the short form: all `seq_lens_tensor[i]` tokens of row i are new, and go into the blocks of
+    `block_tables[i]`. `Attention.forward` takes it, and completes it for the cache that it is given."""
+
+    seq_lens_tensor: torch.Tensor  # ints [N]
+    block_tables: torch.Tensor  # ints [N, B]
+
+    def in_blocks_of(self, block_size: int) -> AttentionMetadata:
+        """The batch for a cache of such blocks. Raises ValueError when a row has more tokens than its blocks hold."""
+        lengths = self.seq_lens_tensor.tolist()
+        tables = self.block_tables.cpu().numpy()
+        if len(lengths) != len(tables) or max(lengths, default=0) > tables.shape[1] * block_size:
+            shape = tuple(tables.shape)
+            raise ValueError(f"block_tables {shape} of {block_size}-token blocks don't hold rows of {lengths} tokens")
+        slots = [slots_of(table, 0, length, block_size) for table, length in zip(tables, lengths, strict=True)]
+        return AttentionMetadataBuilder().build(
+            lengths, lengths, self.block_tables, np.concatenate(slots), self.block_tables.device
+        )
+
+
 class AttentionMetadataBuilder:
     """Makes `AttentionMetadata` from host lengths and block tables (host or already on the device)."""
 
