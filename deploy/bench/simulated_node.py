@@ -16,8 +16,8 @@ from tandem.deploy.bench.simulated_cache import TieredCache
 from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
-from tandem.engine.scheduling.planner import LEAST_PROMPT_TOKENS, USED_SLACK
 from tandem.engine.scheduling.prompt_order import SlackOrder
+from tandem.engine.scheduling.step_times import LEAST_PROMPT_TOKENS, PATIENCE, USED_SLACK, WORTHWHILE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class CostModel:
     prefill_s_per_token: float = 1 / 44_000  # without context
     prefill_s_per_token_and_context: float = 1 / 44_000 / 33_000  # attention is as much again at 33k tokens of context
     step_s: float = 0.0045  # of a step, whatever is in it: weights are read once
+    launch_s: float = 0.033  # least of a step with prompt work: the host launches it layer by layer
     sequence_s: float = 25e-6  # of a step, for each sequence that decodes
     context_s_per_token: float = 31e-9  # of a step, for each token of context that decodes attend to
     host_s_per_token: float = 2.6e-6  # a hit in host memory, brought back
@@ -75,7 +76,7 @@ class SimulatedNode:
     ) -> None:
         self.node_id = node_id
         self.next_at = math.inf
-        self._now = 0.0
+        self._now = self._had_at = 0.0
         self._targets = targets
         # It asks of requests and of the clock only what jobs and this node have.
         self._order = SlackOrder(targets.ttft_s, self) if targets.tpot_s else None  # type: ignore[arg-type]
@@ -186,19 +187,34 @@ class SimulatedNode:
     def _start(self, now: float) -> None:
         costs, rows = self._costs, len(self._decoding)
         step_s = costs.step_s + rows * costs.sequence_s + self._context * costs.context_s_per_token
-        prompt_s = self._plan_prompts(self._seconds_to_spare() - step_s)
+        has_prompts = bool(self._prefilling or self._waiting)
+        spare_s = self._spare_s(step_s, now) if has_prompts else 0.0
+        prompt_s = self._plan_prompts(spare_s - step_s) if spare_s else 0.0
         if not prompt_s and not rows:
             self.next_at = math.inf
             return
         if prompt_s:
-            step_s += prompt_s
+            self._had_at = now
+            step_s = max(costs.launch_s, step_s + prompt_s)
             self.busy_s += step_s
             self.prefill_s += prompt_s
             self.next_at = now + step_s
             return
-        num_steps = max(1, self._decoding[0][0] - self._num_steps)
+        num_steps = 1 if has_prompts else max(1, self._decoding[0][0] - self._num_steps)
         self._run = now, step_s, num_steps
         self.next_at = now + num_steps * step_s
+
+    def _spare_s(self, step_s: float, now: float) -> float:
+        """How long a step with prompts may take, as `PromptBudget` of a real node has it; 0.0: it should have none."""
+        spare_s = self._slack_s()
+        if spare_s == math.inf:
+            return spare_s
+        num_left = sum(job.num_uncomputed_tokens for job in (*self._prefilling, *self._waiting))
+        token_s = max(self._costs.prefill_s_per_token, self._prefill_rate.seconds)
+        chunk_s = max(self._costs.launch_s, step_s + min(WORTHWHILE_TOKENS, num_left) * token_s)
+        if spare_s < chunk_s and now - self._had_at < PATIENCE * chunk_s:
+            return 0.0
+        return max(spare_s, chunk_s)
 
     def _plan_prompts(self, spare_s: float) -> float:
         """Seconds of the prompt work in the next step: about `spare_s` at most."""
@@ -247,8 +263,7 @@ class SimulatedNode:
         costs, middle = self._costs, job.num_computed + num_tokens / 2
         return num_tokens * (costs.prefill_s_per_token + costs.prefill_s_per_token_and_context * middle)
 
-    def _seconds_to_spare(self) -> float:
-        """How long the next step may take, as `StepPlanner` of a real node has it."""
+    def _slack_s(self) -> float:
         most, targets = math.inf, self._targets
         for end, _, job in self._decoding if targets.tpot_s else ():
             num_made = job.request.num_output_tokens - (end - self._num_steps)

@@ -7,8 +7,6 @@ loses its row too. What is sure at once is block ownership: rows are planned onl
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tandem.engine.blocks.reservations import Kind
@@ -16,6 +14,7 @@ from tandem.engine.process.process_log import RateLimited
 from tandem.engine.scheduling.books import SchedulerState
 from tandem.engine.scheduling.prompt_order import Aging, who_gives_way
 from tandem.engine.scheduling.request import Request, RequestState
+from tandem.engine.scheduling.step_times import PromptBudget
 
 limited = RateLimited(logging.getLogger(__name__))
 
@@ -23,11 +22,6 @@ limited = RateLimited(logging.getLogger(__name__))
 MAX_PASSED_BY = 256  # a guess
 # How long a request waits for a slot for its adapter before others must wait behind it; a guess.
 ADAPTER_PATIENCE_S = 1.0
-# The least prompt tokens beside decodes, however long such a step takes; and the least that suffice where they cost
-# nothing, since the graph that runs the decodes has room for them.
-LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
-# The share of a stream's slack that a step may use: times are estimates; a guess.
-USED_SLACK = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +82,7 @@ class StepPlanner:
         self._options = state.options
         self._kv = state.kv
         self._aging = Aging(state.clock.now)
+        self._budget = PromptBudget(state.options, state.block_size, state.clock, state.step_times)
 
     def plan(self, nothing_in_flight: bool) -> StepPlan:
         """`nothing_in_flight`: no launched step is unread, so nothing but this plan can change what is stuck."""
@@ -99,50 +94,18 @@ class StepPlanner:
                 self._plan_decode(plan, request)
         self._resume_committed(plan)
         self._plan_prompts(plan)
+        if any(row.is_prompt for row in plan.rows.values()):
+            self._budget.had()
         if not plan.rows and nothing_in_flight:
             self._unlock()
         return plan
 
-    def _prompt_budget(self, decoding: Collection[Request]) -> int:
-        """How many prompt tokens may run beside these decodes: as many as they have time for, but at least a few, so
-        that prompts get on; a fixed number where nothing is promised, or no time of a step known."""
-        times, num_decodes = self._state.step_times, len(decoding)
-        most = self._options.decode_prompt_budget or self._options.max_num_batched_tokens
-        spare_s = self._seconds_to_spare(decoding)
-        if spare_s == math.inf:
-            return most
-        least = min(LEAST_PROMPT_TOKENS, self._state.block_size)
-        if times.are_measured:
-            room, free = times.most_tokens(spare_s) - num_decodes, times.num_free_beside(num_decodes)
-            least = free if LEAST_FREE_TOKENS <= free < least else least
-        else:
-            token_s = self._state.clock.seconds_per_token
-            room = int(spare_s / token_s) if token_s else most
-        return min(most, max(room, least))
-
-    def _seconds_to_spare(self, decoding: Iterable[Request]) -> float:
-        """How long the next step may take: no gap above its `itl_max_s` for any stream, and no token later than due for
-        one that has kept its time. A stream that is late has a token each `tpot_s`, and prompts what that leaves: they
-        would starve otherwise where more is asked of the node than it can give."""
-        begins_at, most = self._state.clock.busy_until(), math.inf
-        for request in decoding:
-            targets = request.targets
-            if targets.itl_max_s and targets.itl_max_s < most:
-                most = targets.itl_max_s
-            if targets.tpot_s and targets.tpot_s < most:
-                ahead_s = request.next_token_due(targets.tpot_s, begins_at) - begins_at
-                most = min(most, max(targets.tpot_s, USED_SLACK * ahead_s))
-        return most
-
     def prompt_s_per_token(self) -> float:
         """Seconds that a token of the next prompt would take beside the decodes that run now; without measured step
         times the seconds that such tokens took lately; 0: not known."""
-        times = self._state.step_times
-        if not times.are_measured or not self._state.limits_prompt_work:
+        if not self._state.step_times.are_measured or not self._state.limits_prompt_work:
             return self._state.clock.seconds_per_token
-        decoding = [request for request in self._state.running if is_decoding(request)]
-        budget = self._prompt_budget(decoding) if decoding else self._options.max_num_batched_tokens
-        return times.seconds(len(decoding) + budget) / budget
+        return self._budget.s_per_token([request for request in self._state.running if is_decoding(request)])
 
     # --- requests in the batch ------------------------------------------------------------------------------
 
@@ -210,7 +173,7 @@ class StepPlanner:
         if not started and not waiting:
             return
         if plan.rows and self._state.limits_prompt_work:
-            plan.prompt_budget = self._prompt_budget(plan.rows)
+            plan.prompt_budget = self._budget.beside(plan.rows, (*started, *waiting))
         arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
         # A long step would make the next prompt to come wait; and a prompt that is late anyway needs no long steps.

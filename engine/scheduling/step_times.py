@@ -1,14 +1,34 @@
-"""How long a step may take by its number of tokens: what bounds prompt work beside running decodes. When the running
-step ends is `StepClock`'s to say."""
+"""How long steps take by their number of tokens, and how many prompt tokens one may have beside running streams
+(docs/deadlines.md). Pure. When the running step ends is `StepClock`'s to say.
+
+A step with a chunk of a prompt is launched layer by layer, which takes the host longer than the device takes for few
+tokens. So prompts don't get what streams spare in each step: streams gather slack over steps of decodes alone, and a
+chunk that is worth its launch spends it at once.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
+
+from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.scheduling.clock import StepClock
+from tandem.engine.scheduling.request import Request
 
 SMOOTHING = 1 / 16  # a guess
 MOST_SLOWNESS = 3.0  # a guess
 MOST_CHANGE = 0.25  # most that one step counts: beyond it something else than the step took the time; a guess
+# The least prompt tokens beside decodes, however long such a step takes; and the least that suffice where they cost
+# nothing, since the graph that runs the decodes has room for them.
+LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
+# A chunk of so many tokens takes the device as long as its launch takes the host.
+WORTHWHILE_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
+# The share of a stream's slack that a step may use: times are estimates; a guess.
+USED_SLACK = 0.9
+# Prompts that have waited for streams so many times as long as their chunk takes have it anyway, or they would starve
+# where more is promised than the node can give. A guess.
+PATIENCE = 4.0
 
 
 class StepTimes:
@@ -68,3 +88,88 @@ class StepTimes:
         low, high = self._seconds[index - 1], self._seconds[index]
         share = (seconds - low) / (high - low)
         return self._tokens[index - 1] + round(share * (self._tokens[index] - self._tokens[index - 1]))
+
+
+class PromptBudget:
+    """Counts what streams can spare. Streams are the requests that decode in the step that is planned."""
+
+    def __init__(self, options: SchedulerOptions, block_size: int, clock: StepClock, times: StepTimes) -> None:
+        self._clock, self._times = clock, times
+        self._most = options.max_num_batched_tokens
+        self._most_beside = options.decode_prompt_budget or self._most
+        self._least = min(LEAST_PROMPT_TOKENS, block_size)
+        self._had_at = 0.0  # when a step with prompt work was planned last
+
+    def had(self) -> None:
+        """Notes that the step that is planned has prompt work."""
+        self._had_at = self._clock.now()
+
+    def beside(self, streams: Collection[Request], prompts: Iterable[Request] = ()) -> int:
+        """The most prompt tokens of a step with these streams. `prompts`: those that are left to compute; none: very
+        many."""
+        gap_s = min((r.targets.itl_max_s for r in streams if r.targets.itl_max_s), default=math.inf)
+        slack_s = self._slack_s(streams)
+        if slack_s < math.inf:
+            return self._of_slack(len(streams), self._worthwhile(prompts), slack_s, gap_s)
+        return self._most_beside if gap_s == math.inf else self._within(gap_s, len(streams))
+
+    def s_per_token(self, streams: Collection[Request]) -> float:
+        """Seconds that a token of the next prompt would take beside these streams; 0.0: not known."""
+        if not streams:
+            return self._seconds(0, self._most) / self._most
+        tpot_s = min((r.targets.tpot_s for r in streams if r.targets.tpot_s), default=math.inf)
+        if tpot_s == math.inf:
+            budget = self.beside(streams)
+            return self._seconds(len(streams), budget) / budget
+        num_tokens = self._worthwhile(())
+        chunk_s, step_s = self._seconds(len(streams), num_tokens), self._seconds(len(streams), 0)
+        gathered_s = step_s * max(0.0, chunk_s - tpot_s) / (tpot_s - step_s) if tpot_s > step_s else math.inf
+        return max(chunk_s, min(chunk_s + gathered_s, PATIENCE * chunk_s)) / num_tokens
+
+    def _slack_s(self, streams: Collection[Request]) -> float:
+        """How long the next step may take so that no stream's token is later than due; infinity: nothing is promised.
+        A stream that is late counts as one that has its next token in time: what is lost is lost."""
+        begins_at, most = self._clock.busy_until(), math.inf
+        for request in streams:
+            tpot_s = request.targets.tpot_s
+            if tpot_s and tpot_s < most:
+                ahead_s = request.next_token_due(tpot_s, begins_at) - begins_at
+                most = min(most, max(tpot_s, USED_SLACK * ahead_s))
+        return most
+
+    def _of_slack(self, num_streams: int, num_wanted: int, slack_s: float, gap_s: float) -> int:
+        chunk_s = min(gap_s, self._seconds(num_streams, num_wanted))
+        has_waited_s = self._clock.now() - self._had_at
+        if slack_s < chunk_s and has_waited_s < PATIENCE * chunk_s:
+            return 0
+        return self._within(min(gap_s, max(slack_s, chunk_s)), num_streams)
+
+    def _within(self, seconds: float, num_streams: int) -> int:
+        """Finds how many tokens leave the step within `seconds`; at least a few."""
+        least = self._least
+        if self._times.are_measured:
+            free = self._times.num_free_beside(num_streams)
+            least = free if LEAST_FREE_TOKENS <= free < least else least
+        low, high = least, self._most_beside
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._seconds(num_streams, middle) <= seconds else (low, middle - 1)
+        return low
+
+    def _seconds(self, num_streams: int, num_tokens: int) -> float:
+        """What a step of so many streams and prompt tokens takes, by the table made at start, and, where they are many,
+        by what prompts took lately, which tells of their length."""
+        token_s = self._clock.seconds_per_token * num_tokens
+        if not self._times.are_measured:
+            return token_s
+        seconds = self._times.seconds(num_streams + num_tokens)
+        return max(seconds, token_s) if num_tokens >= WORTHWHILE_TOKENS else seconds
+
+    def _worthwhile(self, prompts: Iterable[Request]) -> int:
+        """How many tokens a chunk should have: what is left of few may be less."""
+        enough, num_left = min(WORTHWHILE_TOKENS, self._most_beside), 0
+        for prompt in prompts:
+            num_left += prompt.num_uncomputed_tokens
+            if num_left >= enough:
+                return enough
+        return num_left or enough

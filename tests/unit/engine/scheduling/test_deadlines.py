@@ -17,8 +17,10 @@ STEP_S, TOKEN_S = 0.004, 0.001  # of a step, and of each of its tokens
 class Device:
     """A harness whose steps take time: `step` runs one to its end. Times of tokens are kept by sample."""
 
-    def __init__(self, **options: float) -> None:
+    def __init__(self, launch_s: float = 0.0, **options: float) -> None:
+        """`launch_s`: the least that a step with prompt work takes."""
         self.now = 0.0
+        self.launch_s = launch_s
         self.clock = StepClock(lambda: self.now)
         order = SlackOrder(options.get("ttft_target_ms", 300) / 1e3, self.clock)
         options = {"max_num_batched_tokens": 64, **options}
@@ -26,7 +28,7 @@ class Device:
             num_blocks=400, pipelined=False, limits_prompt_work=True, prompt_order=order, clock=self.clock, **options
         )  # type: ignore[arg-type]
         self.state = self.harness.scheduler.state
-        self.state.step_times.measured({tokens: STEP_S + tokens * TOKEN_S for tokens in (8, 16, 32, 64)})
+        self.state.step_times.measured({tokens: max(launch_s, STEP_S + tokens * TOKEN_S) for tokens in (8, 16, 32, 64)})
         self.times: dict[tuple[str, int], list[float]] = {}
 
     def step(self) -> int:
@@ -34,7 +36,8 @@ class Device:
         self.harness.core.launch()
         running = self.clock.running
         num_tokens = 0 if running is None else running.num_tokens
-        self.now += STEP_S + num_tokens * TOKEN_S if num_tokens else STEP_S
+        least_s = 0.0 if running is None or not running.num_prompt_tokens else self.launch_s
+        self.now += max(least_s, STEP_S + num_tokens * TOKEN_S)
         before = {key: len(tokens) for key, tokens in self.harness.tokens.items()}
         for event in self.harness.core.read():
             self.harness._take(event)
@@ -66,6 +69,14 @@ def test_streams_keep_their_time_beside_prompts(target_ms: float) -> None:
     crowd(device)
     assert device.tpot_s("stream") <= target_ms / 1e3 * 1.05
     assert device.tpot_s("stream") >= target_ms / 1e3 * 0.8, "time that streams have to spare goes to prompts"
+
+
+def test_no_step_is_launched_for_few_tokens_again_and_again() -> None:
+    """A launch takes longer than the target: prompts pass in few steps, and the stream keeps its time."""
+    device = Device(launch_s=0.030, tpot_target_ms=25)
+    crowd(device)
+    assert device.tpot_s("stream") <= 0.025 * 1.05
+    assert len(device.harness.finished) > 10, "prompts get on"
 
 
 def test_a_stream_that_is_ahead_lets_a_long_chunk_pass() -> None:

@@ -12,7 +12,7 @@ from engine_harness import BLOCK, MAX_MODEL_LEN, Harness, prompt_that_stops
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.scheduling.request import Prompt, Request
-from tandem.engine.scheduling.step_times import StepTimes
+from tandem.engine.scheduling.step_times import PromptBudget, StepTimes
 
 # --- length -------------------------------------------------------------------------------------------------
 
@@ -140,12 +140,11 @@ def test_beside_slow_decodes_a_prompt_has_what_the_graph_has_room_for(num_decode
     )
     times = harness.scheduler.state.step_times
     times.measured({16: 0.050, 32: 0.060, 64: 0.070})
-    planner = harness.scheduler._planner
-    harness.scheduler.state.block_size = 20
+    state = harness.scheduler.state
+    budget = PromptBudget(state.options, 20, state.clock, times)
     promised = Request(Prompt(AttemptKey("p", 0), np.zeros(1, np.int32), SamplingParams()))
     promised.targets = harness.scheduler.state.targets
-    assert planner._prompt_budget([promised] * num_decodes) == num_prompt_tokens
-    harness.scheduler.state.block_size = BLOCK
+    assert budget.beside([promised] * num_decodes) == num_prompt_tokens
     for number in range(num_decodes):
         harness.add(f"{number}", [number], max_tokens=20)
     assert harness.scheduler.prompt_s_per_token == pytest.approx(times.seconds(640) / 640)
