@@ -14,6 +14,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig, is_native, load_model_config
 from tandem.engine.models.loader import load_model
 from tandem.engine.parallel.group import TensorParallel
+from tandem.engine.parallel.sharding import Shard
 
 if TYPE_CHECKING:
     from tandem.engine.models.decoder import DecoderModel
@@ -54,6 +55,17 @@ def load_chosen(
         return load_model(folder, config, options, device, dtype, attention_backend, group, on_loaded)
     from tandem.engine.models.hf.loader import load_hf_model
 
-    if group is not None:
-        raise ConfigError(f"--tensor-parallel-size: {config.architecture} runs by transformers' modules, on one GPU")
-    return load_hf_model(folder, config, options, device, dtype, attention_backend, on_loaded)
+    return load_hf_model(folder, config, options, device, dtype, attention_backend, group, on_loaded)
+
+
+def check_shares(folder: Path, options: ModelOptions, size: int) -> int:
+    """How many KV heads the model has. Raises ConfigError unless so many ranks can share it out."""
+    config = load_config(folder, options)
+    if isinstance(config, ModelConfig):
+        Shard(0, size).config(config)
+    else:
+        from tandem.engine.models.hf.config import read_config
+        from tandem.engine.models.hf.parallel import check_plan
+
+        check_plan(read_config(folder), config.layers, size)
+    return config.num_kv_heads

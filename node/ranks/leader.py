@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from tandem.engine.contracts.config import NodeOptions
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.model_folder import resolve_model
-from tandem.engine.models.choice import takes_transformers
+from tandem.engine.models.choice import check_shares
 from tandem.engine.parallel.group import STUCK_S, Membership
 from tandem.engine.parallel.sharding import Shard
 from tandem.engine.process.watched import end_process
@@ -49,14 +48,11 @@ def start_ranks(options: NodeOptions) -> Ranks | None:
     if size < 1:
         raise ConfigError(f"--tensor-parallel-size {size}: give the number of GPUs of a node, 1 or more")
     folder = resolve_model(options.model.model, options.model.revision)
-    if takes_transformers(folder, options.model):
-        raise ConfigError(f"--tensor-parallel-size {size}: {folder} runs by transformers' modules, on one GPU")
-    config = load_model_config(folder)
-    Shard(0, size).config(config)
-    if options.role != "unified" and config.num_kv_heads < size:
+    num_kv_heads = check_shares(folder, options.model, size)
+    if options.role != "unified" and num_kv_heads < size:
         raise ConfigError(
             f"--tensor-parallel-size {size} with a {options.role} node: ranks would hold copies of the model's "
-            f"{config.num_kv_heads} KV heads, which can't be handed over; give at most {config.num_kv_heads}"
+            f"{num_kv_heads} KV heads, which can't be handed over; give at most {num_kv_heads}"
         )
     if options.device != "cpu" and torch.cuda.is_available():
         available = torch.cuda.device_count() - options.device_index

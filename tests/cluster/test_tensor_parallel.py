@@ -9,6 +9,7 @@ import psutil
 import pytest
 from node_child import NodeChild
 from tensor_parallel_engine import run_in_child
+from tiny_hf_models import tiny_hf_model
 from waiting import PATIENCE_S, wait_until_gone
 
 from in_process_cluster import Client
@@ -20,6 +21,7 @@ from tiny_models import check_greedy, random_prompt, tiny_model
 LENGTHS = (1, 17, 64, 130)
 NUM_TOKENS = 24
 GRAMMAR = "start: /[a-z ]{10,20}/"
+RARER = ("gpt_neox", "phi3", "gemma2", "gemma3_text", "olmo2", "mixtral")  # each in processes of its own
 NUM_BLOCKS = 14  # each prompt fits, all of them with their output don't
 
 
@@ -47,6 +49,16 @@ def test_two_ranks_make_the_tokens_of_one(kind: str) -> None:
     assert two == one
     for length in LENGTHS:
         check_greedy(tiny_model(kind), random_prompt(length, length), two["tokens"][f"1-g{length}-0"], NUM_TOKENS)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in RARER)])
+def test_two_ranks_of_a_model_of_transformers(family: str) -> None:
+    prompts = {f"g{length}": random_prompt(length, length) for length in LENGTHS[1:]}
+    asked = [{"name": name, "prompt": prompt, "max_tokens": NUM_TOKENS} for name, prompt in prompts.items()]
+    spec = {"model": tiny_hf_model(family), "sizes": [2], "num_blocks": NUM_BLOCKS, "requests": asked}
+    (two,) = run_in_child(spec)
+    for name, prompt in prompts.items():
+        check_greedy(tiny_hf_model(family), prompt, two["tokens"][f"0-{name}-0"], NUM_TOKENS)
 
 
 @pytest.mark.parametrize(("rank", "at"), [(1, 1), (0, "sample")])

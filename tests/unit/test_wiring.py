@@ -24,6 +24,7 @@ SET_FROM_OUTSIDE = {
     "engine/models/hf/adapters.py": ("transformers", {"forward", "attn_temperature_tuning", "tandem_query_scale"}),
     "engine/models/hf/attention.py": ("contextvars' way, by a thread's local of this module", {"calls", "positions"}),
     "engine/models/hf/config.py": ("transformers", {"pad_token_id"}),
+    "engine/models/hf/parallel.py": ("transformers", {"tandem_heads", "num_key_value_groups"}),
     "engine/models/hf/trial.py": ("transformers", {"_attn_implementation"}),
     "engine/process/process_log.py": ("logging", {"msg"}),
     "engine/process/watched.py": ("threading", {"excepthook"}),

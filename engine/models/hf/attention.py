@@ -17,9 +17,34 @@ from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from tandem.engine.parallel.sharding import Shard
 from tandem.kernels.api.unified_attention import unified_attention
 
 NAME = "tandem"
+
+
+class OwnHeads(NamedTuple):
+    """Which of a layer's heads a rank has; attention takes them out where a projection gives all."""
+
+    num_heads: int  # of the whole layer,
+    num_kv_heads: int
+    queries: slice
+    keys: slice
+
+    @classmethod
+    def of(cls, shard: Shard, num_heads: int, num_kv_heads: int) -> OwnHeads:
+        own, kv = num_heads // shard.size, shard.num_kv_heads(num_kv_heads)
+        first = shard.rank * num_kv_heads // shard.size
+        queries = slice(shard.rank * own, (shard.rank + 1) * own)
+        return cls(num_heads, num_kv_heads, queries, slice(first, first + kv))
+
+    def out_of(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[1, heads, T, D] each."""
+        if query.shape[1] == self.num_heads:
+            query = query[:, self.queries]
+        if key.shape[1] == self.num_kv_heads:
+            key, value = key[:, self.keys], value[:, self.keys]
+        return query, key, value
 
 
 class AttentionCall(NamedTuple):
@@ -105,6 +130,9 @@ def paged_attention(
     """
     assert attention_mask is None, "no mask is made for an attention of this name"
     layer, width = index_of(module), value.shape[3]
+    own_heads: OwnHeads | None = getattr(module, "tandem_heads", None)
+    if own_heads is not None:
+        query, key, value = own_heads.out_of(query, key, value)
     calls = getattr(_thread, "calls", None)
     if calls is not None:
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)

@@ -41,6 +41,15 @@ class ModelNeeds(NamedTuple):
 
 def look_at(config: PreTrainedConfig) -> ModelNeeds:
     """What the model of this configuration needs. Raises ValueError that says why it can't run over our attention."""
+    model = build_empty(config)
+    calls, logits = run_empty(model)
+    layers = _needs(calls, config.get_text_config())
+    embedding: Any = decoder_of(model)[1].get_input_embeddings()
+    return ModelNeeds(layers, embedding.embedding_dim, logits.shape[-1])
+
+
+def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model on the meta device, adapted. Raises ValueError that says why it can't run over our attention."""
     if type(config) not in class_of(config)._model_mapping:
         raise ValueError("transformers has no class of it that generates text")
     try:
@@ -53,10 +62,7 @@ def look_at(config: PreTrainedConfig) -> ModelNeeds:
     adapted = adapt(model)
     if not (decoder_of(model)[1]._supports_attention_backend or adapted):
         raise ValueError(f"{type(model).__name__} of transformers has attention of its own that can't be replaced")
-    calls, logits = _run_on_meta(model)
-    layers = _needs(calls, config.get_text_config())
-    embedding: Any = decoder_of(model)[1].get_input_embeddings()
-    return ModelNeeds(layers, embedding.embedding_dim, logits.shape[-1])
+    return model
 
 
 def class_of(config: PreTrainedConfig) -> Any:
@@ -93,7 +99,8 @@ def make_layers(needs: tuple[LayerNeeds, ...], backend: str, sinks: dict[int, to
     return layers
 
 
-def _run_on_meta(model: PreTrainedModel) -> tuple[list[AttentionCall], torch.Tensor]:
+def run_empty(model: PreTrainedModel) -> tuple[list[AttentionCall], torch.Tensor]:
+    """What each layer of a model on the meta device asks of attention, in order, and the logits of two tokens."""
     try:
         with torch.device("meta"), torch.inference_mode(), recorded() as calls:
             tokens = torch.zeros((1, 2), dtype=torch.int64)

@@ -18,9 +18,11 @@ from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.config import HFConfig, read_config
 from tandem.engine.models.hf.layers import class_of
 from tandem.engine.models.hf.model import HFModel
+from tandem.engine.models.hf.parallel import share_out
 from tandem.engine.models.hf.towers import text_attention
 from tandem.engine.models.hf.trial import check_against_own_attention
 from tandem.engine.models.weights import stored_tensors
+from tandem.engine.parallel.group import TensorParallel
 
 
 def load_hf_model(
@@ -30,21 +32,25 @@ def load_hf_model(
     device: torch.device,
     dtype: torch.dtype,
     attention_backend: str = "auto",
+    group: TensorParallel | None = None,
     on_loaded: Callable[[float], None] | None = None,
 ) -> HFModel:
-    """The model in `dtype` on `device`. `on_loaded` is told the fraction of the weights that is there, from 0 to 1.
+    """The model in `dtype` on `device`; with a group this rank's part of it. `on_loaded` is told the fraction of the
+    weights that is there, from 0 to 1.
 
     Raises CheckpointError for missing, unknown or misshapen tensors, and for a model of which our attention and its
     own make different hidden states.
     """
     if options.load_format == "dummy":
-        causal = _made_up(folder, device, dtype)
+        causal = _made_up(folder, device if group is None else torch.device("cpu"), dtype)
     else:
         stored_tensors(folder)  # a torn shard is named at once
         causal = _loaded(folder, dtype)
-        causal.to(device)  # type: ignore[arg-type]  # in place; its annotation is a decorator's
     adapt(causal)
-    model = HFModel(causal.eval(), config, attention_backend)
+    if group is not None:
+        share_out(causal, config.layers, group.shard, group)
+    causal.to(device)  # type: ignore[arg-type]  # in place; its annotation is a decorator's
+    model = HFModel(causal.eval(), config, attention_backend, group)
     check_against_own_attention(model, device, dtype)
     if on_loaded is not None:
         on_loaded(1.0)

@@ -16,6 +16,7 @@ from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.models.hf.attention import at_positions
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.layers import decoder_of, make_layers, sinks_of
+from tandem.engine.models.hf.parallel import own_needs
 from tandem.engine.models.hf.towers import TOWERS, TowerEncoder
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.products.rotary_attention import WantedTokens
@@ -49,13 +50,19 @@ class HFModel(nn.Module):
     Shape legend: T tokens, N rows, E hidden size, V logits.
     """
 
-    group: TensorParallel | None = None  # ranks share out native models alone
-
-    def __init__(self, causal: PreTrainedModel, config: HFConfig, attention_backend: str = "auto") -> None:
+    def __init__(
+        self,
+        causal: PreTrainedModel,
+        config: HFConfig,
+        attention_backend: str = "auto",
+        group: TensorParallel | None = None,
+    ) -> None:
+        """With a group, `causal` is this rank's part of the model (parallel.py)."""
         super().__init__()
-        self.config = config
+        self.config, self.group = config, group
+        self.needs = config.layers if group is None else own_needs(config.layers, group.shard)
         self._decoder_name, self.decoder = decoder_of(causal)
-        self.attention_layers = make_layers(config.layers, attention_backend, sinks_of(causal, config.layers))
+        self.attention_layers = make_layers(self.needs, attention_backend, sinks_of(causal, self.needs))
         self._stub = _DecoderStub(self.decoder)
         causal.set_submodule(self._decoder_name, self._stub)
         self.head = causal
@@ -92,13 +99,14 @@ class HFModel(nn.Module):
         return hidden_TE if wanted is None else hidden_TE[wanted.index]
 
     def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
-        """[N, E] -> logits [N, V] in the model's dtype."""
+        """[N, E] -> logits [N, V] in the model's dtype; in a group only those of this rank's run of the vocabulary."""
         logits_NV: torch.Tensor = self.head(inputs_embeds=hidden_NE[None], use_cache=False).logits[0]
         return logits_NV if out_NV is None else out_NV.copy_(logits_NV)
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """[N, E] -> logits fp32 [N, V]."""
-        return self.project(hidden_NE).float()
+        """[N, E] -> logits fp32 [N, V] of the whole vocabulary."""
+        logits = self.project(hidden_NE)
+        return (logits if self.group is None else self.group.gather_logits(logits)).float()
 
     @contextmanager
     def whole(self) -> Iterator[PreTrainedModel]:

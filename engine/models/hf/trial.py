@@ -109,12 +109,12 @@ def _whole(model: HFModel, item: MediaItem, input_ids: torch.Tensor) -> torch.Te
 
 def _paged(model: HFModel, prompts: list[_Prompt], device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """Hidden states [T, E], by our attention over a small pool, in two steps."""
-    config = model.config
-    layers = make_layers(config.layers, "auto", sinks_of(model.decoder, config.layers))
+    needs = model.needs
+    layers = make_layers(needs, "auto", sinks_of(model.decoder, needs))
     lengths = tuple(len(prompt.token_ids) for prompt in prompts)
     num_blocks = -(-max(lengths) // BLOCK)
     tables = np.array([np.arange(num_blocks) * 2 + 1, np.arange(num_blocks)[::-1] * 2], np.int32)
-    shape = (2 * num_blocks, config.num_kv_heads, config.num_layers, 2, BLOCK, config.head_dim)
+    shape = (2 * num_blocks, needs[0].num_kv_heads, len(needs), 2, BLOCK, needs[0].head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=device)
     bind_kv_cache(layers, pool)
     media = _slots(model, prompts, device)
