@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from types import MethodType
 from typing import Any
 
@@ -46,6 +47,43 @@ class _BloomAttention:
         return residual + module.dense(attended.flatten(2)), None
 
 
+class _FalconAttention:
+    """Falcon's attention module with ours in the middle, between its own projections."""
+
+    def __init__(self, module: Any, config: PreTrainedConfig) -> None:
+        self._module, self._config = module, config
+        self._own_forward = module.forward
+        self._rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+
+    def __call__(
+        self, hidden_states: torch.Tensor, *, position_embeddings: Any, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module = self._module
+        if self._config._attn_implementation != NAME:
+            output: tuple[torch.Tensor, torch.Tensor] = self._own_forward(
+                hidden_states, position_embeddings=position_embeddings, **more
+            )
+            return output
+        query, key, value = module._split_heads(module.query_key_value(hidden_states))
+        if module.new_decoder_architecture:  # each KV head comes repeated, once a query head of its group
+            group = module.num_heads // module.num_kv_heads
+            key, value = key[:, :, ::group], value[:, :, ::group]
+        q, k = self._rotate(query.transpose(1, 2), key.transpose(1, 2), *position_embeddings)
+        attended, _ = paged_attention(module, q, k, value.transpose(1, 2), None, module.inv_norm_factor)
+        return module.dense(attended.flatten(2)), None
+
+
+def let_ours_be_named(config: PreTrainedConfig) -> None:
+    """Falcon looks its attention's class up by the attention's name when it is built. Raises ValueError for one with
+    ALiBi, whose biases it rounds to bf16: ours are exact."""
+    if config.model_type == "falcon":
+        if config.alibi:
+            raise ValueError("Falcon with ALiBi is not supported")
+        from transformers.models.falcon import modeling_falcon
+
+        modeling_falcon.FALCON_ATTENTION_CLASSES.setdefault(NAME, modeling_falcon.FalconAttention)
+
+
 def adapt(causal: PreTrainedModel) -> bool:
     """Changes the model in place. Returns whether its attention calls ours only because of that change."""
     modules: list[Any] = list(causal.modules())
@@ -59,6 +97,9 @@ def adapt(causal: PreTrainedModel) -> bool:
             module.tandem_query_scale = QueryScale(module.floor_scale, module.attn_scale)
         if type(module).__name__ == "BloomAttention":
             module.forward = _BloomAttention(module, causal.config, _bloom_slopes(causal))
+            calls_us = True
+        if type(module).__name__ == "FalconAttention":
+            module.forward = _FalconAttention(module, causal.config)
             calls_us = True
     return calls_us
 

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from tandem.engine.contracts import model_config
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
-from tandem.engine.models.hf.adapters import ROPE_BY_LENGTH
+from tandem.engine.models.hf.adapters import ROPE_BY_LENGTH, let_ours_be_named
 from tandem.engine.models.hf.layers import LayerNeeds, look_at
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -91,6 +91,10 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(f"{folder / 'config.json'}: transformers can't read it: {said}") from error
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{folder}: {config.model_type} has an encoder; only decoders are served")
+    try:
+        let_ours_be_named(config)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {config.model_type} can't be served: {error}") from error
     for each in (config, config.get_text_config()):
         each.pad_token_id = None  # nothing is padded, and some models look for it among the tokens, at each step
     return config

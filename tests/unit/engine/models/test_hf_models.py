@@ -64,6 +64,7 @@ def test_what_has_attention_or_state_of_its_own_is_refused(family: str) -> None:
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "is not run"),
         ({"is_encoder_decoder": True}, "has an encoder"),
         ({"dtype": "float64"}, "dtype float64"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
     ],
 )
 def test_a_folder_that_cannot_be_served_says_why(fields: dict, why: str, copied: Callable[..., Path]) -> None:
