@@ -21,7 +21,10 @@ SET_FROM_OUTSIDE = {
     "deploy/launch/launcher.py": ("ssl", {"check_hostname", "verify_mode"}),
     "engine/device/cuda_driver.py": ("ctypes", {"argtypes", "source", "target"}),
     "engine/models/decoder.py": ("torch", {"data", "weight"}),
-    "engine/models/hf/adapters.py": ("transformers", {"forward", "attn_temperature_tuning", "tandem_query_scale"}),
+    "engine/models/hf/adapters.py": (
+        "transformers",
+        {"forward", "attn_temperature_tuning", "tandem_query_scale", "_experts_implementation"},
+    ),
     "engine/models/hf/attention.py": ("contextvars' way, by a thread's local of this module", {"calls", "positions"}),
     "engine/models/hf/config.py": ("transformers", {"pad_token_id"}),
     "engine/models/hf/parallel.py": ("transformers", {"tandem_heads", "num_key_value_groups"}),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tandem.engine.models.hf import experts
 from tandem.engine.models.hf.attention import NAME, QueryScale, paged_attention
 
 # Rope scalings that depend on the longest sequence of a batch: a request's tokens would depend on its neighbours.
@@ -86,6 +87,9 @@ def let_ours_be_named(config: PreTrainedConfig) -> None:
 
 def adapt(causal: PreTrainedModel) -> bool:
     """Changes the model in place. Returns whether its attention calls ours only because of that change."""
+    config: Any = causal.config.get_text_config()
+    if getattr(config, "_experts_implementation", None) == experts.REPLACED:
+        config._experts_implementation = NAME
     modules: list[Any] = list(causal.modules())
     calls_us = False
     for module in modules:

@@ -1,0 +1,61 @@
+"""What a mixture's experts compute: one function for every architecture that lets its own be replaced.
+
+Grouped products, transformers' own choice, read only the experts that tokens chose. But where torch has no kernel for
+them (below compute capability 9.0, or for other elements than bf16) it brings the groups' sizes to the host, which a
+CUDA graph can't hold: there a decode step's tokens go through all experts, whose weights mostly have to be read anyway.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from tandem.engine.models.hf.attention import NAME
+
+REPLACED = "grouped_mm"  # transformers' choice for architectures that let it choose
+DENSE_TOKENS = 256  # so many go through all experts even in a step that is not captured; a guess
+
+
+def experts_forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """hidden [T, E]; each token's experts and their weights [T, k] -> [T, E]. `module` holds all experts' matrices."""
+    asks_host = hidden_states.is_cuda and not _groups_on_device(hidden_states.device, hidden_states.dtype)
+    if asks_host and (len(hidden_states) <= DENSE_TOKENS or torch.cuda.is_current_stream_capturing()):
+        return all_experts(module, hidden_states, top_k_index, top_k_weights)
+    output: torch.Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    return output
+
+
+def all_experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """The same by way of every expert for every token: no shape depends on values."""
+    first = module.gate_up_proj if module.has_gate else module.up_proj
+    bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
+    weight_XT = hidden_states.new_zeros(len(first), len(hidden_states), dtype=top_k_weights.dtype)
+    weight_XT.scatter_add_(0, top_k_index.t(), top_k_weights.t())
+    inner = _product(module, hidden_states.expand(len(first), -1, -1), first, bias)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    outer_XTE = _product(module, inner, module.down_proj, module.down_proj_bias if module.has_bias else None)
+    if getattr(module, "has_post_expert_norm", False):
+        outer_XTE = module.post_expert_norm(outer_XTE)
+    return (outer_XTE * weight_XT[..., None]).sum(0).to(hidden_states.dtype)
+
+
+def _product(module: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """[experts, T, inputs] -> [experts, T, outputs]."""
+    product = torch.bmm(x, weight if module.is_transposed else weight.transpose(1, 2))
+    return product if bias is None else product + bias[:, None]
+
+
+@cache
+def _groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped products never ask the host (aten/src/ATen/native/cuda/GroupedBlas.cpp)."""
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

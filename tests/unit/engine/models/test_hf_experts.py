@@ -1,0 +1,35 @@
+"""The experts of models of transformers: what graphs hold on every GPU computes what grouped products do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_hf_models import tiny_hf_model
+
+from tandem.engine.models.hf import experts
+from tandem.engine.models.hf.attention import NAME
+from tandem.engine.models.hf.config import read_config
+from tandem.engine.models.hf.layers import build_empty
+from tandem.engine.models.hf.loader import _loaded
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
+def test_all_experts_for_every_token_make_the_same(family: str) -> None:
+    causal = _loaded(tiny_hf_model(family), torch.float32)
+    module: Any = next(module for name, module in causal.named_modules() if name.endswith(".experts"))
+    hidden_TE = torch.randn(7, causal.config.hidden_size)
+    index_Tk = torch.stack([torch.randperm(len(module.down_proj))[:2] for _ in range(7)])
+    weights_Tk = torch.rand(7, 2)
+    grouped = experts.experts_forward(module, hidden_TE, index_Tk, weights_Tk)
+    dense = experts.all_experts(module, hidden_TE, index_Tk, weights_Tk)
+    torch.testing.assert_close(dense, grouped, rtol=1e-5, atol=1e-5)
+    assert grouped.abs().max() > 0.01
+
+
+def test_every_architecture_that_can_takes_ours() -> None:
+    """Llama 4's own go through all experts, too."""
+    for family, name in (("qwen3_moe", NAME), ("gpt_oss", NAME), ("llama4_text", "eager")):
+        config: Any = build_empty(read_config(tiny_hf_model(family))).config
+        assert config._experts_implementation == name
