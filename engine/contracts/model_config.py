@@ -47,6 +47,17 @@ Count = Annotated[int, Meta(gt=0, le=10_000)]
 TokenIds = int | list[int] | None
 
 
+class BlockSparseLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`blocksparse_params` of config.json, a field of our own: each layer's attention follows the pattern that
+    BlockSparse (kernels/api/spec.py) describes. `tp_rank` is a rank's own."""
+
+    local_blocks: Count
+    vert_stride: Count
+    block_size: Size = 64
+    head_sliding_step: Annotated[int, Meta(ge=0, le=10_000)] = 0
+    tp_rank: Annotated[int, Meta(ge=0, le=0)] = 0
+
+
 class _Fields(RopeFields, kw_only=True):
     """The fields that every architecture has. Those without a default here are in every real checkpoint."""
 
@@ -64,6 +75,7 @@ class _Fields(RopeFields, kw_only=True):
     torch_dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_id: TokenIds = None
+    blocksparse_params: BlockSparseLayers | None = None
 
 
 class _Llama(_Fields, kw_only=True):
@@ -127,6 +139,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    blocksparse: BlockSparseLayers | None = None
 
     def window_of(self, layer: int) -> int | None:
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
@@ -201,6 +214,7 @@ def _parse(raw: dict[str, Any]) -> ModelConfig:
         dtype=_dtype(fields),
         eos_token_ids=token_ids(fields.eos_token_id),
         bos_token_id=fields.bos_token_id,
+        blocksparse=fields.blocksparse_params,
     )
 
 

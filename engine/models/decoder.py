@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import torch
 from torch import nn
 
@@ -74,6 +75,7 @@ class SelfAttention(nn.Module):
             config.head_dim**-0.5,
             config.num_kv_heads,
             sliding_window=config.window_of(layer),
+            blocksparse_params=None if config.blocksparse is None else msgspec.structs.asdict(config.blocksparse),
             attn_backend=None if backend == "auto" else backend,
             layer_name=self.layer_name,
         )

@@ -35,8 +35,10 @@ class Shard:
     def config(self, config: ModelConfig) -> ModelConfig:
         """The model that this rank computes: its heads and MLP columns. Raises ConfigError when shares are unequal."""
         self._check(config)
+        sparse = config.blocksparse
         return msgspec.structs.replace(
             config,
+            blocksparse=None if sparse is None else msgspec.structs.replace(sparse, tp_rank=self.rank),
             num_heads=config.num_heads // self.size,
             num_kv_heads=self.num_kv_heads(config.num_kv_heads),
             intermediate_size=config.intermediate_size // self.size,
