@@ -64,9 +64,9 @@ class NodeContext:
         return kind(self.info, self._make_book(), scheduler, self.pool, max_queue, handoffs)
 
     def _make_book(self) -> RequestBook:
-        encoder = self.loaded.model.media_encoder
-        kinds = frozenset() if encoder is None else encoder.kinds
-        return RequestBook(self.loaded.config.vocab_size, self.loaded.max_model_len, self.pool.shares, kinds)
+        config, media = self.loaded.config, self.loaded.model.media_encoder
+        kinds = frozenset({"encoder"} if config.encoder else () if media is None else media.kinds)
+        return RequestBook(config.vocab_size, self.loaded.max_model_len, self.pool.shares, kinds, config.encoder)
 
     def _make_scheduler(self, connector: KVConnectorScheduler | None, tiers: LowerTiers) -> Scheduler:
         cache, loaded = self.options.cache, self.loaded

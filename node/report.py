@@ -55,6 +55,7 @@ def describe(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.config.vocab_size,
         media_kinds=() if loaded.model.media_encoder is None else tuple(sorted(loaded.model.media_encoder.kinds)),
+        encoder=loaded.config.encoder,
         transports=exports,
     )
 

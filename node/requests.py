@@ -17,7 +17,7 @@ import numpy as np
 from tandem.engine.contracts.hashing import Secrecy
 from tandem.engine.contracts.keys import AttemptKey, NodeKey
 from tandem.engine.contracts.tenants import TenantShares, tenant_of_salt
-from tandem.engine.contracts.wire.parts import Message
+from tandem.engine.contracts.wire.parts import EncoderFacts, Message
 from tandem.engine.contracts.wire.requests import (
     Accepted,
     Cancelled,
@@ -67,6 +67,7 @@ class RequestBook:
     max_model_len: int
     tenant_shares: TenantShares = field(default_factory=TenantShares)
     media_kinds: frozenset[str] = frozenset()  # what the model takes beside text
+    encoder: EncoderFacts | None = None
     entries: dict[AttemptKey, AcceptedRequest] = field(default_factory=dict)
     num_accepted: int = 0
     num_ended: int = 0
@@ -96,7 +97,7 @@ class RequestBook:
         if key in self._tombstones:
             self._send(router, Accepted(request_id=submit.request_id, attempt=submit.attempt))
             return None
-        problem = problem_of(submit, self.vocab_size, self.max_model_len, self.media_kinds)
+        problem = problem_of(submit, self.vocab_size, self.max_model_len, self.media_kinds, self.encoder)
         if problem:
             self.refuse(router, submit, "invalid_request", problem, retryable=False)
             return None

@@ -15,6 +15,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.kv_layout import KVGroup, KVLayout, ModelIdentity
 from tandem.engine.contracts.model_folder import resolve_model, served_name
 from tandem.engine.contracts.model_shape import ModelShape
+from tandem.engine.contracts.wire.parts import SPAN_MULTIPLE
 from tandem.engine.device.kv_encoding import choose_kv_encoding
 from tandem.engine.device.kv_pool import free_host_bytes, make_layout, num_blocks_for
 from tandem.engine.models.choice import load_chosen, load_config
@@ -106,6 +107,10 @@ def load(
     if cache.block_size < 1 or cache.hash_block_size < 1 or cache.block_size % cache.hash_block_size:
         sizes = f"--block-size {cache.block_size} is no multiple of --hash-block-size {cache.hash_block_size}"
         raise ConfigError(f"{sizes}; change one of them")
+    if config.encoder is not None and SPAN_MULTIPLE % cache.block_size:
+        raise ConfigError(f"--block-size {cache.block_size}: with an encoder it must divide {SPAN_MULTIPLE}")
+    if config.encoder is not None and membership is not None:
+        raise ConfigError(f"--tensor-parallel-size: {config.architecture} has an encoder, and runs on one GPU")
     device = choose_device(options)
     num_ranks = 1 if membership is None else membership.shard.size
     torch.set_num_threads(options.num_threads or max(1, torch.get_num_threads() // num_ranks))
@@ -149,14 +154,15 @@ def _make_adapters(
 
 def _keep_kv_as(model: Model, group: KVGroup) -> None:
     """Tells the layers the dtype and scales of the pool that will be bound. To be called before the first step."""
-    for index, attention in enumerate(model.attention_layers.values()):
-        k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
-        attention.keep_kv_as(group.dtype, k_scale, v_scale)
+    for layers in (model.attention_layers, model.cross_layers):
+        for index, attention in enumerate(layers.values()):
+            k_scale, v_scale = (scales[index] if scales else 1.0 for scales in (group.k_scales, group.v_scales))
+            attention.keep_kv_as(group.dtype, k_scale, v_scale)
 
 
 def _can_be_captured(model: Model, device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
     """Whether each layer's attention may be part of a CUDA graph; warns when one's may not."""
-    for name, layer in model.attention_layers.items():
+    for name, layer in (*model.attention_layers.items(), *model.cross_layers.items()):
         if not layer.can_be_captured(device, dtype, block_size):
             logger.warning("decode steps run without CUDA graphs, several times slower: no kernel serves %s", name)
             return False

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.encoder import problem_of_sequence
 from tandem.engine.contracts.wire.media import problem_of_media
-from tandem.engine.contracts.wire.parts import PeerRef
+from tandem.engine.contracts.wire.parts import EncoderFacts, PeerRef
 from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.structured.grammars import MAX_GRAMMAR_BYTES
 
@@ -30,16 +31,23 @@ INT32 = 1 << 31
 INT64 = 1 << 64
 
 
-def problem_of(submit: Submit, vocab_size: int, max_model_len: int, media_kinds: frozenset[str] = frozenset()) -> str:
+def problem_of(
+    submit: Submit,
+    vocab_size: int,
+    max_model_len: int,
+    media_kinds: frozenset[str] = frozenset(),
+    encoder: EncoderFacts | None = None,
+) -> str:
     """The reason why this node can't take `submit`, in words for its sender; "" when it can."""
     for problem in (
         _problems_of_name(submit),
         _problems_of_prompt(submit, vocab_size, max_model_len),
         _problems_of_media(submit, media_kinds),
+        _problems_of_encoder(submit, encoder),
         _problems_of_sampling(submit.sampling, vocab_size),
         _problems_of_place(submit),
     ):
-        found = next(problem, "")
+        found = next(filter(None, problem), "")
         if found:
             return found
     return ""
@@ -102,6 +110,13 @@ def _problems_of_media(submit: Submit, media_kinds: frozenset[str]) -> Iterator[
     yield problem_of_media(submit.media, token_ids)
 
 
+def _problems_of_encoder(submit: Submit, encoder: EncoderFacts | None) -> Iterator[str]:
+    num_tokens, max_tokens = len(submit.prompt_token_ids) // 4, submit.sampling.max_tokens
+    yield problem_of_sequence(encoder, submit.media, num_tokens, submit.num_prior_output_tokens, max_tokens)
+    if encoder is not None and submit.sampling.num_prompt_logprobs is not None:
+        yield "a model with an encoder has no log-probabilities of its prompt"
+
+
 def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[str]:
     if not 1 <= params.max_tokens < INT32 or not 0 <= params.min_tokens < INT32:
         yield "max_tokens must lie in [1, 2^31), min_tokens in [0, 2^31)"
@@ -138,6 +153,8 @@ def _problems_of_sampling(params: SamplingParams, vocab_size: int) -> Iterator[s
         yield f"bad_words must not be empty, nor hold more than {MAX_BANNED_IDS} ids in all"
     if not all(0 <= token_id < vocab_size for word in params.bad_words for token_id in word):
         yield f"a token id of bad_words is outside of [0, {vocab_size})"
+    if len(params.banned_first_ids) > vocab_size or not all(0 <= each < vocab_size for each in params.banned_first_ids):
+        yield f"banned_first_ids must lie in [0, {vocab_size}), and be no more"
 
 
 def _has_no_penalty(params: SamplingParams) -> bool:

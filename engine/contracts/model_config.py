@@ -141,6 +141,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None = None
     blocksparse: BlockSparseLayers | None = None
 
+    @property
+    def encoder(self) -> None:
+        """None: it has only a decoder."""
+        return None
+
     def window_of(self, layer: int) -> int | None:
         if self.sliding_window is None or (self.sliding_layers and not self.sliding_layers[layer]):
             return None

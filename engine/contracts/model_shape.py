@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from tandem.engine.contracts.wire.parts import EncoderFacts
+
 
 class ModelShape(Protocol):
     """Sizes in elements, lengths in tokens."""
@@ -40,3 +42,6 @@ class ModelShape(Protocol):
 
     @property
     def bos_token_id(self) -> int | None: ...
+
+    @property
+    def encoder(self) -> EncoderFacts | None: ...

@@ -29,6 +29,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int | None = None  # None: off; 0: the sampled token's only; k: top k as well
     num_prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    banned_first_ids: tuple[int, ...] = ()  # not drawn as the first output token
     ignore_eos: bool = False
     grammar: str = ""  # what the output must follow, as engine/structured reads it; "": anything
     allowed_token_ids: tuple[int, ...] = ()  # all others are banned; (): none is

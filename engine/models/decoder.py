@@ -7,6 +7,7 @@ V vocabulary. Projections are merged: QKV into one matrix, gate and up into one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 import torch
@@ -187,6 +188,9 @@ class DecoderLayer(nn.Module):
 class DecoderModel(nn.Module):
     """Parameters are uninitialised until engine/models/loader.py fills them. With a group, it is one rank's share of
     the model, and hidden states are whole on every rank: what a norm takes in is a sum over ranks."""
+
+    encoder = None
+    cross_layers: Mapping[str, Attention] = MappingProxyType({})
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class BatchState:
         self._eos_token_ids = tuple(eos_token_ids)
         self._bias: list[tuple[np.ndarray, np.ndarray]] = [_EMPTY_BIAS] * max_num_seqs
         self._banned_early: list[np.ndarray] = [_EMPTY_IDS] * max_num_seqs
+        self._banned_first: list[np.ndarray] = [_EMPTY_IDS] * max_num_seqs
         self._output_counts_SV: torch.Tensor | None = None
         self._in_prompt_SV: torch.Tensor | None = None
 
@@ -117,6 +118,7 @@ class BatchState:
             self.settings[fork.slot] = self.settings[fork.parent_slot]
             self._bias[fork.slot] = self._bias[fork.parent_slot]
             self._banned_early[fork.slot] = self._banned_early[fork.parent_slot]
+            self._banned_first[fork.slot] = self._banned_first[fork.parent_slot]
             self.token_ids_SC[fork.slot, : fork.num_tokens] = self.token_ids_SC[fork.parent_slot, : fork.num_tokens]
             if self.settings["penalised"][fork.slot]:
                 counts_SV, in_prompt_SV = self._penalty_tables()
@@ -162,10 +164,11 @@ class BatchState:
         eos = () if params.ignore_eos else self._eos_token_ids
         banned = np.array(sorted({*params.stop_token_ids, *eos}), np.int64) if params.min_tokens else _EMPTY_IDS
         self._bias[slot], self._banned_early[slot] = bias, banned
+        self._banned_first[slot] = first = np.array(params.banned_first_ids, np.int64)
         num_logprobs = -1 if params.num_logprobs is None else params.num_logprobs
         if params.beam_width:
             num_logprobs = max(num_logprobs, num_candidates(params, len(end_ids(params, self._eos_token_ids))))
-        is_edited = bool(bias[0].size or banned.size)
+        is_edited = bool(bias[0].size or banned.size or first.size)
         self.settings[slot] = _settings_row(params, new.num_prompt_tokens, is_edited, num_logprobs, new.adapter)
 
     def _count_tokens(self, new_slots: Sequence[NewSlot]) -> None:
@@ -244,10 +247,11 @@ class BatchState:
         row_parts, token_parts, value_parts = [_EMPTY_IDS], [_EMPTY_IDS], [_EMPTY_BIAS[1]]
         for row in np.flatnonzero(rows["edited"]):
             ids, values = self._bias[slots[row]]
-            if output_indices[row] < rows["min_tokens"][row]:
-                banned = self._banned_early[slots[row]]
-                ids = np.concatenate((ids, banned))
-                values = np.concatenate((values, np.full(len(banned), -np.inf)))
+            banned = self._banned_early[slots[row]] if output_indices[row] < rows["min_tokens"][row] else _EMPTY_IDS
+            if output_indices[row] == 0:
+                banned = np.concatenate((banned, self._banned_first[slots[row]]))
+            ids = np.concatenate((ids, banned))
+            values = np.concatenate((values, np.full(len(banned), -np.inf)))
             row_parts.append(np.full(len(ids), row, np.int64))
             token_parts.append(ids)
             value_parts.append(values)

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from tandem.engine.running.batch_state import BatchState
+from tandem.engine.running.encoder_spans import EncoderSpans
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.attention import Attention
@@ -82,9 +83,11 @@ class DecodeBatch:
         max_rows: int,
         max_model_len: int,
         shift_S: torch.Tensor | None = None,
+        spans: EncoderSpans | None = None,
     ) -> None:
         self._model = model
         self._shift_S = shift_S
+        self._spans = spans
         self._state = state
         self._max_model_len = max_model_len
         rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -128,6 +131,7 @@ class DecodeBatch:
         slot_G, position_G = self._words[0, :size], self._words[1, :size]
         state, inputs = self._state, self._inputs.first(size)
         gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
+        cross = None if self._spans is None else self._spans.of_slots(slot_G)
         metadata = AttentionMetadata(
             query_start_loc=self._starts[: size + 1],
             seq_lens=inputs.seq_lens_R,
@@ -138,6 +142,9 @@ class DecodeBatch:
             max_seq_len=self._max_model_len,
             query_lens_cpu=(1,) * size,
             seq_lens_cpu=(self._max_model_len,) * size,
+            encoder_seq_lens=None if cross is None else cross.lengths_on_device,
+            encoder_seq_lens_cpu=() if cross is None else cross.lengths,
+            cross_block_tables=None if cross is None else cross.block_tables,
             shared_prefixes=prefixes,
         )
         if self._shift_S is not None:
@@ -184,9 +191,10 @@ class DecodeGraphs:
         sharing: PrefixSharing | None = None,
         shift_S: torch.Tensor | None = None,
         with_adapters: bool = False,
+        spans: EncoderSpans | None = None,
     ) -> None:
         """`shift_S`: by how much a slot's positions are beyond its tokens' places; None: in none."""
-        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S)
+        self.batch = DecodeBatch(model, state, max_rows, max_model_len, shift_S, spans)
         self.sizes = graph_sizes(max_rows)
         self.shared_sizes = [] if sharing is None else shared_graph_sizes(max_rows)
         self.adapted_sizes = shared_graph_sizes(max_rows) if with_adapters else []

@@ -22,6 +22,7 @@ from tandem.engine.media.encoder import EncodeError, MediaInputs
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS, DecodeGraphs
+from tandem.engine.running.encoder_spans import EncoderSpans, SpanPart
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.running.prompt_logprobs import prompt_logprobs
 from tandem.engine.running.runner_needs import AdapterMemory, Followers, Model
@@ -78,17 +79,22 @@ class ModelRunner:
         self._max_num_tokens = options.max_num_batched_tokens
         self.max_model_len = max_model_len
         self._max_chunk = options.max_prefill_chunk or options.max_num_batched_tokens
+        self.counters = {"steps_out_of_memory": 0}
+        self.spans: EncoderSpans | None = None
+        if model.encoder is not None:  # all but the spans has the decoder's positions
+            self.max_model_len = model.encoder.facts.max_decoder_len
+            self.spans = EncoderSpans(model.encoder, options.max_num_seqs, block_size, self.device, self.counters)
         self.state = BatchState(
-            options.max_num_seqs, max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
+            options.max_num_seqs, self.max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
         )
         bind_kv_cache(model.attention_layers, pool)
+        bind_kv_cache(model.cross_layers, pool)
         self.sharing: PrefixSharing | None = None
         if options.share_prefixes:
             self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_graph_rows)
-        self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing)
+        self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing, self.spans)
         self._graphs: DecodeGraphs | None = None
         self._may_replay = True
-        self.counters = {"steps_out_of_memory": 0}
         if worker_connector is not None:
             worker_connector.register_kv_cache(pool)
 
@@ -103,6 +109,9 @@ class ModelRunner:
         for load in output.adapter_loads:
             assert self._adapters is not None, "no slot was made for adapters"
             self._adapters.load(load.slot, load.ref)
+        span_parts: list[SpanPart] = []
+        if self.spans is not None:
+            output, span_parts = self.spans.take_off(output)
         failed_slots = self.state.apply(output.new_slots, output.block_appends)
         if self._guides is not None:
             self._guides.apply(output.new_slots, output.forks)
@@ -115,9 +124,7 @@ class ModelRunner:
         connector = self._connector
         if connector is not None and output.connector_meta is not None:
             connector.start_load_kv(output.connector_meta, between_layers)
-        is_replayed = self._replay(output, step)
-        if not is_replayed:
-            self._compute(output, step)
+        is_replayed = self._launch(output, span_parts, step)
         if connector is not None and (output.connector_meta is not None or not is_replayed):
             connector.wait_for_save()
         if not step.is_put_off:
@@ -129,6 +136,24 @@ class ModelRunner:
         if self.device.type == "cuda":
             step.event = torch.cuda.Event()
             step.event.record()
+
+    def _launch(self, output: SchedulerOutput, span_parts: Sequence[SpanPart], step: LaunchedStep) -> bool:
+        """Runs the encoder for what the step needs of it, then the decoder. Returns whether a graph was replayed."""
+        if self.spans is not None:
+            try:
+                self.spans.compute(span_parts)
+            except torch.OutOfMemoryError as error:
+                self._on_out_of_memory(sum(part.end - part.start for part in span_parts), error)
+                step.fail(NO_MEMORY)
+                return False
+        if not output.rows:
+            self._wait_for_layers(output)
+            self._save_layers(output)
+            return False
+        if self._replay(output, step):
+            return True
+        self._compute(output, step)
+        return False
 
     def _replay(self, output: SchedulerOutput, step: LaunchedStep) -> bool:
         """Runs a decode step, or small chunks of prompts, by replaying a graph. False: no graph fits this step, or the
@@ -197,9 +222,8 @@ class ModelRunner:
         every = any(row.prompt_logprobs for row in output.rows)
         step.prompt_logprobs = []
         wanted: list[torch.Tensor] = []
-        if hooks is not None and len(pieces) > 1:
-            for name in self.model.attention_layers:
-                hooks.wait_for_kv_layer(name)
+        if len(pieces) > 1:
+            self._wait_for_layers(output)
         for piece in pieces:
             inputs = self._inputs.build(piece.rows)
             last = self._inputs.last_tokens(inputs, piece.sampled)
@@ -211,9 +235,8 @@ class ModelRunner:
                 step.prompt_logprobs += prompt_logprobs(self.model, self.state, piece, inputs, hidden_TH)
                 hidden_TH = hidden_TH[last.index]
             wanted.append(hidden_TH)
-        if hooks is not None and len(pieces) > 1:
-            for name, layer in self.model.attention_layers.items():
-                hooks.save_kv_layer(name, layer.kv_cache[0], None)
+        if len(pieces) > 1:
+            self._save_layers(output)
         self.state.fork(output.forks)
         if self._media is not None:
             self._media.fork(output.forks)
@@ -223,6 +246,18 @@ class ModelRunner:
                 order = np.argsort([index for piece in pieces for index in piece.samples])
                 hidden_NH = torch.cat(wanted)[torch.from_numpy(order).to(self.device)]
             self._sample(output.samples, self.model.project(hidden_NH), step)
+
+    def _wait_for_layers(self, output: SchedulerOutput) -> None:
+        """Tells the connector, before a step that it can't see layer by layer, that all layers begin."""
+        if self._connector is not None and output.connector_meta is not None:
+            for name in self.model.attention_layers:
+                self._connector.wait_for_kv_layer(name)
+
+    def _save_layers(self, output: SchedulerOutput) -> None:
+        """Tells the connector, after a step that it can't see layer by layer, that all layers are written."""
+        if self._connector is not None and output.connector_meta is not None:
+            for name, layer in self.model.attention_layers.items():
+                self._connector.save_kv_layer(name, layer.kv_cache[0], None)
 
     def _forward(
         self,
@@ -314,6 +349,8 @@ class ModelRunner:
         if self._followers is not None:
             self._followers.announce("warm_up")
         matmul.prepare(self.device)
+        if self.spans is not None:
+            self.spans.warm_up()
         for rows in extreme_steps(self._max_num_tokens, self._max_chunk, self.max_model_len, self.max_decode_rows):
             inputs = self._inputs.build_dummy(rows)
             num_samples = min(self._max_num_seqs, inputs.metadata.num_tokens)
@@ -360,7 +397,7 @@ class ModelRunner:
         has_adapters = self._adapters is not None
         rows, length = self.max_graph_rows, self.max_model_len
         shift_S = None if self._media is None else self._media.shift_S
-        return DecodeGraphs(self.model, self.state, rows, length, self.sharing, shift_S, has_adapters)
+        return DecodeGraphs(self.model, self.state, rows, length, self.sharing, shift_S, has_adapters, self.spans)
 
     @property
     def max_decode_rows(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 import torch
@@ -10,7 +11,9 @@ from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.parallel.group import TensorParallel
 from tandem.engine.running.decode_graphs import DecoderLike
+from tandem.engine.running.encoder_spans import Encoder
 from tandem.engine.scheduling.step import SchedulerOutput
+from tandem.kernels.api.attention import Attention
 from tandem.kernels.products.rotary_attention import WantedTokens
 
 
@@ -34,6 +37,12 @@ class Model(DecoderLike, Protocol):
 
     @property
     def media_encoder(self) -> MediaEncoder | None: ...
+
+    @property
+    def encoder(self) -> Encoder | None: ...
+
+    @property
+    def cross_layers(self) -> Mapping[str, Attention]: ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 

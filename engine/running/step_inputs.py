@@ -13,9 +13,11 @@ import torch
 
 from tandem.engine.device.upload import upload
 from tandem.engine.running.batch_state import BatchState
+from tandem.engine.running.encoder_spans import CrossInputs, EncoderSpans
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
 from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder
+from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
 from tandem.kernels.products.adapters import FEW_TILE_ROWS, MANY_TILE_ROWS, AdapterRows
 from tandem.kernels.products.rotary_attention import WantedTokens
 
@@ -36,9 +38,16 @@ class ForwardInputs:
 class StepInputs:
     """Builds ForwardInputs from rows. Rows of one token go first, as attention wants them."""
 
-    def __init__(self, state: BatchState, max_num_tokens: int, sharing: PrefixSharing | None = None) -> None:
+    def __init__(
+        self,
+        state: BatchState,
+        max_num_tokens: int,
+        sharing: PrefixSharing | None = None,
+        spans: EncoderSpans | None = None,
+    ) -> None:
         self._state = state
         self._sharing = sharing
+        self._spans = spans
         self._builder = AttentionMetadataBuilder()
         device = state.device
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
@@ -61,7 +70,8 @@ class StepInputs:
         shared = None
         if self._sharing is not None:
             shared = self._sharing.of_rows([row for row in rows if row.num_tokens == 1])
-        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, state.device, shared_prefixes=shared)
+        cross = None if self._spans is None else self._spans.of_rows(slot_R, slot_R_dev)
+        metadata = self._build(lengths, ends, block_tables, slot_mapping, shared, cross)
         place_R = np.empty(len(rows), np.int64)
         place_R[order] = np.arange(len(rows))
         first_token_R = (np.cumsum(lengths) - lengths)[place_R]
@@ -97,10 +107,31 @@ class StepInputs:
         nothing = None
         if self._sharing is not None:  # its kernels are warmed up, too
             nothing = self._sharing.nothing(int((lengths == 1).sum()))
-        metadata = self._builder.build(lengths, ends, block_tables, slot_mapping, device, shared_prefixes=nothing)
+        cross = None if self._spans is None else self._spans.of_nobody(rows)
+        metadata = self._build(lengths, ends, block_tables, slot_mapping, nothing, cross)
         adapters = adapter_rows(np.full(len(rows), adapter), lengths, device)
         first_token_R = np.cumsum(lengths) - lengths
         return ForwardInputs(input_ids, positions, metadata, first_token_R, np.arange(len(rows)), adapters)
+
+    def _build(
+        self,
+        lengths: np.ndarray,
+        ends: np.ndarray,
+        block_tables: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        shared: SharedPrefixes | None,
+        cross: CrossInputs | None,
+    ) -> AttentionMetadata:
+        return self._builder.build(
+            lengths,
+            ends,
+            block_tables,
+            slot_mapping,
+            self._state.device,
+            encoder_seq_lens=None if cross is None else cross.lengths,
+            cross_block_tables=None if cross is None else cross.block_tables,
+            shared_prefixes=shared,
+        )
 
     def _views(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         assert num_tokens <= len(self._positions), f"{num_tokens} tokens in a step of at most {len(self._positions)}"

@@ -59,9 +59,9 @@ class _Listener:
     def _usage(self) -> dict[str, Any]:
         shown = self._body.max_tokens != 0
         counted = responses.usage(
-            sum(len(plan.token_ids) for plan in self._plans),
+            sum(plan.num_prompt_tokens for plan in self._plans),
             sum(sample.num_tokens for g in self._generations for sample in g.samples) if shown else 0,
-            sum(generation.machine.num_cached_tokens for generation in self._generations),
+            sum(min(g.machine.num_cached_tokens, g.plan.num_prompt_tokens) for g in self._generations),
         )
         return counted | self._format.usage_details()
 
@@ -102,7 +102,7 @@ class Collector(_Listener):
     def _complete(self, prompt_index: int, index: int, choice: AnswerChoice) -> dict[str, Any]:
         complete = choice.as_dict(index, self._echo(prompt_index) if self._body.echo else None)
         if self._body.return_token_ids:
-            complete["prompt_token_ids"] = self._plans[prompt_index].token_ids.tolist()
+            complete["prompt_token_ids"] = self._plans[prompt_index].prompt_ids
         if self._body.prompt_logprobs is not None:
             complete["prompt_logprobs"] = prompt_logprobs_table(
                 self._tokenizer, self._entries.get(prompt_index, ()), self._body.prompt_logprobs
@@ -158,7 +158,7 @@ class EventStream(_Listener):
         self._seen.add(index)
         extra: dict[str, Any] | None = None
         if self._body.return_token_ids:
-            extra = {"prompt_token_ids": self._plans[prompt_index].token_ids.tolist()}
+            extra = {"prompt_token_ids": self._plans[prompt_index].prompt_ids}
         if self._body.echo:
             self._push(self._writer.piece(index, self._echo(prompt_index), extra))
             return None

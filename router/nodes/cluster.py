@@ -330,7 +330,11 @@ class Cluster:
         if infos:
             name = self._options.model.served_name or infos[0].model_name
             self.facts = ModelFacts(
-                name, min(info.max_model_len for info in infos), min(info.vocab_size for info in infos), infos[0].task
+                name,
+                min(info.max_model_len for info in infos),
+                min(info.vocab_size for info in infos),
+                infos[0].task,
+                infos[0].encoder,
             )
 
 

@@ -12,6 +12,7 @@ from tandem.engine.contracts.errors import TandemError
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.sampling_params import SamplingParams
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import NO_TARGETS, AdapterRef, FinishReason, Targets, TokenLogprobs
 from tandem.engine.contracts.wire.requests import Cancel, Migrate, Submit
 
@@ -31,6 +32,7 @@ class RequestSpec:
     secrecy: Secrecy = EVERYBODYS
     cache_share: float = 1.0
     adapter: AdapterRef | None = None
+    media: tuple[MediaItem, ...] = ()
     session: str = ""  # requests of one session go to the same nodes
     max_attempts: int = 3
     deadline_s: float = 600.0

@@ -50,7 +50,7 @@ class Generation:
     @property
     def num_tokens(self) -> int:
         """Counts its prompt, and all that has come out."""
-        return len(self.plan.token_ids) + sum(sample.num_tokens for sample in self.samples)
+        return self.plan.num_prompt_tokens + sum(sample.num_tokens for sample in self.samples)
 
 
 class GenerationFactory:
@@ -85,6 +85,7 @@ class GenerationFactory:
             secrecy=plan.secrecy,
             cache_share=plan.cache_share,
             adapter=plan.adapter,
+            media=plan.media,
             session=said.session,
             max_attempts=self._options.max_attempts,
             deadline_s=min(timeouts.request_s, body.timeout or timeouts.request_s, said.timeout_s),
@@ -93,7 +94,7 @@ class GenerationFactory:
         )
 
     def _samples(self, body: CompletionBody, plan: PromptPlan) -> list[SampleOutput]:
-        prompt_tail = plan.token_ids[-PROMPT_TAIL:].tolist()
+        prompt_tail = [token_id for token_id in plan.token_ids[-PROMPT_TAIL:].tolist() if token_id >= 0]
         offset = len(echo_text(plan, self._tokenizer)) if body.echo else 0
         names = names_of(self._tokenizer, body.return_tokens_as_token_ids)
         return [

@@ -175,7 +175,7 @@ class CompletionService:
         try:
             for generation in generations:
                 self._dispatcher.start(generation)
-                self.metrics.prompt_tokens.inc(len(generation.plan.token_ids))
+                self.metrics.prompt_tokens.inc(generation.plan.num_prompt_tokens)
         except Exception:  # our own fault: nobody listens, so nothing of it may go on
             self.abort(generations, TandemError("the request could not be started"))
             raise

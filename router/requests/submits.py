@@ -50,6 +50,7 @@ def submit(
         context=spec.secrecy.context,
         cache_share=spec.cache_share,
         adapter=spec.adapter,
+        media=spec.media,
     )
 
 

@@ -15,7 +15,10 @@ from tandem.engine.contracts.errors import InvalidRequestError, ModelNotFoundErr
 from tandem.engine.contracts.generation_config import SamplingDefaults
 from tandem.engine.contracts.hashing import EVERYBODYS, Secrecy
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.contracts.wire.parts import AdapterRef, Task
+from tandem.engine.contracts.wire.encoder import sequence_of
+from tandem.engine.contracts.wire.media import MediaItem
+from tandem.engine.contracts.wire.parts import AdapterRef, EncoderFacts, Task
+from tandem.router.text.encoder_prompts import check_is_text, text_input, with_bans
 from tandem.router.text.openai_api import CompletionBody, Prompts, parse_logit_bias, parse_seed
 from tandem.router.text.tokenizer import Tokenizer
 
@@ -35,6 +38,7 @@ class ModelFacts:
     max_model_len: int
     vocab_size: int
     task: Task = "generate"
+    encoder: EncoderFacts | None = None
 
     @property
     def max_input_len(self) -> int:
@@ -55,6 +59,24 @@ class PromptPlan:
     is_chat: bool = False
     pair_start: int = 0  # for models that score: where a pair's second text begins
     shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the output's text
+    media: tuple[MediaItem, ...] = ()  # of the spans of `token_ids` that are below 0
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The prompt's tokens as the client knows them."""
+        texts = [array for item in self.media for name, array in item.arrays().items() if name == "input_ids"]
+        is_input = bool(self.media) and self.media[0].kind == "encoder"
+        return [int(token_id) for token_id in (texts[0][0] if is_input and texts else self.token_ids)]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens the client is told that its prompt has: of an encoder's input its own, not those that fill
+        its blocks up."""
+        if not self.media or self.media[0].kind != "encoder":
+            return len(self.token_ids)
+        [item] = self.media
+        own = next((tensor.shape[-1] for tensor in item.tensors if tensor.name == "input_ids"), item.length)
+        return own + len(self.token_ids) - item.length
 
 
 def check_model(name: str | None, facts: ModelFacts) -> None:
@@ -172,16 +194,52 @@ def plan_prompts(
     _check_token_ids(body.stop_token_ids or [], facts.vocab_size, "stop_token_ids")
     _check_token_ids(body.allowed_token_ids or [], facts.vocab_size, "allowed_token_ids")
     logit_bias = parse_logit_bias(body.logit_bias, facts.vocab_size)
+    if facts.encoder is not None:
+        check_is_text(body, facts.encoder)
     plans = []
     for prompt, ids in zip(prompts, prompt_ids, strict=True):
-        _check_length(len(ids), facts)
+        if facts.encoder is None:
+            _check_length(len(ids), facts)
         token_ids = np.array(ids, dtype=np.int32)
-        if int(token_ids.max()) >= facts.vocab_size:
+        if ids and int(token_ids.max()) >= facts.vocab_size:
             _check_token_ids(ids, facts.vocab_size, "prompt")
-        most = _max_tokens(body, len(ids), facts, defaults.max_new_tokens or default_max_tokens)
+        most = defaults.max_new_tokens or default_max_tokens
+        text = prompt if isinstance(prompt, str) else None
+        if facts.encoder is not None:
+            item = text_input(ids, facts.encoder)
+            plans.append(encoder_plan(item, facts.encoder.prompt, text, body, facts, defaults, most, banned))
+            continue
+        most = _max_tokens(body, len(ids), facts.max_model_len, most)
         sampling = _sampling(body, logit_bias, most, defaults, banned)
-        plans.append(PromptPlan(token_ids, prompt if isinstance(prompt, str) else None, sampling))
+        plans.append(PromptPlan(token_ids, text, sampling))
     return plans
+
+
+def encoder_plan(
+    item: MediaItem,
+    decoder_ids: Sequence[int],
+    text: str | None,
+    body: CompletionBody,
+    facts: ModelFacts,
+    defaults: SamplingDefaults,
+    default_max_tokens: int,
+    banned: tuple[tuple[int, ...], ...] = (),
+) -> PromptPlan:
+    """The plan of an encoder's input. `decoder_ids`: how the decoder begins. Raises InvalidRequestError when one of the
+    two sides is too long."""
+    assert facts.encoder is not None
+    token_ids = sequence_of(item, np.array(decoder_ids, np.int32))
+    longest = min(facts.encoder.max_decoder_len, facts.max_model_len - item.length)
+    if len(decoder_ids) >= longest:
+        raise InvalidRequestError(
+            f"the decoder's prompt has {len(decoder_ids)} tokens beside an input of {item.length} positions; the model "
+            f"takes {longest} with the output",
+            param="prompt",
+        )
+    logit_bias = parse_logit_bias(body.logit_bias, facts.vocab_size)
+    most = _max_tokens(body, len(decoder_ids), longest, default_max_tokens, "the decoder begins with")
+    sampling = with_bans(_sampling(body, logit_bias, most, defaults, banned), facts.encoder)
+    return PromptPlan(token_ids, text, sampling, media=(item,))
 
 
 def _check_length(num_tokens: int, facts: ModelFacts) -> None:
@@ -202,8 +260,11 @@ def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
         )
 
 
-def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts, default: int) -> int:
-    room = facts.max_model_len - num_prompt_tokens
+def _max_tokens(
+    body: CompletionBody, num_prompt_tokens: int, longest: int, default: int, what: str = "the prompt has"
+) -> int:
+    """`longest`: of the prompt and output together. Raises InvalidRequestError when the wanted output doesn't fit."""
+    room = longest - num_prompt_tokens
     wanted = body.max_tokens
     if wanted is None:
         wanted = min(default, room)
@@ -213,8 +274,8 @@ def _max_tokens(body: CompletionBody, num_prompt_tokens: int, facts: ModelFacts,
             )
     if wanted > room:
         raise InvalidRequestError(
-            f"the prompt has {num_prompt_tokens} tokens and max_tokens is {wanted}; together they may not exceed "
-            f"{facts.max_model_len}: at most {room} output tokens fit",
+            f"{what} {num_prompt_tokens} tokens and max_tokens is {wanted}; together they may not exceed "
+            f"{longest}: at most {room} output tokens fit",
             param="max_tokens",
         )
     return wanted

@@ -16,6 +16,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Role = Literal["router", "prefill", "decode", "unified"]
 Task = Literal["generate", "embed", "score"]  # what a model does
 FinishReason = Literal["stop", "length"]
+# What an encoder's output is filled up to, so that the decoder begins in a block of its own: block sizes divide it.
+SPAN_MULTIPLE = 64  # the default block size
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -31,6 +33,29 @@ class AttemptMessage(Message, frozen=True, kw_only=True):
     @property
     def key(self) -> AttemptKey:
         return AttemptKey(self.request_id, self.attempt)
+
+
+class EncoderFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Lengths in tokens. `max_positions` is the longest output of the encoder, and of audio the only one;
+    `max_decoder_len` counts the decoder's prompt and output. `prompt` is how the decoder begins. It never draws
+    `suppressed`, and not `suppressed_first` as its first token."""
+
+    kind: Literal["text", "audio"]
+    max_positions: Count
+    max_decoder_len: Count
+    prompt: tuple[Count, ...] = ()
+    suppressed: tuple[Count, ...] = ()
+    suppressed_first: tuple[Count, ...] = ()
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions of the longest sequence."""
+        return span_length(self.max_positions) + self.max_decoder_len
+
+
+def span_length(num_positions: int) -> int:
+    """Positions of a sequence that stand for so many of the encoder's output."""
+    return -(-num_positions // SPAN_MULTIPLE) * SPAN_MULTIPLE
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +74,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int = 0
     task: Task = "generate"
     media_kinds: tuple[str, ...] = ()  # what the model takes beside text
+    encoder: EncoderFacts | None = None
     # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
     transports: dict[str, bytes] = {}
 

@@ -18,6 +18,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from tandem.engine.parallel.sharding import Shard
+from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.forward_context import get_forward_context
+from tandem.kernels.api.metadata import AttentionMetadata
+from tandem.kernels.api.spec import AttentionType
 from tandem.kernels.api.unified_attention import unified_attention
 
 NAME = "tandem"
@@ -61,6 +65,8 @@ class AttentionCall(NamedTuple):
     has_sinks: bool
     is_causal: bool
     alibi_slopes: tuple[float, ...] | None
+    is_cross: bool = False
+    module: nn.Module | None = None
 
 
 class QueryScale(NamedTuple):
@@ -98,6 +104,26 @@ def at_positions(positions_T: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         del _thread.positions
+
+
+def step_positions() -> torch.Tensor | None:
+    """The positions of the tokens of this thread's forward pass, int64 [T]; None in a pass that isn't ours."""
+    return getattr(_thread, "positions", None)
+
+
+@contextmanager
+def storing(metadata: AttentionMetadata) -> Iterator[None]:
+    """Within its `with` block, cross attention of this thread stores the keys and values that it is given where
+    `metadata` says, and attends to nothing."""
+    _thread.storing = metadata
+    try:
+        yield
+    finally:
+        del _thread.storing
+
+
+def is_storing() -> bool:
+    return getattr(_thread, "storing", None) is not None
 
 
 def layer_name(layer: int) -> str:
@@ -138,17 +164,33 @@ def paged_attention(
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         sizes = query.shape[1], key.shape[1], key.shape[3], width
         is_causal = bool(getattr(module, "is_causal", True)) and more.get("is_causal") is not False
-        calls.append(
-            AttentionCall(layer, *sizes, scale, sliding_window, softcap, s_aux is not None, is_causal, alibi_slopes)
-        )
+        is_cross = not is_causal and key.shape[2] != query.shape[2]
+        head = AttentionCall(layer, *sizes, scale, sliding_window, softcap, s_aux is not None, is_causal, alibi_slopes)
+        calls.append(head._replace(is_cross=is_cross, module=module))
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
     widest = max(query.shape[3], width)
     q_THD, k_TKD, v_TKD = (_tokens_first(each, widest) for each in (query, key, value))
+    cross: Attention | None = getattr(module, "tandem_cross", None)
+    if cross is not None:
+        output = _cross_attention(cross, q_THD, k_TKD, v_TKD)
+        return output[None, :, :, :width], None
     query_scale: QueryScale | None = getattr(module, "tandem_query_scale", None)
     if query_scale is not None:
         q_THD = (q_THD * query_scale.of(_thread.positions)).to(q_THD.dtype)
     output = unified_attention(q_THD, k_TKD, v_TKD, layer_name(layer))
     return output[None, :, :, :width], None
+
+
+def _cross_attention(layer: Attention, q_THD: torch.Tensor, k_EKD: torch.Tensor, v_EKD: torch.Tensor) -> torch.Tensor:
+    """[T, H, D]: the tokens' attention to their rows' encoder output, whose keys and values are in the cache. While
+    `storing` those are put there instead, and the result holds zeros."""
+    stored: AttentionMetadata | None = getattr(_thread, "storing", None)
+    if stored is not None:
+        layer.store(k_EKD, v_EKD, layer.kv_cache[0], stored)
+        return torch.zeros_like(q_THD)
+    metadata = get_forward_context().metadata_of(layer.layer_name)
+    nothing = q_THD[:0, : layer.spec.num_kv_heads]
+    return layer(q_THD, nothing, nothing, layer.kv_cache[0], metadata, attn_type=AttentionType.ENCODER_DECODER)
 
 
 def _tokens_first(heads: torch.Tensor, width: int) -> torch.Tensor:

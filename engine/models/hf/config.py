@@ -20,7 +20,9 @@ from transformers.utils import logging as transformers_logging
 from tandem.engine.contracts import model_config
 from tandem.engine.contracts.errors import CheckpointError
 from tandem.engine.contracts.generation_config import eos_token_ids, read_json_object, token_ids
+from tandem.engine.contracts.wire.parts import EncoderFacts
 from tandem.engine.models.hf.adapters import ROPE_BY_LENGTH, let_ours_be_named
+from tandem.engine.models.hf.encoder_config import read_encoder
 from tandem.engine.models.hf.layers import LayerNeeds, look_at
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,7 +33,8 @@ REFUSED_IF_SET = {
 
 
 class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoder of transformers. `head_dim` is the widest of its keys and values; `digest` is of all of config.json."""
+    """A decoder of transformers. `head_dim` is the widest of its keys and values; `digest` is of all of config.json.
+    With an encoder, sizes are the decoder's, and `max_model_len` counts both sides' positions."""
 
     architecture: str
     hidden_size: int
@@ -46,6 +49,8 @@ class HFConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     digest: str
     layers: tuple[LayerNeeds, ...]
+    cross_layers: tuple[LayerNeeds, ...] = ()  # the decoder's attention to the output of its encoder
+    encoder: EncoderFacts | None = None
     rope: None = None  # part of the digest
 
 
@@ -64,6 +69,7 @@ def load_hf_config(folder: Path) -> HFConfig:
     text = config.get_text_config()
     ends = eos_token_ids(folder) or token_ids(_of_either("eos_token_id", config))
     begin = _of_either("bos_token_id", config)
+    encoder = read_encoder(folder, config, found.vocab_size) if config.is_encoder_decoder else None
     return HFConfig(
         architecture=str(config.model_type),
         hidden_size=found.hidden_size,
@@ -72,12 +78,14 @@ def load_hf_config(folder: Path) -> HFConfig:
         num_kv_heads=first.num_kv_heads,
         head_dim=first.head_dim,
         vocab_size=found.vocab_size,
-        max_model_len=_max_model_len(text),
+        max_model_len=_max_model_len(text) if encoder is None else encoder.max_model_len,
         dtype=_dtype(config),
         eos_token_ids=tuple(one for one in ends if 0 <= one < found.vocab_size),
         bos_token_id=begin if isinstance(begin, int) else None,
         digest=hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:32],
         layers=found.layers,
+        cross_layers=found.cross_layers,
+        encoder=encoder,
     )
 
 
@@ -89,8 +97,6 @@ def read_config(folder: Path) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError, TypeError) as error:
         said = str(error).strip().partition("\n")[0]
         raise CheckpointError(f"{folder / 'config.json'}: transformers can't read it: {said}") from error
-    if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{folder}: {config.model_type} has an encoder; only decoders are served")
     try:
         let_ours_be_named(config)
     except ValueError as error:

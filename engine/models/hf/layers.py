@@ -11,12 +11,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from tandem.engine.models.hf.adapters import adapt
 from tandem.engine.models.hf.attention import NAME, AttentionCall, layer_name, recorded
 from tandem.engine.models.hf.towers import TOWERS, text_attention
-from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.attention import Attention, AttentionType
 
 
 class LayerNeeds(NamedTuple):
@@ -37,15 +44,18 @@ class ModelNeeds(NamedTuple):
     layers: tuple[LayerNeeds, ...]
     hidden_size: int
     vocab_size: int  # width of the logits
+    cross_layers: tuple[LayerNeeds, ...] = ()  # of a decoder with an encoder: its attention to that one's output
 
 
 def look_at(config: PreTrainedConfig) -> ModelNeeds:
     """What the model of this configuration needs. Raises ValueError that says why it can't run over our attention."""
     model = build_empty(config)
     calls, logits = run_empty(model)
-    layers = _needs(calls, config.get_text_config())
+    own = [call for call in calls if not call.is_cross]
+    layers = _needs(own, config.get_text_config())
+    cross = _cross_needs([call for call in calls if call.is_cross], own) if config.is_encoder_decoder else ()
     embedding: Any = decoder_of(model)[1].get_input_embeddings()
-    return ModelNeeds(layers, embedding.embedding_dim, logits.shape[-1])
+    return ModelNeeds(layers, embedding.embedding_dim, logits.shape[-1], cross)
 
 
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
@@ -60,13 +70,18 @@ def build_empty(config: PreTrainedConfig) -> PreTrainedModel:
     except (ValueError, KeyError, ImportError) as error:
         raise ValueError(f"transformers can't run it with an attention of ours: {error}") from error
     adapted = adapt(model)
-    if not (decoder_of(model)[1]._supports_attention_backend or adapted):
+    # Models with an encoder call for attention, but don't say that they do.
+    if not (decoder_of(model)[1]._supports_attention_backend or adapted or config.is_encoder_decoder):
         raise ValueError(f"{type(model).__name__} of transformers has attention of its own that can't be replaced")
     return model
 
 
 def class_of(config: PreTrainedConfig) -> Any:
-    """The class of transformers that makes the model: with its towers if they are known."""
+    """The class of transformers that makes the model: with its towers if they are known, with its encoder if it has
+    one."""
+    if config.is_encoder_decoder:
+        takes_text = type(config) in AutoModelForSeq2SeqLM._model_mapping
+        return AutoModelForSeq2SeqLM if takes_text else AutoModelForSpeechSeq2Seq
     return AutoModelForMultimodalLM if config.model_type in TOWERS else AutoModelForCausalLM
 
 
@@ -104,7 +119,11 @@ def run_empty(model: PreTrainedModel) -> tuple[list[AttentionCall], torch.Tensor
     try:
         with torch.device("meta"), torch.inference_mode(), recorded() as calls:
             tokens = torch.zeros((1, 2), dtype=torch.int64)
-            output = model(tokens, position_ids=torch.arange(2)[None], use_cache=False)
+            if model.config.is_encoder_decoder:  # three positions of the encoder tell cross attention apart
+                states = torch.zeros((1, 3, model.config.hidden_size), dtype=torch.bfloat16)
+                output = model(decoder_input_ids=tokens, encoder_outputs=(states,), use_cache=False)
+            else:
+                output = model(tokens, position_ids=torch.arange(2)[None], use_cache=False)
     except (RuntimeError, NotImplementedError, TypeError, IndexError, KeyError, AttributeError) as error:
         said = str(error).partition("\n")[0]
         raise ValueError(f"a pass without values fails, so it looks at them on the way: {said}") from error
@@ -113,7 +132,7 @@ def run_empty(model: PreTrainedModel) -> tuple[list[AttentionCall], torch.Tensor
 
 def _needs(calls: list[AttentionCall], config: PreTrainedConfig) -> tuple[LayerNeeds, ...]:
     """The needs of each layer. Raises ValueError unless each came once, in order, with heads that one pool can hold."""
-    num_layers = config.num_hidden_layers
+    num_layers = _num_layers(config)
     if [call.layer for call in calls] != list(range(num_layers)):
         came = len({call.layer for call in calls})
         raise ValueError(
@@ -139,6 +158,51 @@ def _needs(calls: list[AttentionCall], config: PreTrainedConfig) -> tuple[LayerN
         )
         for call, kind in zip(calls, kinds, strict=True)
     )
+
+
+def _cross_needs(calls: list[AttentionCall], own: list[AttentionCall]) -> tuple[LayerNeeds, ...]:
+    """What each layer asks of attention to the encoder's output. Raises ValueError unless each of the layers asks once,
+    for heads that lie where its own do."""
+    if [call.layer for call in calls] != [call.layer for call in own]:
+        raise ValueError("not each of its layers attends to the encoder's output")
+    needs = []
+    for call, beside in zip(calls, own, strict=True):
+        if (call.num_kv_heads, call.key_width, call.value_width) != (
+            beside.num_kv_heads,
+            beside.key_width,
+            beside.value_width,
+        ):
+            raise ValueError("its attention to the encoder's output keeps KV of another shape than to its own tokens")
+        width = max(call.key_width, call.value_width)
+        needs.append(LayerNeeds(call.num_heads, call.num_kv_heads, width, call.scale, None, call.soft_cap, None, False))
+    return tuple(needs)
+
+
+def _num_layers(config: Any) -> int:
+    """Layers of the decoder; where there is an encoder, num_hidden_layers may be the layers of that."""
+    for name in ("decoder_layers", "num_decoder_layers") if config.is_encoder_decoder else ():
+        number = getattr(config, name, None)
+        if number is not None:
+            return int(number)
+    return int(config.num_hidden_layers)
+
+
+def make_cross_layers(needs: tuple[LayerNeeds, ...], backend: str) -> dict[str, Attention]:
+    """Layer name -> its attention to the encoder's output, in the order of layers. Backends that can't serve it don't
+    count."""
+    return {
+        layer_name(index): Attention(
+            layer.num_heads,
+            layer.head_dim,
+            layer.scale,
+            layer.num_kv_heads,
+            logits_soft_cap=layer.soft_cap,
+            attn_backend=backend if backend in ("triton", "native") else None,
+            layer_name=layer_name(index),
+            attn_type=AttentionType.ENCODER_DECODER,
+        )
+        for index, layer in enumerate(needs)
+    }
 
 
 def sinks_of(model: nn.Module, needs: tuple[LayerNeeds, ...]) -> dict[int, torch.Tensor]:

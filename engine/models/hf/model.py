@@ -15,7 +15,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
 from tandem.engine.models.hf.attention import at_positions
 from tandem.engine.models.hf.config import HFConfig
-from tandem.engine.models.hf.layers import decoder_of, make_layers, sinks_of
+from tandem.engine.models.hf.encoder import HFEncoder
+from tandem.engine.models.hf.layers import decoder_of, make_cross_layers, make_layers, sinks_of
 from tandem.engine.models.hf.parallel import own_needs
 from tandem.engine.models.hf.towers import TOWERS, TowerEncoder
 from tandem.engine.parallel.group import TensorParallel
@@ -63,6 +64,10 @@ class HFModel(nn.Module):
         self.needs = config.layers if group is None else own_needs(config.layers, group.shard)
         self._decoder_name, self.decoder = decoder_of(causal)
         self.attention_layers = make_layers(self.needs, attention_backend, sinks_of(causal, self.needs))
+        self.cross_layers = make_cross_layers(config.cross_layers, attention_backend)
+        self.encoder = None if config.encoder is None else HFEncoder(causal, self.decoder, config.encoder)
+        if self.encoder is not None:
+            self.encoder.attend_by(self.cross_layers)
         self._stub = _DecoderStub(self.decoder)
         causal.set_submodule(self._decoder_name, self._stub)
         self.head = causal
@@ -93,6 +98,8 @@ class HFModel(nn.Module):
             embeds_TE = embedding(input_ids_T.long().clamp_min(0))
             embeds_TE[media.index_M] = media.embedding_ME.to(embeds_TE.dtype)
             tokens = {"inputs_embeds": embeds_TE[None]}
+        if self.encoder is not None:
+            tokens["encoder_hidden_states"] = self.encoder.no_output
         with at_positions(positions_T):
             output = self.decoder(**tokens, position_ids=position_ids, use_cache=False)
         hidden_TE: torch.Tensor = output.last_hidden_state[0]
@@ -100,7 +107,12 @@ class HFModel(nn.Module):
 
     def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
         """[N, E] -> logits [N, V] in the model's dtype; in a group only those of this rank's run of the vocabulary."""
-        logits_NV: torch.Tensor = self.head(inputs_embeds=hidden_NE[None], use_cache=False).logits[0]
+        if self.encoder is None:
+            output = self.head(inputs_embeds=hidden_NE[None], use_cache=False)
+        else:
+            given = (self.encoder.no_output,)
+            output = self.head(decoder_inputs_embeds=hidden_NE[None], encoder_outputs=given, use_cache=False)
+        logits_NV: torch.Tensor = output.logits[0]
         return logits_NV if out_NV is None else out_NV.copy_(logits_NV)
 
     def compute_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.media.encoder import EncodeError
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.models.hf.attention import NAME
+from tandem.engine.models.hf.encoder_trial import encoded_states
 from tandem.engine.models.hf.layers import make_layers, sinks_of
 from tandem.engine.models.hf.model import HFModel
 from tandem.engine.models.hf.towers import TowerEncoder
@@ -50,7 +51,10 @@ def check_against_own_attention(model: HFModel, device: torch.device, dtype: tor
     try:
         if model.media_encoder is not None:
             prompts[0] = _with_item(model, prompts[0].token_ids)
-        ours, own = _paged(model, prompts, device, dtype), _alone(model, prompts, device)
+        if model.encoder is not None:
+            ours, own = encoded_states(model, [each.token_ids for each in prompts], FIRST, BLOCK, generator)
+        else:
+            ours, own = _paged(model, prompts, device, dtype), _alone(model, prompts, device)
     except EncodeError as failed:
         raise CheckpointError(f"{model.config.architecture} can't be served: {failed}") from failed
     error_T = ((ours - own).float().norm(dim=-1) / own.float().norm(dim=-1).clamp_min(1e-9)).nan_to_num(float("inf"))
