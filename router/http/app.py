@@ -27,6 +27,7 @@ from tandem.router.http.http_io import error_headers, our_fault
 from tandem.router.http.model_routes import READ, add_model_routes, add_tokenizer_routes, json_answer
 from tandem.router.http.openapi import description
 from tandem.router.http.pooled import embeddings_reader, rerank_reader, score_reader
+from tandem.router.http.transcriptions import TRANSCRIPTS, transcription_reader
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.openai_api import error_body
 
@@ -76,6 +77,8 @@ def make_app(service: CompletionService, gate: Gate, chat: Chat) -> App:
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank_reader(service)),
     }
     endpoints = {path: GenerationEndpoint(service, gate, read) for path, read in readers.items()}
+    for path, task in TRANSCRIPTS.items():
+        endpoints[path] = GenerationEndpoint(service, gate, transcription_reader(service, task), takes_forms=True)
     for path, endpoint in endpoints.items():  # for every method that `App` does not send there itself: 405
         app.router.routes.append(Route(path, endpoint=endpoint, methods=["POST"]))
     add_model_routes(app, service, gate, int(time.time()))

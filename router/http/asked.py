@@ -11,6 +11,7 @@ from tandem.router.access.api_keys import Tenant
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.chat_body import ChatBody, parse_chat
 from tandem.router.http.chat_responses import ChatFormat
+from tandem.router.http.http_io import JSON
 from tandem.router.http.responses import AnswerFormat, CompletionFormat
 from tandem.router.requests.service import CompletionService
 from tandem.router.responses.body import parse_responses, renamed
@@ -32,6 +33,7 @@ class Asked:
     plans: list[PromptPlan]
     format: AnswerFormat
     on_pooled: Callable[[int, bytes], None] = _makes_text  # for models that pool: takes an input's index and values
+    content_type: bytes = JSON  # of an answer that is not streamed
 
 
 AskReader = Callable[[bytes, Tenant], Awaitable[Asked]]

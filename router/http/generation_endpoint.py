@@ -13,7 +13,7 @@ from tandem.router.access.gate import Gate
 from tandem.router.access.limits import Permit
 from tandem.router.http.asked import Asked, AskReader
 from tandem.router.http.explain import placement_headers
-from tandem.router.http.http_io import JSON_TYPE, our_fault, read_body, send_error, send_whole, wait_for_disconnect
+from tandem.router.http.http_io import our_fault, read_body, send_error, send_whole, wait_for_disconnect
 from tandem.router.http.http_protocol import Client
 from tandem.router.http.listeners import Collector, EventStream
 from tandem.router.requests.generation import Generation
@@ -22,14 +22,17 @@ from tandem.router.text.request_headers import RequestHeaders, read_headers
 
 logger = logging.getLogger(__name__)
 
+MAX_FORM_BYTES = 26 << 20  # OpenAI takes files of 25 MB
 EVENT_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class GenerationEndpoint:
-    """An ASGI application for one path and method; `read` turns its bodies into completions."""
+    """An ASGI application for one path and method; `read` turns its bodies into completions. `takes_forms`: bodies are
+    forms with files, which may be larger."""
 
-    def __init__(self, service: CompletionService, gate: Gate, read: AskReader) -> None:
-        self._service, self._gate, self._read = service, gate, read
+    def __init__(self, service: CompletionService, gate: Gate, read: AskReader, takes_forms: bool = False) -> None:
+        self._service, self._gate, self._read, self._takes_forms = service, gate, read, takes_forms
+        self._limit = max(service.options.max_body_bytes, MAX_FORM_BYTES * takes_forms)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = 200
@@ -53,7 +56,7 @@ class GenerationEndpoint:
         permit = await self._gate.enter(scope["headers"])
         try:
             headers = read_headers(scope["headers"])
-            raw = await read_body(scope, receive, self._service.options.max_body_bytes)
+            raw = await read_body(scope, receive, self._limit, self._takes_forms)
             asked = await self._read(raw, permit.caller.tenant)
             logger.debug("%s: %s", asked.completion_id, headers)
             if asked.body.stream:
@@ -72,7 +75,7 @@ class GenerationEndpoint:
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
         try:
             response = await collector.done
-            headers = [JSON_TYPE, *placement_headers(generations)]
+            headers = [(b"content-type", asked.content_type), *placement_headers(generations)]
         finally:
             self._end(generations, watcher, permit)
         await send_whole(send, 200, response, headers)

@@ -15,7 +15,9 @@ from tandem.router.text.openai_api import error_body
 # How much of a body that is too large is read past the limit, and how long; guesses.
 DISCARD_BYTES, DISCARD_S = 64 << 20, 10.0
 GZIP = 16 + zlib.MAX_WBITS  # how zlib is told to read gzip's head
-JSON_TYPE = (b"content-type", b"application/json")
+JSON, FORM = b"application/json", b"multipart/form-data"
+JSON_TYPE = (b"content-type", JSON)
+_CALLED = {JSON: "JSON", FORM: "a form with the file"}
 
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -24,11 +26,12 @@ class UnsupportedMediaTypeError(InvalidRequestError):
     status, code = 415, "unsupported_media_type"
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body, decompressed, of at most `limit` bytes. Raises UnsupportedMediaTypeError, BodyTooLargeError,
+async def read_body(scope: Scope, receive: Receive, limit: int, is_form: bool = False) -> bytes:
+    """The request's body, decompressed, of at most `limit` bytes: JSON, or a form. Raises UnsupportedMediaTypeError,
+    BodyTooLargeError,
     and ClientGoneError when the client leaves before the end, or takes so long that http_protocol.py closes its
     connection."""
-    is_compressed = _check_media_type(scope["headers"])
+    is_compressed = _check_media_type(scope["headers"], FORM if is_form else JSON)
     too_large = BodyTooLargeError(f"the body is larger than {limit} bytes")
     length = _announced_length(scope["headers"])
     if length > limit:
@@ -63,13 +66,13 @@ def _inflated(body: bytearray, limit: int) -> bytes:
     return found
 
 
-def _check_media_type(headers: Headers) -> bool:
+def _check_media_type(headers: Headers, wanted: bytes) -> bool:
     """Whether the body is compressed by gzip. Refuses types that web pages may send anywhere without asking; a body
     without a type counts as JSON. Raises UnsupportedMediaTypeError."""
     is_compressed = False
     for name, value in headers:
-        if name == b"content-type" and value.partition(b";")[0].strip().lower() != b"application/json":
-            raise UnsupportedMediaTypeError("send JSON, and say so: `Content-Type: application/json`")
+        if name == b"content-type" and value.partition(b";")[0].strip().lower() != wanted:
+            raise UnsupportedMediaTypeError(f"send {_CALLED[wanted]}, and say so: `Content-Type: {wanted.decode()}`")
         if name == b"content-encoding" and (encoding := value.strip().lower()) != b"identity":
             if encoding != b"gzip" or is_compressed:
                 raise UnsupportedMediaTypeError("send the body as it is, or by `Content-Encoding: gzip`, once")

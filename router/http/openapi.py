@@ -8,6 +8,7 @@ import msgspec
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.process.version import version
+from tandem.router.audio.body import TranscriptionBody
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
 from tandem.router.http.admin.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from tandem.router.http.admin.profile import ProfileBody
@@ -19,7 +20,7 @@ from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, Detok
 _REFERENCE = "#/components/schemas/{name}"
 MAKE_TOKENS, POOL = (CompletionBody, ChatBody, ResponsesBody), (EmbeddingsBody, ScoreBody, RerankBody)
 ADMIN = (LoadAdapterBody, UnloadAdapterBody, ProfileBody)
-BODIES = (*MAKE_TOKENS, *POOL, *ADMIN, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
+BODIES = (*MAKE_TOKENS, *POOL, *ADMIN, TranscriptionBody, TokenizeBody, ChatTokenizeBody, DetokenizeBody)
 HEADERS = {
     "X-Request-Id": "comes back with the answer, and stands in the log",
     "X-Request-Timeout": "seconds until the request ends with 504, if that is sooner than the server's own limit",
@@ -60,6 +61,8 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/v1/embeddings": _post("Vectors of texts, of a model that embeds", EmbeddingsBody),
         **dict.fromkeys(("/score", "/v1/score"), _post("How well texts go together", ScoreBody)),
         **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), _post("Documents by how well they fit", RerankBody)),
+        "/v1/audio/transcriptions": _form("Text of a sound, in its language"),
+        "/v1/audio/translations": _form("Text of a sound, in English"),
         "/v1/models": _get("The served model, as a list"),
         "/v1/models/{model_id}": _get("The served model", parameters=[_parameter("model_id", "path")]),
         "/tokenize": _post("Token ids of a text, or of a conversation", TokenizeBody, ChatTokenizeBody),
@@ -130,6 +133,18 @@ def _post(summary: str, *bodies: type, streams: bool = False) -> dict[str, Any]:
     operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     if streams:
         operation["parameters"] = [_parameter(name, "header", text) for name, text in HEADERS.items()]
+    return {"post": operation}
+
+
+def _form(summary: str) -> dict[str, Any]:
+    reference = {"$ref": _REFERENCE.format(name=TranscriptionBody.__name__)}
+    file = {"type": "object", "required": ["file"], "properties": {"file": {"type": "string", "format": "binary"}}}
+    operation = _operation(summary, "application/json", "text/plain", "text/event-stream")
+    operation["requestBody"] = {
+        "required": True,
+        "content": {"multipart/form-data": {"schema": {"allOf": [reference, file]}}},
+    }
+    operation["parameters"] = [_parameter(name, "header", text) for name, text in HEADERS.items()]
     return {"post": operation}
 
 

@@ -27,11 +27,11 @@ from tandem.router.access.limits import RequestLimits
 from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
 from tandem.router.http.http_protocol import HttpLimits
-from tandem.router.http.server import Server, max_connections
 from tandem.router.nodes.adapters import parse_modules
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.placing.siblings import Seat, Siblings
+from tandem.router.process.server import Server, max_connections
 from tandem.router.requests.metrics import RouterMetrics
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.privacy import Privacy

@@ -11,6 +11,7 @@ from dataclasses import replace
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import OverloadedError, TandemError, UnavailableError
 from tandem.engine.contracts.generation_config import SamplingDefaults
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.access.api_keys import Tenant
@@ -32,6 +33,7 @@ from tandem.router.text.completion import (
     banned_ids,
     check_model,
     check_task,
+    encoder_plan,
     held_to,
     last_tokens,
     plan_prompts,
@@ -154,6 +156,13 @@ class CompletionService:
         """The facts of the model, or of it with an adapter, by the name that a request gave."""
         facts = self.facts()
         return facts if name is None else replace(facts, name=name)
+
+    def plan_sound(self, body: CompletionBody, item: MediaItem, begin: Sequence[int], tenant: Tenant) -> PromptPlan:
+        """The plan of one window of sound; `begin` are the decoder's first tokens. Raises InvalidRequestError."""
+        facts = self.facts()
+        longest = facts.max_model_len if facts.encoder is None else facts.encoder.max_decoder_len
+        plan = encoder_plan(item, begin, None, body, facts, SamplingDefaults(), longest)
+        return self._privacy.apply(plan, tenant, "")
 
     def start(
         self,

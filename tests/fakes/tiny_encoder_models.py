@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -37,6 +38,16 @@ BART = {
     "tie_word_embeddings": False,
 }
 AUDIO_POSITIONS, MEL_BINS = 50, 16
+RATE = 100 * AUDIO_POSITIONS  # of a second's samples, which is a window
+HEARS = {"feature_size": MEL_BINS, "sampling_rate": RATE, "hop_length": 50, "n_fft": 400, "chunk_length": 1}
+SAYS = {
+    "lang_to_id": {"<|en|>": 500, "<|de|>": 501},
+    "task_to_id": {"transcribe": 502, "translate": 503},
+    "no_timestamps_token_id": 504,
+    "prev_sot_token_id": 505,
+    "suppress_tokens": list(range(60, 120)),
+    "begin_suppress_tokens": [1, 220],
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bart": BART,
     "mbart": BART,
@@ -54,7 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def tiny_encoder_model(family: str) -> Path:
     """Folder of that family, built on first use and kept for the test session's machine."""
-    root = Path(tempfile.gettempdir()) / f"tandem-tiny-encoder-models-{os.getuid()}-v1"
+    root = Path(tempfile.gettempdir()) / f"tandem-tiny-encoder-models-{os.getuid()}-v2"
     return made_once(root / family, lambda folder: _build(family, folder))
 
 
@@ -82,6 +93,10 @@ def _build(family: str, folder: Path) -> None:
     model.tie_weights()
     model.save_pretrained(folder)
     write_tokenizer(folder)
+    if family == "whisper":
+        (folder / "preprocessor_config.json").write_text(json.dumps(HEARS))
+        path = folder / "generation_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **SAYS}))
 
 
 def _gain(name: str) -> float:

@@ -41,6 +41,7 @@ WITHIN = {
     "router/structured": {"router/text"},
     "router/chat": {"router/text", "router/structured"},
     "router/pooling": {"router/text", "router/requests"},
+    "router/audio": {"router/text", "router/requests"},
     "router/responses": {"router/text", "router/chat", "router/requests"},
 }
 # They take events and the time and return decisions: no tensors, sockets, threads or clocks. README.md of each wing.

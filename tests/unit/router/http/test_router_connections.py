@@ -16,7 +16,7 @@ from router_in_thread import FAST, RouterInThread, wait_until
 from router_nodes import PROMPT, Nodes, addresses, output, stream_events
 
 from tandem.engine.process.descriptors import descriptor_limit
-from tandem.router.http.server import max_connections
+from tandem.router.process.server import max_connections
 
 QUICK = {"http_header_s": 0.4, "http_body_s": 0.4, "http_keep_alive_s": 1.0}
 LAST_S = 30.0  # what a busy machine may take

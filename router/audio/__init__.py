@@ -1,0 +1,1 @@
+"""Sound in requests: uploads, samples, what an encoder hears, and transcripts."""

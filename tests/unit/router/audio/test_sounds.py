@@ -1,0 +1,117 @@
+"""From an upload to what an encoder hears."""
+
+from __future__ import annotations
+
+import io
+import wave
+
+import numpy as np
+import pytest
+
+from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.audio.body import read_fields
+from tandem.router.audio.features import FeatureExtractor
+from tandem.router.audio.multipart import parse_form
+from tandem.router.audio.sounds import decode_sound
+
+
+def wave_file(samples: np.ndarray, rate: int = 16_000, width: int = 2, channels: int = 1) -> bytes:
+    """A PCM wave of samples in [-1, 1], the same in all channels."""
+    scaled = np.repeat(np.round(samples * (2 ** (8 * width - 1) - 1)).astype(np.int64), channels)
+    if width == 1:
+        raw = (scaled + 128).astype(np.uint8).tobytes()
+    else:
+        raw = scaled.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setnchannels(channels)
+        writer.setsampwidth(width)
+        writer.setframerate(rate)
+        writer.writeframes(raw)
+    return file.getvalue()
+
+
+def tone(rate: int, seconds: float = 0.5) -> np.ndarray:
+    return 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate * seconds)) / rate)
+
+
+def form(*parts: tuple[str, bytes, str]) -> bytes:
+    """Parts of (name, data, filename or "")."""
+    body = b""
+    for name, data, filename in parts:
+        more = f'; filename="{filename}"' if filename else ""
+        body += f'--xyz\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + data + b"\r\n"
+    return body + b"--xyz--\r\n"
+
+
+@pytest.mark.parametrize(("width", "channels", "rate"), [(1, 1, 16_000), (2, 2, 16_000), (3, 1, 44_100), (4, 2, 8_000)])
+def test_waves_of_every_width_and_rate_sound_alike(width: int, channels: int, rate: int) -> None:
+    found = decode_sound(wave_file(tone(rate), rate, width, channels), 16_000, 10.0)
+    inner = slice(800, -800)  # a spectrum rings at the ends
+    assert found.dtype == np.float32
+    assert np.abs(found - tone(16_000))[inner].max() < 0.02
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_size": 128}, {"feature_size": 16, "chunk_length": 1}])
+def test_an_encoder_hears_what_transformers_would_tell_it(options: dict) -> None:
+    from transformers import WhisperFeatureExtractor
+
+    seconds = options.get("chunk_length", 30)
+    noise = np.random.default_rng(1).standard_normal(int(16_000 * seconds * 0.7)).astype(np.float32) * 0.1
+    expected = WhisperFeatureExtractor(**options)(noise, sampling_rate=16_000, return_tensors="np")["input_features"]
+    assert np.abs(FeatureExtractor(**options).features(noise) - expected).max() < 1e-4
+
+
+def test_long_sounds_are_cut_where_they_are_quiet() -> None:
+    extractor = FeatureExtractor(chunk_length=1)
+    samples = np.random.default_rng(2).standard_normal(16_000 * 3).astype(np.float32)
+    samples[12_000:14_000] = 0.0
+    windows = extractor.windows(samples)
+    assert np.array_equal(np.concatenate(windows), samples)
+    assert all(0 < len(window) <= 16_000 for window in windows)
+    assert 12_000 <= len(windows[0]) <= 14_000
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "no PCM wave"),
+        (b"not a sound", "no PCM wave"),
+        (b"RIFF\x00\x00\x00\x00WAVEfmt ", "can't be read|no PCM wave"),
+        (wave_file(np.zeros(100))[:30], "can't be read|no PCM wave"),
+        (wave_file(np.zeros(0)), "holds no sound"),
+        (wave_file(np.zeros(16_000 * 3)), "takes 3 s; at most 2 s"),
+    ],
+)
+def test_what_is_no_sound_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        decode_sound(data, 16_000, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "boundary"),
+        (b"{}", "boundary"),
+        (form(("file", b"x", "a.wav"))[:-12], "middle"),
+        (form(), "boundary|middle"),
+        (b"--xyz\r\nX: y\r\n\r\ndata\r\n--xyz--", "has no name"),
+        (form(*[("a", b"", "")] * 80), "more than 64 parts"),
+        (form(("model", b"m", "")), "0 parts called `file`"),
+        (form(("file", b"x", "a.wav"), ("file", b"y", "b.wav")), "2 parts called `file`"),
+        (form(("file", b"x", "a"), ("response_format", b"srt", "")), "response_format srt"),
+        (form(("file", b"x", "a"), ("temperature", b"hot", "")), "temperature"),
+        (form(("file", b"x", "a"), ("colour", b"red", "")), "colour"),
+        (form(("file", b"x", "a"), ("timestamp_granularities[]", b"word", "")), "timestamp_granularities"),
+    ],
+)
+def test_a_form_that_is_wrong_says_where(body: bytes, why: str) -> None:
+    with pytest.raises(InvalidRequestError, match=why):
+        read_fields(parse_form(body))
+
+
+def test_a_forms_fields_are_read() -> None:
+    data = b"\r\n--xy\r\n\x00binary--xyz"
+    body = form(("file", data, "a.wav"), ("temperature", b"0.5", ""), ("stream", b"True", ""), ("language", b"de", ""))
+    fields, file = read_fields(parse_form(body))
+    assert (fields.temperature, fields.stream, fields.language, file) == (0.5, True, "de", data)
