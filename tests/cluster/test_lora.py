@@ -11,6 +11,7 @@ import pytest
 from tiny_adapters import merged, tiny_adapter
 
 from real_cluster import RealCluster
+from tandem import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from tiny_models import check_greedy, random_prompt, tiny_model
 
 BASE = "llama"
@@ -86,6 +87,23 @@ def test_samples_of_a_prompt_and_conversations_take_their_adapter(
     assert said.status_code == 200
 
 
+def test_calls_from_python_name_and_load_adapters(cluster: RealCluster, folders: dict[str, Path]) -> None:
+    prompt, greedy = random_prompt(25, seed=6), SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
+    requests = {
+        "alice": LoRARequest("alice"),
+        "carol": LoRARequest("from python", 1, str(folders["carol"])),
+        "bob": LoRARequest("from python", 1, str(folders["bob"])),
+        BASE: None,
+    }
+    with LLM(url=cluster.url) as llm:
+        for name, request in requests.items():
+            [output] = llm.generate([prompt], greedy, lora_request=request, use_tqdm=False)
+            check_greedy(folders[f"{name} merged"], prompt, output.outputs[0].token_ids, NUM_TOKENS)
+        beams = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=4), lora_request=requests["alice"])
+        assert len(beams[0].sequences) == 2
+    assert unload(cluster, "from python") == 200
+
+
 def test_an_adapter_comes_and_goes_while_it_serves(cluster: RealCluster, folders: dict[str, Path]) -> None:
     prompt = random_prompt(30, seed=5)
     assert cluster.complete(prompt, model="dave").status_code == 404
@@ -134,3 +152,12 @@ def test_wrong_adapters_are_refused_in_words(cluster: RealCluster, folders: dict
     assert names(cluster) == before
     assert cluster.tokens(random_prompt(20, seed=1), 2, model="alice")
     cluster.wait_until_whole()
+
+
+@pytest.mark.slow
+def test_ranks_share_out_adapters(folders: dict[str, Path]) -> None:
+    listed = [f"--lora-modules={name}={folders[name]}" for name in SETTINGS]
+    with RealCluster(tiny_model(BASE), *LORA, *listed, "--tensor-parallel-size", "2") as running:
+        for index, name in enumerate((*SETTINGS, BASE, *SETTINGS)):
+            prompt = random_prompt(30, seed=index)
+            check_greedy(folders[f"{name} merged"], prompt, running.tokens(prompt, 8, model=name)[0], 8)
