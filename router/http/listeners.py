@@ -131,7 +131,7 @@ class EventStream(_Listener):
         self._is_single = len(self._plans) * self._body.num_samples == 1
         self._has_begun = False
         options = self._body.stream_options
-        self._is_counting = bool(options and options.continuous_usage_stats)
+        self._is_counting = bool(options and options.include_usage and options.continuous_usage_stats)
         self._writer = self._format.writer()
         self._limit, self._on_overflow = limit, on_overflow
         self._events: deque[bytes] = deque()

@@ -35,8 +35,8 @@ from tandem.router.text.completion import (
     check_task,
     encoder_plan,
     held_to,
-    last_tokens,
     plan_prompts,
+    truncated,
     with_adapter,
 )
 from tandem.router.text.openai_api import CompletionBody, Prompts, parse_prompts
@@ -135,7 +135,7 @@ class CompletionService:
         """One plan for each prompt. Raises InvalidRequestError and UnavailableError."""
         facts = self.facts()
         if body.truncate_prompt_tokens is not None:
-            prompts = prompt_ids = [last_tokens(ids, body, self.tokenizer, facts) for ids in prompt_ids]
+            prompts = prompt_ids = [truncated(ids, body, self.tokenizer, facts) for ids in prompt_ids]
         banned = banned_ids(body.bad_words or (), self.tokenizer)
         plans = plan_prompts(body, prompts, prompt_ids, facts, self._defaults, default_max_tokens, banned)
         if body.skip_special_tokens is False:

@@ -157,14 +157,16 @@ def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:
     return tokenizer.decode(plan.token_ids.tolist(), skip_special_tokens=not plan.shown_ids)
 
 
-def last_tokens(token_ids: list[int], body: CompletionBody, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
-    """What `truncate_prompt_tokens` leaves of a prompt: its end, and before it the special tokens with which the
-    tokenizer begins every text."""
+def truncated(token_ids: list[int], body: CompletionBody, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:
+    """What `truncate_prompt_tokens` leaves of a prompt: its beginning where `truncation_side` is right; else its end,
+    and before that the special tokens with which the tokenizer begins every text."""
     most = body.truncate_prompt_tokens
     if most == -1:
         most = facts.max_model_len - max(1, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     if most is None or len(token_ids) <= most:
         return token_ids
+    if body.truncation_side == "right":
+        return token_ids[: max(0, most)]
     added = tokenizer.encode("")
     num_kept = next((i for i, (a, b) in enumerate(zip(added, token_ids, strict=False)) if a != b), len(added))
     num_kept = min(num_kept, max(0, most))

@@ -2,7 +2,7 @@
 
 Beyond OpenAI's API: top_k, min_p, repetition_penalty, stop_token_ids, ignore_eos, min_tokens, return_token_ids,
 priority, prompt_logprobs, use_prefix_cache, cache_salt, add_special_tokens, skip_special_tokens,
-include_stop_str_in_output, truncate_prompt_tokens, return_tokens_as_token_ids, request_id, timeout,
+include_stop_str_in_output, truncate_prompt_tokens, truncation_side, return_tokens_as_token_ids, request_id, timeout,
 structured_outputs, guided_…, allowed_token_ids, bad_words, use_beam_search, beam_width, length_penalty,
 early_stopping.
 """
@@ -97,7 +97,8 @@ class GenerationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     add_special_tokens: bool | None = None  # those that the tokenizer itself puts before or after a prompt
     skip_special_tokens: bool | None = None  # false: they are part of the text
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None  # how many last ones stay; -1: fit
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None  # how many stay; -1: as many as fit
+    truncation_side: Literal["left", "right"] | None = None  # where those that don't stay are left out; left
     # "token_id:7" in place of log-probabilities' texts, or "token_id:7:text"
     return_tokens_as_token_ids: bool | Literal["with_text"] | None = None
     request_id: Annotated[str, Meta(pattern="^[!-~]{1,256}$")] | None = None  # part of the answer's id

@@ -119,10 +119,13 @@ def test_a_stream_is_the_whole_answer(client: openai.OpenAI) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].choices == []
     assert chunks[-1].usage.total_tokens == create(client).usage.total_tokens
-    _, counted = streamed(client, stream_options={"continuous_usage_stats": True, "include_obfuscation": False})
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    _, counted = streamed(client, stream_options=options)
     totals = [chunk.usage.completion_tokens for chunk in counted]
     assert totals == sorted(totals)
     assert totals[-1] == chunks[-1].usage.completion_tokens
+    _, uncounted = streamed(client, stream_options={"continuous_usage_stats": True})
+    assert all(chunk.usage is None for chunk in uncounted), "as vLLM: of include_usage there is no part without it"
 
 
 def test_samples_ends_and_sampling(client: openai.OpenAI) -> None:

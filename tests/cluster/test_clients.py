@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
 import pytest
@@ -33,8 +33,10 @@ ROWS = [
 
 
 class Person(pydantic.BaseModel):
-    name: str
-    age: int
+    """Someone, whose name ends even where the model doesn't."""
+
+    name: Annotated[str, pydantic.Field(max_length=6)]
+    age: Annotated[int, pydantic.Field(ge=0, le=99)]
 
 
 def split(folder: Path) -> Iterator[RouterInThread]:
@@ -104,15 +106,39 @@ def test_langchain(scripted: str) -> None:
     assert len(langchain.OpenAI(**fields, max_tokens=3).generate(["a", "b"]).generations) == 2
 
 
-def test_instructor(scripted: str) -> None:
+# mode -> the script of an answer that the grammar leaves its say
+MODES = {
+    "MD_JSON": "json", "JSON": "object", "JSON_SCHEMA": "think",
+    "TOOLS": "think", "TOOLS_STRICT": "think", "RESPONSES_TOOLS": "think",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_instructor(scripted: str, mode: str) -> None:
     instructor = pytest.importorskip("instructor")
     import openai
 
-    client = instructor.from_openai(openai.OpenAI(base_url=scripted, api_key="none"), mode=instructor.Mode.MD_JSON)
-    found = client.chat.completions.create(
-        model="scripted", response_model=Person, messages=ASKED, extra_body=says("json"), max_retries=0
-    )
-    assert (found.name, found.age) == ("Ada", 36)
+    client = openai.OpenAI(base_url=scripted, api_key="none")
+    asker = instructor.from_openai(client, mode=instructor.Mode[mode])
+    fields = {"model": "scripted", "response_model": Person, "messages": ASKED, "max_retries": 0, "temperature": 0}
+    found = asker.chat.completions.create(**fields, max_tokens=300, extra_body=says(MODES[mode]))
+    assert isinstance(found, Person)
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+@pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
+def test_langchain_structured_output(scripted: str, method: str, api: str) -> None:
+    langchain = pytest.importorskip("langchain_openai")
+    script = "object" if method == "json_mode" else "think"
+    fields: dict[str, Any] = {"model": "scripted", "temperature": 0, "max_tokens": 300, "extra_body": says(script)}
+    chat = langchain.ChatOpenAI(base_url=scripted, api_key="none", use_responses_api=api == "responses", **fields)
+    for strict in ({}, {"strict": True}) if method != "json_mode" else ({},):
+        asker = chat.with_structured_output(Person, method=method, **strict)
+        found = asker.invoke("Who? In JSON.")
+        assert isinstance(found, Person)
+        assert list(asker.stream("Who? In JSON."))[-1] == found
+    raw = chat.with_structured_output(Person, method=method, include_raw=True).invoke("Who? In JSON.")
+    assert (raw["parsed"], raw["parsing_error"]) == (found, None)
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])

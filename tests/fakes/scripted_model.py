@@ -23,6 +23,7 @@ SCRIPTS = {
     "call": f"<think>\nI need both.\n</think>\n\nOne moment.\n<tool_call>\n{WEATHER}\n</tool_call>\n"
     f"<tool_call>\n{TIME}\n</tool_call>",
     "mistral": f'{TOOL_CALLS}[{{"name": "get_weather", "arguments": {{"city": "Rome"}}}}]',
+    "object": '{"name": "Eve", "age": 41}',
     "json": '```json\n{"name": "Ada", "age": 36}\n```\nThat was all.',
 }
 TEMPLATE = (

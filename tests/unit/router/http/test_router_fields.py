@@ -107,7 +107,9 @@ def has_special(prompt: list[int], tokenizer: Tokenizer) -> bool:
     return bool(set(stand_in_output(prompt, 8, VOCAB_SIZE)) & tokenizer.all_special_ids)
 
 
-def test_prompts_are_cut_at_their_beginning(router: RouterInThread, node: StandInNode, tokenizer: Tokenizer) -> None:
+def test_prompts_are_cut_at_their_beginning_or_end(
+    router: RouterInThread, node: StandInNode, tokenizer: Tokenizer
+) -> None:
     ids = tokenizer.encode(PROMPT * 3)
     answer = complete(router, prompt=PROMPT * 3, truncate_prompt_tokens=5, echo=True, return_token_ids=True)
     assert answer["choices"][0]["prompt_token_ids"] == [ids[0], *ids[-4:]], "the tokenizer's own beginning stays"
@@ -116,6 +118,9 @@ def test_prompts_are_cut_at_their_beginning(router: RouterInThread, node: StandI
     for prompt, most, expected in (([7, 8, 9], 2, [8, 9]), ([7, 8], 5, [7, 8]), (list(range(9)) * 99, -1, None)):
         answer = complete(router, prompt=prompt, truncate_prompt_tokens=most, return_token_ids=True)
         assert answer["choices"][0]["prompt_token_ids"] == (expected or prompt[8 - node.max_model_len :])
+    for side, kept in (("right", ids[:5]), ("left", [ids[0], *ids[-4:]])):
+        cut = complete(router, prompt=PROMPT * 3, truncate_prompt_tokens=5, truncation_side=side, return_token_ids=True)
+        assert cut["choices"][0]["prompt_token_ids"] == kept
     chat = complete(router, "/v1/chat/completions", truncate_prompt_tokens=3)
     assert chat["usage"]["prompt_tokens"] == 3
 
