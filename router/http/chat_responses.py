@@ -13,6 +13,9 @@ from tandem.router.http.responses import DONE, encode, error_event, frame, head,
 from tandem.router.requests.sample_output import ChatLogprobs, Piece
 from tandem.router.text.completion import ModelFacts
 
+OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")  # vLLM has them beside the choices of chat, in those of completions
+CHOICES = b',"choices":['
+
 
 class ChatFormat:
     """Answers to one conversation."""
@@ -30,7 +33,9 @@ class ChatFormat:
         return ChatChoice(self, bool(self._body.return_token_ids))
 
     def whole(self, choices: list[dict[str, Any]], usage_dict: dict[str, Any]) -> bytes:
-        return encode({**head(self._id, "chat.completion", self._facts), "choices": choices, "usage": usage_dict})
+        of_prompt = {name: choices[0][name] for name in OF_PROMPT if name in choices[0]}
+        answer = {**head(self._id, "chat.completion", self._facts), "choices": choices, "usage": usage_dict}
+        return encode(answer | of_prompt)
 
     def writer(self) -> ChatEventWriter:
         head_dict = head(self._id, "chat.completion.chunk", self._facts)
@@ -139,7 +144,11 @@ class ChatEventWriter:
 
     def _event(self, index: int, delta: dict[str, Any], extra: dict[str, Any] | None, end: bytes) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **(extra or {})}
-        return self._start + encode(choice) + end
+        of_prompt = {name: choice[name] for name in OF_PROMPT if name in choice}
+        start = (
+            self._start.removesuffix(CHOICES) + b"," + encode(of_prompt)[1:-1] + CHOICES if of_prompt else self._start
+        )
+        return start + encode(choice) + end
 
     def _dicts(self, deltas: Iterable[Delta]) -> Iterable[dict[str, Any]]:
         for delta in deltas:

@@ -158,6 +158,10 @@ def test_fields_beyond_openais_own(client: openai.OpenAI, model: tuple[Path, Any
     [choice] = answer.choices
     assert [row.token for row in choice.logprobs.content] == [f"token_id:{i}" for i in choice.token_ids]
     assert len(choice.token_ids) == len(pieces) + 1
+    assert answer.prompt_token_ids == choice.prompt_token_ids, "vLLM has it beside the choices"
+    _, chunks = streamed(client, extra_body={"return_token_ids": True})
+    assert [getattr(chunk, "prompt_token_ids", None) for chunk in chunks[:2]] == [answer.prompt_token_ids, None]
+    assert [i for chunk in chunks for i in getattr(chunk.choices[0], "token_ids", None) or []] == choice.token_ids
     cut = create(client, max_tokens=1, extra_body={"truncate_prompt_tokens": 3, "timeout": 50, "unheard_of": 1})
     assert cut.usage.prompt_tokens == 3
     assert create(client, extra_body={"request_id": "mine"}).id == "chatcmpl-mine"
