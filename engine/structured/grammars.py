@@ -77,7 +77,13 @@ class Grammars:
         if len(grammar.encode(errors="replace")) > MAX_GRAMMAR_BYTES:
             raise ValueError(f"a grammar may have {MAX_GRAMMAR_BYTES} bytes at most")
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if not found.is_error():
+            begun = found.deep_copy()
+            begun.compute_bitmask()
+            if begun.is_error():
+                raise ValueError("no text begins as it asks, as none does where it refers to itself alone")
+        return found
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:

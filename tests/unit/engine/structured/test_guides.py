@@ -135,7 +135,8 @@ def test_a_slot_forgets_who_had_it_before(grammars: Grammars) -> None:
     ("grammar", "output", "why"),
     [
         ("start: nothing", [], "can't be followed"),
-        ("start: a\na: a", [], "can't be followed further"),
+        ("start: a\na: a", [], "refers to itself alone"),
+        ('start: "(" a\na: a', ids_of("("), "can't be followed further"),
         (POINT, ids_of("no"), "doesn't follow"),
         (POINT, ids_of("(1, 2)"), "ended its grammar"),
         ("x" * (MAX_GRAMMAR_BYTES + 1), [], "bytes at most"),

@@ -178,6 +178,13 @@ def test_what_is_not_known_is_refused_wherever_it_stands(schema: Any) -> None:
         assert check(place, random.Random(1)) == "refused"
 
 
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"anyOf": [{"$ref": "#"}]}, {"$ref": "#/$defs/round"}], ids=str)
+def test_a_schema_that_is_nothing_but_itself_is_refused(schema: Any) -> None:
+    whole = {**schema, "$defs": {"round": {"$ref": "#/$defs/round"}}}
+    why = refusal_of(msgspec.json.encode({"grammars": [schema_part(whole)]}).decode())
+    assert "refers to itself alone" in why
+
+
 def test_hundreds_of_schemas_are_followed_or_refused() -> None:
     found = run_suite(300)
     assert found["ended"] > 150, found
