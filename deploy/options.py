@@ -33,6 +33,7 @@ from tandem.engine.contracts.config import (
     CacheOptions,
     Count,
     LoraOptions,
+    MediaOptions,
     ModelOptions,
     NodeOptions,
     RouterOptions,
@@ -81,7 +82,9 @@ class Setting:
 NODE_OPTIONS = options_of(
     ModelOptions, CacheOptions, SchedulerOptions, LoraOptions, Timeouts, NodeOptions, positional="model"
 )
-ROUTER_OPTIONS = options_of(ModelOptions, LoraOptions, Timeouts, WebOptions, RouterOptions, positional="model")
+ROUTER_OPTIONS = options_of(
+    ModelOptions, LoraOptions, Timeouts, WebOptions, MediaOptions, RouterOptions, positional="model"
+)
 _PER_PROCESS = ("node_id", "device_index", "ready_fd", "nodes")
 SERVE_OPTIONS = {
     **options_of(ModelOptions, ClusterOptions, positional="model"),

@@ -82,7 +82,6 @@ def _refused_flag(why: str) -> Foreign:
     return Foreign(why, (), takes_value=False)
 
 
-_TEXT_ONLY = "models take text alone"
 _OWN_TOKENIZER = "a model's tokenizer is the tokenizer.json in its folder"
 WITHOUT_COUNTERPART: dict[str, Foreign] = {
     # change nothing
@@ -128,7 +127,7 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "config_format": _refused("models are in Hugging Face's format", "auto", "hf"),
     "convert": _refused("what a model can do is read off it", "auto", "none"),
     "response_role": _refused("answers are the assistant's", "assistant"),
-    "chat_template_content_format": _refused(_TEXT_ONLY, "auto", "string"),
+    "chat_template_content_format": _refused("it is read off the template", "auto"),
     "scheduling_policy": _refused(
         "--ttft-target-ms says which prompts go first, and requests have a `priority`", "fcfs"
     ),
@@ -154,12 +153,11 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "tool_parser_plugin": _refused("--tool-call-parser has those that there are"),
     "middleware": _refused("put a proxy in front"),
     "root_path": _refused("put a proxy in front that strips it"),
-    "allowed_local_media_path": _refused(_TEXT_ONLY),
+    "allowed_local_media_path": _refused("send a data: URL; no files of the server are read"),
     "enable_expert_parallel": _refused_flag("experts are not spread over GPUs"),
     "speculative_config": _refused("no tokens are guessed ahead"),
     "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
-    "limit_mm_per_prompt": _refused(_TEXT_ONLY),
-    "mm_processor_kwargs": _refused(_TEXT_ONLY),
+    "mm_processor_kwargs": _refused("set them in preprocessor_config.json, in the model's folder"),
     "log_config_file": _refused("--log-level and --log-format say what is logged, and how"),
 }
 BENCH_WITHOUT_COUNTERPART: dict[str, Foreign] = {

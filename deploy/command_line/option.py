@@ -17,6 +17,7 @@ from msgspec import Meta
 from tandem.engine.contracts.config import (
     CacheOptions,
     LoraOptions,
+    MediaOptions,
     ModelOptions,
     SchedulerOptions,
     Timeouts,
@@ -31,6 +32,7 @@ COMPONENTS: dict[str, type] = {
     "timeouts": Timeouts,
     "web": WebOptions,
     "lora": LoraOptions,
+    "media": MediaOptions,
 }
 
 

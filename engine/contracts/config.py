@@ -212,6 +212,21 @@ class WebOptions:
 
 
 @dataclass(frozen=True)
+class MediaOptions:
+    """What a router takes of images and sounds (docs/multimodal.md)."""
+
+    limit_mm_per_prompt: Annotated[
+        str, 'most images and sounds of one prompt, as {"image": 4, "audio": 1} or image=4,audio=1; empty: 16 of each'
+    ] = ""
+    allowed_media_domains: Annotated[
+        tuple[str, ...], "host whose images and sounds are fetched, repeatable; none: data: URLs alone"
+    ] = ()
+    media_max_pixels: Annotated[Positive, "largest image, in pixels"] = 1 << 25  # a guess
+    media_max_audio_s: Annotated[PositiveSeconds, "longest sound, in seconds"] = 600.0  # a guess
+    media_fetch_s: Annotated[PositiveSeconds, "seconds that fetching one image or sound may take"] = 10.0  # a guess
+
+
+@dataclass(frozen=True)
 class RouterOptions:
     """One router (several worker processes share the port)."""
 
@@ -228,6 +243,7 @@ class RouterOptions:
     timeouts: Timeouts = field(default_factory=Timeouts)
     web: WebOptions = field(default_factory=WebOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    media: MediaOptions = field(default_factory=MediaOptions)
     max_attempts: Annotated[Positive, "attempts for a request whose nodes fail"] = 3
     max_body_bytes: Annotated[int, Meta(ge=1, le=2**60), "largest request body"] = 8 << 20
     max_queue: MaxQueue = 1024

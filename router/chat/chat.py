@@ -10,12 +10,14 @@ from typing import Any
 
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.engine.contracts.wire.media import MediaItem
 from tandem.router.chat import thinking
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
-from tandem.router.chat.conversation import as_templates_expect, called_tools
+from tandem.router.chat.conversation import ContentForm, as_templates_expect, called_tools
 from tandem.router.chat.deltas import CallArguments, CallStart, Delta, OutputParser, Reasoning, merged
 from tandem.router.chat.parsers import CALL_PARSERS, HARMONY, NONE, choose_parsers
 from tandem.router.chat.template_source import ChatTemplates
+from tandem.router.media.parts import ReadMedia, expanded
 from tandem.router.structured.answer import answer_of
 from tandem.router.structured.calls import ChatGrammar, Thinking
 from tandem.router.structured.parts import Part
@@ -32,6 +34,7 @@ class ChatPrompt:
 
     text: str
     token_ids: list[int]
+    media: tuple[MediaItem, ...] = ()
 
 
 class Chat:
@@ -105,11 +108,17 @@ class Chat:
             parts = asked.parts(Thinking(thinking.BEGIN, thinking.END, self.parsers.opening(prompt)))
         return parts, answer.param if answer is not None and not asked.must_call else "tools"
 
-    def prompt(self, body: ChatBody | ChatTokenizeBody, facts: ModelFacts) -> ChatPrompt:
-        """Renders and tokenizes; long conversations belong on a thread. Raises InvalidRequestError."""
+    def prompt(
+        self, body: ChatBody | ChatTokenizeBody, facts: ModelFacts, media: ReadMedia | None = None
+    ) -> ChatPrompt:
+        """Renders and tokenizes; long conversations belong on a thread. `media`: what was read of the conversation's
+        parts that aren't text. Raises InvalidRequestError."""
         wants_tools = body.tools and not (isinstance(body, ChatBody) and body.tool_choice == "none")
         template = self._templates.choose(bool(wants_tools))
-        messages = as_templates_expect(body.messages, template.knows_developer)
+        form = None
+        if media is not None or facts.media_kinds:
+            form = ContentForm(template.takes_parts, "" if media is None else media.placeholder)
+        messages = as_templates_expect(body.messages, template.knows_developer, form)
         variables: dict[str, Any] = {"tools": body.tools if wants_tools else None, "documents": None}
         if isinstance(body, ChatBody):
             variables["documents"] = body.documents
@@ -122,7 +131,8 @@ class Chat:
             text = template.render_open(messages, variables)
         else:
             text = template.render(messages, variables)
-        return ChatPrompt(text, tokenize_text(text, self._tokenizer, facts, bool(body.add_special_tokens)))
+        token_ids = tokenize_text(text, self._tokenizer, facts, bool(body.add_special_tokens))
+        return ChatPrompt(text, token_ids) if media is None else ChatPrompt(text, *expanded(token_ids, media))
 
 
 class ChatOutput:

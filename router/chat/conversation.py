@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.media.parts import PlacedPart, kind_of
 from tandem.router.structured.calls import Tool
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -33,19 +34,46 @@ class Arguments(dict[str, Any]):
         return before + self._text
 
 
-def as_templates_expect(messages: Sequence[Fields], knows_developer: bool) -> list[dict[str, Any]]:
-    """The messages in the form that templates take. Raises InvalidRequestError that names the message and its field."""
-    return [_message(message, f"messages[{i}]", knows_developer) for i, message in enumerate(messages)]
+class ContentForm(NamedTuple):
+    """How content is told to the template of a model that takes more than text: as a list of parts, or as text in which
+    `placeholder` stands for each part that isn't text."""
+
+    as_parts: bool
+    placeholder: str
+
+    def of(self, content: Any, place: str) -> str | list[Fields]:
+        """Raises InvalidRequestError that names a part's place."""
+        given = content if isinstance(content, list) else [content]
+        kinds = [kind_of(part) for part in given]
+        texts = [
+            self.placeholder if kind else plain_text([part], place, first=i)
+            for i, (part, kind) in enumerate(zip(given, kinds, strict=True))
+        ]
+        if not self.as_parts:
+            return "\n".join(texts)
+        return [
+            {"type": kind, f"{kind}_url": ""} if kind else {"type": "text", "text": text}
+            for kind, text in zip(kinds, texts, strict=True)
+        ]
 
 
-def _message(message: Fields, place: str, knows_developer: bool) -> dict[str, Any]:
+def as_templates_expect(
+    messages: Sequence[Fields], knows_developer: bool, form: ContentForm | None = None
+) -> list[dict[str, Any]]:
+    """The messages in the form that templates take; `form` None: those of a model of text alone. Raises
+    InvalidRequestError that names the message and its field."""
+    return [_message(message, f"messages[{i}]", knows_developer, form) for i, message in enumerate(messages)]
+
+
+def _message(message: Fields, place: str, knows_developer: bool, form: ContentForm | None) -> dict[str, Any]:
     found = {name: value for name, value in message.items() if value is not None}
     role = found.get("role")
     if role not in ROLES:
         _bad("messages", f"{place}.role is {role!r}; it must be one of {', '.join(ROLES)}")
     if role == "developer" and not knows_developer:
         found["role"] = "system"
-    found["content"] = plain_text(found.get("content", ""), f"{place}.content")
+    read = plain_text if form is None or "content" not in found else form.of
+    found["content"] = read(found.get("content", ""), f"{place}.content")
     if REASONING not in found and isinstance(found.get("reasoning"), str):
         found[REASONING] = found["reasoning"]
     if calls := found.pop("tool_calls", None):
@@ -56,18 +84,20 @@ def _message(message: Fields, place: str, knows_developer: bool) -> dict[str, An
     return found
 
 
-def plain_text(content: Any, place: str) -> str:
-    """The text of content that is text or a list of text parts. Raises InvalidRequestError that names its place."""
+def plain_text(content: Any, place: str, first: int = 0) -> str:
+    """The text of content that is text or a list of text parts, of which `first` is the first one's place in a longer
+    list. Raises InvalidRequestError that names its place."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         _bad("messages", f"{place} must be text or a list of text parts")
     texts = []
-    for i, part in enumerate(content):
+    for i, part in enumerate(content, first):
         kind = part.get("type", "text") if isinstance(part, dict) else None
         text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else part
         if (kind is not None and kind not in TEXT_PARTS) or not isinstance(text, str):
-            _bad("messages", f"{place}[{i}] is of the type {str(kind)[:64]!r}: this model takes text alone")
+            where = part.place if isinstance(part, PlacedPart) else f"{place}[{i}]"
+            _bad("messages", f"{where} is of the type {str(kind)[:64]!r}: this model takes text alone")
         texts.append(text)
     return "\n".join(texts)
 

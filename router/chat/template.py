@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -70,6 +71,16 @@ class ChatTemplate:
         self.source, self._special = source, dict(special)
         self.takes_tools, self.knows_developer = "tools" in used, "developer" in source
 
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether content may be a list of parts. A template that doesn't know of them writes the list itself, or
+        refuses it."""
+        try:
+            text = self.render([{"role": "user", "content": [{"type": "text", "text": "probe"}]}])
+        except InvalidRequestError:
+            return False
+        return "probe" in text and "'text'" not in text
+
     def render(self, messages: Sequence[Fields], variables: Fields | None = None) -> str:
         """The prompt of a conversation. Raises InvalidRequestError with the template's objection to these messages."""
         try:
@@ -82,7 +93,13 @@ class ChatTemplate:
     def render_open(self, messages: Sequence[Fields], variables: Fields | None = None) -> str:
         """The prompt up to the end of the last message's content, so that the model continues it."""
         last = messages[-1]
-        marked = [*messages[:-1], {**last, "content": (last["content"] or "") + END_MARK + " "}]
+        content: Any = last["content"] or ""
+        marked_content: Any = f"{content}{END_MARK} "
+        if isinstance(content, list):
+            part = content[-1] if content and content[-1]["type"] == "text" else {"type": "text", "text": ""}
+            others = content[:-1] if part in content[-1:] else content
+            marked_content = [*others, {**part, "text": f"{part['text']}{END_MARK} "}]
+        marked = [*messages[:-1], {**last, "content": marked_content}]
         text = self.render(marked, variables)
         before, mark, after = text.rpartition(END_MARK)
         if not mark:

@@ -93,7 +93,13 @@ async def _plan_chat(
     check_task(facts, "generate")
     chat.check_tools(asked)
     try:
-        prompt = await service.encoder.apart(num_bytes, lambda: chat.prompt(asked, facts))
+        media = await service.media.read(asked.messages, facts)
+        if media is not None and body.truncate_prompt_tokens is not None:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens is for text alone: images and sounds are whole or left out",
+                param="truncate_prompt_tokens",
+            )
+        prompt = await service.encoder.apart(num_bytes, lambda: chat.prompt(asked, facts, media))
         plans = service.plan_prompts(body, [prompt.text], [prompt.token_ids], tenant, facts.max_model_len)
     except InvalidRequestError as error:
         if error.param != "prompt":
@@ -101,7 +107,8 @@ async def _plan_chat(
         raise type(error)(error.message, param="messages") from error  # the client has no field `prompt`
     if (asked_for := chat.grammar(asked, prompt.text)) is not None:
         plans = held_to(plans, await service.grammars.check(*asked_for))
-    plans = [replace(plan, is_chat=True, shown_ids=chat.shown_ids | plan.shown_ids) for plan in plans]
+    shown = chat.shown_ids
+    plans = [replace(plan, is_chat=True, media=prompt.media, shown_ids=shown | plan.shown_ids) for plan in plans]
     return _PlannedChat(body, plans, prompt.text)
 
 

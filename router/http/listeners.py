@@ -47,7 +47,7 @@ class _Listener:
         if self._body.logprobs is not None:
             entries = self._entries.get(prompt_index, ())
             names = names_of(self._tokenizer, self._body.return_tokens_as_token_ids)
-            logprobs = echo_logprobs(names, plan.token_ids.tolist(), entries, self._body.logprobs)
+            logprobs = echo_logprobs(names, plan.prompt_ids, entries, self._body.logprobs)
         return Piece(echo_text(plan, self._tokenizer), (), logprobs, None)
 
     def _shown(self, piece: Piece) -> Piece:
@@ -105,7 +105,10 @@ class Collector(_Listener):
             complete["prompt_token_ids"] = self._plans[prompt_index].prompt_ids
         if self._body.prompt_logprobs is not None:
             complete["prompt_logprobs"] = prompt_logprobs_table(
-                self._tokenizer, self._entries.get(prompt_index, ()), self._body.prompt_logprobs
+                self._tokenizer,
+                self._plans[prompt_index].token_ids.tolist(),
+                self._entries.get(prompt_index, ()),
+                self._body.prompt_logprobs,
             )
         return complete
 

@@ -12,8 +12,9 @@ from tandem.router.access.gate import Gate
 from tandem.router.chat.chat import Chat
 from tandem.router.chat.chat_body import ChatTokenizeBody, parse_tokenize
 from tandem.router.http.http_io import read_body
+from tandem.router.media.parts import ReadMedia
 from tandem.router.requests.service import CompletionService
-from tandem.router.text.completion import ModelFacts, check_model, check_text
+from tandem.router.text.completion import ModelFacts, check_model, check_text, with_placeholders
 from tandem.router.text.openai_api import DetokenizeBody, TokenizeBody
 
 READ = ["GET", "HEAD"]
@@ -60,9 +61,10 @@ def add_model_routes(app: FastAPI, service: CompletionService, gate: Gate, creat
 def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, chat: Chat) -> None:
     limit = service.options.max_body_bytes
 
-    def ids_of(body: TokenizeBody | ChatTokenizeBody, facts: ModelFacts) -> list[int]:
+    def ids_of(body: TokenizeBody | ChatTokenizeBody, facts: ModelFacts, media: ReadMedia | None) -> list[int]:
         if isinstance(body, ChatTokenizeBody):
-            return chat.prompt(body, facts).token_ids
+            prompt = chat.prompt(body, facts, media)
+            return with_placeholders(prompt.token_ids, prompt.media)
         check_text(body.prompt, facts)
         return service.tokenizer.encode(body.prompt, body.add_special_tokens)
 
@@ -79,9 +81,10 @@ def add_tokenizer_routes(app: FastAPI, service: CompletionService, gate: Gate, c
         body = parse_tokenize(service.bodies, raw := await read_body(request.scope, request.receive, limit))
         facts = await service.awaited_facts()
         service.adapter_of(body.model, facts)
+        media = await service.media.read(body.messages, facts) if isinstance(body, ChatTokenizeBody) else None
 
         def answer() -> Response:
-            ids = ids_of(body, facts)
+            ids = ids_of(body, facts, media)
             strings = [service.tokenizer.token_string(i) for i in ids] if body.return_token_strs else None
             count = {"count": len(ids), "max_model_len": facts.max_model_len}
             return json_answer({**count, "tokens": ids, "token_strs": strings})

@@ -329,12 +329,14 @@ class Cluster:
         infos = [view.info for view in nodes]
         if infos:
             name = self._options.model.served_name or infos[0].model_name
+            kinds = set(infos[0].media_kinds).intersection(*(info.media_kinds for info in infos))
             self.facts = ModelFacts(
                 name,
                 min(info.max_model_len for info in infos),
                 min(info.vocab_size for info in infos),
                 infos[0].task,
                 infos[0].encoder,
+                tuple(sorted(kinds)),
             )
 
 

@@ -27,6 +27,8 @@ from tandem.router.access.limits import RequestLimits
 from tandem.router.chat.chat import Chat
 from tandem.router.http.app import make_app
 from tandem.router.http.http_protocol import HttpLimits
+from tandem.router.media.processor import MediaProcessor
+from tandem.router.media.reader import MediaReader, parse_limits
 from tandem.router.nodes.adapters import parse_modules
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.nodes.discovery import NodeDiscovery
@@ -68,6 +70,8 @@ class Worker:
         folder = resolve_model(options.model.model, options.model.revision, with_weights=False)
         self._tokenizer = Tokenizer(folder)
         self._chat = Chat(folder, self._tokenizer, options)
+        self._media = MediaProcessor.of(folder, self._tokenizer)
+        parse_limits(options.media.limit_mm_per_prompt)
         self.sampling_defaults = sampling_defaults(folder, options.generation_config)
         self.service: CompletionService  # made by `run`, on its event loop
         self._server: Server | None = None
@@ -96,6 +100,7 @@ class Worker:
             metrics,
             Privacy(self._tokenizer, self._api_keys.public_prefixes),
             self.sampling_defaults,
+            MediaReader(self._media, self._options.media, self._options.max_body_bytes),
         )
         # Streams that outlive drain_s are ended by `_tick`, with an error event; uvicorn's own end is the last resort.
         last_resort_s = self._options.timeouts.drain_s + CANCEL_GRACE_S

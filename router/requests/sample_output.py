@@ -188,11 +188,15 @@ def echo_logprobs(
 
 
 def prompt_logprobs_table(
-    tokenizer: Tokenizer, entries: Sequence[TokenLogprobs], num_top: int
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """The extension `prompt_logprobs`: per position token id -> log-probability, rank, text; None for the first."""
+    """The extension `prompt_logprobs`: per position token id -> log-probability, rank, text; None for the first, and
+    where there is no token but a part of an image or a sound."""
     table: list[dict[str, dict[str, Any]] | None] = [None]
-    for entry in entries:
+    for position_token_id, entry in zip(prompt_token_ids[1:], entries, strict=False):
+        if position_token_id < 0:
+            table.append(None)
+            continue
         row: dict[str, dict[str, Any]] = {}
         for i, (token_id, logprob) in enumerate(
             zip(entry.token_ids[: 1 + num_top], entry.logprobs[: 1 + num_top], strict=True)

@@ -15,6 +15,7 @@ from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.contracts.wire.parts import AdapterRef
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.access.api_keys import Tenant
+from tandem.router.media.reader import MediaReader
 from tandem.router.nodes.cluster import Cluster
 from tandem.router.placing.placement import PlacementRequest
 from tandem.router.placing.policies import Choice
@@ -63,6 +64,7 @@ class CompletionService:
         metrics: RouterMetrics,
         privacy: Privacy,
         defaults: SamplingDefaults,
+        media: MediaReader,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._privacy, self._defaults = privacy, defaults
@@ -70,6 +72,7 @@ class CompletionService:
         self.encoder, self.bodies = PromptEncoder(tokenizer), BodyReader(options.strict_requests)
         self.grammars, self._spelling = GrammarChecker(tokenizer.folder), Spelling(tokenizer.mark_ids)
         self._factory = GenerationFactory(options, tokenizer)
+        self.media = media
         self._clock = clock
         self.num_awaiting_facts = 0  # requests that came before any node
         self._dispatcher = Dispatcher(cluster, metrics, clock)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.conversation import REASONING, plain_text
+from tandem.router.media.parts import PlacedPart, kind_of
 
 Item = Mapping[str, Any]
 Message = dict[str, Any]
@@ -49,7 +50,7 @@ class _Reader:
         role = item.get("role")
         if role not in ("user", "system", "developer", "assistant"):
             _bad(f"{place}.role is {str(role)[:64]!r}; it must be user, system, developer or assistant")
-        content = plain_text(item.get("content"), f"{place}.content")
+        content = _content(item.get("content"), f"{place}.content")
         if role == "assistant":
             self._open({"content", "tool_calls"})["content"] = content
         else:
@@ -82,6 +83,16 @@ class _Reader:
             last = {"role": "assistant"}
             self.messages.append(last)
         return last
+
+
+def _content(content: Any, place: str) -> str | list[Any]:
+    """Text, or, where there is more than text, the parts. Raises InvalidRequestError that names a part."""
+    if not isinstance(content, list) or not any(map(kind_of, content)):
+        return plain_text(content, place)
+    return [
+        PlacedPart(part, f"{place}[{i}]") if kind_of(part) else {"text": plain_text([part], place, first=i)}
+        for i, part in enumerate(content)
+    ]
 
 
 def tools_of(tools: Sequence[Item]) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ class ModelFacts:
     vocab_size: int
     task: Task = "generate"
     encoder: EncoderFacts | None = None
+    media_kinds: tuple[str, ...] = ()  # what it takes beside text
 
     @property
     def max_input_len(self) -> int:
@@ -64,9 +65,10 @@ class PromptPlan:
     @property
     def prompt_ids(self) -> list[int]:
         """The prompt's tokens as the client knows them."""
-        texts = [array for item in self.media for name, array in item.arrays().items() if name == "input_ids"]
-        is_input = bool(self.media) and self.media[0].kind == "encoder"
-        return [int(token_id) for token_id in (texts[0][0] if is_input and texts else self.token_ids)]
+        if not self.media or self.media[0].kind != "encoder":
+            return with_placeholders(self.token_ids.tolist(), self.media)
+        text = self.media[0].arrays().get("input_ids")
+        return (self.token_ids if text is None else text[0]).tolist()  # type: ignore[no-any-return]
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -77,6 +79,13 @@ class PromptPlan:
         [item] = self.media
         own = next((tensor.shape[-1] for tensor in item.tensors if tensor.name == "input_ids"), item.length)
         return own + len(self.token_ids) - item.length
+
+
+def with_placeholders(token_ids: list[int], media: Sequence[MediaItem]) -> list[int]:
+    """A prompt's ids as the model knows them: placeholders in the spans of its items."""
+    for item in media:
+        token_ids[item.start : item.end] = item.arrays()["input_ids"][0].tolist()
+    return token_ids
 
 
 def check_model(name: str | None, facts: ModelFacts) -> None:
@@ -154,7 +163,7 @@ def with_adapter(plan: PromptPlan, adapter: AdapterRef) -> PromptPlan:
 def echo_text(plan: PromptPlan, tokenizer: Tokenizer) -> str:
     if plan.text is not None:
         return plan.text
-    return tokenizer.decode(plan.token_ids.tolist(), skip_special_tokens=not plan.shown_ids)
+    return tokenizer.decode(plan.prompt_ids, skip_special_tokens=not plan.shown_ids)
 
 
 def truncated(token_ids: list[int], body: CompletionBody, tokenizer: Tokenizer, facts: ModelFacts) -> list[int]:

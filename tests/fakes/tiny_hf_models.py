@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -157,6 +158,52 @@ TOWERS: dict[str, dict] = {
         "audio_token_index": 500,
     },
 }
+# The last tokens of their vocabularies, from PLACEHOLDER of tiny_media on.
+MARKS = {
+    "llava": ("<image>", *(f"<unused{i}>" for i in range(11))),
+    "qwen2_5_vl": (
+        *("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"),
+        *(f"<unused{i}>" for i in range(8)),
+    ),
+    "qwen2_audio": ("<|AUDIO|>", *(f"<unused{i}>" for i in range(11))),
+}
+_IMAGES: dict = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_convert_rgb": True}
+PROCESSORS: dict[str, dict] = {
+    "llava": {
+        **_IMAGES,
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 28},
+        "crop_size": {"height": 28, "width": 28},
+    },
+    "qwen2_5_vl": {
+        **_IMAGES,
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": 7,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 784, "longest_edge": 7840},
+    },
+    "qwen2_audio": {
+        "feature_extractor_type": "WhisperFeatureExtractor",
+        "feature_size": 16,
+        "chunk_length": 1,
+        "n_samples": 16000,
+        "nb_max_frames": 100,
+        "hop_length": 160,
+        "n_fft": 400,
+        "sampling_rate": 16000,
+    },
+}
+_PARTS = (
+    "{% for m in messages %}{{ m['role'] }}: {% for c in m['content'] %}"
+    "{% if c['type'] == 'image' %}MARK{% else %}{{ c['text'] }}{% endif %}{% endfor %}\n{% endfor %}assistant:"
+)
+TEMPLATES = {
+    "llava": _PARTS.replace("MARK", "<image>"),
+    "qwen2_5_vl": _PARTS.replace("MARK", "<|vision_start|><|image_pad|><|vision_end|>"),
+    # One that takes text alone, so that placeholders are put into it.
+    "qwen2_audio": "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:",
+}
 # What transformers runs without calling for attention, or not from all layers.
 REFUSED: dict[str, dict] = {
     "mpt": {"d_model": 64, "n_heads": 4, "n_layers": 4, "vocab_size": VOCAB, "max_seq_len": 2048},
@@ -174,7 +221,7 @@ REFUSED: dict[str, dict] = {
 
 def tiny_hf_model(family: str) -> Path:
     """Folder of that family, built on first use and kept for the test session's machine."""
-    root = Path(tempfile.gettempdir()) / f"tandem-tiny-hf-models-{os.getuid()}-v1"
+    root = Path(tempfile.gettempdir()) / f"tandem-tiny-hf-models-{os.getuid()}-v2"
     return made_once(root / family, lambda folder: _build(family, folder))
 
 
@@ -195,4 +242,7 @@ def _build(family: str, folder: Path) -> None:
             parameter.data = noise * (tied if is_table else 1.6 / parameter.shape[-1] ** 0.5)
     model.tie_weights()
     model.save_pretrained(folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, MARKS.get(family, ()))
+    if family in TOWERS:
+        (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]))
+        (folder / "chat_template.jinja").write_text(TEMPLATES[family])

@@ -112,19 +112,22 @@ def _build(kind: str, folder: Path) -> None:
     write_tokenizer(folder)
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, last: tuple[str, ...] = ()) -> None:
+    """`last`: special tokens with the last ids of the vocabulary."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=VOCAB - len(last),
         special_tokens=["<s>", "</s>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator([Path(__file__).read_text()] * 2, trainer)
+    tokenizer.add_special_tokens(list(last))
+    assert not last or tokenizer.token_to_id(last[-1]) == VOCAB - 1
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -39,10 +39,11 @@ WITHIN = {
     "router/access": set(),
     "router/text": {"router/access"},
     "router/structured": {"router/text"},
-    "router/chat": {"router/text", "router/structured"},
+    "router/media": {"router/text"},
+    "router/chat": {"router/text", "router/structured", "router/media"},
     "router/pooling": {"router/text", "router/requests"},
     "router/audio": {"router/text", "router/requests"},
-    "router/responses": {"router/text", "router/chat", "router/requests"},
+    "router/responses": {"router/text", "router/chat", "router/requests", "router/media"},
 }
 # They take events and the time and return decisions: no tensors, sockets, threads or clocks. README.md of each wing.
 PURE_FOLDERS = (

@@ -329,7 +329,7 @@ def test_help_says_what_a_default_of_zero_means() -> None:
 
 def test_options_cover_every_field() -> None:
     for component, options in ((NodeOptions, NODE_OPTIONS), (RouterOptions, ROUTER_OPTIONS)):
-        nested = {"model", "cache", "scheduler", "timeouts", "web", "lora", "role"}
+        nested = {"model", "cache", "scheduler", "timeouts", "web", "lora", "media", "role"}
         assert {field.name for field in dataclasses.fields(component)} - nested <= set(options)
 
 
