@@ -12,13 +12,13 @@ PromptInput: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 _KINDS = 'a prompt is text, a list of token ids, {"prompt": text} or {"prompt_token_ids": [...]}'
 
 
-_TEXT_ALONE = "models take text alone"
+_IN_CHAT = "images and sounds are parts of the messages of `chat` (docs/multimodal.md)"
 # Fields of prompts, and arguments of calls, that other engines have: what to do instead.
 REFUSED = {
     "lora_request": "it is an argument of the call, for all of its prompts",
-    "multi_modal_data": _TEXT_ALONE,
-    "multi_modal_uuids": _TEXT_ALONE,
-    "mm_processor_kwargs": _TEXT_ALONE,
+    "multi_modal_data": _IN_CHAT,
+    "multi_modal_uuids": _IN_CHAT,
+    "mm_processor_kwargs": "set them in preprocessor_config.json, in the model's folder",
     "prompt_embeds": "prompts are text or token ids",
     "encoder_prompt": "models with an encoder of their own aren't served",
     "cache_salt": "it is one of SamplingParams",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -65,17 +66,24 @@ def media_prompt(family: str, *parts: Sequence[int] | int) -> MediaPrompt:
     return MediaPrompt(own_ids, tuple(media))
 
 
-_models: dict[Path, object] = {}
-
-
 def check_media_greedy(folder: Path, prompt: MediaPrompt, token_ids: Sequence[int], num_tokens: int) -> None:
     """Asserts that each token is transformers' best after all before it."""
+    assert len(token_ids) == num_tokens, f"{len(token_ids)} of {num_tokens} tokens"
+    best = media_logits(reference_media_model(folder), prompt, token_ids).argmax(-1).tolist()
+    wrong = [index for index, (token, expected) in enumerate(zip(token_ids, best, strict=True)) if token != expected]
+    assert not wrong, f"prompt of {len(prompt.own_ids)}: token {wrong[0]} of {num_tokens} differs"
+
+
+@cache
+def reference_media_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu"):  # type: ignore[no-untyped-def]
+    """transformers' model with its towers, kept in memory."""
     from transformers import AutoModelForMultimodalLM
 
-    assert len(token_ids) == num_tokens, f"{len(token_ids)} of {num_tokens} tokens"
-    if folder not in _models:
-        _models[folder] = AutoModelForMultimodalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    model = _models[folder]
+    return AutoModelForMultimodalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+
+def media_logits(model, prompt: MediaPrompt, token_ids: Sequence[int]) -> torch.Tensor:  # type: ignore[no-untyped-def]
+    """Logits float32 [len(token_ids), V] on the host, by the model as a whole: of each token, given all before it."""
     own_ids = [*prompt.own_ids, *token_ids]
     arguments: dict[str, torch.Tensor] = {}
     types = np.zeros((1, len(own_ids)), np.int64)
@@ -89,10 +97,8 @@ def check_media_greedy(folder: Path, prompt: MediaPrompt, token_ids: Sequence[in
         arguments["mm_token_type_ids"] = torch.from_numpy(types)
     arguments["input_ids"] = torch.tensor([own_ids])
     with torch.inference_mode():
-        logits = model(**arguments).logits[0, len(prompt.own_ids) - 1 : -1]  # type: ignore[operator]
-    best = logits.argmax(-1).tolist()
-    wrong = [index for index, (token, expected) in enumerate(zip(token_ids, best, strict=True)) if token != expected]
-    assert not wrong, f"prompt of {len(prompt.own_ids)}: token {wrong[0]} of {num_tokens} differs"
+        logits: torch.Tensor = model(**{name: each.to(model.device) for name, each in arguments.items()}).logits
+    return logits[0, len(prompt.own_ids) - 1 : -1].float().cpu()
 
 
 def _ids(length: int) -> np.ndarray:

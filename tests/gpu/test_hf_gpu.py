@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 from near_ties import check_against_reference
-from tiny_hf_models import tiny_hf_model
+from tiny_hf_models import TOWERS, tiny_hf_model
+from tiny_media import media_logits, media_prompt, reference_media_model
 
 from in_process_cluster import Client, Node, node_options
 from tandem.engine.contracts.config import ModelOptions
@@ -46,6 +47,43 @@ def test_greedy_against_fp32(family: str) -> None:
             for result in results[length]:
                 assert result.failed is None, result.failed
                 check_against_reference(folder, prompt, result.output(), torch.bfloat16)
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        client.close()
+        for node in reversed(nodes):
+            node.stop()
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_images_and_sounds_against_fp32(family: str) -> None:
+    """Split and alone, decode steps in graphs: each token is within the rounding of the exact model's best."""
+    folder = tiny_hf_model(family)
+    nodes = []
+    for role in ("decode", "prefill"):
+        options = node_options(role, folder, device="cuda", num_blocks=256, chunk=32, transport="local")
+        fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
+        nodes.append(Node(type(options)(**fields)))
+    decode, prefill = nodes
+    client = Client(*(node.info for node in nodes))
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    text = random_prompt(40, seed=1)
+    prompts = [media_prompt(family, text[:5], 1, text[5:]), media_prompt(family, text, 2, text[:3], 4, text[3:9])]
+    try:
+        results = []
+        for i, prompt in enumerate(prompts):
+            ids, media = prompt.token_ids, prompt.media
+            split = client.submit(f"s{i}", ids, sampling, decode=decode.info, prefill=prefill.info, media=media)
+            alone = client.submit(f"a{i}", ids, sampling, decode=decode.info, media=media)
+            results += [(prompt, split), (prompt, alone)]
+        client.wait()
+        for prompt, result in results:
+            assert result.failed is None, result.failed
+            tokens = result.output()
+            exact = media_logits(reference_media_model(folder), prompt, tokens)
+            rounded = media_logits(reference_media_model(folder, torch.bfloat16, "cuda"), prompt, tokens)
+            gap = float((exact.max(1).values - exact.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max())
+            assert gap < 3 * float((exact - rounded).abs().max())
         for node in nodes:
             node.wait_until_whole()
     finally:
