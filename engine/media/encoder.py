@@ -32,7 +32,7 @@ class MediaEncoder(Protocol):
 
     def positions(self, item: MediaItem) -> np.ndarray:
         """Positions of the span's tokens, int64 [3, length], counted from its own beginning. Text after it goes on
-        behind the largest."""
+        behind the largest. Raises EncodeError."""
 
 
 @dataclass(frozen=True, slots=True)

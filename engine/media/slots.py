@@ -6,24 +6,26 @@ Shape legend: T tokens of a forward pass, M of them in spans, S slots, E hidden 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from tandem.engine.contracts.wire.media import MediaItem
 from tandem.engine.device.upload import upload
-from tandem.engine.media.encoder import MediaEncoder, MediaInputs
+from tandem.engine.media.encoder import EncodeError, MediaEncoder, MediaInputs
 from tandem.engine.media.encoder_outputs import EncoderOutputs
 from tandem.engine.scheduling.step import ForkSlot, NewSlot, ScheduledRow
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequence:
-    """The items of one sequence. `positions_3C`: of its tokens up to the last item's end; after that they are `shift`
-    more than the token's own. None: the model counts tokens alone."""
+    """The items of one sequence, none once its rows are behind all of them: their tensors are large. `positions_3C`: of
+    its tokens up to `end`, the last item's; after that they are `shift` more than the token's own. None: the model
+    counts tokens alone."""
 
     items: tuple[MediaItem, ...]
+    end: int
     positions_3C: np.ndarray | None
     shift: int
 
@@ -46,20 +48,22 @@ class MediaSlots:
         # How much later than their tokens positions are, after a sequence's last item; decode steps gather it.
         self.shift_S = torch.zeros(num_slots, dtype=torch.int64, device=device) if encoder.has_positions else None
 
-    def apply(self, new_slots: Sequence[NewSlot]) -> None:
-        """Takes in sequences that enter slots."""
-        if not new_slots:
-            return
+    def apply(self, new_slots: Sequence[NewSlot]) -> dict[int, str]:
+        """Takes in sequences that enter slots. Returns slot -> why its items can't be used; such a slot is computed as
+        one without, and its tokens must be dropped."""
+        failed = {}
         for new in new_slots:
             self._sequences.pop(new.slot, None)
-            if new.media:
-                self._sequences[new.slot] = self._sequence(new.media)
+            try:
+                if new.media:
+                    self._sequences[new.slot] = self._sequence(new.media)
+            except EncodeError as error:
+                failed[new.slot] = str(error)
         self._send_shifts([new.slot for new in new_slots])
+        return failed
 
     def fork(self, forks: Sequence[ForkSlot]) -> None:
         """Makes slots copies of their parents."""
-        if not forks:
-            return
         for fork in forks:
             self._sequences.pop(fork.slot, None)
             if fork.parent_slot in self._sequences:
@@ -68,7 +72,7 @@ class MediaSlots:
 
     def touch(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether some of these rows' tokens lie before the end of an item, so that their ids and places aren't all."""
-        return any(row.slot in self._sequences and row.start < self._sequences[row.slot].items[-1].end for row in rows)
+        return any(row.slot in self._sequences and row.start < self._sequences[row.slot].end for row in rows)
 
     def of(
         self, rows: Sequence[ScheduledRow], first_token_R: np.ndarray, positions_T: torch.Tensor
@@ -80,7 +84,10 @@ class MediaSlots:
         index: list[np.ndarray] = []
         parts: list[torch.Tensor] = []
         for row, at in within:
-            for item in self._sequences[row.slot].items:
+            sequence = self._sequences[row.slot]
+            if sequence.items and row.start >= sequence.end:
+                self._sequences[row.slot] = replace(sequence, items=())
+            for item in sequence.items:
                 start, end = max(item.start, row.start), min(item.end, row.start + row.num_tokens)
                 if start < end:
                     index.append(np.arange(start, end) - row.start + at)
@@ -102,7 +109,7 @@ class MediaSlots:
 
     def _sequence(self, items: tuple[MediaItem, ...]) -> _Sequence:
         if self.shift_S is None:
-            return _Sequence(items, None, 0)
+            return _Sequence(items, items[-1].end, None, 0)
         positions_3C, end, shift = np.empty((3, items[-1].end), np.int64), 0, 0
         for item in items:
             positions_3C[:, end : item.start] = np.arange(end, item.start) + shift
@@ -110,10 +117,10 @@ class MediaSlots:
             positions_3C[:, item.start : item.end] = own + item.start + shift
             shift += int(own.max()) + 1 - item.length
             end = item.end
-        return _Sequence(items, positions_3C, shift)
+        return _Sequence(items, end, positions_3C, shift)
 
     def _send_shifts(self, slots: list[int]) -> None:
-        if self.shift_S is None:
+        if self.shift_S is None or not slots:
             return
         shifts = [self._sequences[slot].shift if slot in self._sequences else 0 for slot in slots]
         slot_N, shift_N = upload([np.array(slots, np.int64), np.array(shifts, np.int64)], self._device)

@@ -116,7 +116,7 @@ class ModelRunner:
         if self._guides is not None:
             self._guides.apply(output.new_slots, output.forks)
         if self._media is not None:
-            self._media.apply(output.new_slots)
+            failed_slots |= self._media.apply(output.new_slots)
         if output.copies:
             copies = ((each.source, each.destination, each.num_tokens) for each in output.copies)
             copy_blocks(self.pool, *map(list, zip(*copies, strict=True)))

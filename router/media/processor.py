@@ -64,7 +64,9 @@ class MediaProcessor:
     def __init__(self, folder: Path, config: Fields, family: Family, tokenizer: Tokenizer) -> None:
         self._folder, self._config, self._family = folder, config, family
         self.kind = family.kind
-        self.placeholder_id = next(int(config[name]) for name in family.placeholder_fields if name in config)
+        self.placeholder_id = next(
+            config[name] for name in family.placeholder_fields if isinstance(config.get(name), int)
+        )
         self.placeholder = tokenizer.token_string(self.placeholder_id)
         self._lock = threading.Lock()
         self._own: Any = None
@@ -74,7 +76,7 @@ class MediaProcessor:
         """None: the model takes text alone."""
         config = read_json_object(folder / "config.json") or {}
         family = FAMILIES.get(str(config.get("model_type")))
-        if family is None or not any(name in config for name in family.placeholder_fields):
+        if family is None or not any(isinstance(config.get(name), int) for name in family.placeholder_fields):
             return None
         return cls(folder, config, family, tokenizer)
 

@@ -18,6 +18,7 @@ from tandem.router.media.sources import MediaSources, refused
 from tandem.router.text.completion import ModelFacts
 
 MAX_THREADS = 2  # that decode at a time: each may need some hundred megabytes; a guess
+MAX_TENSOR_BYTES = 192 << 20  # of one prompt; nodes close connections whose messages are beyond 256 MiB
 DEFAULT_LIMIT = 16  # items of each kind in one prompt; a guess
 
 
@@ -38,11 +39,19 @@ class MediaReader:
         if self._processor is None or not (parts := media_parts(messages)):
             return None
         self._check(parts, facts)
-        items = []
+        items: list[MediaItem] = []
+        num_bytes = 0
         for part in parts:
             data = await self._sources.bytes_of(part)
             async with self._slots:
                 items.append(await asyncio.to_thread(self._item, part, data))
+            num_bytes += sum(len(tensor.data) for tensor in items[-1].tensors)
+            if num_bytes > MAX_TENSOR_BYTES:
+                raise refused(
+                    part,
+                    f"with it the conversation's images and sounds are {num_bytes} bytes as the model "
+                    f"takes them; at most {MAX_TENSOR_BYTES} are: send smaller ones",
+                )
         return ReadMedia(tuple(items), self._processor.placeholder, self._processor.placeholder_id)
 
     def _item(self, part: MediaPart, data: bytes) -> MediaItem:

@@ -89,13 +89,16 @@ class HFModel(nn.Module):
     ) -> torch.Tensor:
         """int [T], int64 [T] -> hidden states [N, E] of the wanted tokens (None: of all T). Ids below 0 are those of
         `media`."""
-        tokens: dict[str, torch.Tensor] = {"input_ids": input_ids_T[None].long()}
+        ids_T = input_ids_T.long()
+        if self.media_encoder is not None:
+            ids_T = ids_T.clamp_min(0)
+        tokens: dict[str, torch.Tensor] = {"input_ids": ids_T[None]}
         position_ids = positions_T[None]
         if media is not None and media.positions_3T is not None:
             position_ids = media.positions_3T[:, None]
         if media is not None and media.embedding_ME is not None:
             embedding: Any = self.decoder.get_input_embeddings()
-            embeds_TE = embedding(input_ids_T.long().clamp_min(0))
+            embeds_TE = embedding(ids_T)
             embeds_TE[media.index_M] = media.embedding_ME.to(embeds_TE.dtype)
             tokens = {"inputs_embeds": embeds_TE[None]}
         if self.encoder is not None:

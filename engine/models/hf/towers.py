@@ -103,10 +103,13 @@ class TowerEncoder:
             raise EncodeError(f"the {item.kind} can't be encoded: {type(error).__name__}: {error}") from error
 
     def positions(self, item: MediaItem) -> np.ndarray:
-        """int64 [3, length]."""
+        """int64 [3, length]. Raises EncodeError."""
         arrays = item.arrays()
         arguments = {name: torch.from_numpy(arrays[name].copy()) for name in arrays if arrays[name].dtype == np.int64}
-        position_ids, _ = self._rope_index(**arguments)
+        try:
+            position_ids, _ = self._rope_index(**arguments)
+        except Exception as error:
+            raise EncodeError(f"the {item.kind} has no positions: {type(error).__name__}: {error}") from error
         positions: np.ndarray = position_ids[:, 0].numpy()
         return positions
 

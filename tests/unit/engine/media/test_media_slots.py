@@ -7,6 +7,7 @@ import torch
 
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
+from tandem.engine.media.encoder import EncodeError
 from tandem.engine.media.encoder_outputs import EncoderOutputs
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.scheduling.step import ForkSlot, NewSlot, ScheduledRow
@@ -101,6 +102,19 @@ def test_positions_go_on_behind_an_items_largest_and_forks_keep_them():
     assert slots.shift_S.tolist() == [0, -3, 0, -3]
     slots.apply([new(1)])
     assert slots.shift_S.tolist() == [0, 0, 0, -3]
+
+
+def test_items_without_positions_fail_their_slot_alone():
+    class Choosy(Encoder):
+        def positions(self, item: MediaItem) -> np.ndarray:
+            if item.length == 5:
+                raise EncodeError("five")
+            return super().positions(item)
+
+    slots = MediaSlots(Choosy(has_positions=True), 4, 1 << 20, CPU)
+    assert slots.apply([new(0, item(0, 5, 1.0)), new(1, item(0, 6, 1.0))]) == {0: "five"}
+    assert slots.shift_S is not None
+    assert slots.shift_S.tolist() == [0, -3, 0, 0]
 
 
 def test_outputs_are_kept_within_their_budget_and_the_newest_always():

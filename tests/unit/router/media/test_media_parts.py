@@ -9,14 +9,16 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
+from tandem.engine.contracts.config import MediaOptions
 from tandem.engine.contracts.errors import ConfigError, InvalidRequestError
 from tandem.engine.contracts.wire.media import MediaItem
 from tandem.router.chat.conversation import ContentForm, as_templates_expect
 from tandem.router.chat.template import ChatTemplate
+from tandem.router.media import reader
 from tandem.router.media.parts import MediaPart, ReadMedia, expanded, media_parts
 from tandem.router.media.reader import parse_limits
 from tandem.router.media.sounds import decode_sound, resampled
-from tandem.router.text.completion import with_placeholders
+from tandem.router.text.completion import ModelFacts, with_placeholders
 
 PART = MediaPart("messages[0].content[0]", "audio", "data:,")
 PLACEHOLDER = 7
@@ -147,3 +149,19 @@ def test_limits_are_read_in_both_of_vllms_forms():
     for wrong in ("image", "image=x", "image=-1", '{"video": 1}', "{", "image=1=2"):
         with pytest.raises(ConfigError, match="limit-mm-per-prompt"):
             parse_limits(wrong)
+
+
+async def test_what_no_message_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Doubled:
+        kind, placeholder, placeholder_id = "image", "<image>", PLACEHOLDER
+
+        def item(self, *_: object) -> MediaItem:
+            return item(1, 64)
+
+    monkeypatch.setattr(reader, "MAX_TENSOR_BYTES", 1000)
+    facts = ModelFacts("m", 100, 100, media_kinds=("image",))
+    read = reader.MediaReader(Doubled(), MediaOptions(), 1 << 20).read  # type: ignore[arg-type]
+    part = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    assert await read([{"role": "user", "content": [part]}], facts) is not None
+    with pytest.raises(InvalidRequestError, match=r"content\[1\].*send smaller ones"):
+        await read([{"role": "user", "content": [part, part]}], facts)
