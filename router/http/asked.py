@@ -108,7 +108,10 @@ async def _plan_chat(
     if (asked_for := chat.grammar(asked, prompt.text)) is not None:
         plans = held_to(plans, await service.grammars.check(*asked_for))
     shown = chat.shown_ids
-    plans = [replace(plan, is_chat=True, media=prompt.media, shown_ids=shown | plan.shown_ids) for plan in plans]
+    plans = [
+        replace(plan, is_chat=True, media=prompt.media or plan.media, shown_ids=shown | plan.shown_ids)
+        for plan in plans
+    ]
     return _PlannedChat(body, plans, prompt.text)
 
 
