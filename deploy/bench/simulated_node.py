@@ -17,7 +17,7 @@ from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
 from tandem.engine.contracts.rate import Rate
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
 from tandem.engine.scheduling.prompt_order import SlackOrder
-from tandem.engine.scheduling.step_times import LEAST_PROMPT_TOKENS, PATIENCE, USED_SLACK, WORTHWHILE_TOKENS
+from tandem.engine.scheduling.step_times import AIMED_AT, LEAST_PROMPT_TOKENS, PATIENCE, USED_SLACK, WORTHWHILE_TOKENS
 
 
 @dataclass(frozen=True)
@@ -266,9 +266,10 @@ class SimulatedNode:
     def _slack_s(self) -> float:
         most, targets = math.inf, self._targets
         for end, _, job in self._decoding if targets.tpot_s else ():
+            tpot_s = AIMED_AT * targets.tpot_s
             num_made = job.request.num_output_tokens - (end - self._num_steps)
-            ahead_s = job.first_token_at + num_made * targets.tpot_s - self._now
-            most = min(most, max(targets.tpot_s, USED_SLACK * ahead_s))
+            ahead_s = job.first_token_at + num_made * tpot_s - self._now
+            most = min(most, max(tpot_s, USED_SLACK * ahead_s))
         return most
 
     def _has_room(self, job: Job) -> bool:

@@ -24,8 +24,9 @@ MOST_CHANGE = 0.25  # most that one step counts: beyond it something else than t
 LEAST_PROMPT_TOKENS, LEAST_FREE_TOKENS = 32, 8  # docs/measurements.md#the-gap-of-a-hand-off; 8 is a guess
 # A chunk of so many tokens takes the device as long as its launch takes the host.
 WORTHWHILE_TOKENS = 1024  # docs/measurements.md#deadlines-on-a-trace
-# The share of a stream's slack that a step may use: times are estimates; a guess.
-USED_SLACK = 0.9
+# What is aimed at, as a share of a target for each token: clients count the way, too. And the share of a stream's slack
+# that a step may use: times are estimates. Guesses.
+AIMED_AT, USED_SLACK = 0.95, 0.9
 # Prompts that have waited for streams so many times as long as their chunk takes have it anyway, or they would starve
 # where more is promised than the node can give. A guess.
 PATIENCE = 4.0
@@ -131,7 +132,7 @@ class PromptBudget:
         A stream that is late counts as one that has its next token in time: what is lost is lost."""
         begins_at, most = self._clock.busy_until(), math.inf
         for request in streams:
-            tpot_s = request.targets.tpot_s
+            tpot_s = AIMED_AT * request.targets.tpot_s
             if tpot_s and tpot_s < most:
                 ahead_s = request.next_token_due(tpot_s, begins_at) - begins_at
                 most = min(most, max(tpot_s, USED_SLACK * ahead_s))
