@@ -46,7 +46,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
                 check_greedy(folder, item, facts.prompt, result.output())
             outputs.append(tuple(results[0].output()))
         assert len(set(outputs)) == len(cases), "the encoder's input makes no difference"
-        assert len(set().union(*outputs)) > 12, "too few distinct tokens for a test"
+        assert len(set().union(*outputs)) > 8, "too few distinct tokens for a test"
         pair.check_whole()
 
 
