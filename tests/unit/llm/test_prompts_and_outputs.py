@@ -60,16 +60,22 @@ def test_every_setting_is_a_field_that_the_server_takes() -> None:
         n=2, best_of=3, max_tokens=5, min_tokens=1, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1,
         presence_penalty=0.1, frequency_penalty=0.2, repetition_penalty=1.1, logit_bias={7: -1.0}, seed=4,
         stop=("x", "y"), stop_token_ids=(1, 2), ignore_eos=True, logprobs=1, prompt_logprobs=1, priority=2,
-        ttft_target_ms=300, tpot_target_ms=20, itl_max_ms=50,
+        ttft_target_ms=300, tpot_target_ms=20, itl_max_ms=50, allowed_token_ids=(1, 2), bad_words=("no",),
+        include_stop_str_in_output=True,
         use_prefix_cache=False, cache_salt="s", structured_outputs=StructuredOutputsParams(choice=("a", "b")),
     )  # fmt: skip
+    beams = SamplingParams(
+        n=2, temperature=0.0, use_beam_search=True, beam_width=3, length_penalty=0.5, early_stopping="never"
+    )
     import msgspec
 
+    searched = parse_body(CompletionBody, msgspec.json.encode({"prompt": "p", **beams.as_body()}))
+    assert (searched.beam_width, searched.length_penalty, searched.early_stopping) == (3, 0.5, "never")
     body = parse_body(CompletionBody, msgspec.json.encode({"prompt": "p", **params.as_body()}))
     assert (body.n, body.best_of, body.stops, body.logit_bias) == (2, 3, ["x", "y"], {"7": -1.0})
     assert body.structured_outputs is not None
     assert body.structured_outputs.choice == ["a", "b"]
-    assert {*SamplingParams.__dataclass_fields__, "return_tokens_as_token_ids"} == set(params.as_body())
+    assert {*SamplingParams.__dataclass_fields__, "return_tokens_as_token_ids"} == {*params.as_body(), *beams.as_body()}
     assert SamplingParams().as_body() == {"n": 1, "max_tokens": 16}
 
 
