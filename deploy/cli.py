@@ -15,6 +15,7 @@ from tandem.deploy.command_line.foreign_names import BENCH_WITHOUT_COUNTERPART, 
 from tandem.deploy.command_line.option import Option
 from tandem.deploy.options import (
     BENCH_OPTIONS,
+    CALIBRATE_OPTIONS,
     CHAT_OPTIONS,
     COMPLETE_OPTIONS,
     EXPLAIN_OPTIONS,
@@ -96,6 +97,8 @@ def _add_tools(commands: Commands) -> None:
     bench = _add(commands, "bench", run_bench, "measure a running server", options, first)
     add_foreign_flags(bench, BENCH_WITHOUT_COUNTERPART)
     _add(commands, "explain", run_explain, "say what each node would cost for a prompt now, and why", EXPLAIN_OPTIONS)
+    text = "measure the scales of fp8 KV on prompts, for --kv-scales"
+    _add(commands, "calibrate", run_calibrate, text, CALIBRATE_OPTIONS)
     text = "have a server's nodes profile themselves, and show where the time of their steps goes"
     _add(commands, "profile", run_profile, text, PROFILE_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
@@ -228,6 +231,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
     from tandem.deploy.explain import run
 
     return run(filled(EXPLAIN_OPTIONS, arguments))
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.calibrate import run
+
+    return run(filled(CALIBRATE_OPTIONS, arguments))
 
 
 def run_profile(arguments: argparse.Namespace) -> int:

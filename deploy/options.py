@@ -22,6 +22,7 @@ from tandem.deploy.command_line.foreign_names import SAME, WITHOUT_COUNTERPART, 
 from tandem.deploy.command_line.option import COMPONENTS, Option, did_you_mean, options_of
 from tandem.deploy.command_line.tool_options import (
     BenchOptions,
+    CalibrateOptions,
     ChatOptions,
     CompleteOptions,
     ExplainOptions,
@@ -93,12 +94,14 @@ SERVE_OPTIONS = {
 BENCH_OPTIONS, TRACE_OPTIONS = options_of(BenchOptions), options_of(TraceOptions)
 EXPLAIN_OPTIONS = options_of(ExplainOptions, positional="prompt")
 KERNELS_OPTIONS = options_of(KernelsOptions)
+CALIBRATE_OPTIONS = options_of(CalibrateOptions, positional="model")
 PROFILE_OPTIONS = options_of(ProfileOptions, positional="url")
 CHAT_OPTIONS = options_of(ChatOptions, positional="message")
 COMPLETE_OPTIONS = options_of(CompleteOptions, positional="prompt")
 _SERVERS = (SERVE_OPTIONS, NODE_OPTIONS, ROUTER_OPTIONS)
 _TOOLS = (
-    BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, PROFILE_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS, COMPLETE_OPTIONS,
+    BENCH_OPTIONS, TRACE_OPTIONS, EXPLAIN_OPTIONS, CALIBRATE_OPTIONS, PROFILE_OPTIONS, KERNELS_OPTIONS, CHAT_OPTIONS,
+    COMPLETE_OPTIONS,
 )  # fmt: skip
 KNOWN_NAMES = frozenset({"config"}.union(*_SERVERS, *_TOOLS))
 

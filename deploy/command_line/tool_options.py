@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from tandem.engine.contracts.config import Count, Positive
+from tandem.engine.contracts.config import Count, Device, Positive
 from tandem.engine.contracts.wire.profile import MAX_SECONDS, MAX_STEPS
 
 URL = "http://127.0.0.1:8000"
@@ -88,6 +88,19 @@ class ExplainOptions:
     url: Annotated[str, "router to ask"] = URL
     max_tokens: Annotated[Positive, "as in the request"] = 16
     api_key: Annotated[str, "sent as a bearer token; better as TANDEM_API_KEY"] = ""
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    model: Annotated[str, "folder in Hugging Face format, or a hub name; left out: the demo model"]
+    prompts_file: Annotated[str, "text file, a prompt a line; left out: a few texts that come with Tandem"] = ""
+    output: Annotated[str, "file for the scales, for --kv-scales"] = "kv_scales.json"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        "type of weights and of the KV that is measured; auto: as served",
+    ] = "auto"
+    device: Annotated[Device, "auto: the GPU where there is one"] = "auto"
+    revision: Annotated[str, "hub revision to load; empty: the default branch"] = ""
 
 
 @dataclass(frozen=True)
