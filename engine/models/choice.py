@@ -27,7 +27,7 @@ def takes_transformers(folder: Path, options: ModelOptions) -> bool:
     if options.model_impl == "tandem" or (options.model_impl == "auto" and is_native(folder)):
         return False
     if find_spec("transformers") is None:
-        raise ConfigError(f"{folder} needs transformers to run: pip install 'transformers>=5'")
+        raise ConfigError(f"{folder} needs transformers to run: pip install 'transformers>=5.17'")
     return True
 
 
