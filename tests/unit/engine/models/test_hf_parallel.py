@@ -17,6 +17,7 @@ from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.models.choice import check_shares, load_chosen, load_config
 from tandem.engine.models.hf import loader, trial
+from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.model import HFModel
 from tandem.engine.parallel.sharding import Shard
 
@@ -62,9 +63,8 @@ class RankOfThreads:
         return torch.cat(self._all(logits_NV), -1)
 
 
-def part_of(folder: Path, group: Any) -> HFModel:
-    options = ModelOptions(str(folder))
-    model = load_chosen(folder, load_config(folder, options), options, CPU, torch.float32, group=group)
+def part_of(folder: Path, config: HFConfig, group: Any) -> HFModel:
+    model = load_chosen(folder, config, ModelOptions(str(folder)), CPU, torch.float32, group=group)
     assert isinstance(model, HFModel)
     return model
 
@@ -83,16 +83,21 @@ def test_ranks_make_the_logits_of_the_whole_model(family: str, size: int, monkey
     folder, lock, loaded = tiny_hf_model(family), threading.Lock(), loader._loaded
 
     def one_at_a_time(*arguments: Any) -> Any:
-        with lock:  # transformers' loading is made for one thread
-            return loaded(*arguments)
+        with lock:  # transformers' loading is made for one thread, in which nothing else runs meanwhile
+            model = loaded(*arguments)
+        if threading.current_thread() is not threading.main_thread():
+            threads.barrier.wait()
+        return model
 
+    threads = Threads(size)
     monkeypatch.setattr(loader, "_loaded", one_at_a_time)
     check_shares(folder, ModelOptions(str(folder)), size)
-    whole = part_of(folder, None)
-    threads = Threads(size)
+    config = load_config(folder, ModelOptions(str(folder)))  # here, for it sets torch's default dtype for a while
+    assert isinstance(config, HFConfig)
+    whole = part_of(folder, config, None)
     groups = [RankOfThreads(threads, rank) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        parts = list(pool.map(lambda group: part_of(folder, group), groups))
+        parts = list(pool.map(lambda group: part_of(folder, config, group), groups))
         logits = list(pool.map(logits_of, parts))
     expected = logits_of(whole)
     for each in logits:
