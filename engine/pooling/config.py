@@ -12,16 +12,20 @@ from tandem.engine.contracts.generation_config import read_json_object
 from tandem.engine.contracts.wire.parts import Task
 
 Pooling = Literal["cls", "mean", "max", "lasttoken"]
+# Pooling, whether vectors are normalized to length 1, the longest input in tokens or 0 for the model's own.
+_Said = tuple[Pooling, bool, int]
 
 # Encoders that transformers has, and those of them whose positions start after the padding token's id.
 ENCODERS = ("bert", "distilbert", "electra", "modernbert", "mpnet", "roberta", "xlm-roberta", "camembert")
 OFFSET_POSITIONS = ("mpnet", "roberta", "xlm-roberta", "camembert")
+# Decoders of transformers that embed: their padding comes last, so causal attention never sees it.
+DECODERS = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2")
 PARTS = "sentence_transformers.models."
 
 
 class PoolingConfig(msgspec.Struct, frozen=True):
-    """A model that pools. `max_model_len` is the longest input in tokens, its special tokens included. `pooling` and
-    `normalize` are for embeddings only."""
+    """A model that pools. `max_model_len` is the longest input in tokens, its special tokens included. The rest is for
+    embeddings only; `embedding_sizes` as in NodeInfo."""
 
     task: Task
     model_type: str
@@ -29,6 +33,7 @@ class PoolingConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     pooling: Pooling = "mean"
     normalize: bool = False
+    embedding_sizes: tuple[int, ...] = ()
 
 
 def read_pooling_config(folder: Path) -> PoolingConfig | None:
@@ -36,6 +41,8 @@ def read_pooling_config(folder: Path) -> PoolingConfig | None:
     raw = read_json_object(folder / "config.json") or {}
     kind, names = raw.get("model_type"), raw.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if kind in DECODERS:
+        return _read_decoder(raw, folder, kind, name)
     if kind not in ENCODERS:
         return None
     if name.endswith("ForSequenceClassification"):
@@ -44,9 +51,28 @@ def read_pooling_config(folder: Path) -> PoolingConfig | None:
         return PoolingConfig("score", kind, _count(raw, folder, "vocab_size"), _length(raw, folder))
     if not name.endswith(("Model", "ForMaskedLM")):
         raise CheckpointError(f"{folder}: {name or kind} can be neither asked for embeddings nor for scores")
-    pooling, normalize, length = _sentence_transformers(folder)
+    return _embedder(raw, folder, kind, ("mean", False, 0))
+
+
+def _read_decoder(raw: dict[str, Any], folder: Path, kind: str, name: str) -> PoolingConfig | None:
+    """A decoder that embeds: it has no head, or files of sentence-transformers lie beside it. None: it generates."""
+    if not name.endswith("Model") and not (folder / "modules.json").is_file():
+        return None
+    if "AutoModel" in (raw.get("auto_map") or ()):
+        raise CheckpointError(f"{folder}: the model comes with code of its own, which isn't run; use one without")
+    return _embedder(raw, folder, kind, ("lasttoken", True, 0))
+
+
+def _embedder(raw: dict[str, Any], folder: Path, kind: str, default: _Said) -> PoolingConfig:
+    """A model that embeds. `default`: how its vectors are made where no file says it."""
+    pooling, normalize, length = _sentence_transformers(folder) or default
     most = min(_length(raw, folder), length or 1 << 31)
-    return PoolingConfig("embed", kind, _count(raw, folder, "vocab_size"), most, pooling, normalize)
+    whole, cuts = (
+        _count(raw, folder, "dim" if kind == "distilbert" else "hidden_size"),
+        raw.get("matryoshka_dimensions"),
+    )
+    sizes = (whole, *sorted({cut for cut in cuts if isinstance(cut, int)} if isinstance(cuts, list) else ()))
+    return PoolingConfig("embed", kind, _count(raw, folder, "vocab_size"), most, pooling, normalize, sizes)
 
 
 def _num_labels(raw: dict[str, Any]) -> int:
@@ -68,12 +94,11 @@ def _count(raw: dict[str, Any], folder: Path, name: str) -> int:
     return value
 
 
-def _sentence_transformers(folder: Path) -> tuple[Pooling, bool, int]:
-    """(pooling, whether vectors are normalized to length 1, longest input in tokens or 0 for the model's own), as files
-    of the library sentence-transformers say it. Without them it is the mean, not normalized."""
+def _sentence_transformers(folder: Path) -> _Said | None:
+    """What files of the library sentence-transformers say; None: there are none."""
     modules = folder / "modules.json"
     if not modules.is_file():
-        return "mean", False, 0
+        return None
     try:
         parts = msgspec.json.decode(modules.read_bytes(), type=list[dict[str, Any]])
     except msgspec.DecodeError as error:

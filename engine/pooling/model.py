@@ -1,4 +1,4 @@
-"""Encoders of transformers, and the vectors or scores that are made of their last hidden states."""
+"""Models of transformers, and the vectors or scores that are made of their last hidden states."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from tandem.engine.contracts.errors import ConfigError
-from tandem.engine.pooling.config import PoolingConfig
+from tandem.engine.pooling.config import DECODERS, PoolingConfig
 from tandem.engine.pooling.input import PoolingInput
 
 
 class PoolingModel:
-    """An encoder that makes a vector, or a score, of each input. Raises ConfigError if transformers can't load it."""
+    """Makes a vector, or a score, of each input. Raises ConfigError if transformers can't load the model."""
 
     def __init__(self, folder: Path, config: PoolingConfig, device: torch.device, dtype: torch.dtype) -> None:
         self._config, self._device = config, device
@@ -29,6 +29,7 @@ class PoolingModel:
         except (OSError, ValueError) as error:
             raise ConfigError(f"transformers can't load {folder}: {error}") from None
         self._model = model.to(device).eval()
+        self._is_decoder = config.model_type in DECODERS
         self._has_types = getattr(model.config, "type_vocab_size", 1) > 1
 
     @torch.inference_mode()
@@ -47,7 +48,8 @@ class PoolingModel:
         fields = {"input_ids": ids.to(self._device), "attention_mask": mask.to(self._device)}
         if self._has_types:
             fields["token_type_ids"] = types.to(self._device)
-        output = self._model(**fields)
+        more = {"use_cache": False} if self._is_decoder else {}  # nobody reads the keys and values that it would keep
+        output = self._model(**fields, **more)
         if self._config.task == "score":
             found = torch.sigmoid(output.logits.float())
         else:

@@ -75,6 +75,7 @@ class PoolingProcess:
             max_model_len=max_model_len + 1,  # a place for the output token that each request is counted with
             vocab_size=config.vocab_size,
             task=config.task,
+            embedding_sizes=config.embedding_sizes,
         )
         book = RequestBook(self.info.vocab_size, self.info.max_model_len)
         scheduler = options.scheduler

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.engine.contracts.wire.parts import Task
@@ -16,13 +17,14 @@ from tandem.router.requests.service import CompletionService
 from tandem.router.text.completion import ModelFacts, check_model, check_task, check_text
 from tandem.router.text.openai_api import parse_prompts
 
+Pairs = TypeVar("Pairs", ScoreBody, RerankBody)
+
 
 def embeddings_reader(service: CompletionService) -> AskReader:
     async def read(raw: bytes, tenant: Tenant) -> Asked:
         body = service.bodies.read(EmbeddingsBody, raw)
         facts = await _facts(service, body, "embed")
-        if body.dimensions is not None:
-            raise InvalidRequestError("dimensions is not supported: vectors come whole; cut them", param="dimensions")
+        _check_dimensions(body.dimensions, facts)
         try:
             prompts = parse_prompts(body.input)
             ids = await service.encoder.encode(prompts, len(raw), facts, body.add_special_tokens is not False)
@@ -34,23 +36,32 @@ def embeddings_reader(service: CompletionService) -> AskReader:
 
 
 def score_reader(service: CompletionService) -> AskReader:
-    async def read(raw: bytes, tenant: Tenant) -> Asked:
-        body = service.bodies.read(ScoreBody, raw)
-        facts = await _facts(service, body, "score")
-        encoded = await _encode_pairs(service, body.pairs(), len(raw), facts, "text_2")
-        return _asked(service, "score-", body, encoded, "text_2", scores, tenant)
-
-    return read
+    return _pairs_reader(service, ScoreBody, "score-", "text_2", lambda _: scores)
 
 
 def rerank_reader(service: CompletionService) -> AskReader:
+    return _pairs_reader(service, RerankBody, "rerank-", "documents", ranking)
+
+
+def _pairs_reader(
+    service: CompletionService, body_kind: type[Pairs], kind: str, field: str, answer: Callable[[Pairs], Answer]
+) -> AskReader:
+    """A reader of bodies that ask about pairs of texts; `field` has the texts that errors name."""
+
     async def read(raw: bytes, tenant: Tenant) -> Asked:
-        body = service.bodies.read(RerankBody, raw)
+        body = service.bodies.read(body_kind, raw)
         facts = await _facts(service, body, "score")
-        encoded = await _encode_pairs(service, body.pairs(), len(raw), facts, "documents")
-        return _asked(service, "rerank-", body, encoded, "documents", ranking(body), tenant)
+        encoded = await _encode_pairs(service, body.pairs(), len(raw), facts, field)
+        return _asked(service, kind, body, encoded, field, answer(body), tenant)
 
     return read
+
+
+def _check_dimensions(asked: int | None, facts: ModelFacts) -> None:
+    whole, *cuts = facts.embedding_sizes
+    if asked not in (None, whole) and (asked not in cuts if cuts else asked > whole):
+        sizes = f"{', '.join(map(str, cuts))} or {whole}" if cuts else f"1 to {whole}"
+        raise InvalidRequestError(f"dimensions is {asked}; vectors of this model may have {sizes}", param="dimensions")
 
 
 async def _facts(service: CompletionService, body: PoolingBody, task: Task) -> ModelFacts:

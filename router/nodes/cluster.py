@@ -337,6 +337,7 @@ class Cluster:
                 infos[0].task,
                 infos[0].encoder,
                 tuple(sorted(kinds)),
+                infos[0].embedding_sizes,
             )
 
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from tandem.router.pooling.body import EmbeddingsBody, RerankBody
 from tandem.router.requests.sample_output import Piece
 
+LENGTH_ERROR = 1e-3  # far above rounding of normalized float32, a guess
 _encode = msgspec.json.Encoder().encode
 Fields = dict[str, Any]
 Answer = Callable[[list[bytes]], Fields]
@@ -55,7 +57,7 @@ class PoolingChoice:
 def embeddings(body: EmbeddingsBody) -> Answer:
     def answer(values: list[bytes]) -> Fields:
         data = [
-            {"object": "embedding", "index": index, "embedding": _vector(each, body.encoding_format == "base64")}
+            {"object": "embedding", "index": index, "embedding": _vector(each, body)}
             for index, each in enumerate(values)
         ]
         return {"object": "list", "data": data}
@@ -63,8 +65,19 @@ def embeddings(body: EmbeddingsBody) -> Answer:
     return answer
 
 
-def _vector(values: bytes, as_base64: bool) -> str | list[float]:
-    return base64.b64encode(values).decode() if as_base64 else np.frombuffer(values, "<f4").tolist()
+def _vector(values: bytes, body: EmbeddingsBody) -> str | list[float]:
+    if body.dimensions is not None:
+        values = _cut(np.frombuffer(values, "<f4"), body.dimensions).tobytes()
+    return (
+        base64.b64encode(values).decode() if body.encoding_format == "base64" else np.frombuffer(values, "<f4").tolist()
+    )
+
+
+def _cut(vector: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.float32]:
+    """The first `size` entries (Matryoshka). Vectors of length 1 have that length again."""
+    had_length_1 = abs(float(np.linalg.norm(vector)) - 1) < LENGTH_ERROR
+    vector = vector[:size]
+    return vector / max(np.linalg.norm(vector), np.float32(1e-12)) if had_length_1 else vector
 
 
 def scores(values: list[bytes]) -> Fields:

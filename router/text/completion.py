@@ -40,6 +40,7 @@ class ModelFacts:
     task: Task = "generate"
     encoder: EncoderFacts | None = None
     media_kinds: tuple[str, ...] = ()  # what it takes beside text
+    embedding_sizes: tuple[int, ...] = ()  # as in NodeInfo
 
     @property
     def max_input_len(self) -> int:

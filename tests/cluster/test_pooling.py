@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,7 +64,8 @@ def expected_vectors(folder: Path, mode: str, normalize: bool) -> Values:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.inference_mode():
             hidden = model(ids).last_hidden_state[0]
-        vector = {"cls_token": hidden[0], "mean_tokens": hidden.mean(0), "max_tokens": hidden.amax(0)}[mode]
+        means = {"cls_token": hidden[0], "mean_tokens": hidden.mean(0), "max_tokens": hidden.amax(0)}
+        vector = means.get(mode, hidden[-1])
         found.append((torch.nn.functional.normalize(vector, dim=0) if normalize else vector).numpy())
     return np.stack(found)
 
@@ -74,11 +76,18 @@ def vector_of(said: Any) -> Values:
 
 @pytest.mark.parametrize(
     ("kind", "mode", "normalize"),
-    [("bert", "mean_tokens", True), ("xlm-roberta", "cls_token", True), ("modernbert", "max_tokens", False)],
+    [
+        ("bert", "mean_tokens", True),
+        ("xlm-roberta", "cls_token", True),
+        ("modernbert", "max_tokens", False),
+        ("qwen3", "lasttoken", True),
+        ("mistral", "", True),
+    ],
 )
 def test_embeddings_are_those_of_transformers(kind: str, mode: str, normalize: bool, tmp_path: Path) -> None:
     folder = make_pooling_model(tmp_path / "model", kind)
-    add_sentence_transformers(folder, mode, normalize)
+    if mode:
+        add_sentence_transformers(folder, mode, normalize)
     wanted = expected_vectors(folder, mode, normalize)
     for roles in (ALONE, SPLIT):
         with serve(folder, roles) as router:
@@ -87,6 +96,10 @@ def test_embeddings_are_those_of_transformers(kind: str, mode: str, normalize: b
                     answer = client.embeddings.create(model="model", input=TEXTS, encoding_format=encoding)
                     found = [vector_of(row.embedding) for row in answer.data]
                     np.testing.assert_allclose(np.array(found), wanted, atol=2e-5)
+                short = client.embeddings.create(model="model", input=TEXTS, dimensions=16)
+                cut = wanted[:, :16]
+                cut = cut / np.linalg.norm(cut, axis=1, keepdims=True) if normalize else cut
+                np.testing.assert_allclose([row.embedding for row in short.data], cut, atol=2e-5)
                 one = client.embeddings.create(model="model", input=tokenizer_of(folder)(TEXTS[0])["input_ids"])
                 np.testing.assert_allclose(one.data[0].embedding, wanted[0], atol=2e-5)
                 assert one.usage.total_tokens == one.usage.prompt_tokens == 6
@@ -132,7 +145,8 @@ def test_what_a_model_does_not_do_is_refused_by_its_kind(tmp_path: Path) -> None
             ({"input": "fox " * 47}, "input"),
             ({"input": []}, "input"),
             ({"input": [99]}, "input"),
-            ({"input": "a", "dimensions": 8}, "dimensions"),
+            ({"input": "a", "dimensions": 33}, "dimensions"),
+            ({"input": "a", "dimensions": 0}, "dimensions"),
         ]
         for body, field in refused:
             answer = router.client.post("/v1/embeddings", json=body)
@@ -148,6 +162,18 @@ def test_folders_that_pool_otherwise_say_so(tmp_path: Path) -> None:
     two = make_pooling_model(tmp_path / "two", "bert", scores=True, num_labels=2)
     with pytest.raises(errors.ConfigError, match="2 labels"):
         read_pooling_config(two)
+    named = read_pooling_config(make_pooling_model(tmp_path / "named", "mistral"))
+    assert named is not None
+    assert named.embedding_sizes == (32,)
+    generates = make_pooling_model(tmp_path / "generates", "qwen3")
+    assert read_pooling_config(generates) is None, "nothing says that it embeds"
+    add_sentence_transformers(generates, "lasttoken", True)
+    assert (embeds := read_pooling_config(generates)) is not None
+    assert (embeds.pooling, embeds.normalize, embeds.embedding_sizes) == ("lasttoken", True, (32, 8, 16))
+    own = json.loads((generates / "config.json").read_text()) | {"auto_map": {"AutoModel": "modeling.Own"}}
+    (generates / "config.json").write_text(json.dumps(own))
+    with pytest.raises(errors.ConfigError, match="code of its own"):
+        read_pooling_config(generates)
     odd = make_pooling_model(tmp_path / "odd", "bert")
     add_sentence_transformers(odd, "weightedmean_tokens", False)
     with pytest.raises(errors.ConfigError, match="pooling by nothing"):

@@ -1,4 +1,4 @@
-"""Small random encoders that pool, in folders as they are found on the hub."""
+"""Small random models that pool, in folders as they are found on the hub."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "reads", "cats", "in", "paris")
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
 SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
-KINDS = {
+DECODER = {"num_key_value_heads": 1, "head_dim": 16}
+KINDS: dict[str, Any] = {
     "bert": (transformers.BertConfig, transformers.BertModel, {"type_vocab_size": 2}),
     "xlm-roberta": (transformers.XLMRobertaConfig, transformers.XLMRobertaModel, {"type_vocab_size": 1}),
     "modernbert": (transformers.ModernBertConfig, transformers.ModernBertModel, {"local_attention": 8}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {**DECODER, "matryoshka_dimensions": [8, 16]}),
+    "mistral": (transformers.MistralConfig, transformers.MistralModel, DECODER),
 }
 SCORERS = {
     "bert": transformers.BertForSequenceClassification,
@@ -25,7 +28,7 @@ SCORERS = {
 
 
 def make_pooling_model(folder: Path, kind: str, scores: bool = False, num_labels: int = 1) -> Path:
-    """An encoder, or with `scores` a cross-encoder with that many labels."""
+    """A model that embeds, or with `scores` a cross-encoder with that many labels."""
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *dict.fromkeys(WORDS)])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))

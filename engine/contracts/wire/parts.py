@@ -75,6 +75,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     task: Task = "generate"
     media_kinds: tuple[str, ...] = ()  # what the model takes beside text
     encoder: EncoderFacts | None = None
+    # The width of a model's vectors, then those to which they may be cut; any if none follows. (): it has no vectors.
+    embedding_sizes: tuple[int, ...] = ()
     # Transport name -> opaque address of this node's pool there (msgpack made and read by that transport alone).
     transports: dict[str, bytes] = {}
 
