@@ -25,6 +25,7 @@ from tandem.deploy.options import (
     PROFILE_OPTIONS,
     ROUTER_OPTIONS,
     SERVE_OPTIONS,
+    STATUS_OPTIONS,
     TRACE_OPTIONS,
     Values,
     build,
@@ -101,6 +102,7 @@ def _add_tools(commands: Commands) -> None:
     _add(commands, "calibrate", run_calibrate, text, CALIBRATE_OPTIONS)
     text = "have a server's nodes profile themselves, and show where the time of their steps goes"
     _add(commands, "profile", run_profile, text, PROFILE_OPTIONS)
+    _add(commands, "status", run_status, "show a running server's nodes: load, memory, cache hits", STATUS_OPTIONS)
     text = "say which kernels this machine has, which would serve a layer and why, and test them"
     _add(commands, "kernels", run_kernels, text, KERNELS_OPTIONS)
 
@@ -243,6 +245,12 @@ def run_profile(arguments: argparse.Namespace) -> int:
     from tandem.deploy.profile.command import run
 
     return run(filled(PROFILE_OPTIONS, arguments))
+
+
+def run_status(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.cluster_status import run
+
+    return run(filled(STATUS_OPTIONS, arguments))
 
 
 def run_kernels(arguments: argparse.Namespace) -> int:

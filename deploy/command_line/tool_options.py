@@ -114,6 +114,13 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True)
+class StatusOptions:
+    url: Annotated[str, "router to ask"] = URL
+    json: Annotated[bool, "print the answer as JSON instead of a table"] = False
+    api_key: Annotated[str, "sent as a bearer token, with the scope admin; better as TANDEM_API_KEY"] = ""
+
+
+@dataclass(frozen=True)
 class KernelsOptions:
     heads: Annotated[Positive, "query heads of a layer"] = 32
     kv_heads: Annotated[Positive, "KV heads"] = 8

@@ -275,6 +275,12 @@ class RouterOptions:
     strict_requests: Annotated[
         bool, "refuse bodies with unknown fields, which else are left out and named in the log"
     ] = False
+    enable_log_requests: Annotated[
+        bool, "log a line for each request that has ended: ids, the key's name, lengths, times, nodes; no text"
+    ] = False
+    log_prompt_chars: Annotated[
+        Count, "so many first characters of each prompt in those lines, for whoever reads the log; 0: none"
+    ] = 0
     enable_tokenizer_info_endpoint: Annotated[
         bool, "serve /tokenizer_info: special tokens and chat template, for lm-eval's remote tokenizer"
     ] = False

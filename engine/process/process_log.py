@@ -105,7 +105,7 @@ class ShortFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time (UTC, ISO 8601), level, logger, message, and the traceback of an exception."""
+    """An object a line: time (UTC, ISO 8601), level, logger, message or fields, and the traceback of an exception."""
 
     converter = staticmethod(time.gmtime)
 
@@ -116,6 +116,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if fields := getattr(record, "fields", None):  # a line that is made of fields has them one by one
+            said = {name: value for name, value in said.items() if name != "message"} | fields
         if record.exc_info:
             said["exception"] = self.formatException(record.exc_info)
         return json.dumps(said)

@@ -27,6 +27,7 @@ from tandem.router.http.http_io import error_headers, our_fault
 from tandem.router.http.model_routes import READ, add_model_routes, add_tokenizer_routes, json_answer
 from tandem.router.http.openapi import description
 from tandem.router.http.pooled import embeddings_reader, rerank_reader, score_reader
+from tandem.router.http.status import add_status_route
 from tandem.router.http.transcriptions import TRANSCRIPTS, transcription_reader
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.openai_api import error_body
@@ -87,6 +88,7 @@ def make_app(service: CompletionService, gate: Gate, chat: Chat) -> App:
     add_adapter_routes(app, service, gate)
     add_explain_route(app, service, gate, limit)
     add_profile_routes(app, service, gate)
+    add_status_route(app, service, gate)
     _add_error_handlers(app)
     return App(endpoints, app)
 

@@ -17,8 +17,9 @@ from tandem.router.http.http_io import our_fault, read_body, send_error, send_wh
 from tandem.router.http.http_protocol import Client
 from tandem.router.http.listeners import Collector, EventStream
 from tandem.router.requests.generation import Generation
+from tandem.router.requests.request_log import HttpExchange, RequestLog
 from tandem.router.requests.service import CompletionService
-from tandem.router.text.request_headers import RequestHeaders, read_headers
+from tandem.router.text.request_headers import read_headers
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +34,15 @@ class GenerationEndpoint:
     def __init__(self, service: CompletionService, gate: Gate, read: AskReader, takes_forms: bool = False) -> None:
         self._service, self._gate, self._read, self._takes_forms = service, gate, read, takes_forms
         self._limit = max(service.options.max_body_bytes, MAX_FORM_BYTES * takes_forms)
+        self._log = RequestLog(service.options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        status = 200
+        status, exchange = 200, HttpExchange(scope["path"])
         try:
-            await self._answer(scope, receive, send)
+            await self._answer(scope, receive, send, exchange)
         except TandemError as error:
             status = error.status
+            exchange.fail(error)
             if not isinstance(error, ClientGoneError):
                 await send_error(send, error)
         except Exception as error:
@@ -51,25 +54,30 @@ class GenerationEndpoint:
             await send_error(send, our_fault())  # refused, and the connection closed, once a stream has begun
         finally:
             self._service.metrics.responses.labels(str(status)).inc()
+            self._log.write(exchange, status)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: HttpExchange) -> None:
         permit = await self._gate.enter(scope["headers"])
         try:
             headers = read_headers(scope["headers"])
+            exchange.admit(permit, headers)
             raw = await read_body(scope, receive, self._limit, self._takes_forms)
             asked = await self._read(raw, permit.caller.tenant)
+            exchange.name(asked.completion_id)
             logger.debug("%s: %s", asked.completion_id, headers)
             if asked.body.stream:
-                await self._stream(asked, headers, permit, _client(scope), receive, send)
+                await self._stream(asked, exchange, permit, _client(scope), receive, send)
             else:
-                await self._collect(asked, headers, permit, receive, send)
+                await self._collect(asked, exchange, permit, receive, send)
         finally:
             await self._gate.leave(permit)
 
-    async def _collect(self, asked: Asked, said: RequestHeaders, permit: Permit, receive: Receive, send: Send) -> None:
+    async def _collect(
+        self, asked: Asked, exchange: HttpExchange, permit: Permit, receive: Receive, send: Send
+    ) -> None:
         service = self._service
         collector = Collector(asked, service.tokenizer)
-        generations = service.start(asked.completion_id, asked.body, asked.plans, collector, said)
+        generations = service.start(asked.completion_id, asked.body, asked.plans, collector, exchange.said)
         collector.follow(generations)
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
@@ -77,18 +85,18 @@ class GenerationEndpoint:
             response = await collector.done
             headers = [(b"content-type", asked.content_type), *placement_headers(generations)]
         finally:
-            self._end(generations, watcher, permit)
+            self._end(generations, watcher, permit, exchange)
         await send_whole(send, 200, response, headers)
 
     async def _stream(
-        self, asked: Asked, said: RequestHeaders, permit: Permit, client: Client, receive: Receive, send: Send
+        self, asked: Asked, exchange: HttpExchange, permit: Permit, client: Client, receive: Receive, send: Send
     ) -> None:
         service = self._service
         generations: list[Generation] = []
 
         def give_up_on_client() -> None:
             service.metrics.stuck_clients.inc()
-            logger.warning("%s: the client does not read its stream; aborted (%s)", asked.completion_id, said)
+            logger.warning("%s: the client does not read its stream; aborted (%s)", asked.completion_id, exchange.said)
             service.abort(generations, ClientGoneError("the client stopped reading"))
             client.abort()
 
@@ -99,7 +107,7 @@ class GenerationEndpoint:
             limit=service.options.stream_queue,
             on_overflow=lambda: asyncio.get_running_loop().call_soon(give_up_on_client),
         )
-        generations = service.start(asked.completion_id, asked.body, asked.plans, stream, said)
+        generations = service.start(asked.completion_id, asked.body, asked.plans, stream, exchange.said)
         stream.follow(generations)
         watcher = watched_task(wait_for_disconnect(receive), "client", log_only)
         watcher.add_done_callback(lambda _: service.abort(generations, _client_gone()))
@@ -115,13 +123,17 @@ class GenerationEndpoint:
                 batch = await stream.next_batch()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            self._end(generations, watcher, permit)
+            self._end(generations, watcher, permit, exchange)
 
-    def _end(self, generations: list[Generation], watcher: asyncio.Future[None], permit: Permit) -> None:
+    def _end(
+        self, generations: list[Generation], watcher: asyncio.Future[None], permit: Permit, exchange: HttpExchange
+    ) -> None:
         """Aborts whatever still runs, and counts what was used. It also cuts the cycle of generations and listener:
         only the garbage collector would free such a cycle, and each of its rounds stops all streams."""
         self._service.abort(generations, _client_gone())
         watcher.cancel()
+        if self._log.is_on:
+            exchange.count(generations, self._log.num_chars)
         permit.charge(sum(generation.num_tokens for generation in generations))
         generations.clear()
 

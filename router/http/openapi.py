@@ -72,6 +72,7 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
         "/explain": _post("What each node would cost for a completion now", CompletionBody),
         "/profile/start": _post("Have every node profile its next steps", ProfileBody),
         "/profile/stop": {"post": _operation("End the nodes' profiles, and get their reports and traces")},
+        "/status": _get("What the nodes have to do now, for operators"),
         "/health": _get("Whether the router lives", is_open=True),
         "/ping": _get(ping, is_open=True) | {"post": _operation(ping, is_open=True)},
         "/ready": _get("Whether requests can be served", is_open=True),

@@ -197,6 +197,7 @@ class Dispatcher:
         return generation.machine.stop_sample(action.sample_index) if sample.stopped else ()
 
     def _send(self, generation: Generation, action: SendToNode) -> Sequence[Action]:
+        generation.node_ids[action.node.node_id] = None
         generation.submitted_ids.add(action.message.request_id)
         self._by_id[action.message.request_id] = generation
         now = self._clock()

@@ -41,6 +41,7 @@ class Generation:
     samples: list[SampleOutput]
     listener: GenerationListener
     started_at: float
+    node_ids: dict[str, None] = field(default_factory=dict)  # of all nodes that were asked, in that order
     submitted_ids: set[str] = field(default_factory=set)  # every sub-request id that nodes have heard of
     first_token_at: float | None = None
     last_token_at: list[float] = field(default_factory=list)  # per sample; 0.0 before its first token

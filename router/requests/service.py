@@ -87,6 +87,11 @@ class CompletionService:
         """Prompts whose end, cancels included, is not yet known to every node."""
         return len(self._dispatcher.active)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sub-requests that no node could take yet."""
+        return len(self._dispatcher.waiting)
+
     def facts(self) -> ModelFacts:
         """What is known of the served model. Raises UnavailableError while no node has said what is served."""
         if self.cluster.facts is None:
@@ -176,9 +181,8 @@ class CompletionService:
         said: RequestHeaders = NOTHING_SAID,
     ) -> list[Generation]:
         """Sends every prompt on its way. Raises OverloadedError when too many wait for a node already."""
-        num_waiting = len(self._dispatcher.waiting)
-        if num_waiting and num_waiting + len(plans) > self.options.max_queue:
-            raise OverloadedError(f"{num_waiting} requests are waiting for a node; try again later")
+        if self.num_waiting and self.num_waiting + len(plans) > self.options.max_queue:
+            raise OverloadedError(f"{self.num_waiting} requests are waiting for a node; try again later")
         names = [completion_id] if len(plans) == 1 else [f"{completion_id}-p{i}" for i in range(len(plans))]
         generations = [
             self._factory.make(name, i, body, plan, listener, self._clock(), said)
