@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from redis_servers import running_cluster, running_with_users
 from router_in_thread import VOCAB_SIZE, RouterInThread
 from waiting import PATIENCE_S, wait_until
 
@@ -21,6 +23,8 @@ from tandem.router.access.limits import LocalLimits, Permit, RequestLimits
 from tandem.router.access.shared_limits import SharedLimits
 from tandem.router.process.worker import Sources
 
+DOCS = Path(__file__).resolve().parents[4] / "docs"
+
 
 @pytest.fixture(scope="module")
 def redis() -> Iterator[RedisProcess]:
@@ -28,12 +32,34 @@ def redis() -> Iterator[RedisProcess]:
         yield server
 
 
-@pytest.fixture(params=["local", "shared"])
-async def limits(request: pytest.FixtureRequest, redis: RedisProcess) -> AsyncIterator[RequestLimits]:
+def documented_rights() -> str:
+    """The rights that docs/directory.md and docs/keys.md ask for, of a user with the namespace `tandem`."""
+    directory, keys = (" ".join((DOCS / f"{name}.md").read_text().split()) for name in ("directory", "keys"))
+    user = re.search(r"user tandem on >PASSWORD (resetkeys [^`]*?) ```", directory)
+    scripts, cluster = re.search(r"`(\+eval [^`]*)`", keys), re.search(r"in a Redis Cluster also `([^`]*)`", directory)
+    assert user is not None
+    assert scripts is not None
+    assert cluster is not None
+    return f"{user[1]} {scripts[1]} {cluster[1]}"
+
+
+@pytest.fixture(scope="module")
+def urls(redis: RedisProcess) -> Iterator[dict[str, str]]:
+    """One Redis for everything; a user with few rights; a Redis Cluster, where a script's keys must lie in one slot."""
+    rights = documented_rights()
+    with running_with_users([f"user tandem on >secret {rights}"]) as server, running_cluster(rights, 1) as cluster:
+        yield {"shared": redis.url, "rights": f"redis://tandem:secret@127.0.0.1:{server.port}", "cluster": cluster.url}
+
+
+@pytest.fixture(params=["local", "shared", "rights", "cluster"])
+async def limits(
+    request: pytest.FixtureRequest, urls: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[RequestLimits]:
     if request.param == "local":
         yield LocalLimits()
         return
-    shared = SharedLimits(redis.url, f"t{random.getrandbits(32)}", PATIENCE_S)
+    shared = SharedLimits(urls[request.param], f"tandem:{random.getrandbits(32)}", PATIENCE_S)
+    monkeypatch.setattr(shared, "_local", None)  # nothing may be counted in this process, as without Redis
     yield shared
     await shared.close()
 
