@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from tandem.kv_connector.layouts.geometry import BlockGeometry
+from tandem.kv_connector.layouts.packed_parts import packed_parts
 
 NUM_SLOTS = 4  # a guess; what it reaches: docs/measurements.md#transports-within-a-host
 SLOT_BYTES = 4 << 20  # a guess
@@ -83,18 +84,8 @@ class BlockSlots:
         layers: range,
         num_valid: Sequence[int],
     ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yields (packed_nHLPbD, a view of the slot; block ids) for each run of blocks with equally many valid
-        tokens."""
-        geometry = self._geometry
-        offset, first = slot * self.slot_bytes, 0
-        for end in range(1, len(block_ids) + 1):
-            if end < len(block_ids) and num_valid[end] == num_valid[first]:
-                continue
-            part, valid = list(block_ids[first:end]), num_valid[first]
-            nbytes = len(part) * geometry.payload_bytes(len(layers), valid)
-            shape = (len(part), geometry.num_heads, len(layers), geometry.num_planes, valid, pool_NHLPBD.shape[5])
-            yield self.memory[offset : offset + nbytes].view(_indexable(pool_NHLPBD).dtype).view(shape), part
-            offset, first = offset + nbytes, end
+        memory = self.memory[slot * self.slot_bytes :]
+        return packed_parts(self._geometry, memory, _indexable(pool_NHLPBD), block_ids, layers, num_valid)
 
 
 def _indexable(pool_NHLPBD: torch.Tensor) -> torch.Tensor:

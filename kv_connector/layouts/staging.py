@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from tandem.kv_connector.layouts.geometry import BlockGeometry
+from tandem.kv_connector.layouts.packed_parts import packed_parts
 from tandem.kv_connector.layouts.rank_pools import RankPools
 
 
@@ -35,7 +36,7 @@ class Staging:
         nbytes = sum(self._geometry.payload_bytes(len(layers), valid) for valid in num_valid)
         view = self.buffer(nbytes)
         with torch.cuda.stream(self._stream):
-            for host, part in self._parts(pool_NHLPBD, block_ids, layers, num_valid):
+            for host, part in packed_parts(self._geometry, self._host, pool_NHLPBD, block_ids, layers, num_valid):
                 index = torch.tensor(part, device=self._device)
                 blocks = pool_NHLPBD[:, :, layers.start : layers.stop].index_select(0, index)
                 host.copy_(blocks[:, :, :, :, : host.shape[4]], non_blocking=True)
@@ -47,7 +48,7 @@ class Staging:
     ) -> None:
         """Copies the wire bytes in `buffer` into blocks of a CUDA pool; other slots and layers stay as they are."""
         with torch.cuda.stream(self._stream):
-            for host, part in self._parts(pool_NHLPBD, block_ids, layers, num_valid):
+            for host, part in packed_parts(self._geometry, self._host, pool_NHLPBD, block_ids, layers, num_valid):
                 if self._ranks is not None:
                     self._scatter_to_ranks(self._ranks, host, part, layers)
                     continue
@@ -61,19 +62,3 @@ class Staging:
         blocks_nHLPBD, valid = ranks.new_blocks(len(block_ids)), host_nHLPbD.shape[4]
         blocks_nHLPBD[:, :, layers.start : layers.stop, :, :valid].copy_(host_nHLPbD, non_blocking=True)
         ranks.scatter(blocks_nHLPBD, block_ids, layers, [valid] * len(block_ids))
-
-    def _parts(
-        self, pool_NHLPBD: torch.Tensor, block_ids: Sequence[int], layers: range, num_valid: Sequence[int]
-    ) -> Iterator[tuple[torch.Tensor, list[int]]]:
-        """Yields (host_nHLPbD, a view of the buffer; block ids) for each run of blocks with equally many valid
-        slots."""
-        geometry = self._geometry
-        offset, first = 0, 0
-        for end in range(1, len(block_ids) + 1):
-            if end < len(block_ids) and num_valid[end] == num_valid[first]:
-                continue
-            part, valid = list(block_ids[first:end]), num_valid[first]
-            nbytes = len(part) * geometry.payload_bytes(len(layers), valid)
-            shape = (len(part), geometry.num_heads, len(layers), geometry.num_planes, valid, pool_NHLPBD.shape[5])
-            yield self._host[offset : offset + nbytes].view(pool_NHLPBD.dtype).view(shape), part
-            offset, first = offset + nbytes, end

@@ -41,25 +41,14 @@ class ChatTokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     return_token_strs: bool | None = None
 
 
-class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of POST /v1/chat/completions as it is on the wire."""
+class ConversationBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every body that asks for an answer in a conversation may say."""
 
-    messages: Messages
-    max_completion_tokens: MaxTokens | None = None
-    max_tokens: MaxTokens | None = None
-    logprobs: bool | None = None
     top_logprobs: NumLogprobs | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    modalities: list[str] | None = None
-    reasoning_effort: str | None = None
-    # extensions
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    include_reasoning: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # an extension
     # accepted, since they change nothing here
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -68,6 +57,23 @@ class ChatBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
+
+
+class ChatBody(ConversationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of POST /v1/chat/completions as it is on the wire."""
+
+    messages: Messages
+    max_completion_tokens: MaxTokens | None = None
+    max_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    modalities: list[str] | None = None
+    reasoning_effort: str | None = None
+    # extensions
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None
+    # accepted, since they change nothing here
     prediction: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 

@@ -8,10 +8,10 @@ import msgspec
 from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError
-from tandem.router.chat.chat_body import ChatBody, MaxTokens, check_chat
+from tandem.router.chat.chat_body import ChatBody, ConversationBody, MaxTokens, check_chat
 from tandem.router.responses.input_items import messages_of, tools_of
 from tandem.router.text.body_reader import BodyReader
-from tandem.router.text.openai_api import GenerationBody, NumLogprobs
+from tandem.router.text.openai_api import GenerationBody
 
 LOGPROBS = "message.output_text.logprobs"
 # Fields of every body that makes tokens for which an answer here has no place.
@@ -40,32 +40,18 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
     verbosity: Literal["medium"] | None = None
 
 
-class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ResponsesBody(ConversationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of POST /v1/responses as it is on the wire."""
 
     input: Annotated[str, Meta(min_length=1)] | Annotated[list[dict[str, Any]], Meta(min_length=1)]
     n: Literal[1] | None = None
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    top_logprobs: NumLogprobs | None = None
     include: list[str] | None = None
     truncation: Literal["disabled"] | None = None
-    # extensions
-    chat_template_kwargs: dict[str, Any] | None = None
-    # accepted, since they change nothing here
-    store: bool | None = None
-    metadata: dict[str, Any] | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    max_tool_calls: int | None = None
+    max_tool_calls: int | None = None  # accepted, since it changes nothing here
 
     @property
     def wants_logprobs(self) -> bool:

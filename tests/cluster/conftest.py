@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import pytest
+from scripted_cluster import client, model, nodes, router  # noqa: F401  # fixtures
 from split_pair import WAYS, Alone, Pair, make_pair
 
 from in_process_cluster import Node, node_options

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,10 +11,10 @@ import openai
 import pydantic
 import pytest
 from router_in_thread import RouterInThread
-from scripted_model import SCRIPTS, make_scripted_model
+from scripted_cluster import openai_client, serve
+from scripted_model import SCRIPTS
 
-from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
+from in_process_cluster import Node
 
 ASKED: list[Any] = [
     {"role": "developer", "content": "Be brief, and be right."},
@@ -26,41 +25,6 @@ TOOLS: list[Any] = [
     for name in ("get_weather", "get_time")
 ]
 WEATHER = {"city": 'Paris, "F"', "days": [1, 2]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
-    return make_scripted_model(tmp_path_factory.mktemp("models") / "scripted")
-
-
-@pytest.fixture(scope="module", params=["unified", "split"])
-def nodes(request: pytest.FixtureRequest, model: tuple[Path, Any]) -> Iterator[list[Node]]:
-    roles = ["unified"] if request.param == "unified" else ["prefill", "decode"]
-    started = [Node(node_options(role, model[0])) for role in roles]
-    yield started
-    for node in started:
-        node.stop()
-
-
-def serve(folder: Path, nodes: list[Node], **options: Any) -> RouterInThread:
-    addresses = tuple(node.info.control_address for node in nodes)
-    return RouterInThread(folder, addresses, timeouts=Timeouts(), local_tail_tokens=0, **options)
-
-
-@pytest.fixture(scope="module")
-def router(nodes: list[Node], model: tuple[Path, Any]) -> Iterator[RouterInThread]:
-    with serve(model[0], nodes) as router:
-        yield router.wait_ready()
-
-
-def client_of(router: RouterInThread) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-
-@pytest.fixture(scope="module")
-def client(router: RouterInThread) -> Iterator[openai.OpenAI]:
-    with client_of(router) as client:
-        yield client
 
 
 def create(client: openai.OpenAI, script: str = "hello", messages: list[Any] = ASKED, **fields: Any) -> Any:
@@ -348,7 +312,7 @@ def test_a_conversation_with_calls_goes_on(client: openai.OpenAI) -> None:
 def test_marks_that_are_special_tokens_are_seen(nodes: list[Node], model: tuple[Path, Any]) -> None:
     with (
         serve(model[0], nodes, tool_call_parser="mistral", reasoning_parser="none") as router,
-        client_of(router.wait_ready()) as client,
+        openai_client(router.wait_ready()) as client,
     ):
         [call] = create(client, "mistral", tools=TOOLS).choices[0].message.tool_calls
         assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", {"city": "Rome"})

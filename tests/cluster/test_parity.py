@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import tandem.deploy
-from in_process_cluster import Client, Node, node_options
+from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import Greedy, random_prompt, reference_greedy, tiny_model
 
@@ -73,10 +73,9 @@ def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: b
     else:
         kinds = ("decode", "prefill")
         nodes = [Node(node_options(role, folder_of(model), transport=way, **common)) for role in kinds]
-    client = Client(*(node.info for node in nodes))
     prefill = nodes[1].info if len(nodes) > 1 else None
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    try:
+    with client_of(nodes) as client:
         for turn in range(2 if caching else 1):
             results = {
                 length: client.submit(f"{turn}-{length}", prompt, sampling, decode=nodes[0].info, prefill=prefill)
@@ -91,9 +90,3 @@ def test_greedy_equals_transformers(model: str, way: str, chunk: int, caching: b
         if way != "single":
             commits = nodes[0].process.logic.handoffs.sink.counters.commits
             assert commits >= len(LENGTHS), "the KV was not handed over"
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()

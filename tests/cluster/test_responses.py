@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from router_in_thread import RouterInThread
-from scripted_model import SCRIPTS, make_scripted_model
-
-from in_process_cluster import Node, node_options
-from tandem.engine.contracts.config import Timeouts
+from scripted_model import SCRIPTS
 
 TOOLS: list[Any] = [
     {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -22,28 +18,6 @@ TOOLS: list[Any] = [
 WEATHER = {"city": 'Paris, "F"', "days": [1, 2]}
 OPENED = ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
 CLOSED = ["response.content_part.done", "response.output_item.done", "response.completed"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[str]]]:
-    return make_scripted_model(tmp_path_factory.mktemp("models") / "scripted")
-
-
-@pytest.fixture(scope="module", params=["unified", "split"])
-def router(request: pytest.FixtureRequest, model: tuple[Path, Any]) -> Iterator[RouterInThread]:
-    roles = ["unified"] if request.param == "unified" else ["prefill", "decode"]
-    nodes = [Node(node_options(role, model[0])) for role in roles]
-    addresses = tuple(node.info.control_address for node in nodes)
-    with RouterInThread(model[0], addresses, timeouts=Timeouts(), local_tail_tokens=0) as router:
-        yield router.wait_ready()
-    for node in nodes:
-        node.stop()
-
-
-@pytest.fixture(scope="module")
-def client(router: RouterInThread) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def asked(script: str = "hello", **fields: Any) -> dict[str, Any]:

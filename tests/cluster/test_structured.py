@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 import tandem.deploy
-from in_process_cluster import Client, Node, Result, node_options
+from in_process_cluster import Client, Node, Result, client_of, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 
 DEMO = Path(tandem.deploy.__file__).parent / "demo_model"
@@ -87,20 +87,13 @@ def single() -> Outputs:
 
 def serve(roles: list[str], **options: object) -> Outputs:
     nodes = [Node(node_options(role, DEMO, **options)) for role in roles]
-    client = Client(*(node.info for node in nodes))
-    try:
+    with client_of(nodes) as client:
         outputs = ask_all(client, nodes)
         if len(nodes) > 1:
             assert nodes[0].process.logic.handoffs.sink.counters.commits >= 5, "nothing was handed over"
         if options.get("num_blocks"):
             assert nodes[0].process.logic.scheduler.state.num_preemptions, "nothing was preempted"
-        for node in nodes:
-            node.wait_until_whole()
         return outputs
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 def test_output_follows_its_grammar_and_ends_with_it() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -357,3 +358,17 @@ class Client:
             self.statuses[message.node_id] = message
         elif isinstance(message, Refused):
             raise AssertionError(f"a node has forgotten this client: {message}")
+
+
+@contextmanager
+def client_of(nodes: Sequence[Node]) -> Iterator[Client]:
+    """A client of running nodes. At the end each must be whole again; they are stopped, whatever came of it."""
+    client = Client(*(node.info for node in nodes))
+    try:
+        yield client
+        for node in nodes:
+            node.wait_until_whole()
+    finally:
+        client.close()
+        for node in reversed(nodes):
+            node.stop()

@@ -10,7 +10,7 @@ import torch
 from near_ties import check_against_reference
 
 import tandem.deploy
-from in_process_cluster import Client, Node, node_options
+from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions, SchedulerOptions
 from tandem.engine.contracts.model_config import load_model_config
 from tandem.engine.contracts.sampling_params import SamplingParams
@@ -43,9 +43,8 @@ def test_greedy_against_fp32(way: str, dtype: str) -> None:
         transport = {} if len(roles) == 1 else {"transport": way}
         fields = {**vars(options), "model": ModelOptions(str(DEMO), dtype=dtype), **transport}  # type: ignore[arg-type]
         nodes.append(Node(type(options)(**fields)))
-    client = Client(*(node.info for node in nodes))
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    try:
+    with client_of(nodes) as client:
         prompts = {n: random_prompt(n, seed=n, vocab_size=2048) for n in LENGTHS}
         prefill = nodes[1].info if len(nodes) > 1 else None
         results = {
@@ -57,12 +56,6 @@ def test_greedy_against_fp32(way: str, dtype: str) -> None:
             check_against_reference(DEMO, prompt, results[length].output(), getattr(torch, dtype))
         if len(nodes) > 1:
             assert nodes[0].process.logic.handoffs.sink.counters.commits == len(LENGTHS)
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8, 13])

@@ -9,7 +9,7 @@ from near_ties import check_against_reference
 from tiny_hf_models import TOWERS, tiny_hf_model
 from tiny_media import media_logits, media_prompt, reference_media_model
 
-from in_process_cluster import Client, Node, node_options
+from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt
@@ -33,9 +33,8 @@ def test_greedy_against_fp32(family: str) -> None:
         nodes.append(Node(type(options)(**fields)))
     decode, prefill = nodes
     assert decode.process.loaded.replays_graphs
-    client = Client(*(node.info for node in nodes))
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-    try:
+    with client_of(nodes) as client:
         prompts = {n: random_prompt(n, seed=n) for n in LENGTHS}
         results = {}
         for length, prompt in prompts.items():
@@ -47,12 +46,6 @@ def test_greedy_against_fp32(family: str) -> None:
             for result in results[length]:
                 assert result.failed is None, result.failed
                 check_against_reference(folder, prompt, result.output(), torch.bfloat16)
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 @pytest.mark.parametrize("family", TOWERS)
@@ -65,11 +58,10 @@ def test_images_and_sounds_against_fp32(family: str) -> None:
         fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
         nodes.append(Node(type(options)(**fields)))
     decode, prefill = nodes
-    client = Client(*(node.info for node in nodes))
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     text = random_prompt(40, seed=1)
     prompts = [media_prompt(family, text[:5], 1, text[5:]), media_prompt(family, text, 2, text[:3], 4, text[3:9])]
-    try:
+    with client_of(nodes) as client:
         results = []
         for i, prompt in enumerate(prompts):
             ids, media = prompt.token_ids, prompt.media
@@ -84,9 +76,3 @@ def test_images_and_sounds_against_fp32(family: str) -> None:
             rounded = media_logits(reference_media_model(folder, torch.bfloat16, "cuda"), prompt, tokens)
             gap = float((exact.max(1).values - exact.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max())
             assert gap < 3 * float((exact - rounded).abs().max())
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()

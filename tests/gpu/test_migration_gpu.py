@@ -11,7 +11,7 @@ import torch
 from near_ties import check_against_reference
 
 import tandem.deploy
-from in_process_cluster import Client, Node, node_options
+from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.config import ModelOptions
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt
@@ -37,8 +37,7 @@ def test_a_stream_goes_on_elsewhere(way: str, dtype: str) -> None:
             role, DEMO, device="cuda", device_index=index % torch.cuda.device_count(), num_blocks=256, transport=way
         )
         nodes.append(Node(replace(options, model=ModelOptions(str(DEMO), dtype=dtype))))  # type: ignore[arg-type]
-    client = Client(*(node.info for node in nodes))
-    try:
+    with client_of(nodes) as client:
         prefill, here, there = (node.info for node in nodes)
         result = client.submit("r", prompt, sampling, decode=here, prefill=prefill)
         deadline = time.monotonic() + 30
@@ -55,9 +54,3 @@ def test_a_stream_goes_on_elsewhere(way: str, dtype: str) -> None:
         check_against_reference(DEMO, prompt, [tokens[i] for i in range(NUM_TOKENS)], getattr(torch, dtype))
         counters = nodes[1].process.logic.status({}).counters
         print(way, dtype, f"paused {counters['migrations_pause_s'] * 1e3:.1f} ms, kept {len(result.tokens[0])} tokens")
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()
