@@ -168,7 +168,7 @@ class NodeProcess:
             self.launcher.doing("capturing graphs")
             self.runner.capture_decode_steps()
         if measures_steps(self.options, self.loaded.device):
-            most = self.options.scheduler.max_num_batched_tokens
+            most = min(self.options.scheduler.max_num_batched_tokens, self.runner.max_model_len)
             self.logic.scheduler.state.step_times.measured(measure_step_times(self.runner, most))
         self._compilations.warn_from_now()
 

@@ -131,3 +131,6 @@ class HFModel(nn.Module):
             yield self.head
         finally:
             self.head.set_submodule(self._decoder_name, self._stub)
+            for module in self.head.modules():
+                if hasattr(module, "rope_deltas"):  # of what it ran whole: the head would make positions of them
+                    module.rope_deltas = None  # type: ignore[assignment]
