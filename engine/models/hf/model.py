@@ -132,5 +132,5 @@ class HFModel(nn.Module):
         finally:
             self.head.set_submodule(self._decoder_name, self._stub)
             for module in self.head.modules():
-                if hasattr(module, "rope_deltas"):  # of what it ran whole: the head would make positions of them
-                    module.rope_deltas = None  # type: ignore[assignment]
+                if "rope_deltas" in vars(module):  # of what it ran whole: the head would make positions of them
+                    vars(module).update(rope_deltas=None)
