@@ -144,8 +144,9 @@ async def test_the_asynchronous_client(router: RouterInThread) -> None:
             return (await client.responses.create(**fields(input="What?"))).output_text
 
         async def completed() -> int:
-            stream = await client.completions.create(model="scripted", prompt="x", max_tokens=5, stream=True)
-            return len([chunk async for chunk in stream])
+            asked = fields(prompt="x", max_tokens=5, stream=True, stream_options={"include_usage": True})
+            stream = await client.completions.create(**asked)
+            return [chunk async for chunk in stream][-1].usage.completion_tokens
 
         said = await asyncio.gather(*[streamed() for _ in range(8)], parsed(), responded(), completed())
         leaving = asyncio.create_task(streamed())
