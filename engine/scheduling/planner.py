@@ -94,8 +94,6 @@ class StepPlanner:
                 self._plan_decode(plan, request)
         self._resume_committed(plan)
         self._plan_prompts(plan)
-        if any(row.is_prompt for row in plan.rows.values()):
-            self._budget.had()
         if not plan.rows and nothing_in_flight:
             self._unlock()
         return plan
@@ -170,9 +168,7 @@ class StepPlanner:
         waiting = [
             r for r in self._with_adapters(waiting) if not (r.block_ids or r.candidates) and self._may_have_slot(r)
         ]
-        if not started and not waiting:
-            return
-        if plan.rows and self._state.limits_prompt_work:
+        if plan.rows and (started or waiting) and self._state.limits_prompt_work:
             plan.prompt_budget = self._budget.beside(plan.rows, (*started, *waiting))
         arranged = self._state.prompt_order.arrange(started, waiting, self._state.kv.num_cached_tokens)
         chunk = self._options.contended_prefill_chunk
@@ -185,6 +181,8 @@ class StepPlanner:
                 self._plan_chunk(plan, request)
             elif request.state is not RequestState.FINISHED:
                 self._admit_contained(plan, request, admission)
+        if arranged and any(row.is_prompt for row in plan.rows.values()):
+            self._budget.had()
 
     def _resume_committed(self, plan: StepPlan) -> None:
         """Starts a request that holds its KV already, before all others: it needs a slot and at most one block."""

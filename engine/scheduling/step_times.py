@@ -151,11 +151,16 @@ class PromptBudget:
         if self._times.are_measured:
             free = self._times.num_free_beside(num_streams)
             least = free if LEAST_FREE_TOKENS <= free < least else least
-        low, high = least, self._most_beside
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._seconds(num_streams, middle) <= seconds else (low, middle - 1)
-        return low
+        return min(self._most_beside, max(self._room(seconds, num_streams), least))
+
+    def _room(self, seconds: float, num_streams: int) -> int:
+        """The most tokens for which `_seconds` says no more than `seconds`."""
+        token_s = self._clock.seconds_per_token
+        by_rate = int(seconds / token_s) if token_s else self._most_beside
+        if not self._times.are_measured:
+            return by_rate
+        # Below that many the rate of prompts does not count.
+        return min(self._times.most_tokens(seconds) - num_streams, max(by_rate, WORTHWHILE_TOKENS - 1))
 
     def _seconds(self, num_streams: int, num_tokens: int) -> float:
         """What a step of so many streams and prompt tokens takes, by the table made at start, and, where they are many,
