@@ -108,6 +108,20 @@ class Engine:
         self.core = EngineCore(scheduler, self.runner)
         print(f"ready after {time.monotonic() - started:.1f} s, {num_blocks} blocks", flush=True)
 
+    def decode_rate(self, num_requests: int) -> float:
+        """Runs the requests that were added to their ends. Returns tokens a second, from when each has its first."""
+        begun: set[str] = set()
+        counted, began_at = 0, 0.0
+        while self.core.has_work():
+            for event in self.core.step():
+                assert not isinstance(event, FailedEvent), event
+                if isinstance(event, TokenEvent):
+                    counted += len(begun) == num_requests
+                    begun.add(event.request.key.request_id)
+                    if len(begun) == num_requests and not began_at:
+                        began_at = time.perf_counter()
+        return counted / (time.perf_counter() - began_at)
+
     def run(self, workload: Workload, seed: int) -> dict[str, list[float]]:
         """Latencies in seconds: `ttft`, `itl` and `tpot`, and `total`."""
         prompts = make_prompts(workload, seed)

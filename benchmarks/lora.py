@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.keys import AttemptKey
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.parts import AdapterRef
-from tandem.engine.scheduling.request import FailedEvent, Prompt, Request, TokenEvent
+from tandem.engine.scheduling.request import Prompt, Request
 
 DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -67,17 +66,7 @@ def decode(engine: Engine, label: str, used: Sequence[HostAdapter], args: argpar
         ref = AdapterRef("", used[index % len(used)].digest) if used else None
         key = AttemptKey(f"{label}-{index}", 0)
         state.add(Request(Prompt(key, tokens, sampling, use_prefix_cache=False, adapter=ref)))
-    begun: set[str] = set()
-    counted, began_at = 0, 0.0
-    while engine.core.has_work():
-        for event in engine.core.step():
-            assert not isinstance(event, FailedEvent), event
-            if isinstance(event, TokenEvent):
-                counted += len(begun) == args.streams
-                begun.add(event.request.key.request_id)
-                if len(begun) == args.streams and not began_at:
-                    began_at = time.perf_counter()
-    return counted / (time.perf_counter() - began_at)
+    return engine.decode_rate(args.streams)
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ import numpy as np
 import tandem.deploy
 from engine import Engine, make_request
 from tandem.engine.contracts.sampling_params import SamplingParams
-from tandem.engine.scheduling.request import FailedEvent, TokenEvent
 from tandem.engine.structured.guides import GuidedSamples
 
 DEMO = str(Path(tandem.deploy.__file__).parent / "demo_model")
@@ -58,17 +57,7 @@ def decode(engine: Engine, label: str, grammars: Sequence[str], tokens: int, tem
             max_tokens=tokens, temperature=temperature, seed=index, ignore_eos=True, grammar=grammar
         )
         state.add(make_request(f"{label}-{index}", prompt, sampling))
-    begun: set[str] = set()
-    counted, began_at = 0, 0.0
-    while engine.core.has_work():
-        for event in engine.core.step():
-            assert not isinstance(event, FailedEvent), event
-            if isinstance(event, TokenEvent):
-                counted += len(begun) == len(grammars)
-                begun.add(event.request.key.request_id)
-                if len(begun) == len(grammars) and not began_at:
-                    began_at = time.perf_counter()
-    return counted / (time.perf_counter() - began_at)
+    return engine.decode_rate(len(grammars))
 
 
 class FillMeter:

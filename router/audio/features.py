@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.generation_config import read_json_object
-from tandem.router.audio.sounds import Samples
+from tandem.router.text.samples import Samples
 
 QUIET_S, LOOK_BACK_S = 0.1, 3.0  # a window ends in the quietest such moment of its last seconds; guesses
 FLOOR, RANGE = 1e-10, 8.0  # of the spectrogram, and decades below its peak that are kept: Whisper's own

@@ -7,11 +7,10 @@ import io
 import wave
 
 import numpy as np
-import numpy.typing as npt
 
 from tandem.engine.contracts.errors import InvalidRequestError
+from tandem.router.text.samples import Samples, of_whole_numbers, resampled
 
-Samples = npt.NDArray[np.float32]
 MAX_RATE = 384_000  # samples a second; more is no sound
 
 
@@ -39,16 +38,7 @@ def _wave(data: bytes, max_seconds: float) -> tuple[Samples, int]:
             raw = reader.readframes(reader.getnframes())
     except wave.Error:  # a format that is not PCM
         return _by_soundfile(data, max_seconds)
-    raw = raw[: len(raw) // (width * channels) * width * channels]
-    if width == 1:
-        values = np.frombuffer(raw, np.uint8).astype(np.float32) / 128 - 1
-    elif width == 3:
-        wide = np.zeros((len(raw) // 3, 4), np.uint8)
-        wide[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
-        values = wide.view("<i4")[:, 0].astype(np.float32) / 2**31
-    else:
-        values = np.frombuffer(raw, f"<i{width}").astype(np.float32) / 2 ** (8 * width - 1)
-    return values.reshape(-1, channels).mean(axis=1), rate
+    return of_whole_numbers(raw, width, channels).mean(axis=1), rate
 
 
 def _by_soundfile(data: bytes, max_seconds: float) -> tuple[Samples, int]:
@@ -71,13 +61,3 @@ def _check_length(num_frames: int, rate: int, max_seconds: float) -> None:
         raise InvalidRequestError(
             f"the sound takes {num_frames / rate:.0f} s; at most {max_seconds:.0f} s are taken at once", param="file"
         )
-
-
-def resampled(samples: Samples, own_rate: int, rate: int) -> Samples:
-    """The same sound at another rate, without what the lower one can't hold (by its spectrum as a whole)."""
-    if own_rate == rate:
-        return samples
-    length = max(1, round(len(samples) * rate / own_rate))
-    spectrum = np.fft.rfft(samples)
-    kept = spectrum[: length // 2 + 1]
-    return (np.fft.irfft(kept, length) * (length / len(samples))).astype(np.float32)

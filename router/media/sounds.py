@@ -7,12 +7,10 @@ import wave
 from importlib.util import find_spec
 
 import numpy as np
-import numpy.typing as npt
 
 from tandem.router.media.parts import MediaPart
 from tandem.router.media.sources import refused
-
-Samples = npt.NDArray[np.float32]
+from tandem.router.text.samples import Samples, of_whole_numbers, resampled
 
 
 def decode_sound(part: MediaPart, data: bytes, rate: int, max_s: float) -> Samples:
@@ -26,15 +24,6 @@ def decode_sound(part: MediaPart, data: bytes, rate: int, max_s: float) -> Sampl
     if not len(channels):
         raise refused(part, "it holds no samples")
     return resampled(channels.mean(axis=1, dtype=np.float32), given_rate, rate)
-
-
-def resampled(samples: Samples, given_rate: int, rate: int) -> Samples:
-    """The same sound at another rate, its spectrum cut off or filled up with zeros (as scipy.signal.resample does)."""
-    if given_rate == rate:
-        return samples
-    length = max(1, round(len(samples) * rate / given_rate))
-    spectrum = np.fft.rfft(samples)[: length // 2 + 1]
-    return (np.fft.irfft(spectrum, length) * (length / len(samples))).astype(np.float32)
 
 
 def _is_pcm(data: bytes) -> bool:
@@ -52,17 +41,7 @@ def _wave(part: MediaPart, data: bytes, max_s: float) -> tuple[Samples, int]:
             raw = opened.readframes(opened.getnframes())
     except (wave.Error, EOFError, ValueError, ZeroDivisionError) as error:
         raise refused(part, f"it can't be decoded: {error}") from None
-    raw = raw[: len(raw) // (width * num_channels) * width * num_channels]
-    if width == 1:
-        samples = (np.frombuffer(raw, np.uint8).astype(np.float32) - 128) / 128
-    elif width == 3:
-        wide = np.zeros((len(raw) // 3, 4), np.uint8)
-        wide[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
-        samples = wide.view("<i4")[:, 0].astype(np.float32) / (1 << 31)
-    else:
-        samples = np.frombuffer(raw, f"<i{width}").astype(np.float32) / (1 << (8 * width - 1))
-    found: Samples = samples.astype(np.float32).reshape(-1, num_channels)
-    return found, rate
+    return of_whole_numbers(raw, width, num_channels), rate
 
 
 def _soundfile(part: MediaPart, data: bytes, max_s: float) -> tuple[Samples, int]:

@@ -17,8 +17,9 @@ from tandem.router.chat.template import ChatTemplate
 from tandem.router.media import reader
 from tandem.router.media.parts import MediaPart, ReadMedia, expanded, media_parts
 from tandem.router.media.reader import parse_limits
-from tandem.router.media.sounds import decode_sound, resampled
+from tandem.router.media.sounds import decode_sound
 from tandem.router.text.completion import ModelFacts, with_placeholders
+from tandem.router.text.samples import resampled
 
 PART = MediaPart("messages[0].content[0]", "audio", "data:,")
 PLACEHOLDER = 7
