@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 import tandem.deploy
-from in_process_cluster import Client, Node, Result, node_options
+from in_process_cluster import Client, Node, Result, client_of, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt, reference_model, tiny_model
 
@@ -94,15 +94,8 @@ def check(name: str, result: Result, expected: list[tuple[list[int], float]]) ->
 def running(*roles: str, model: Path, **options: object) -> Iterator[tuple[Client, list[Node]]]:
     """Nodes, whose blocks must all be free in the end, and a client of them."""
     nodes = [Node(node_options(role, model, **options)) for role in roles]
-    client = Client(*(node.info for node in nodes))
-    try:
+    with client_of(nodes) as client:
         yield client, nodes
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()
 
 
 def ask(client: Client, nodes: list[Node], priority: int = 0) -> dict[str, Result]:

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from in_process_cluster import Client, Node, node_options
+from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kernels.api import selection
 from tandem.kernels.api.backend import AttentionImpl, PagedKV, PagedOps, Prefill
@@ -73,9 +73,8 @@ def failing_first(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_requests_are_served_by_the_next_backend(roles: tuple[str, ...]) -> None:
     folder = tiny_model("llama")
     nodes = [Node(node_options(role, folder, num_blocks=64)) for role in roles]
-    client = Client(*(node.info for node in nodes))
     prefill = nodes[1].info if len(nodes) > 1 else None
-    try:
+    with client_of(nodes) as client:
         for length, failing in ((40, ()), (41, ("prefill",)), (42, ("decode",)), (43, ("prefill", "decode"))):
             fails_at.clear()
             fails_at.update(failing)
@@ -86,9 +85,3 @@ def test_requests_are_served_by_the_next_backend(roles: tuple[str, ...]) -> None
             assert result.failed is None, result.failed
             assert result.output() == reference_greedy(folder, prompt, 12).token_ids
             assert (sum(selection.fallback_counts().values()) > before) == bool(failing), failing
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()

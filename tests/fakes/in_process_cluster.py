@@ -360,6 +360,16 @@ class Client:
             raise AssertionError(f"a node has forgotten this client: {message}")
 
 
+def cuda_pair(folder: Path, **changes: object) -> list[Node]:
+    """A decode node and a prefill node in bf16 on CUDA."""
+    nodes = []
+    for role in ("decode", "prefill"):
+        options = node_options(role, folder, device="cuda", num_blocks=256, transport="local", **changes)
+        fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
+        nodes.append(Node(type(options)(**fields)))
+    return nodes
+
+
 @contextmanager
 def client_of(nodes: Sequence[Node]) -> Iterator[Client]:
     """A client of running nodes. At the end each must be whole again; they are stopped, whatever came of it."""

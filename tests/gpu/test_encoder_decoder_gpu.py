@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny_encoder_models import audio_input, reference, sequence, text_input, tiny_encoder_model
 
-from in_process_cluster import Client, Node, node_options
-from tandem.engine.contracts.config import ModelOptions
+from in_process_cluster import client_of, cuda_pair
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.engine.contracts.wire.media import MediaItem
 from tiny_models import random_prompt
@@ -34,14 +33,8 @@ def gaps(model: torch.nn.Module, item: MediaItem, begin: tuple[int, ...], tokens
 @pytest.mark.parametrize("family", ["bart", "pegasus", "whisper"])
 def test_greedy_against_fp32(family: str) -> None:
     folder = tiny_encoder_model(family)
-    nodes = []
-    for role in ("decode", "prefill"):
-        options = node_options(role, folder, device="cuda", num_blocks=256, transport="local")
-        fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
-        nodes.append(Node(type(options)(**fields)))
-    decode, prefill = nodes
+    nodes = decode, prefill = cuda_pair(folder)
     assert decode.process.loaded.replays_graphs
-    client = Client(*(node.info for node in nodes))
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     facts = decode.info.encoder
     assert facts is not None
@@ -51,7 +44,7 @@ def test_greedy_against_fp32(family: str) -> None:
     rounded = type(exact)(exact.config).to(torch.bfloat16)
     rounded.load_state_dict(exact.state_dict())
     rounded = rounded.to("cuda").eval()
-    try:
+    with client_of(nodes) as client:
         results = {}
         for index, item in enumerate(items):
             prompt = sequence(item, facts)
@@ -68,9 +61,3 @@ def test_greedy_against_fp32(family: str) -> None:
                 error = float((logits - gaps(rounded, item, facts.prompt, tokens)).abs().max())
                 gap = logits.max(1).values - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
                 assert float(gap.max()) < 3 * error, f"input {index}: {gap.tolist()} beside an error of {error:.4f}"
-        for node in nodes:
-            node.wait_until_whole()
-    finally:
-        client.close()
-        for node in reversed(nodes):
-            node.stop()

@@ -9,8 +9,7 @@ from near_ties import check_against_reference
 from tiny_hf_models import TOWERS, tiny_hf_model
 from tiny_media import media_logits, media_prompt, reference_media_model
 
-from in_process_cluster import Node, client_of, node_options
-from tandem.engine.contracts.config import ModelOptions
+from in_process_cluster import client_of, cuda_pair
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tiny_models import random_prompt
 
@@ -26,12 +25,7 @@ FAMILIES = ("gpt2", "opt", "gemma2", "phi3", "bloom", "mixtral", "deepseek_v3", 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_against_fp32(family: str) -> None:
     folder = tiny_hf_model(family)
-    nodes = []
-    for role in ("decode", "prefill"):
-        options = node_options(role, folder, device="cuda", num_blocks=256, transport="local")
-        fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
-        nodes.append(Node(type(options)(**fields)))
-    decode, prefill = nodes
+    nodes = decode, prefill = cuda_pair(folder)
     assert decode.process.loaded.replays_graphs
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     with client_of(nodes) as client:
@@ -52,12 +46,7 @@ def test_greedy_against_fp32(family: str) -> None:
 def test_images_and_sounds_against_fp32(family: str) -> None:
     """Split and alone, decode steps in graphs: each token is within the rounding of the exact model's best."""
     folder = tiny_hf_model(family)
-    nodes = []
-    for role in ("decode", "prefill"):
-        options = node_options(role, folder, device="cuda", num_blocks=256, chunk=32, transport="local")
-        fields = {**vars(options), "model": ModelOptions(str(folder), dtype="bfloat16")}
-        nodes.append(Node(type(options)(**fields)))
-    decode, prefill = nodes
+    nodes = decode, prefill = cuda_pair(folder, chunk=32)
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     text = random_prompt(40, seed=1)
     prompts = [media_prompt(family, text[:5], 1, text[5:]), media_prompt(family, text, 2, text[:3], 4, text[3:9])]
