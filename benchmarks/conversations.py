@@ -32,6 +32,8 @@ VOCABULARY = (100, 2000)
 
 @dataclass
 class Answer:
+    """What came of one request. `cached_share`: the part of its prompt that was found cached."""
+
     ttft_s: float
     token_ids: list[int]
     cached_share: float
@@ -39,6 +41,8 @@ class Answer:
 
 @dataclass
 class Session:
+    """One conversation: all of its tokens so far, and where its new ones come from."""
+
     random: random.Random
     token_ids: list[int] = field(default_factory=list)
 
@@ -48,6 +52,8 @@ class Session:
 
 @dataclass(frozen=True)
 class Client:
+    """Asks one server for `num_answer` tokens at a time."""
+
     url: str
     model: str
     num_answer: int

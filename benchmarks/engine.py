@@ -42,6 +42,8 @@ from tandem.node.setup import LoadedModel, load, size_pool, with_device_defaults
 
 @dataclass
 class Result:
+    """The figures of one workload, each beside its floor."""
+
     name: str
     input_tok_s: float
     output_tok_s: float

@@ -12,6 +12,8 @@ from tandem.node.setup import LoadedModel
 
 @dataclass(frozen=True)
 class Workload:
+    """Requests of one kind, how many at a time."""
+
     name: str
     num_requests: int
     concurrency: int
@@ -82,6 +84,8 @@ class Floors:
 
 @dataclass(frozen=True)
 class ModelSizes:
+    """What a model multiplies and reads, on one rank."""
+
     num_weights: int  # that a decode step multiplies with
     num_last_weights: int  # of these, what a prompt's tokens that nobody asks for do without
     weight_bytes: int

@@ -173,6 +173,8 @@ def wait_for(port: int, path: str) -> None:
 
 @dataclass(frozen=True)
 class Rates:
+    """What a server process did in the measured time."""
+
     tokens_per_s: float
     requests_per_s: float
     cpu_share: float  # CPU seconds of the server per second

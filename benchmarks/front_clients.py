@@ -17,6 +17,8 @@ NOT_ASKED = 0.0
 
 @dataclass
 class Counts:
+    """What one client process saw in the measured time."""
+
     num_ended: int = 0
     num_late: int = 0  # due when every connection was busy, so sent later
     cpu_s: float = 0.0  # of this process, within the window

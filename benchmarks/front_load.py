@@ -92,6 +92,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Measured:
+    """One row of the table. Shares are CPU seconds a second of a process."""
+
     requests_per_s: float
     ttft_s: list[float]
     num_late: int

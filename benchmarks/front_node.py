@@ -21,6 +21,8 @@ MAX_MODEL_LEN = 10_000_000
 
 @dataclass(slots=True)
 class Stream:
+    """How far one request's tokens have been sent."""
+
     max_tokens: int
     num_tokens: int = 0
 

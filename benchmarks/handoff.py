@@ -58,6 +58,8 @@ TOLD = ("sink_commits", "source_handoffs_failed", "sink_digest_mismatches", "ker
 
 @dataclass(frozen=True)
 class Shape:
+    """Requests of one kind and length, in tokens."""
+
     kind: str
     num_prompt: int
     num_output: int

@@ -31,6 +31,8 @@ COLOURS = {"compute": "#4477aa", "push": "#ee8866", "commit": "#228833"}
 
 @dataclass(frozen=True)
 class Box:
+    """A labelled stretch of time in one lane of the picture, in seconds."""
+
     lane: str
     begin: float
     end: float

@@ -74,6 +74,8 @@ class NoDevice:
 
 @dataclass
 class Handle:
+    """A step's result that is there at once."""
+
     step_id: int
     token_ids: np.ndarray
 

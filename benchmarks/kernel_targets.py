@@ -38,6 +38,8 @@ PRODUCTS = {1: (3.92, 3.65), 64: (4.26, 3.9), 128: (4.71, 4.3), 256: (7.12, 6.2)
 
 @dataclass(frozen=True)
 class Target:
+    """One row of the table: what was measured beside what was asked for and what others reach."""
+
     name: str
     unit: str
     value: float

@@ -42,6 +42,8 @@ Peer = Callable[[], object]
 
 @dataclass(frozen=True)
 class Row:
+    """What is measured, beside what, against which target."""
+
     case: Case
     peer: Peer | None = None
     target: float | None = None  # share of the limit
@@ -50,6 +52,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
+    """What was measured of a row. `error` is against float64, times are a run's."""
+
     row: Row
     error: float
     seconds: float

@@ -47,6 +47,8 @@ VARIANT_SHAPES = ("8 x 2k", "1 x 8k", "1k over 8k")
 
 @dataclass(frozen=True)
 class Variant:
+    """A layer that differs from the usual one in one thing."""
+
     size: int = SIZE
     has_alibi: bool = False
     is_fp8: bool = False

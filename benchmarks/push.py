@@ -258,6 +258,8 @@ def measure_check(prefill: Prefill, repeat: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
+    """A relative difference between two kinds of runs."""
+
     share: float  # median
     error: float  # of the mean
 

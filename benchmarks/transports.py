@@ -82,6 +82,8 @@ class Way(ABC):
 
 
 class Ours(Way):
+    """Blocks moved as a node moves them: by its transfer thread, over the transport in question."""
+
     def __init__(self, node: BenchNode, control: Connection) -> None:
         self._node, self._control = node, control
         control.send(("admit", node.info))

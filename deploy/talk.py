@@ -136,6 +136,8 @@ class Talk:
 
 
 class Conversation(Talk):
+    """A chat: each answer and question stays in what is sent next."""
+
     path = "/v1/chat/completions"
 
     def __init__(self, options: argparse.Namespace, model: str) -> None:
@@ -169,6 +171,8 @@ class Conversation(Talk):
 
 
 class CompletedTexts(Talk):
+    """Texts that are completed one by one, without memory of each other."""
+
     path = "/v1/completions"
 
     def body(self, text: str) -> dict[str, Any]:

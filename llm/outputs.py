@@ -132,11 +132,15 @@ class BeamSearchOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
+    """The vector of one prompt."""
+
     embedding: list[float]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreOutput:
+    """How well one pair of texts fits together."""
+
     score: float  # in [0, 1]
 
 

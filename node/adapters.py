@@ -10,6 +10,8 @@ from tandem.node.control.events import Found
 
 
 class AdapterDesk:
+    """Answers routers about adapters, and passes on what it hears of their names."""
+
     def __init__(self) -> None:
         self.table = AdapterTable()
         self._routers: set[NodeKey] = set()

@@ -28,6 +28,8 @@ LAST_ROUND_BLOCKS = 1  # a guess
 
 @dataclass
 class MigrationCounters:
+    """What moves of running sequences to other nodes came to."""
+
     started: int = 0
     finished: int = 0
     failed: int = 0  # sequences that went on here

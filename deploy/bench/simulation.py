@@ -39,6 +39,8 @@ def wire_channel(batches: Sequence[Batch]) -> list[DirectoryEvent]:
 
 @dataclass(frozen=True)
 class ClusterShape:
+    """What is simulated: the nodes' number, memory and speed, and the router processes before them."""
+
     num_nodes: int
     gpu_tokens: int  # of KV, a node
     host_tokens: int

@@ -29,6 +29,8 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
+    """One line of a trace. `arrival_s` counts from the trace's begin; a block id stands for TRACE_BLOCK tokens."""
+
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int

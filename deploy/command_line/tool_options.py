@@ -15,6 +15,8 @@ URL = "http://127.0.0.1:8000"
 
 @dataclass(frozen=True)
 class BenchOptions:
+    """Options of `tandem bench`."""
+
     url: Annotated[str, "server to measure"] = URL
     model: Annotated[str, "model name to ask for; default: the first that the server lists"] = ""
     endpoint: Annotated[Literal["completions", "chat"], "what to ask"] = "completions"
@@ -62,6 +64,8 @@ class TraceOptions:
 
 @dataclass(frozen=True)
 class TalkOptions:
+    """What `tandem chat` and `tandem complete` have in common."""
+
     url: Annotated[str, "server to ask"] = URL
     model: Annotated[str, "model name to ask for; default: the first that the server lists"] = ""
     api_key: Annotated[str, "sent as a bearer token; better as TANDEM_API_KEY"] = ""
@@ -72,17 +76,23 @@ class TalkOptions:
 
 @dataclass(frozen=True)
 class ChatOptions(TalkOptions):
+    """Options of `tandem chat`."""
+
     message: Annotated[str, "ask this alone; left out: a conversation, or what standard input holds"] = ""
     system_prompt: Annotated[str, "what the conversation begins with"] = ""
 
 
 @dataclass(frozen=True)
 class CompleteOptions(TalkOptions):
+    """Options of `tandem complete`."""
+
     prompt: Annotated[str, "complete this alone; left out: what is typed, or what standard input holds"] = ""
 
 
 @dataclass(frozen=True)
 class ExplainOptions:
+    """Options of `tandem explain`."""
+
     prompt: Annotated[str, "text of the prompt"] = ""
     prompt_file: Annotated[str, "file with the prompt instead; - for standard input"] = ""
     url: Annotated[str, "router to ask"] = URL
@@ -92,6 +102,8 @@ class ExplainOptions:
 
 @dataclass(frozen=True)
 class CalibrateOptions:
+    """Options of `tandem calibrate`."""
+
     model: Annotated[str, "folder in Hugging Face format, or a hub name; left out: the demo model"]
     prompts_file: Annotated[str, "text file, a prompt a line; left out: a few texts that come with Tandem"] = ""
     output: Annotated[str, "file for the scales, for --kv-scales"] = "kv_scales.json"
@@ -105,6 +117,8 @@ class CalibrateOptions:
 
 @dataclass(frozen=True)
 class ProfileOptions:
+    """Options of `tandem profile`."""
+
     url: Annotated[str, "router whose nodes are profiled while they serve"] = URL
     seconds: Annotated[float, Meta(gt=0, le=MAX_SECONDS), "how long at most"] = 5.0
     steps: Annotated[int, Meta(ge=1, le=MAX_STEPS), "steps of each node at most"] = 32
@@ -115,6 +129,8 @@ class ProfileOptions:
 
 @dataclass(frozen=True)
 class StatusOptions:
+    """Options of `tandem status`."""
+
     url: Annotated[str, "router to ask"] = URL
     json: Annotated[bool, "print the answer as JSON instead of a table"] = False
     api_key: Annotated[str, "sent as a bearer token, with the scope admin; better as TANDEM_API_KEY"] = ""
@@ -122,6 +138,8 @@ class StatusOptions:
 
 @dataclass(frozen=True)
 class KernelsOptions:
+    """Options of `tandem kernels`."""
+
     heads: Annotated[Positive, "query heads of a layer"] = 32
     kv_heads: Annotated[Positive, "KV heads"] = 8
     head_size: Annotated[Positive, "elements of a head"] = 128

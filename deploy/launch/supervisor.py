@@ -27,6 +27,8 @@ STOP_MARGIN_S = 10.0  # beyond drain_s, for children to come down; a guess
 
 
 class ChildState(enum.Enum):
+    """Where a child stands between being wanted and being over."""
+
     WAITING = "waiting"
     STARTING = "starting"
     READY = "ready"
@@ -36,6 +38,8 @@ class ChildState(enum.Enum):
 
 
 class Phase(enum.Enum):
+    """Where the whole stands: once it stops, no child starts again."""
+
     RUNNING = "running"
     STOPPING = "stopping"
     ENDED = "ended"
@@ -43,16 +47,22 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Start:
+    """Start this child's process."""
+
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
+    """Send SIGTERM to this child."""
+
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
+    """Send SIGKILL to this child; `reason` is for the log."""
+
     name: str
     reason: str
 
@@ -74,6 +84,8 @@ Action = Start | Terminate | Kill | Serving | Report
 
 @dataclass(slots=True)
 class Child:
+    """What is known of one child. Times are monotonic seconds."""
+
     name: str
     stage: int
     state: ChildState = ChildState.WAITING

@@ -59,6 +59,8 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class CacheOptions:
+    """The KV pool of a node, its tiers in host memory and on disk, and the formats in which they keep KV."""
+
     block_size: Annotated[Positive, "tokens of a KV block; a multiple of --hash-block-size"] = 64
     hash_block_size: Annotated[Positive, "tokens of a block hash; equal in the whole cluster"] = 64
     num_blocks: Annotated[Count, "KV blocks of the pool; 0: sized by --kv-cache-memory-bytes or by free memory"] = 0
@@ -90,6 +92,8 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class SchedulerOptions:
+    """What bounds the steps of a node, and which prompts go first."""
+
     max_num_seqs: Annotated[Count, "sequences that run at the same time on a node; 0: 256 on a GPU, 64 on a CPU"] = 0
     max_num_batched_tokens: Annotated[
         Count, "tokens of one step, decodes and prompt chunks together; 0: 8192 on a GPU, 2048 on a CPU"

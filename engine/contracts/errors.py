@@ -1,26 +1,26 @@
 """Every error that Tandem raises on purpose, and how it looks over HTTP.
 
 TandemError                    500 server_error
-├── InvalidRequestError        400 invalid_request_error   the client's fault; `param` names the field
-│   ├── ModelNotFoundError     404                         no model of that name is served
-│   ├── AdapterError           400                         an adapter can't be served; names the file or the field
+├── InvalidRequestError        400 invalid_request_error
+│   ├── ModelNotFoundError     404
+│   ├── AdapterError           400
 │   ├── AuthenticationError    401 authentication_error
-│   ├── ScopeError             403 permission_error        the key may do other things alone
+│   ├── ScopeError             403 permission_error
 │   └── BodyTooLargeError      413
-├── ConfigError (ValueError)   -                           bad flag, file or folder: ends the process with a remedy
-│   └── CheckpointError        -                           the model folder can't be served; names the file
-├── HandshakeError             -                           two processes refuse each other; names the field
-├── DecodeError                -                           bytes from outside are no message; they are dropped
-├── GrantError                 -                           a grant is forged, foreign, replayed or out of date
-├── TransportError             -                           bytes could not be moved; retried or recomputed
-│   └── PeerLostError          -                           the peer is gone or fenced
-├── OverloadedError            429 rate_limit_error        queues are full; `retry_after_s` says when to come back
-│   └── RateLimitError         429                         the key has used up what it may, for now
-├── UnavailableError           503 service_unavailable     not now; `retry_after_s` says when to come back
-│   └── NoNodeError            503                         no node could take the request in time
-├── DeadlineError              504 timeout                 the request's deadline passed
-├── ClientGoneError            499                         the client closed the connection
-└── NodeFailedError            502 server_error            a node failed the request and no attempt is left
+├── ConfigError (ValueError)   -
+│   └── CheckpointError        -
+├── HandshakeError             -
+├── DecodeError                -
+├── GrantError                 -
+├── TransportError             -
+│   └── PeerLostError          -
+├── OverloadedError            429 rate_limit_error
+│   └── RateLimitError         429
+├── UnavailableError           503 service_unavailable
+│   └── NoNodeError            503
+├── DeadlineError              504 timeout
+├── ClientGoneError            499
+└── NodeFailedError            502 server_error
 """
 
 from __future__ import annotations
@@ -46,35 +46,51 @@ class TandemError(Exception):
 
 
 class InvalidRequestError(TandemError):
+    """The client's fault; `param` names the field."""
+
     status, type = 400, "invalid_request_error"
     code: str | None = None
 
 
 class ModelNotFoundError(InvalidRequestError):
+    """No model of that name is served."""
+
     status, code = 404, "model_not_found"
 
 
 class AdapterError(InvalidRequestError):
+    """An adapter can't be served; the message names the file or the field."""
+
     code = "bad_adapter"
 
 
 class AuthenticationError(InvalidRequestError):
+    """A request without a valid API key."""
+
     status, type, code = 401, "authentication_error", "invalid_api_key"
 
 
 class ScopeError(InvalidRequestError):
+    """A valid key lacks the scope for this; it may do other things."""
+
     status, type, code = 403, "permission_error", "insufficient_scope"
 
 
 class BodyTooLargeError(InvalidRequestError):
+    """A request's body is longer than the router reads."""
+
     status, code = 413, "body_too_large"
 
 
 class ConfigError(TandemError, ValueError):
+    """A bad flag, file or folder: it ends the process, and the message says what to do."""
+
     code = "bad_config"
 
 
 class CheckpointError(ConfigError):
+    """The model folder can't be served; the message names the file."""
+
     code = "bad_checkpoint"
 
 
@@ -89,22 +105,32 @@ class HandshakeError(TandemError):
 
 
 class DecodeError(TandemError):
+    """Bytes from outside are no message. They are dropped."""
+
     code = "bad_message"
 
 
 class GrantError(TandemError):
+    """A grant is forged, foreign, replayed or out of date."""
+
     code = "bad_grant"
 
 
 class TransportError(TandemError):
+    """KV bytes could not be moved. They are sent again, or the KV is computed anew."""
+
     code = "transport_failed"
 
 
 class PeerLostError(TransportError):
+    """The peer of a transfer is gone or fenced."""
+
     code = "peer_lost"
 
 
 class OverloadedError(TandemError):
+    """Queues are full; `retry_after_s` says when to come back."""
+
     status, type, code = 429, "rate_limit_error", "overloaded"
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0, request_id: str | None = None) -> None:
@@ -113,25 +139,35 @@ class OverloadedError(TandemError):
 
 
 class RateLimitError(OverloadedError):
+    """The key has used up what it may, for now."""
+
     code = "rate_limit_exceeded"
 
 
 class UnavailableError(TandemError):
+    """Not now; `retry_after_s` says when to come back."""
+
     status, type, code = 503, "service_unavailable", "unavailable"
     retry_after_s = 5.0  # a guess: by then a process that ended runs again, and a lost node is replaced
 
 
 class NoNodeError(UnavailableError):
-    pass
+    """No node could take the request in time."""
 
 
 class DeadlineError(TandemError):
+    """The request's deadline passed."""
+
     status, type, code = 504, "timeout", "deadline_exceeded"
 
 
 class ClientGoneError(TandemError):
+    """The client closed the connection. The status is for the log: nobody reads the answer."""
+
     status, type, code = 499, "client_closed_request", "client_gone"
 
 
 class NodeFailedError(TandemError):
+    """A node failed the request, and no attempt is left."""
+
     status, type, code = 502, "server_error", "node_failed"

@@ -45,6 +45,9 @@ class Linear(nn.Linear):
 
 
 class RMSNorm(nn.Module):
+    """Root-mean-square norm with learned weights; adds to the residual stream first, and sums ranks' parts, if there
+    are."""
+
     def __init__(self, size: int, eps: float, group: TensorParallel | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size))
@@ -61,6 +64,8 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
+    """One layer's attention with its projections. The heads are this rank's."""
+
     def __init__(self, config: ModelConfig, layer: int, backend: str) -> None:
         super().__init__()
         self.layer_name = f"model.layers.{layer}.self_attn"
@@ -148,6 +153,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention and MLP of one layer, each after a norm and added to the residual stream."""
+
     def __init__(self, config: ModelConfig, layer: int, backend: str, group: TensorParallel | None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, group)

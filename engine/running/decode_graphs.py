@@ -51,6 +51,8 @@ StepKind = Literal["plain", "shared", "adapted"]
 
 
 class DecoderLike(Protocol):
+    """What graphs need of a model: T token ids to hidden states (T, hidden size), and those to logits (T, V)."""
+
     @property
     def attention_layers(self) -> Mapping[str, Attention]: ...
 

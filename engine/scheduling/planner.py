@@ -26,6 +26,8 @@ ADAPTER_PATIENCE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PlannedRow:
+    """What one request computes in the planned step. The connector brings `num_external_tokens` beyond local hits."""
+
     num_tokens: int
     is_prompt: bool
     is_new: bool  # enters its slot with this row

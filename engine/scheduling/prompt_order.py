@@ -34,6 +34,8 @@ CountsTokens = Callable[[Request], int]
 
 
 class PromptOrder(Protocol):
+    """A rule that says in which order prompts are computed; told of what arrives, is launched and ends."""
+
     def arrived(self, request: Request) -> None: ...
 
     def arrange(

@@ -24,6 +24,8 @@ from tandem.engine.scheduling.beams.search import BeamSearch
 
 
 class RequestState(enum.Enum):
+    """Where a request stands with the scheduler."""
+
     WAITING = "waiting"  # no slot; no blocks, or those of a committed hand-off
     RUNNING = "running"
     PREEMPTED = "preempted"  # lost its blocks, waits to recompute (after its tokens in flight have landed)

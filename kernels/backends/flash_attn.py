@@ -29,6 +29,8 @@ version_2, _error_2 = _try_import("flash_attn") if version_3 is None else (None,
 
 
 class FlashAttentionOps(PromptOnlyOps):
+    """Prompts by whichever version is installed; with version 3 decode rows and prefixes as well."""
+
     @staticmethod
     def prompt(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
         starts, longest = new.rows.query_start_loc, new.rows.max_query_len
@@ -53,10 +55,14 @@ class FlashAttentionOps(PromptOnlyOps):
 
 
 class FlashAttentionImpl(PagedImpl):
+    """A layer's attention by FlashAttention."""
+
     ops = FlashAttentionOps
 
 
 class FlashAttentionBackend(AttentionBackend):
+    """FlashAttention for GPUs of compute capability 8.0 and more; version 3 for 9.x alone."""
+
     @staticmethod
     def get_name() -> str:
         return "FLASH_ATTENTION"

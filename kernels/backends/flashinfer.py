@@ -27,6 +27,8 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 
 
 class FlashInferOps(PagedOps):
+    """Prefill by FlashInfer's plans, decode rows by the general backend."""
+
     write = staticmethod(PromptOnlyOps.write)
 
     @staticmethod
@@ -41,10 +43,14 @@ class FlashInferOps(PagedOps):
 
 
 class FlashInferImpl(PagedImpl):
+    """A layer's attention by FlashInfer."""
+
     ops = FlashInferOps
 
 
 class FlashInferBackend(AttentionBackend):
+    """FlashInfer for heads of 64, 128 and 256 on CUDA devices, without ALiBi."""
+
     @staticmethod
     def get_name() -> str:
         return "FLASHINFER"

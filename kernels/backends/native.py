@@ -19,6 +19,8 @@ QUERY_CHUNK = 512  # queries of a prefill row that share one mask; a guess
 
 
 class NativeOps(PagedOps):
+    """Attention in plain PyTorch operations, decode rows in groups and prompts row by row."""
+
     write = staticmethod(write_to_cache)
 
     @staticmethod
@@ -74,6 +76,8 @@ class NativeImpl(PagedImpl):
 
 
 class NativeBackend(AttentionBackend):
+    """PyTorch on any device with any floating point type; its decode can't be captured in a CUDA graph."""
+
     follows_captured_lengths = False
     serves_sinks = True
     serves_attention_chunks = True

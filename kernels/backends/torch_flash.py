@@ -12,6 +12,8 @@ from tandem.kernels.backends.prompt_only import PromptOnlyOps, common_refusal
 
 
 class TorchFlashOps(PromptOnlyOps):
+    """Prompts by `scaled_dot_product_attention` with the flash kernel, all else by the general backend."""
+
     @staticmethod
     def prompt(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
         output = torch.empty_like(new.q)
@@ -31,10 +33,14 @@ class TorchFlashOps(PromptOnlyOps):
 
 
 class TorchFlashImpl(PagedImpl):
+    """A layer's attention by torch's flash kernel."""
+
     ops = TorchFlashOps
 
 
 class TorchFlashBackend(AttentionBackend):
+    """torch's flash attention on CUDA devices, without ALiBi, windows or soft caps."""
+
     @staticmethod
     def get_name() -> str:
         return "TORCH_FLASH"

@@ -47,6 +47,8 @@ class TritonOps(PagedOps):
 
 
 class TritonImpl(PagedImpl):
+    """A layer's attention by Tandem's kernels: causal, both ways, and to an encoder's output."""
+
     ops = TritonOps
 
     def _attend_both_ways(self, new: Prefill) -> torch.Tensor:
@@ -83,6 +85,8 @@ def _after_encoder(rows: RowBatch) -> RowBatch:
 
 
 class TritonBackend(AttentionBackend):
+    """Tandem's kernels on CUDA devices of compute capability 8.0 and more, or under Triton's interpreter."""
+
     shares_prefixes = True
     serves_sinks = True
     serves_attention_chunks = True

@@ -23,6 +23,8 @@ except Exception as error:  # a broken build raises more than ImportError
 
 
 class XFormersOps(PromptOnlyOps):
+    """Prompts by xFormers' operator with a block-diagonal causal mask, all else by the general backend."""
+
     @staticmethod
     def prompt(new: Prefill, spec: AttentionSpec) -> torch.Tensor:
         query, rows = new.q, new.rows
@@ -38,10 +40,14 @@ class XFormersOps(PromptOnlyOps):
 
 
 class XFormersImpl(PagedImpl):
+    """A layer's attention by xFormers."""
+
     ops = XFormersOps
 
 
 class XFormersBackend(AttentionBackend):
+    """xFormers on CUDA devices, without ALiBi, windows or soft caps."""
+
     @staticmethod
     def get_name() -> str:
         return "XFORMERS"

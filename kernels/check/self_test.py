@@ -49,6 +49,8 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class BackendReport:
+    """What the selection says of one backend for the layer in question."""
+
     name: str
     is_chosen: bool
     reason: str  # why it is chosen, or why it can't serve; "" for one that could

@@ -28,6 +28,8 @@ class NodeChange:
 
 @dataclass
 class Discovery:
+    """The nodes that are known, by id. `grace_s`: how long a lease may be missing before its node counts as removed."""
+
     grace_s: float
     records: dict[str, NodeRecord] = field(default_factory=dict)
     _seen_at: dict[str, float] = field(default_factory=dict)

@@ -20,6 +20,8 @@ SWEEP_BLOCKS = 1_024  # swept for dropped owners with each batch: a fraction of 
 
 
 class Outcome(enum.Enum):
+    """What became of a batch that was brought to a mirror."""
+
     APPLIED = "applied"
     IGNORED = "ignored"  # an old sequence or an old epoch
     GAP = "gap"  # something before it was missed: take a snapshot of that owner

@@ -46,6 +46,8 @@ REDIS_ERRORS = (redis.RedisError, OSError)
 
 @dataclass(frozen=True)
 class PublisherTimes:
+    """How often a node writes to Redis, and how long what it wrote lasts."""
+
     heartbeat_s: float = 1.0  # between lease renewals, each with a check that Redis has kept what it was told
     lease_s: float = 15.0  # TTL of everything this node writes; a guess
     io_timeout_s: float = 1.0  # a Redis that answers slower counts as down

@@ -27,6 +27,8 @@ TIERS = ("gpu", "cpu", "disk")
 
 
 class NodeLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a node is, as its lease says it to who has no connection to the node."""
+
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_tokens: int = 0

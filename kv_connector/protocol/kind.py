@@ -6,6 +6,8 @@ import enum
 
 
 class HandoffKind(enum.Enum):
+    """What is handed from source to sink."""
+
     PROMPT = "prompt"  # pushed while it is computed, for a request that goes on at the sink
     PULL = "pull"  # cached blocks that the sink has asked for
     SEQUENCE = "sequence"  # runs at its source meanwhile: its length is known when it stands still

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 
 class SinkState(enum.Enum):
+    """Where a hand-off stands at its sink."""
+
     UNKNOWN = "unknown"  # nothing heard
     EARLY = "early"  # KVClaim came before Submit
     EXPECTING = "expecting"  # ticket: Submit came, hits pinned, no claim yet
@@ -25,6 +27,8 @@ class SinkState(enum.Enum):
 
 
 class SinkEvent(enum.Enum):
+    """What can happen to a hand-off at its sink."""
+
     SUBMIT = "submit"
     CLAIM = "claim"
     CAN_GRANT = "can_grant"  # first in the queue and its blocks are allocated
@@ -43,6 +47,8 @@ class SinkEvent(enum.Enum):
 
 
 class SinkAction(enum.Enum):
+    """What a transition asks of the sink's manager."""
+
     SEND_WAIT = "send_wait"
     SEND_GRANT = "send_grant"
     SEND_COMMITTED = "send_committed"

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 
 
 class SourceState(enum.Enum):
+    """Where a hand-off stands at its source."""
+
     IDLE = "idle"  # submitted, waits in the scheduler's queue, nothing said to the sink
     CLAIMING = "claiming"  # KVClaim sent, prompt not started
     PARKED = "parked"  # computing without a grant
@@ -26,6 +28,8 @@ class SourceState(enum.Enum):
 
 
 class SourceEvent(enum.Enum):
+    """What can happen to a hand-off at its source."""
+
     CLAIM = "claim"  # the scheduler is about to schedule the first chunk
     START = "start"  # first chunk scheduled
     COMPUTED = "computed"  # first tokens known, at least one sample goes on
@@ -46,6 +50,8 @@ class SourceEvent(enum.Enum):
 
 
 class SourceAction(enum.Enum):
+    """What a transition asks of the source's manager."""
+
     SEND_CLAIM = "send_claim"
     SEND_READY = "send_ready"
     SEND_RELEASE = "send_release"

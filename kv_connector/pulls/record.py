@@ -14,6 +14,8 @@ NOT_ASKED = AttemptKey("", 0)
 
 
 class PullStage(enum.Enum):
+    """How far a pull has come."""
+
     WANTED = "wanted"
     ASKED = "asked"
     HELD = "held"  # found by hash, held until the request starts
@@ -44,6 +46,8 @@ class Pull:
 
 @dataclass
 class PullCounters:
+    """What a node's pulls came to, since it started."""
+
     asked: int = 0  # pulls that were asked for
     completed: int = 0
     failed: int = 0  # pulls that brought nothing: the peer had nothing, was busy or slow, or is gone

@@ -21,6 +21,8 @@ TOMBSTONE_S = 120.0  # a guess
 
 @dataclass
 class SinkCounters:
+    """What hand-offs to this node came to, since it started; for its metrics."""
+
     commits: int = 0
     recomputes: int = 0
     failures: int = 0

@@ -22,6 +22,8 @@ UNTIL_SAFE = (S.QUARANTINED,)
 
 @dataclass(eq=False, slots=True)
 class SinkRecord:
+    """One hand-off to this node: its protocol state, its blocks, what was last said. Times are monotonic seconds."""
+
     key: AttemptKey
     machine: SinkMachine
     deadline: float

@@ -27,6 +27,8 @@ def _keep() -> None:
 
 @dataclass
 class SourceCounters:
+    """What hand-offs from this node came to, since it started; for its metrics."""
+
     handoffs_completed: int = 0
     handoffs_failed: int = 0
     grants_refused: int = 0
@@ -40,6 +42,8 @@ class SourceCounters:
 
 
 class SourceLedger:
+    """The records of one source, and the reservations of their blocks. `now` is the time of the last event."""
+
     def __init__(self, info: NodeInfo, pool: BlockPool, options: NodeOptions) -> None:
         self.info, self.pool = info, pool
         self.block_size = options.cache.block_size

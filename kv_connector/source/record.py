@@ -22,6 +22,9 @@ OVER = (S.DRAINED, S.CLOSED)
 
 @dataclass(eq=False, slots=True)
 class SourceRecord:
+    """One hand-off from this node: its protocol state, its blocks, and how far it is pushed. Times are monotonic
+    seconds."""
+
     key: AttemptKey
     kind: HandoffKind
     peer: PeerRef

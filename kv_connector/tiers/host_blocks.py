@@ -84,6 +84,8 @@ class HostBlocks(ABC):
 
 
 class ExactBlocks(HostBlocks):
+    """Host slots that keep a block's bytes as the pool has them."""
+
     def __init__(self, pool: torch.Tensor, num_blocks: int) -> None:
         super().__init__(pool, num_blocks)
         self._blocks = self.raw.view(pool.dtype).view(num_blocks, *pool.shape[1:])

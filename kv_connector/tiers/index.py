@@ -33,6 +33,8 @@ class StoredBlock:
 
 @dataclass(slots=True)
 class TierEntry:
+    """One block of a tier. `parent` is the hash of the block before it; None for a prompt's first block."""
+
     slot: int
     parent: bytes | None
     tenant: bytes

@@ -26,6 +26,8 @@ from tandem.kv_connector.tiers.write_back import WriteBack
 
 @dataclass
 class TierCounters:
+    """What the tiers brought to requests of this node."""
+
     host_hit_tokens: int = 0  # of prompts that started here, without what was loaded for peers
     disk_hit_tokens: int = 0
     loads_declined: int = 0  # requests for which computing was faster

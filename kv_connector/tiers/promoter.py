@@ -19,6 +19,8 @@ from tandem.kv_connector.tiers.write_back import WriteBack
 
 @dataclass
 class PromoterCounters:
+    """How many blocks were found in lower tiers, and how many of those were of no use."""
+
     host_hits: int = 0  # blocks
     disk_hits: int = 0
     loads_failed: int = 0

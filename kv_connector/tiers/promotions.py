@@ -9,6 +9,8 @@ from tandem.engine.blocks.reservations import Hold
 
 
 class PromotionStage(enum.Enum):
+    """How far a promotion has come."""
+
     FETCHING = "fetching"  # disk to host
     FETCHED = "fetched"  # pinned in the host pool; device blocks are yet to be allocated
     LOADING = "loading"  # host to device

@@ -18,6 +18,8 @@ SAVED_AHEAD, SPILLED_AHEAD = 256, 64  # docs/measurements.md#conversations-over-
 
 @dataclass
 class WriteBackCounters:
+    """How many blocks were saved, spilled, evicted and lost."""
+
     saves: int = 0  # blocks
     saves_torn: int = 0  # blocks given away while they were copied
     spills: int = 0

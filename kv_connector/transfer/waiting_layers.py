@@ -21,6 +21,8 @@ class Written(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Generic[Job]):
+    """A push that waits for `written`; with `goes_ahead` it may be enqueued before."""
+
     grant_id: int
     job: Job
     written: Written

@@ -18,6 +18,8 @@ from tandem.engine.contracts.wire.handoff import KVGrant
 
 @dataclass(eq=False)
 class GrantInUse:
+    """A grant that is open, or closing while somebody still writes under it."""
+
     grant: KVGrant
     blocks: frozenset[int]
     closed: bool = False  # read by the writer between two pieces, to leave early

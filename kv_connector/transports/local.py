@@ -90,6 +90,8 @@ class LocalTransport:
 
 
 class LocalChannel(PoolChannel):
+    """The channel to a sink in this process: it copies from pool to pool, a block at a time."""
+
     def __init__(self, source: RegisteredPool, sink: LocalTransport, on_lost: OnLost) -> None:
         assert sink.pool is not None, "only transports with a pool are found"
         super().__init__(source, sink.pool.node, on_lost)

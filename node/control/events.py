@@ -49,6 +49,8 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class PeerUp:
+    """A peer has said Hello or Welcome: messages may go to it."""
+
     info: NodeInfo
 
 
@@ -74,6 +76,8 @@ ControlEvent = Received | PeerUp | PeerLost | PeerRefused
 
 @dataclass
 class ControlCounters:
+    """What went wrong with messages and connections since the node started."""
+
     undecodable: int = 0
     unknown_peer: int = 0
     refused: int = 0

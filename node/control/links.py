@@ -28,6 +28,8 @@ class Peer:
 
 
 class ControlLinks:
+    """The peers of a node by key and by connection, with the sockets and process handles that close with them."""
+
     def __init__(self, sockets: ControlSockets) -> None:
         self._sockets = sockets
         self._by_key: dict[NodeKey, Peer] = {}

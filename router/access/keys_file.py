@@ -32,16 +32,22 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One key: its tenant ("" for none), what it may do, how much."""
+
     tenant: str = ""
     scopes: tuple[Scope, ...] = ("inference", "admin")
     limits: KeyLimits | None = None  # None: the file's
 
 
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tenant. `cache_share`: the part of a node's blocks that it may hold."""
+
     cache_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
 
 
 class KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole of a keys file. `public_prefixes`, texts or token ids, are cached for all tenants alike."""
+
     keys: dict[Name, Name | KeyEntry]
     tenants: dict[Name, TenantEntry | None] | None = None
     limits: KeyLimits | None = None  # limits of each key that has none of its own

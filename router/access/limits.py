@@ -31,6 +31,8 @@ class Permit:
 
 
 class RequestLimits(Protocol):
+    """Whoever counts what keys use: this process alone, or Redis for several."""
+
     async def enter(self, permit: Permit, limits: KeyLimits) -> None:
         """Lets a request in. Raises RateLimitError, which says when to try again."""
 

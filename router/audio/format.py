@@ -33,6 +33,8 @@ class Heard:
 
 
 class TranscriptFormat:
+    """Writes a transcript as text, json or verbose_json, the windows' texts joined."""
+
     def __init__(self, heard: Heard, response_format: str) -> None:
         self._heard, self._format = heard, response_format
 

@@ -15,6 +15,8 @@ _FILE = re.compile(rb"[;\s]filename\*?=", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class FormPart:
+    """One field of a form, or one file in it."""
+
     name: str
     data: bytes
     is_file: bool

@@ -18,6 +18,8 @@ FENCE, FENCE_END = "```json", "```"
 
 
 class DeepSeekParser(CallParser):
+    """Reads DeepSeek's calls out of output text; what is no whole call is content."""
+
     markers = (BEGIN, END, CALL, SEPARATOR, CALL_END)
 
     @classmethod

@@ -9,11 +9,15 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """A piece of what a model thinks before it answers."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    """A piece of the answer's text."""
+
     text: str
 
 
@@ -79,6 +83,8 @@ class PlainText:
 
 @dataclass(slots=True)
 class Call:
+    """One call of a tool, as it grows. `arguments` is JSON as the model wrote it."""
+
     name: str
     arguments: str = ""
 

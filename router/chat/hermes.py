@@ -12,6 +12,8 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(CallParser):
+    """Reads calls between `<tool_call>` tags out of output text."""
+
     markers = (BEGIN, END)
 
     @classmethod

@@ -15,6 +15,8 @@ TAG = "<|python_tag|>"
 
 
 class LlamaParser(CallParser):
+    """Reads Llama 3's calls: an answer that begins with one holds nothing else until they end."""
+
     markers = (TAG,)
 
     @classmethod

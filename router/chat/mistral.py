@@ -12,6 +12,8 @@ BEGIN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
 
 class MistralParser(CallParser):
+    """Reads Mistral's calls, arrays of them as well as named ones."""
+
     markers = (BEGIN, ID, ARGS)
     has_short_ids = True
 

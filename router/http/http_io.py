@@ -23,6 +23,8 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 class UnsupportedMediaTypeError(InvalidRequestError):
+    """A body of a type that this path doesn't read."""
+
     status, code = 415, "unsupported_media_type"
 
 

@@ -28,6 +28,8 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class RequestTimeoutError(InvalidRequestError):
+    """A client began a request and did not finish sending it in time."""
+
     status, code = 408, "request_timeout"
 
 
@@ -66,6 +68,8 @@ class Client:
 
 
 class HttpProtocol(HttpToolsProtocol):
+    """One connection of a client, from accept to close."""
+
     def __init__(self, limits: HttpLimits, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._limits = limits

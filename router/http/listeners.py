@@ -114,6 +114,8 @@ class Collector(_Listener):
 
 
 class ChunkWriter(Protocol):
+    """Whatever a stream's events are written to."""
+
     def write_chunk(self, body: bytes) -> bool:
         """Writes a part of the response. Returns False, and writes nothing, when that isn't possible now."""
 

@@ -30,6 +30,8 @@ HEADERS = {
 
 
 class ErrorObject(msgspec.Struct, frozen=True):
+    """What went wrong: `message` for people, `type` its kind, `param` the field at fault, `code` the error's name."""
+
     message: str
     type: str
     param: str | None
@@ -37,6 +39,8 @@ class ErrorObject(msgspec.Struct, frozen=True):
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
+    """The body of every answer that is an error."""
+
     error: ErrorObject
 
 

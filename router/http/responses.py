@@ -28,6 +28,8 @@ class AnswerChoice(Protocol):
 
 
 class AnswerWriter(Protocol):
+    """Writes a streamed answer as server-sent events."""
+
     def piece(
         self, index: int, piece: Piece, extra: dict[str, Any] | None = None, usage: dict[str, Any] | None = None
     ) -> bytes:
@@ -76,6 +78,8 @@ class CompletionFormat:
 
 @dataclass(slots=True)
 class CompletionChoice:
+    """One choice of a text completion, gathered until it is whole."""
+
     with_token_ids: bool
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)

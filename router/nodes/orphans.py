@@ -8,6 +8,8 @@ MAX_LOST_NODES = 64  # a guess
 
 
 class Orphans:
+    """The attempts that lost nodes had, by node, for the newest MAX_LOST_NODES of them."""
+
     def __init__(self) -> None:
         self._by_node: dict[NodeKey, set[AttemptKey]] = {}
 

@@ -27,6 +27,8 @@ class _Pending:
 
 @dataclass(slots=True)
 class Outbox:
+    """What one node has yet to answer, each with the time of its next sending and of giving up, in seconds."""
+
     resend_s: float
     give_up_s: float
     _pending: dict[VerbKey, _Pending] = field(default_factory=dict)

@@ -36,6 +36,8 @@ PASSED_BY_TOKENS = 2048  # the default of `contended_prefill_chunk`
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
+    """What placement has to know of a request. `max_tokens` is a sample's."""
+
     num_prompt_tokens: int
     max_tokens: int
     num_samples: int = 1
@@ -45,6 +47,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
 
 class Placement(msgspec.Struct, frozen=True):
+    """Which nodes serve a request, and why."""
+
     primary: PeerRef  # makes the tokens
     prefill: PeerRef | None  # computes the prompt and hands its KV to the primary; None: the primary does all
     reason: str

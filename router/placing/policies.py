@@ -89,6 +89,8 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class PlacementPolicy(Protocol):
+    """A rule that chooses one node for one half of a request."""
+
     name: str
 
     def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
@@ -206,6 +208,8 @@ def load_s(node: NodeView, kind: str, now: float) -> float:
 
 
 class RoundRobin:
+    """Takes each node in turn, each kind of work in a turn of its own."""
+
     name = "round_robin"
 
     def __init__(self) -> None:
@@ -220,6 +224,8 @@ class RoundRobin:
 
 
 class LeastLoaded:
+    """Takes the node with the least seconds of work in front of it."""
+
     name = "least_loaded"
 
     def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:
@@ -228,6 +234,8 @@ class LeastLoaded:
 
 
 class PowerOfTwo:
+    """Takes the less loaded one of two random nodes."""
+
     name = "power_of_two"
 
     def __init__(self, seed: int) -> None:
@@ -240,6 +248,8 @@ class PowerOfTwo:
 
 
 class PrefixAware:
+    """Takes the node where the work costs least, what it has cached counted as nothing."""
+
     name = "prefix_aware"
 
     def choose(self, work: Work, nodes: Sequence[NodeView], cached: Mapping[NodeKey, int], now: float) -> Choice:

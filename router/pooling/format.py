@@ -47,6 +47,8 @@ class PoolingFormat:
 
 
 class PoolingChoice:
+    """Stands where other formats gather text: a model that pools makes none."""
+
     def add(self, piece: Piece) -> None:
         raise AssertionError("a model that pools makes no text")
 

@@ -36,6 +36,8 @@ METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class WorkerMain(Protocol):
+    """The main function of a worker process. It serves on `port` until its parent is gone or it is told to end."""
+
     def __call__(
         self,
         options: RouterOptions,

@@ -55,12 +55,16 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SendToNode:
+    """Send this message to that node."""
+
     node: NodeKey
     message: Submit | Cancel | Migrate
 
 
 @dataclass(frozen=True, slots=True)
 class EmitPromptLogprobs:
+    """Give the prompt's log probabilities to the listener, one entry a position from 1 on."""
+
     entries: tuple[TokenLogprobs, ...]
 
 
@@ -91,11 +95,13 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    pass
+    """End the generation: every sample has its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
+    """End the generation with this error."""
+
     error: TandemError
 
 

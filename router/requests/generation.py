@@ -35,6 +35,8 @@ class GenerationListener(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Generation:
+    """One prompt's generation. Times are monotonic seconds."""
+
     prompt_index: int
     plan: PromptPlan
     machine: RequestMachine
@@ -55,6 +57,8 @@ class Generation:
 
 
 class GenerationFactory:
+    """Makes generations of plans: a machine and the samples' output for each."""
+
     def __init__(self, options: RouterOptions, tokenizer: Tokenizer) -> None:
         self._options, self._tokenizer = options, tokenizer
 

@@ -22,6 +22,8 @@ MOVE_AGAIN_S = 1.0  # pause after a move that came to nothing; a guess
 
 @dataclass(slots=True)
 class Move:
+    """One sample on its way to another node. Given up at `give_up_at`, in monotonic seconds."""
+
     source: Attempt
     successor: Attempt  # of one sample
     give_up_at: float

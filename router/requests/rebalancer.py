@@ -15,6 +15,8 @@ CarryOut = Callable[[Generation, Sequence[Action]], None]
 
 
 class Nodes(Protocol):
+    """The nodes that can be moved from and to, with their load."""
+
     def serving(self) -> list[NodeView]: ...
 
     def expect_sequence(self, view: NodeView, now: float) -> None: ...

@@ -36,6 +36,8 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The field `text` of a body: which form the answer has."""
+
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 

@@ -78,6 +78,8 @@ class ResponsesFormat:
 
 
 class ResponsesChoice:
+    """The one choice of an answer: the answer itself reads its pieces."""
+
     def __init__(self, answer: ResponsesAnswer) -> None:
         self._answer = answer
 

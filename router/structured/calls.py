@@ -32,6 +32,8 @@ class CallForm:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
+    """A function that the model may call. `strict`: its arguments follow `parameters`, a JSON schema."""
+
     name: str
     parameters: dict[str, Any] | None
     strict: bool = False

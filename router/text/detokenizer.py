@@ -14,6 +14,8 @@ REPLACEMENT = "\ufffd"
 
 
 class Detokenizer(Protocol):
+    """Turns one sample's token ids into text as they come."""
+
     def feed(self, token_id: int) -> str:
         """Text that is certain after this token; often "" in the middle of a character."""
 

@@ -44,6 +44,8 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The field `stream_options` of a body."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # with every event the usage so far
     include_obfuscation: bool | None = None  # changes nothing: events aren't padded
@@ -154,6 +156,8 @@ class CompletionBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /tokenize."""
+
     prompt: str
     model: str | None = None
     add_special_tokens: bool = True
@@ -161,6 +165,8 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /detokenize."""
+
     tokens: list[TokenId]
     model: str | None = None
 

@@ -18,6 +18,8 @@ Result = TypeVar("Result")
 
 
 class PromptEncoder:
+    """Tokenizes prompts, short ones at once, longer ones on threads, of the very long one at a time."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._slots, self._large_slot = asyncio.Semaphore(MAX_THREADS), asyncio.Semaphore(1)

@@ -25,6 +25,8 @@ _TRACE = re.compile(rb"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")  
 
 @dataclass(slots=True)
 class RequestHeaders:
+    """What the headers of one request say, with defaults for what they leave out."""
+
     session: str = ""  # requests of one session go to the same nodes
     timeout_s: float = math.inf
     request_id: str = ""

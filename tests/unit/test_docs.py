@@ -153,6 +153,24 @@ def test_docstrings_begin_as_sentences_do() -> None:
     assert hanging == []
 
 
+def undocumented(text: str) -> list[str]:
+    """Names of public classes without a docstring."""
+    kinds = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)]
+    return [kind.name for kind in kinds if kind.name[0] != "_" and not ast.get_docstring(kind)]
+
+
+def test_every_public_class_says_what_it_stands_for() -> None:
+    assert undocumented("class Bare:\n    x = 1\nclass _Own:\n    x = 1") == ["Bare"]
+    bare = {
+        name_of(source): names
+        for folder in (*WINGS, "benchmarks")
+        if folder != "tests"
+        for source in (ROOT / folder).rglob("*.py")
+        if (names := undocumented(source.read_text()))
+    }
+    assert bare == {}
+
+
 def test_each_row_of_the_first_documents_has_a_test_or_says_what_lacks() -> None:
     rows = [line.split(" | ") for line in (ROOT / "docs" / "seeds.md").read_text().splitlines() if line[:2] == "| "]
     rows = [row for row in rows if row[0] not in ("| named", "| ---")]

@@ -15,6 +15,8 @@ MAX_ENTRIES = 10_000  # a guess: beyond, what was unloaded first is forgotten
 
 
 class AdapterTable:
+    """The latest word on each adapter's name, one entry a name."""
+
     def __init__(self) -> None:
         self._entries: dict[str, AdapterEntry] = {}
 

@@ -119,4 +119,6 @@ class KVDrained(AttemptMessage, frozen=True, kw_only=True):
 
 
 class KVDrainedAck(AttemptMessage, frozen=True, kw_only=True):
+    """Sink -> source: KVDrained has arrived; the source may forget the attempt."""
+
     grant_id: int

@@ -69,6 +69,8 @@ class Cancel(AttemptMessage, frozen=True, kw_only=True):
 
 
 class Cancelled(AttemptMessage, frozen=True, kw_only=True):
+    """Answer to Cancel, for the same `sample_indices`: the node sends no more of them."""
+
     sample_indices: tuple[int, ...] = ()
 
 

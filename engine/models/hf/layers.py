@@ -41,6 +41,8 @@ class LayerNeeds(NamedTuple):
 
 
 class ModelNeeds(NamedTuple):
+    """What a whole model asks of the pool and of the sampler."""
+
     layers: tuple[LayerNeeds, ...]
     hidden_size: int
     vocab_size: int  # width of the logits

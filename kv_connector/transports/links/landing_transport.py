@@ -17,6 +17,8 @@ from tandem.kv_connector.transports.links.transport import LinkTransport
 
 
 class LandingTransport(LinkTransport):
+    """A transport by a library: usable where the library is, with a link for each source and sink."""
+
     channel: ClassVar[type[LandingChannel]]  # the source's end of a link
 
     @abstractmethod

@@ -53,6 +53,8 @@ class LandingFlushFrame(msgspec.Struct, frozen=True, tag="f"):
 
 
 class Answer(msgspec.Struct, frozen=True):
+    """The sink's answer to one frame: what it asked for is done, or why not."""
+
     sequence: int
     error: str  # "": done
 

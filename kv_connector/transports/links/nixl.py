@@ -46,6 +46,8 @@ class NixlOffer(msgspec.Struct, frozen=True, tag="nixl"):
 
 
 class NixlReceiver(LandingReceiver):
+    """The sink's end of a NIXL link: its agent, which lets this source write, and the slots for short runs."""
+
     _agent: NixlAgent | None = None
 
     def _start(self) -> NixlOffer:
@@ -85,6 +87,8 @@ class _Transfer:
 
 
 class NixlChannel(LandingChannel):
+    """The source's end of a NIXL link: direct writes of long runs, packed slots for the rest."""
+
     def __init__(
         self, source: RegisteredPool, sock: socket.socket, peer: NodeInfo, on_lost: OnLost, timeout_s: float
     ) -> None:
@@ -210,6 +214,8 @@ class NixlChannel(LandingChannel):
 
 
 class NixlTransport(LandingTransport):
+    """KV by NIXL. A source's agent writes into the sink's pool itself, so a fence ends the sink's agent for it."""
+
     name = "nixl"
     receiver_writes = False
     channel = NixlChannel

@@ -36,6 +36,8 @@ class AuthenticatedSocket:
 
 
 class LinkReceiver(ABC):
+    """One source's link at the sink. `run` is its thread."""
+
     def __init__(self, link: AuthenticatedSocket) -> None:
         self.source = link.source
         self._sock = link.sock

@@ -17,6 +17,8 @@ from tandem.kv_connector.transports.links.transport import LinkTransport
 
 
 class TcpTransport(LinkTransport):
+    """KV over TCP sockets, usable everywhere."""
+
     name = "tcp"
     receiver_writes = True
     receiver = TcpReceiver

@@ -37,6 +37,8 @@ class _GrantClosedError(Exception):
 
 
 class TcpReceiver(LinkReceiver):
+    """The thread of one source's link, which stores payloads into the pool: in place on a CPU, staged on a GPU."""
+
     def __init__(self, link: AuthenticatedSocket) -> None:
         super().__init__(link)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -37,6 +37,8 @@ _LENGTH = struct.Struct("!I")
 
 
 class Preface(msgspec.Struct, frozen=True):
+    """Who speaks to whom, both with epochs, and 16 random bytes for the answer's MAC."""
+
     node_id: str
     epoch: int
     sink_id: str
@@ -46,6 +48,8 @@ class Preface(msgspec.Struct, frozen=True):
 
 
 class PrefaceReply(msgspec.Struct, frozen=True):
+    """The sink's answer to a Preface: whether the source may write."""
+
     error: str  # "": welcome
     mac: bytes
 
@@ -62,11 +66,15 @@ class WriteFrame(msgspec.Struct, frozen=True, tag="w"):
 
 
 class FlushFrame(msgspec.Struct, frozen=True, tag="f"):
+    """Source -> sink: answer once every write of this grant before here is in the pool. `sequence` comes back."""
+
     sequence: int
     grant_id: int
 
 
 class FlushReply(msgspec.Struct, frozen=True):
+    """Sink -> source: the answer to the FlushFrame of this `sequence`."""
+
     sequence: int
     error: str  # "": every write of the grant is in the pool
 

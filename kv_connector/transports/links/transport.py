@@ -48,6 +48,8 @@ _WILDCARDS = ("", "0.0.0.0", "::")
 
 
 class LinkExport(msgspec.Struct, frozen=True):
+    """Where a node's links are to be opened."""
+
     host: str  # in place of a wildcard use the host of the node's control address
     port: int
 

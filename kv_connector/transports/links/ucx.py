@@ -88,6 +88,8 @@ def _exposed(memory: torch.Tensor) -> Any:
 
 
 class UcxReceiver(LandingReceiver):
+    """The sink's end of a UCX link: it takes each announced message into a slot, and stores that."""
+
     _worker: UcxWorker | None = None
 
     def _start(self) -> UcxOffer:
@@ -116,6 +118,8 @@ class UcxReceiver(LandingReceiver):
 
 
 class UcxChannel(LandingChannel):
+    """The source's end of a UCX link: writes packed into slots, a tagged message each."""
+
     def __init__(
         self, source: RegisteredPool, sock: socket.socket, peer: NodeInfo, on_lost: OnLost, timeout_s: float
     ) -> None:
@@ -158,6 +162,8 @@ class UcxChannel(LandingChannel):
 
 
 class UcxTransport(LandingTransport):
+    """KV by UCX's tagged messages. The sink alone writes into its pool."""
+
     name = "ucx"
     receiver_writes = True
     channel = UcxChannel

@@ -167,6 +167,8 @@ class CudaMapping(Mapping):
 
 
 class CudaIpcTransport(MappedTransport):
+    """KV between GPUs of one host through memory that CUDA shares between processes."""
+
     name = "cuda_ipc"
 
     def is_usable(self, device: torch.device) -> tuple[bool, str]:

@@ -28,6 +28,8 @@ _HEADER_BYTES = mmap.PAGESIZE
 
 
 class ShmHandle(msgspec.Struct, frozen=True):
+    """A pool of another process: its descriptor there, the bytes that prove it, and how far its blocks are apart."""
+
     fd: int
     nonce: bytes
     stride_bytes: int
@@ -55,6 +57,8 @@ class ShmMapping(Mapping):
 
 
 class ShmTransport(MappedTransport):
+    """KV between CPU pools of one host; the pool itself is made here, so that others can map it."""
+
     name = "shm"
 
     def __init__(self) -> None:

@@ -18,12 +18,16 @@ Name = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/load_lora_adapter. `lora_path` is a folder that every node can read."""
+
     lora_name: Name
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     load_inplace: bool = False  # in place of the one that has the name
 
 
 class UnloadAdapterBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The body of /v1/unload_lora_adapter."""
+
     lora_name: Name
     lora_int_id: int | None = None  # vLLM's; names suffice here
 
