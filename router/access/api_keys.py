@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.errors import AuthenticationError, ConfigError, ScopeError
 from tandem.engine.contracts.hashing import TENANT_BYTES
-from tandem.router.access.keys_file import KeyEntry, KeyLimits, KeysFile, Scope, digest_of, read_keys_file
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+from tandem.router.access.keys_file import KeyEntry, KeyLimits, KeysFile, Scope, TenantEntry, digest_of, read_keys_file
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class Tenant:
     name: str = ""
     salt: bytes = b""
     cache_share: float = 1.0  # share of each node's pool and tiers that the tenant may fill
+    targets: Targets = NO_TARGETS  # what it is promised, unless a request brings its own
 
     def salt_for(self, cache_salt: str) -> bytes:
         """The tenant's salt, narrowed further to requests that bring the same `cache_salt`."""
@@ -107,10 +109,10 @@ class ApiKeys:
             if entries.setdefault(digest := digest_of(key, self._path or "--api-key"), entry) != entry:
                 raise ConfigError(f"{self._path}: one key stands there twice, of {entries[digest].tenant!r} first")
         names = {entry.tenant for entry in entries.values()}
-        shares = {name: entry.cache_share if entry else 1.0 for name, entry in (content.tenants or {}).items()}
-        for name in shares.keys() - names:
+        settings = {name: entry or TenantEntry() for name, entry in (content.tenants or {}).items()}
+        for name in settings.keys() - names:
             raise ConfigError(f"{self._path}: no key belongs to the tenant {name!r}; add one or take the tenant out")
-        tenants = {name: Tenant(name, self._salt_of(name), shares.get(name, 1.0)) for name in names if name}
+        tenants = {name: self._tenant(name, settings.get(name, TenantEntry())) for name in names if name}
         return {
             digest: Caller(
                 tenants.get(entry.tenant, EVERYBODY),
@@ -120,6 +122,9 @@ class ApiKeys:
             )
             for digest, entry in entries.items()
         }
+
+    def _tenant(self, name: str, settings: TenantEntry) -> Tenant:
+        return Tenant(name, self._salt_of(name), settings.cache_share, settings.targets)
 
 
 def _version_of(path: str) -> tuple[int, ...]:

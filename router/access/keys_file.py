@@ -13,6 +13,7 @@ import yaml
 from msgspec import Meta
 
 from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import TargetMs, Targets
 
 HASHED = "sha256:"
 YAML_SUFFIXES = (".yaml", ".yml", ".json")  # others are YAML, too, when they read as a mapping
@@ -40,9 +41,16 @@ class KeyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tenant. `cache_share`: the part of a node's blocks that it may hold."""
+    """One tenant: the part of a node's blocks that it may hold, and what it is promised, in place of what all are."""
 
     cache_share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    ttft_target_ms: TargetMs | None = None
+    tpot_target_ms: TargetMs | None = None
+    itl_max_ms: TargetMs | None = None
+
+    @property
+    def targets(self) -> Targets:
+        return Targets.of_milliseconds(self.ttft_target_ms, self.tpot_target_ms, self.itl_max_ms)
 
 
 class KeysFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -59,7 +59,7 @@ class GenerationEndpoint:
     async def _answer(self, scope: Scope, receive: Receive, send: Send, exchange: HttpExchange) -> None:
         permit = await self._gate.enter(scope["headers"])
         try:
-            headers = read_headers(scope["headers"])
+            headers = read_headers(scope["headers"], permit.caller.tenant.targets)
             exchange.admit(permit, headers)
             raw = await read_body(scope, receive, self._limit, self._takes_forms)
             asked = await self._read(raw, permit.caller.tenant)

@@ -85,7 +85,9 @@ class GenerationFactory:
             pair_start=plan.pair_start,
             num_samples=body.num_generated,
             priority=body.priority or 0,
-            targets=_targets(body).or_else(said.targets),
+            targets=Targets.of_milliseconds(body.ttft_target_ms, body.tpot_target_ms, body.itl_max_ms).or_else(
+                said.targets
+            ),
             use_prefix_cache=body.use_prefix_cache is not False and plan.sampling.num_prompt_logprobs is None,
             secrecy=plan.secrecy,
             cache_share=plan.cache_share,
@@ -116,9 +118,3 @@ class GenerationFactory:
             )
             for _ in range(body.num_generated)
         ]
-
-
-def _targets(body: CompletionBody) -> Targets:
-    return Targets(
-        (body.ttft_target_ms or 0.0) / 1e3, (body.tpot_target_ms or 0.0) / 1e3, (body.itl_max_ms or 0.0) / 1e3
-    )

@@ -19,14 +19,13 @@ import msgspec
 from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError, TandemError
+from tandem.engine.contracts.wire.parts import TargetMs
 
 MAX_SAMPLES = 128  # a guess, as are the others: above what clients ask for, and bounded for nodes
 MAX_PROMPTS = 2048
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 LEAST_TIMEOUT_S = 0.1  # seconds between two looks at deadlines
-MAX_TARGET_MS = 1e6
-TargetMs = Annotated[float, Meta(gt=0, le=MAX_TARGET_MS)]
 MAX_BIASES = 4096
 MAX_CHOICES = 4096
 MAX_ALLOWED = 1 << 17

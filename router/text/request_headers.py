@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem.engine.contracts.errors import InvalidRequestError
-from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
-from tandem.router.text.openai_api import LEAST_TIMEOUT_S, MAX_TARGET_MS
+from tandem.engine.contracts.wire.parts import MAX_TARGET_MS, NO_TARGETS, Targets
+from tandem.router.text.openai_api import LEAST_TIMEOUT_S
 
 REQUEST_ID = b"x-request-id"
 TARGETS = {
@@ -37,10 +37,11 @@ class RequestHeaders:
         return f"request id {self.request_id}" + (f", trace {self.trace_id}" if self.trace_id else "")
 
 
-def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> RequestHeaders:
-    """What these headers say, whose names are in lower case as in ASGI. The name of a session is cut off after
+def read_headers(headers: Iterable[tuple[bytes, bytes]], promised: Targets = NO_TARGETS) -> RequestHeaders:
+    """What these headers say, whose names are in lower case as in ASGI; `promised`: the targets of those that bring
+    none. The name of a session is cut off after
     MAX_SESSION_BYTES. Raises InvalidRequestError for an X-Request-Timeout or a target that is no such time."""
-    found = RequestHeaders()
+    found = RequestHeaders(targets=promised)
     for name, value in headers:
         if name == b"x-session-id":
             found.session = value[:MAX_SESSION_BYTES].decode("latin-1")

@@ -97,12 +97,20 @@ class PeerRef(msgspec.Struct, frozen=True):
         return NodeKey(self.node_id, self.epoch)
 
 
+MAX_TARGET_MS = 1e6
+TargetMs = Annotated[float, Meta(gt=0, le=MAX_TARGET_MS)]
+
+
 class Targets(msgspec.Struct, frozen=True, array_like=True):
     """What is promised to a request, in seconds; 0.0: nothing, or what its node promises to all (docs/deadlines.md)."""
 
     ttft_s: Seconds = 0.0  # from its arrival at the router to its first token
     tpot_s: Seconds = 0.0  # a token, on average from the first to each later one
     itl_max_s: Seconds = 0.0  # between two tokens
+
+    @classmethod
+    def of_milliseconds(cls, ttft: float | None, tpot: float | None, itl_max: float | None) -> Targets:
+        return cls((ttft or 0.0) / 1e3, (tpot or 0.0) / 1e3, (itl_max or 0.0) / 1e3)
 
     def or_else(self, others: Targets) -> Targets:
         """These, and `others` where these promise nothing."""

@@ -10,6 +10,7 @@ import pytest
 
 from tandem.engine.contracts.errors import AuthenticationError, ConfigError, ScopeError
 from tandem.engine.contracts.security import ClusterKeys
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
 from tandem.router.access.api_keys import ANYBODY, EVERYBODY, ApiKeys, Caller, Tenant
 from tandem.router.access.keys_file import KeyLimits, Scope
 
@@ -81,12 +82,14 @@ def test_cache_salts_narrow_a_tenant_and_keep_its_name() -> None:
 def test_sections(tmp_path: Path) -> None:
     text = """
     keys: {one: acme, two: globex}
-    tenants: {acme: {cache_share: 0.25}}
+    tenants: {acme: {cache_share: 0.25, ttft_target_ms: 500, itl_max_ms: 40}}
     public_prefixes: ["You are kind.", [1, 2, 3]]
     """
     keys = opened(tmp_path, text)
     assert asks(keys, "one").cache_share == 0.25
     assert asks(keys, "two").cache_share == 1.0
+    assert asks(keys, "one").targets == Targets(ttft_s=0.5, itl_max_s=0.04)
+    assert asks(keys, "two").targets == NO_TARGETS
     assert keys.public_prefixes == ["You are kind.", [1, 2, 3]]
 
 
@@ -107,6 +110,7 @@ def test_sections(tmp_path: Path) -> None:
         ("keys: {one: {scopes: [admin, root]}}", "Invalid enum value 'root'"),
         ("keys: {one: {limits: {requests_per_minute: 0}}}", "int` >= 1"),
         ("limits: {requests_per_minute: 1}", "unknown field"),
+        ("keys: {one: acme}\ntenants: {acme: {tpot_target_ms: 0}}", "float` > 0"),
         ("keys: {one: acme}\ntenants: {acne: {}}", "no key belongs to the tenant 'acne'"),
         ("keys: {one: acme}\ntenants: {acme: {share: 1}}", "unknown field `share`"),
         ("keys: {one: acme}\ntenants: {acme: {cache_share: 1.5}}", "float` <= 1.0"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from router_in_thread import VOCAB_SIZE, RouterInThread
 from waiting import wait_until
@@ -16,7 +17,13 @@ from stand_in_node import StandInNode
 from tandem.deploy.cli import main
 from tandem.engine.process.process_log import FORMAT, JsonFormatter
 
-KEYS = "keys:\n  sk-user: {tenant: acme, scopes: [inference]}\n  sk-admin: {scopes: [admin]}\n"
+KEYS = """
+keys:
+  sk-user: {tenant: acme, scopes: [inference]}
+  sk-admin: {scopes: [admin]}
+tenants:
+  acme: {ttft_target_ms: 400, tpot_target_ms: 20}
+"""
 USER, ADMIN = ({"Authorization": f"Bearer sk-{name}"} for name in ("user", "admin"))
 PROMPT = "the quick brown\nfox"
 
@@ -53,6 +60,15 @@ def line_of(caplog: pytest.LogCaptureFixture, number: int = 0) -> dict[str, Any]
     assert f" duration_s={said['duration_s']}" in plain
     assert "message" not in said
     return dict(said)
+
+
+def test_a_tenant_is_promised_what_its_requests_do_not_bring(router: RouterInThread, nodes: list[StandInNode]) -> None:
+    for more in ({}, {"itl_max_ms": 50}):
+        asked = {"prompt": PROMPT, "max_tokens": 1, **more}
+        answer = router.client.post("/v1/completions", json=asked, headers={"X-TPOT-Target-Ms": "10"})
+        assert answer.status_code == 200, answer.text
+    targets = [submit.targets for node in nodes for submit in node.submits]
+    assert sorted(map(msgspec.structs.astuple, targets)) == [(0.4, 0.01, 0.0), (0.4, 0.01, 0.05)]
 
 
 def test_a_line_tells_of_a_request_that_has_ended(router: RouterInThread, caplog: pytest.LogCaptureFixture) -> None:
