@@ -29,9 +29,8 @@ from tandem.engine.running.batch_state import BatchState
 from tandem.engine.running.encoder_spans import EncoderSpans
 from tandem.engine.running.prefix_sharing import PrefixSharing
 from tandem.engine.scheduling.step import ScheduledRow
-from tandem.kernels.api.attention import Attention
+from tandem.kernels.api.attention import Attention, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
-from tandem.kernels.api.metadata import AttentionMetadata
 from tandem.kernels.prefixes.shared_prefix import SharedPrefixes
 from tandem.kernels.products.adapters import FEW_TILE_ROWS, AdapterRows
 from tandem.kernels.products.few_rows_scratch import MOST_ROWS
@@ -134,7 +133,7 @@ class DecodeBatch:
         state, inputs = self._state, self._inputs.first(size)
         gather_decode_inputs(slot_G, position_G, state.token_ids_SC, state.block_table_SB, state.block_size, inputs)
         cross = None if self._spans is None else self._spans.of_slots(slot_G)
-        metadata = AttentionMetadata(
+        metadata = metadata_backend(self._model.attention_layers.values()).get_metadata_cls()(
             query_start_loc=self._starts[: size + 1],
             seq_lens=inputs.seq_lens_R,
             block_tables=inputs.block_tables_RB,

@@ -62,7 +62,13 @@ class EncoderSpans:
     """One per runner of a model with an encoder."""
 
     def __init__(
-        self, encoder: Encoder, num_slots: int, block_size: int, device: torch.device, counters: dict[str, int]
+        self,
+        encoder: Encoder,
+        num_slots: int,
+        block_size: int,
+        device: torch.device,
+        builder: AttentionMetadataBuilder,
+        counters: dict[str, int],
     ) -> None:
         """`counters`: where runs and stored positions are counted."""
         self._encoder = encoder
@@ -77,7 +83,7 @@ class EncoderSpans:
         self._spans_S = np.zeros(num_slots, np.int64)
         self._items: list[MediaItem | None] = [None] * num_slots
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
-        self._builder = AttentionMetadataBuilder()
+        self._builder = builder
         self._counters = counters
         counters.update(encoder_runs=0, encoder_positions_stored=0)
 

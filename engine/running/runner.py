@@ -34,7 +34,7 @@ from tandem.engine.running.warm_up import every_way_to_sample, extreme_steps
 from tandem.engine.scheduling.ports import BetweenLayers, KVConnectorWorker
 from tandem.engine.scheduling.step import SampleRow, ScheduledRow, SchedulerOutput
 from tandem.engine.structured.guides import GuidedSamples, Guides
-from tandem.kernels.api.attention import bind_kv_cache
+from tandem.kernels.api.attention import bind_kv_cache, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.blocks.cache_ops import copy_blocks
 from tandem.kernels.products import matmul
@@ -83,16 +83,21 @@ class ModelRunner:
         self.spans: EncoderSpans | None = None
         if model.encoder is not None:  # all but the spans has the decoder's positions
             self.max_model_len = model.encoder.facts.max_decoder_len
-            self.spans = EncoderSpans(model.encoder, options.max_num_seqs, block_size, self.device, self.counters)
         self.state = BatchState(
             options.max_num_seqs, self.max_model_len, block_size, model.vocab_size, eos_token_ids, self.device
         )
         bind_kv_cache(model.attention_layers, pool)
         bind_kv_cache(model.cross_layers, pool)
+        layers = (*model.attention_layers.values(), *model.cross_layers.values())
+        builder = metadata_backend(layers).get_builder_cls()()
+        if model.encoder is not None:
+            self.spans = EncoderSpans(
+                model.encoder, options.max_num_seqs, block_size, self.device, builder, self.counters
+            )
         self.sharing: PrefixSharing | None = None
         if options.share_prefixes:
             self.sharing = PrefixSharing.for_layers(model.attention_layers.values(), self.state, self.max_graph_rows)
-        self._inputs = StepInputs(self.state, options.max_num_batched_tokens, self.sharing, self.spans)
+        self._inputs = StepInputs(self.state, options.max_num_batched_tokens, builder, self.sharing, self.spans)
         self._graphs: DecodeGraphs | None = None
         self._may_replay = True
         if worker_connector is not None:

@@ -42,13 +42,14 @@ class StepInputs:
         self,
         state: BatchState,
         max_num_tokens: int,
+        builder: AttentionMetadataBuilder,
         sharing: PrefixSharing | None = None,
         spans: EncoderSpans | None = None,
     ) -> None:
         self._state = state
         self._sharing = sharing
         self._spans = spans
-        self._builder = AttentionMetadataBuilder()
+        self._builder = builder
         device = state.device
         self._input_ids = torch.zeros(max_num_tokens, dtype=torch.int32, device=device)
         self._positions = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)

@@ -5,7 +5,7 @@ Shapes: T new tokens, H query heads, K KV heads, D head size. Models call it thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV
+from tandem.kernels.api.errors import BackendUnavailableError
 from tandem.kernels.api.metadata import AttentionMetadata, PagedAttentionMetadata
 from tandem.kernels.api.selection import load_backend, rank_backends, run_with_fallback, select_backend
 from tandem.kernels.api.spec import AttentionSpec, AttentionType, BlockSparse
 from tandem.kernels.blocks.quantization import Scale, scale_for
 
-__all__ = ["Attention", "AttentionType", "bind_kv_cache"]
+__all__ = ["Attention", "AttentionType", "bind_kv_cache", "metadata_backend"]
 
 
 class Attention(nn.Module):
@@ -89,21 +90,22 @@ class Attention(nn.Module):
     @property
     def impl(self) -> AttentionImpl:
         """The implementation that serves this layer on its cache's device (in the cache's or the default dtype)."""
-        return self._impl_of(self._first_backend())
+        return self._impl_of(self.first_backend())
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether decode reads what rows share once, when metadata.shared_prefixes says so."""
         spec = self.spec
         return (
-            spec.sees_every_token and spec.attn_type == AttentionType.DECODER and self._first_backend().shares_prefixes
+            spec.sees_every_token and spec.attn_type == AttentionType.DECODER and self.first_backend().shares_prefixes
         )
 
     def can_be_captured(self, device: torch.device, dtype: torch.dtype, block_size: int) -> bool:
         """Whether decode steps over a cache of this kind may be replayed as a CUDA graph."""
         return self.backends(device, dtype, self.spec.attn_type, block_size)[0].follows_captured_lengths
 
-    def _first_backend(self) -> type[AttentionBackend]:
+    def first_backend(self) -> type[AttentionBackend]:
+        """The backend that serves this layer on its cache, in the cache's dtype or, where that is fp8, the default."""
         cache = self.kv_cache[0]
         dtype = cache.dtype if cache.element_size() > 1 else torch.get_default_dtype()
         return self.backends(cache.device, dtype, self.spec.attn_type, _block_size(cache))[0]
@@ -192,6 +194,17 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.layer_name!r}, heads={self.spec.num_heads}/{self.spec.num_kv_heads}x{self.spec.head_size}"
+
+
+def metadata_backend(layers: Iterable[Attention]) -> type[AttentionBackend]:
+    """The backend that says by which classes steps are described to these layers, whose caches are bound. Raises
+    BackendUnavailableError when their backends don't say the same."""
+    backends = {layer.first_backend() for layer in layers}
+    classes = {(each.get_metadata_cls(), each.get_builder_cls()) for each in backends}
+    if len(classes) > 1:
+        names = ", ".join(sorted(each.get_name().lower() for each in backends))
+        raise BackendUnavailableError(f"layers are served by {names}, which describe steps unlike: choose one of them")
+    return backends.pop()
 
 
 def bind_kv_cache(layers: Mapping[str, Attention], pool: torch.Tensor) -> None:

@@ -41,6 +41,11 @@ class PagedKV(NamedTuple):
         return self.key_cache.dtype == FP8_DTYPE
 
 
+def kv_layer_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    """Shape of one layer within a node's pool."""
+    return (num_blocks, num_kv_heads, 2, block_size, head_size)
+
+
 class Prefill(NamedTuple):
     """The new tokens of rows: q [T, H, D], k and v [T, K, D]. `kv` holds earlier tokens; None: there are none."""
 
@@ -126,18 +131,22 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def get_metadata_cls() -> type[AttentionMetadata]:
+        """What steps are described by. One of a backend's own adds to AttentionMetadata: where its launch fails, the
+        next backend reads the same object."""
         return AttentionMetadata
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """What makes metadata of that class, where lengths are known on the host."""
         return AttentionMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """Shape of one layer's cache. Every backend here reads the same layout, so that nodes can exchange blocks."""
-        return (num_blocks, num_kv_heads, 2, block_size, head_size)
+        """Shape of one layer's cache. A backend that asks for another than this, which nodes exchange blocks in, serves
+        no layer with a cache."""
+        return kv_layer_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod
     @abstractmethod

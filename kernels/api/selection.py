@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tandem.kernels.api.backend import AttentionBackend
+from tandem.kernels.api.backend import AttentionBackend, kv_layer_shape
 from tandem.kernels.api.errors import BackendUnavailableError
 from tandem.kernels.api.spec import AttentionSpec
 
@@ -197,6 +197,10 @@ def _why_not(
         reason = reason or "sinks"
     if options.attention_chunk is not None and not backend.serves_attention_chunks:
         reason = reason or "attention_chunk"
-    if reason is None and block_size is not None and block_size % backend.block_multiple:
+    if reason is not None or block_size is None:
+        return reason
+    if block_size % backend.block_multiple:
         return f"block_size {block_size}: needs a multiple of {backend.block_multiple}"
-    return reason
+    sizes = 1, block_size, options.num_kv_heads, head_size
+    asked, ours = backend.get_kv_cache_shape(*sizes, options.kv_cache_dtype), kv_layer_shape(*sizes)
+    return None if asked == ours else f"keeps a block of KV as {list(asked)}, and pools have {list(ours)}"

@@ -1,18 +1,25 @@
-"""A kernel that can't be launched while requests are served: the next backend computes the step, and nobody notices."""
+"""A kernel that can't be launched while requests are served: the next backend computes the step, and nobody notices;
+after the last one the node's epoch ends. And what else the engine asks of the backend that it has chosen."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import fields
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from router_in_thread import RouterInThread
+from waiting import wait_until
 
 from in_process_cluster import Node, client_of, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kernels.api import selection
-from tandem.kernels.api.backend import AttentionImpl, PagedKV, PagedOps, Prefill
-from tandem.kernels.api.metadata import RowBatch
+from tandem.kernels.api.backend import AttentionBackend, AttentionImpl, PagedKV, PagedOps, Prefill
+from tandem.kernels.api.errors import BackendUnavailableError
+from tandem.kernels.api.metadata import AttentionMetadata, AttentionMetadataBuilder, RowBatch
 from tandem.kernels.api.spec import AttentionSpec
 from tandem.kernels.backends.native import NativeBackend, NativeImpl, NativeOps
 from tiny_models import random_prompt, reference_greedy, tiny_model
@@ -56,24 +63,84 @@ class FailingBackend(NativeBackend):
         return FailingOps
 
 
+class OwnMetadata(AttentionMetadata):
+    """What a backend may have of its own."""
+
+
+class OwnBuilder(AttentionMetadataBuilder):
+    def build(self, *arguments: Any, **more: Any) -> OwnMetadata:
+        metadata = super().build(*arguments, **more)
+        return OwnMetadata(**{each.name: getattr(metadata, each.name) for each in fields(metadata)})
+
+
+class PickyImpl(NativeImpl):
+    """Takes metadata of its own class alone."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV | None, meta: AttentionMetadata
+    ) -> torch.Tensor:
+        assert type(meta) is OwnMetadata, f"a step described by {type(meta)}"
+        return super().attend(query, key, value, kv, meta)
+
+
+class PickyBackend(NativeBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "PICKY"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        return PickyImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        return OwnMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        return OwnBuilder
+
+
+class FlatBackend(NativeBackend):
+    """Wants keys and values apart."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLAT"
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (2, num_blocks, block_size * num_kv_heads * head_size)
+
+
+PutFirst = Callable[[type[AttentionBackend]], None]
+
+
 @pytest.fixture
-def failing_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts a backend that fails as `fails_at` says before all others."""
-    module = ModuleType("tandem.kernels.backends.failing")
-    module.FailingBackend = FailingBackend  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    table = (("failing", "FailingBackend"), *selection.TABLE)
-    monkeypatch.setattr(selection, "TABLE", table)
-    monkeypatch.setattr(selection, "NAMES", tuple(name for name, _ in table))
-    fails_at.clear()
+def put_first(monkeypatch: pytest.MonkeyPatch) -> PutFirst:
+    """Puts a backend before all others."""
+
+    def put(backend: type[AttentionBackend]) -> None:
+        name = backend.get_name().lower()
+        module = ModuleType(f"tandem.kernels.backends.{name}")
+        setattr(module, backend.__name__, backend)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        table = ((name, backend.__name__), *selection.TABLE)
+        monkeypatch.setattr(selection, "TABLE", table)
+        monkeypatch.setattr(selection, "NAMES", tuple(name for name, _ in table))
+
+    return put
 
 
 @pytest.mark.parametrize("roles", [("unified",), ("decode", "prefill")], ids=["one node", "split"])
-@pytest.mark.usefixtures("failing_first")
-def test_requests_are_served_by_the_next_backend(roles: tuple[str, ...]) -> None:
+def test_requests_are_served_by_the_next_backend(put_first: PutFirst, roles: tuple[str, ...]) -> None:
+    put_first(FailingBackend)
     folder = tiny_model("llama")
     nodes = [Node(node_options(role, folder, num_blocks=64)) for role in roles]
     prefill = nodes[1].info if len(nodes) > 1 else None
+    fails_at.clear()
     with client_of(nodes) as client:
         for length, failing in ((40, ()), (41, ("prefill",)), (42, ("decode",)), (43, ("prefill", "decode"))):
             fails_at.clear()
@@ -85,3 +152,73 @@ def test_requests_are_served_by_the_next_backend(roles: tuple[str, ...]) -> None
             assert result.failed is None, result.failed
             assert result.output() == reference_greedy(folder, prompt, 12).token_ids
             assert (sum(selection.fallback_counts().values()) > before) == bool(failing), failing
+
+
+@pytest.mark.parametrize("roles", [("unified",), ("decode", "prefill")], ids=["one node", "split"])
+def test_steps_are_described_as_the_chosen_backend_says(put_first: PutFirst, roles: tuple[str, ...]) -> None:
+    """Of the two before the others, one keeps KV in another shape than pools have: it doesn't serve."""
+    put_first(PickyBackend)
+    put_first(FlatBackend)
+    folder, prompt = tiny_model("llama"), random_prompt(40, seed=1)
+    nodes = [Node(node_options(role, folder, num_blocks=64)) for role in roles]
+    for node in nodes:
+        for layer in node.process.loaded.model.attention_layers.values():
+            assert layer.first_backend() is PickyBackend
+            with pytest.raises(
+                BackendUnavailableError, match=r"'flat': keeps a block of KV as \[2, 1, 512\], and pools"
+            ):
+                selection.select_backend("cpu", torch.float32, layer.spec.head_size, layer.spec, "flat", 16)
+    with client_of(nodes) as client:
+        prefill = nodes[1].info if len(nodes) > 1 else None
+        result = client.submit("r", prompt, GREEDY, decode=nodes[0].info, prefill=prefill)
+        client.wait(result)
+        assert result.failed is None, result.failed
+        assert result.output() == reference_greedy(folder, prompt, 12).token_ids
+
+
+@pytest.fixture
+def failing_once(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Lengths: the last backend can't launch attention of a token at such a place, once."""
+    armed: set[int] = set()
+    decode = NativeOps.decode
+
+    def failing(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec) -> torch.Tensor:
+        if rows.seq_lens_cpu[0] in armed:
+            armed.remove(rows.seq_lens_cpu[0])
+            raise RuntimeError(f"CUDA error: too many resources requested for launch {rows.seq_lens_cpu[0]}")
+        return decode(query, kv, rows, spec)
+
+    monkeypatch.setattr(NativeOps, "decode", staticmethod(failing))
+    return armed
+
+
+@pytest.mark.parametrize("roles", [("unified",), ("decode", "prefill", "decode", "prefill")], ids=["one node", "split"])
+def test_after_the_last_backend_the_epoch_ends(
+    failing_once: set[int], caplog: pytest.LogCaptureFixture, roles: tuple[str, ...]
+) -> None:
+    """Who asked a lone node hears that it is lost; where there is another node, the request goes on there."""
+    folder, prompt = tiny_model("llama"), random_prompt(40, seed=1)
+    nodes = [Node(node_options(role, folder, num_blocks=64)) for role in roles]
+    addresses = tuple(node.info.control_address for node in nodes)
+    is_alone = len(roles) == 1
+    body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    lengths = (
+        (45,) if is_alone else (40, 45)
+    )  # of a prefill node, which computes its last layer's last token so; and on
+    with RouterInThread(folder, addresses, max_attempts=1 if is_alone else 3, local_tail_tokens=0) as router:
+        wait_until(lambda: len(router.client.get("/ready").json().get("nodes", ())) == len(roles), "all nodes")
+        failing_once.update(lengths)
+        answer = router.client.post("/v1/completions", json=body)
+        assert not failing_once, "a failure did not strike"
+        if is_alone:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "node_failed"), answer.text
+        else:
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["token_ids"] == reference_greedy(folder, prompt, 12).token_ids
+        router.wait_idle()
+    ended = [record for record in caplog.records if "this node's epoch ends" in record.getMessage()]
+    causes = [str(record.exc_info[1]) for record in ended if record.exc_info]
+    assert causes == [f"CUDA error: too many resources requested for launch {each}" for each in lengths]
+    for node in nodes:
+        node.process.loop.begin_drain()
+        node.wait_until_over()

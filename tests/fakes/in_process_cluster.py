@@ -84,10 +84,13 @@ class Node:
     def stop(self) -> None:
         """Drains and ends the node; asserts that it came to an end and holds nothing."""
         self.process.loop.begin_drain()
-        self._thread.join(2 * PATIENCE_S)
-        assert not self._thread.is_alive(), "the node did not drain"
+        self.wait_until_over()
         self.process.logic.check_integrity()
         assert not self.process.logic.scheduler.state.num_faults, "a request was given up for an error of ours"
+
+    def wait_until_over(self) -> None:
+        self._thread.join(2 * PATIENCE_S)
+        assert not self._thread.is_alive(), "the node did not end"
 
     def hold_after(self, num_steps: int) -> None:
         """It takes so many more steps; then, until `go_on`, it hears, answers and moves KV but computes nothing."""

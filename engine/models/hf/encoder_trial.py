@@ -13,9 +13,9 @@ from tandem.engine.models.hf.attention import NAME
 from tandem.engine.models.hf.encoder import HFEncoder
 from tandem.engine.models.hf.layers import make_layers, sinks_of
 from tandem.engine.models.hf.model import HFModel
-from tandem.kernels.api.attention import bind_kv_cache
+from tandem.kernels.api.attention import bind_kv_cache, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
-from tandem.kernels.api.metadata import AttentionMetadataBuilder, slots_of
+from tandem.kernels.api.metadata import slots_of
 
 INPUT_LENGTHS = (23, 50)  # tokens of the encoder's inputs
 TABLES = np.array([[5, 2, 4], [1, 3, 0]], np.int32)  # of the decoder's blocks
@@ -79,7 +79,8 @@ def _paged(
     pool = torch.zeros(shape, dtype=encoded[0].dtype, device=device)
     bind_kv_cache(layers, pool)
     bind_kv_cache(model.cross_layers, pool)
-    builder, lengths = AttentionMetadataBuilder(), [len(output) for output in encoded]
+    builder = metadata_backend([*layers.values(), *model.cross_layers.values()]).get_builder_cls()()
+    lengths = [len(output) for output in encoded]
     for table, output in zip(cross_tables, encoded, strict=True):
         written = slots_of(table, 0, len(output), block_size)
         encoder.store(output, builder.build([len(output)], [len(output)], table[None], written, device))

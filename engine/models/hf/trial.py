@@ -20,7 +20,7 @@ from tandem.engine.models.hf.model import HFModel
 from tandem.engine.models.hf.towers import TowerEncoder
 from tandem.engine.running.step_inputs import ForwardInputs
 from tandem.engine.scheduling.step import NewSlot, ScheduledRow
-from tandem.kernels.api.attention import bind_kv_cache
+from tandem.kernels.api.attention import bind_kv_cache, metadata_backend
 from tandem.kernels.api.forward_context import ForwardContext, set_forward_context
 from tandem.kernels.api.metadata import AttentionMetadataBuilder
 
@@ -121,11 +121,12 @@ def _paged(model: HFModel, prompts: list[_Prompt], device: torch.device, dtype: 
     shape = (2 * num_blocks, needs[0].num_kv_heads, len(needs), 2, BLOCK, needs[0].head_dim)
     pool = torch.zeros(shape, dtype=dtype, device=device)
     bind_kv_cache(layers, pool)
+    builder = metadata_backend(layers.values()).get_builder_cls()()
     media = _slots(model, prompts, device)
     parts: list[list[torch.Tensor]] = [[], []]
     for starts, ends in (((0, 0), FIRST), (FIRST, lengths)):
         rows = [ScheduledRow(slot, at, end - at) for slot, (at, end) in enumerate(zip(starts, ends, strict=True))]
-        inputs = _inputs(prompts, rows, tables, device)
+        inputs = _inputs(prompts, rows, tables, builder, device)
         with set_forward_context(ForwardContext(inputs.metadata, layers)):
             found = None if media is None else media.of(rows, inputs.first_token_R, inputs.positions_T)
             hidden = model(inputs.input_ids_T, inputs.positions_T, None, found)
@@ -146,12 +147,16 @@ def _slots(model: HFModel, prompts: list[_Prompt], device: torch.device) -> Medi
 
 
 def _inputs(
-    prompts: list[_Prompt], rows: list[ScheduledRow], tables: np.ndarray, device: torch.device
+    prompts: list[_Prompt],
+    rows: list[ScheduledRow],
+    tables: np.ndarray,
+    builder: AttentionMetadataBuilder,
+    device: torch.device,
 ) -> ForwardInputs:
     positions = [np.arange(row.start, row.start + row.num_tokens) for row in rows]
     slots = [table[at // BLOCK] * BLOCK + at % BLOCK for table, at in zip(tables, positions, strict=True)]
     lengths = np.array([row.num_tokens for row in rows], np.int64)
-    metadata = AttentionMetadataBuilder().build(
+    metadata = builder.build(
         lengths,
         np.array([row.start + row.num_tokens for row in rows], np.int64),
         torch.from_numpy(tables).to(device),
