@@ -219,7 +219,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     if arguments.simulate and (arguments.json or arguments.output):
         raise ConfigError("a simulation prints its table alone: leave --json and --output out")
     if arguments.trace and arguments.simulate:
-        from tandem.deploy.bench.trace_simulation import run
+        from tandem.deploy.bench.simulated.command import run
     elif arguments.trace:
         from tandem.deploy.bench.trace_replay import run
     elif arguments.simulate:

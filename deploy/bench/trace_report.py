@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.deploy.bench.simulated_node import Job, SimulatedNode
+from tandem.deploy.bench.simulated.job import Job
+from tandem.deploy.bench.simulated.node import SimulatedNode
 from tandem.engine.contracts.wire.parts import Targets
 
 TIERS = ("gpu", "cpu", "peer")

@@ -49,7 +49,7 @@ class TraceOptions:
     ] = ()
     limit: Annotated[Count, "only the first so many requests; 0: all"] = 0
     trace_scale: Annotated[float, Meta(gt=0, le=1e9), "lengths times this, for small models"] = 1.0
-    simulate: Annotated[Count, "so many simulated nodes, in virtual time, no server"] = 0
+    simulate: Annotated[str, "simulated nodes, in virtual time, no server: 4, or prefill and decode nodes as 2+2"] = ""
     deadlines: Annotated[bool, "simulated nodes keep --ttft-target and --tpot-target (docs/deadlines.md)"] = False
     policies: Annotated[str, "placement policies to simulate: A,B"] = "round_robin,least_loaded,prefix_aware"
     gpu_tokens: Annotated[Positive, "KV of a node's GPU"] = 880_000

@@ -56,8 +56,8 @@ PURE_FOLDERS = (
 )
 PURE_MODULES = (
     "decode_node/ticket_loads.py",
-    "deploy/bench/simulated_node.py",
-    "deploy/bench/simulation.py",
+    "deploy/bench/simulated/cluster.py",
+    "deploy/bench/simulated/node.py",
     "deploy/bench/trace.py",
     "deploy/bench/trace_report.py",
     "deploy/launch/supervisor.py",

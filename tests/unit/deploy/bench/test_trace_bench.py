@@ -16,9 +16,12 @@ from stand_in_node import StandInNode
 from tandem.deploy.bench.load import RequestTimes
 from tandem.deploy.bench.node_figures import NodeFigures, hits_by_tier, imbalance_by_role
 from tandem.deploy.bench.redis_channel import RedisChannel
-from tandem.deploy.bench.simulated_cache import TieredCache
-from tandem.deploy.bench.simulated_node import CostModel, Job, SimulatedNode
-from tandem.deploy.bench.simulation import ClusterShape, Simulation
+from tandem.deploy.bench.simulated.cache import TieredCache
+from tandem.deploy.bench.simulated.cluster import Simulation
+from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.deploy.bench.simulated.job import Job
+from tandem.deploy.bench.simulated.node import SimulatedNode
+from tandem.deploy.bench.simulated.shape import ClusterShape
 from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest, pooled_hit_rate, read_trace
 from tandem.deploy.bench.trace_replay import goodput
 from tandem.deploy.bench.trace_report import summarize_jobs
@@ -27,7 +30,7 @@ from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
 
 FLAT = CostModel(prefill_s_per_token=1e-3, prefill_s_per_token_and_context=0.0, step_s=0.1, sequence_s=0.0,
-                 context_s_per_token=0.0, host_s_per_token=1e-4, chunk=512)  # fmt: skip
+                 context_s_per_token=0.0, host_s_per_token=1e-4, max_num_batched_tokens=512)  # fmt: skip
 
 
 def request(at: float, blocks: range | tuple[int, ...], output: int = 1, short: int = 0) -> TraceRequest:
@@ -115,18 +118,19 @@ def test_times_follow_the_cost_model() -> None:
     assert first.finished_at == pytest.approx(first.first_token_at + 9 * 0.1)
     assert node.busy_s == pytest.approx(first.finished_at)
     assert node.prefill_s == pytest.approx(1.024)
-    assert node.prefill_s_per_token == pytest.approx(1e-3)
+    assert node.prefill_s_per_token == pytest.approx(0.612 / 512), "as steps took"
+    node.check_integrity()
 
 
 def test_a_prompt_joins_between_two_decode_steps() -> None:
     node = SimulatedNode("n", FLAT, 100 * TRACE_BLOCK, 0)
-    long, late = job(request(0.0, range(1), output=11)), job(request(0.85, range(1, 2)))
+    long, late = job(request(0.0, range(1), output=11)), job(request(0.85, range(1, 2), short=1))
     node.submit(long, 0.0)
     node.advance()  # its prompt: 0.612
     node.submit(late, 0.85)  # in the third decode step, which ends at 0.912
     run(node)
-    assert late.first_token_at == pytest.approx(0.912 + 0.612)
-    assert long.finished_at == pytest.approx(0.612 + 10 * 0.1 + 0.512)
+    assert late.first_token_at == pytest.approx(0.912 + 0.611)
+    assert long.finished_at == pytest.approx(0.612 + 10 * 0.1 + 0.511)
 
 
 def test_hits_cost_nothing_and_host_hits_little() -> None:
@@ -211,7 +215,7 @@ def test_deadlines_make_room_for_bursts_of_prompts() -> None:
     promised = Targets(3.0, 0.4)
     requests = [request(0.0, (900 + i,), output=200) for i in range(4)]
     requests += [
-        request(8.0 * turn, range(1000 + 100 * turn + 4 * i, 1004 + 100 * turn + 4 * i), output=8)
+        request(8.0 * turn, range(1000 + 100 * turn + 4 * i, 1002 + 100 * turn + 4 * i), output=8)
         for turn in range(1, 4)
         for i in range(9)
     ]

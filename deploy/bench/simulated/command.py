@@ -6,8 +6,9 @@ import argparse
 import contextlib
 from collections.abc import Iterator, Sequence
 
-from tandem.deploy.bench.simulated_node import CostModel
-from tandem.deploy.bench.simulation import Channel, ClusterShape, Simulation, wire_channel
+from tandem.deploy.bench.simulated.cluster import Channel, Simulation, wire_channel
+from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.deploy.bench.simulated.shape import ClusterShape, read_counts
 from tandem.deploy.bench.trace import TraceRequest, faster, pooled_hit_rate, read_trace
 from tandem.deploy.bench.trace_report import HEADER, TraceReport, summarize_jobs
 from tandem.deploy.explain import table
@@ -24,8 +25,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the tables. Raises ConfigError for a trace or Redis that can't be read."""
     requests = read_trace(arguments.trace, arguments.limit)
     targets = Targets(arguments.ttft_target, arguments.tpot_target)
+    num_nodes, num_prefill, num_decode = read_counts(arguments.simulate)
     shape = ClusterShape(
-        num_nodes=arguments.simulate,
+        num_nodes=num_nodes,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
         gpu_tokens=arguments.gpu_tokens,
         host_tokens=arguments.host_tokens,
         num_routers=arguments.routers,
@@ -39,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         for policy in policies:
             reports[policy] = simulate(shape, policy, faster(requests, arguments.speed), targets, channel)
         print(table(HEADER, [report.row(name) for name, report in reports.items()]))
-        bound = pooled_hit_rate(requests, shape.num_nodes * (shape.gpu_tokens + shape.host_tokens))
+        bound = pooled_hit_rate(requests, len(shape.roles) * (shape.gpu_tokens + shape.host_tokens))
         print(f"bound, one pooled LRU cache of all memory: {100 * bound:.1f} %; by policy, in shares of the bound: "
               + ", ".join(f"{name} {100 * report.hit_rate / bound:.1f} %" for name, report in reports.items())
               if bound else "nothing in this trace repeats")  # fmt: skip
@@ -111,6 +115,6 @@ def _title(requests: Sequence[TraceRequest], shape: ClusterShape, arguments: arg
     span_s = requests[-1].arrival_s - requests[0].arrival_s
     return (
         f"{len(requests)} requests, {num_tokens / len(requests):.0f} prompt tokens each, in {span_s:.0f} s at speed "
-        f"{arguments.speed:g}; {shape.num_nodes} simulated nodes of {shape.gpu_tokens} + {shape.host_tokens} tokens "
+        f"{arguments.speed:g}; {arguments.simulate} simulated nodes of {shape.gpu_tokens} + {shape.host_tokens} tokens "
         f"(GPU + host), {shape.num_routers} router(s), directory through {arguments.redis or 'memory'}"
     )

@@ -1,0 +1,59 @@
+"""What a simulated node's work takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+LADDER = (
+    1,
+    16,
+    32,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+)  # tokens of the steps that a node measures at its start
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The costs of a node's work in seconds. The defaults are those of an 8B model in bf16 on one H200:
+    docs/measurements.md."""
+
+    prefill_s_per_token: float = 1 / 44_000  # without context
+    prefill_s_per_token_and_context: float = 1 / 44_000 / 33_000  # attention is as much again at 33k tokens of context
+    step_s: float = 0.0045  # of a step, whatever is in it: weights are read once
+    launch_s: float = 0.033  # least of a step with more prompt tokens than `replayed`: launched layer by layer
+    replayed: int = 512  # prompt tokens up to which a step replays the graph of its decodes
+    sequence_s: float = 25e-6  # of a step, for each sequence that decodes
+    context_s_per_token: float = 31e-9  # of a step, for each token of context that decodes attend to
+    host_s_per_token: float = 2.6e-6  # a hit in host memory, brought back
+    fetch_s_per_token: float = 0.0  # a hit on a peer, brought here; 0: nodes don't fetch
+    push_s_per_token: float = 131_072 / 330e9  # a token's KV, over the source's link
+    handover_s: float = 0.0032  # from a prompt's last push to its place in the decode batch, but for steps that run
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+
+    def prompt_s(self, begin: int, num_tokens: int) -> float:
+        """Seconds of computing `num_tokens` of a prompt behind `begin` tokens of context."""
+        middle = begin + num_tokens / 2
+        return num_tokens * (self.prefill_s_per_token + self.prefill_s_per_token_and_context * middle)
+
+    def decode_s(self, num_sequences: int, context: int) -> float:
+        """Seconds of a step of decodes alone, which attend to `context` tokens together."""
+        return self.step_s + num_sequences * self.sequence_s + context * self.context_s_per_token
+
+    def step_with(self, decode_s: float, prompt_s: float, num_prompt_tokens: int) -> float:
+        """Seconds of a step of decodes and prompt work."""
+        least = self.launch_s if num_prompt_tokens > self.replayed else 0.0
+        return max(least, decode_s + prompt_s)
+
+    def table(self, ladder: Iterable[int] = LADDER) -> dict[int, float]:
+        """What a node would measure at its start: seconds of a step by its tokens."""
+        return {num: self.step_with(self.step_s, self.prompt_s(0, num), num) for num in ladder}

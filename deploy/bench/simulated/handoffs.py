@@ -1,0 +1,66 @@
+"""Hand-offs between simulated nodes: a source's link, and who has room at a sink. Pure.
+
+A prompt's KV is pushed layer by layer while it is computed, once the sink has granted blocks. What is cached at the
+source is pushed as the prompt begins, what the sink holds is not. A prompt without a grant is computed and waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.deploy.bench.simulated.job import Job
+from tandem.deploy.bench.simulated.prompts import PromptWork
+
+
+class Link:
+    """What a node pushes goes one after the other."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._free_at = 0.0
+
+    def pushed_with(self, work: PromptWork, now: float) -> None:
+        """Notes a step that begins now: what it computes and what its prompts found cached goes over the link."""
+        for job in work.begun:
+            if job.is_granted:
+                computed_now = sum(num for other, num in work.chunks if other is job)
+                self._push(job.num_computed - computed_now - job.num_held, now)
+        for job, num_tokens in work.chunks:
+            if job.is_granted:
+                self._push(min(num_tokens, job.num_computed - job.num_held), now)
+
+    def pushed_late(self, job: Job, now: float) -> None:
+        """Notes that a prompt was granted blocks after it had begun."""
+        self._push(job.num_computed - job.num_held, now)
+
+    def ready_at(self, now: float) -> float:
+        """When a prompt that is computed by now is ready to be decoded at its sink."""
+        return max(now, self._free_at) + self._costs.handover_s
+
+    def _push(self, num_tokens: int, now: float) -> None:
+        self._free_at = max(self._free_at, now) + max(0, num_tokens) * self._costs.push_s_per_token
+
+
+class Grants:
+    """The blocks of a node that decodes, in tokens: granted in the order of claims, given back as sequences end."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_free = num_tokens
+        self._claims: deque[Job] = deque()
+
+    def claim(self, job: Job) -> None:
+        self._claims.append(job)
+
+    def granted(self) -> list[Job]:
+        """Those whose turn it is and for whom there is room; they have it now."""
+        found = []
+        while self._claims and self._claims[0].num_prompt_tokens <= self._num_free:
+            job = self._claims.popleft()
+            self._num_free -= job.num_prompt_tokens
+            job.is_granted = True
+            found.append(job)
+        return found
+
+    def ended(self, job: Job) -> None:
+        self._num_free += job.num_prompt_tokens

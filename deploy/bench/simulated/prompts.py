@@ -1,0 +1,121 @@
+"""The prompts of a simulated node: who is next, what the cache holds of them, what a chunk takes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from tandem.deploy.bench.simulated.cache import TieredCache
+from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.deploy.bench.simulated.job import Job
+from tandem.deploy.bench.trace import TRACE_BLOCK
+from tandem.engine.contracts.config import SchedulerOptions
+from tandem.engine.scheduling.clock import StepClock
+from tandem.engine.scheduling.prompt_order import ArrivalOrder, PromptOrder, SlackOrder
+
+
+@dataclass
+class PromptWork:
+    """The prompt work of one step."""
+
+    seconds: float = 0.0
+    num_tokens: int = 0
+    begun: list[Job] = field(default_factory=list)
+    chunks: list[tuple[Job, int]] = field(default_factory=list)
+    ended: list[Job] = field(default_factory=list)
+
+
+class Prompts:
+    """Orders them as nodes do: by deadline on a prefill node and where a time a token is promised, else by arrival."""
+
+    def __init__(
+        self, role: str, costs: CostModel, cache: TieredCache, clock: StepClock, options: SchedulerOptions
+    ) -> None:
+        self._costs, self._cache, self._clock, self._options = costs, cache, clock, options
+        has_deadlines = role == "prefill" or options.tpot_target_ms > 0
+        order = SlackOrder(options.ttft_target_ms / 1e3, clock) if has_deadlines else ArrivalOrder()
+        self._order: PromptOrder = order
+        self._passes = has_deadlines  # who has room passes who has none
+        self._waiting: list[Job] = []
+        self._begun: list[Job] = []
+
+    def __iter__(self) -> Iterator[Job]:
+        yield from self._begun
+        yield from self._waiting
+
+    def __len__(self) -> int:
+        return len(self._begun) + len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_begun(self) -> int:
+        return len(self._begun)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens without KV: of waiting prompts all, for nobody has looked yet what the cache holds of them."""
+        return sum(job.num_uncomputed_tokens for job in self)
+
+    def arrived(self, job: Job) -> None:
+        self._waiting.append(job)
+        self._order.arrived(job)  # type: ignore[arg-type]
+
+    def plan(self, budget: int, has_room: Callable[[Job], bool]) -> PromptWork:
+        """The next step's work, of at most `budget` tokens; it counts as computed."""
+        work = PromptWork()
+        arranged = self._arranged()
+        chunk = self._options.contended_prefill_chunk
+        if chunk and (len(arranged) > 1 or self._order.has_late):
+            budget = min(budget, chunk)
+        for job in arranged:
+            if budget <= 0:
+                break
+            if job not in self._begun and not has_room(job):
+                if not self._passes:
+                    break
+                continue
+            if job not in self._begun:
+                self._begin(job, work)
+            budget -= self._compute(job, budget, work)
+        self._order.launched(work.chunks)  # type: ignore[arg-type]
+        return work
+
+    def _begin(self, job: Job, work: PromptWork) -> None:
+        self._waiting.remove(job)
+        self._begun.append(job)
+        work.begun.append(job)
+        work.seconds += self._look_up(job)
+
+    def _compute(self, job: Job, budget: int, work: PromptWork) -> int:
+        num_tokens = min(budget, job.num_uncomputed_tokens)
+        work.seconds += self._costs.prompt_s(job.num_computed, num_tokens)
+        work.num_tokens += num_tokens
+        work.chunks.append((job, num_tokens))
+        job.num_computed += num_tokens
+        if not job.num_uncomputed_tokens:
+            self._begun.remove(job)
+            work.ended.append(job)
+            self._order.ended(job)  # type: ignore[arg-type]
+        return num_tokens
+
+    def _arranged(self) -> Sequence[Job]:
+        arranged = self._order.arrange(self._begun, self._waiting, self._num_cached)  # type: ignore[arg-type]
+        return arranged  # type: ignore[return-value]
+
+    def _num_cached(self, job: Job) -> int:
+        return min(TRACE_BLOCK * self._cache.match(job.hashes)[0], job.num_prompt_tokens - 1)
+
+    def _look_up(self, job: Job) -> float:
+        """Sets what need not be computed; returns the seconds that it takes to get it."""
+        num_blocks, in_host = self._cache.match(job.hashes)
+        most = job.num_prompt_tokens - 1
+        held = min(num_blocks * TRACE_BLOCK, most)
+        from_host = min(in_host * TRACE_BLOCK, held)
+        at_peer = TRACE_BLOCK * job.peer.match(job.hashes)[0] if job.peer is not None else 0
+        fetched = max(0, min(at_peer, most) - held)
+        job.hits = {"gpu": held - from_host, "cpu": from_host, "peer": fetched}
+        job.num_computed = held + fetched
+        return from_host * self._costs.host_s_per_token + fetched * self._costs.fetch_s_per_token

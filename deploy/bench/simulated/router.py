@@ -1,0 +1,77 @@
+"""A simulated router process: its own views of the nodes, its own mirror of the directory, the product's placement."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.deploy.bench.simulated.job import Job
+from tandem.deploy.bench.simulated.node import SimulatedNode
+from tandem.deploy.bench.trace import TRACE_BLOCK
+from tandem.engine.contracts.config import PlacementName
+from tandem.engine.contracts.keys import NodeKey
+from tandem.engine.contracts.wire.connection import Status
+from tandem.engine.contracts.wire.parts import NodeInfo
+from tandem.kv_connector.directory.mirror import Mirror, Outcome
+from tandem.kv_connector.directory.records import Batch, DirectoryEvent
+from tandem.router.placing.placement import PlacementRequest, find_placement
+from tandem.router.placing.policies import make_policy
+from tandem.router.placing.view import NodeView
+
+EPOCH = 1
+LOCAL_TAIL_TOKENS = 256  # engine/contracts/config.py
+
+
+class SimulatedRouter:
+    """Learns of nodes by statuses and by batches of the directory, and places."""
+
+    def __init__(self, policy: PlacementName, index: int, nodes: Sequence[SimulatedNode]) -> None:
+        self.policy = make_policy(policy, seed=index)
+        self.mirror = Mirror()
+        self.views = {
+            node.node_id: NodeView(
+                NodeInfo(node_id=node.node_id, epoch=EPOCH, role=node.role),  # type: ignore[arg-type]
+                status_of(node, 0, CostModel()),
+            )
+            for node in nodes
+        }
+        for node in nodes:
+            self.mirror.adopt(NodeKey(node.node_id, EPOCH))
+
+    def take(self, events: Sequence[DirectoryEvent]) -> None:
+        for event in events:
+            assert isinstance(event, Batch)
+            assert self.mirror.apply(event) is Outcome.APPLIED, "a batch was lost"
+
+    def place(self, job: Job, ping: int, now: float) -> tuple[str, str, str]:
+        """The ids of the node that computes, that decodes, and that the first pulls from ("": none). Views count the
+        job at once."""
+        found = self.mirror.longest_prefix(job.hashes)
+        cached: dict[NodeKey, int] = {owner: TRACE_BLOCK * length for owner, length in found.items()}
+        request = PlacementRequest(job.num_prompt_tokens, job.request.num_output_tokens)
+        views = list(self.views.values())
+        placement = find_placement(request, views, cached, LOCAL_TAIL_TOKENS, self.policy, now)
+        assert placement is not None
+        for choice in placement.choices:
+            choice.node.note_placement(ping, choice.num_computed_tokens, 1, now, choice.num_new_tokens)
+        computing = placement.prefill or placement.primary
+        peer = placement.prefix.peer.node_id if placement.prefix is not None else ""
+        return computing.node_id, placement.primary.node_id, peer
+
+
+def status_of(node: SimulatedNode, sequence: int, costs: CostModel) -> Status:
+    """What the node tells in answer to a heartbeat."""
+    return Status(
+        node_id=node.node_id,
+        epoch=EPOCH,
+        sequence=sequence,
+        num_running=node.num_running,
+        num_waiting=node.num_waiting,
+        num_waiting_tokens=node.num_waiting_tokens,
+        num_free_blocks=node.num_free_blocks,
+        num_blocks=node.num_blocks,
+        block_size=TRACE_BLOCK,
+        prefill_s_per_token=node.prefill_s_per_token,
+        transfer_s_per_token=costs.push_s_per_token if node.role == "prefill" else 0.0,
+        fetch_s_per_token=costs.fetch_s_per_token,
+    )

@@ -1,0 +1,37 @@
+"""What a simulated cluster is made of. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.engine.contracts.errors import ConfigError
+from tandem.engine.contracts.wire.parts import NO_TARGETS, Targets
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """What is simulated: the nodes' numbers, memory and speed, and the router processes before them."""
+
+    num_nodes: int  # that do all work
+    gpu_tokens: int  # of KV, a node
+    host_tokens: int
+    num_routers: int = 1
+    costs: CostModel = field(default_factory=CostModel)
+    targets: Targets = NO_TARGETS  # that the nodes keep
+    num_prefill: int = 0
+    num_decode: int = 0
+
+    @property
+    def roles(self) -> list[str]:
+        """One for each node."""
+        return ["unified"] * self.num_nodes + ["prefill"] * self.num_prefill + ["decode"] * self.num_decode
+
+
+def read_counts(text: str) -> tuple[int, int, int]:
+    """The nodes that do all work, prefill and decode nodes of "4" or "2+2". Raises ConfigError for anything else."""
+    parts = text.split("+")
+    if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(f"--simulate {text}: name a number of nodes, or prefill and decode nodes as in 2+2")
+    numbers = [int(part) for part in parts]
+    return (numbers[0], 0, 0) if len(numbers) == 1 else (0, numbers[0], numbers[1])

@@ -1,0 +1,92 @@
+"""Prefill and decode nodes in virtual time: when tokens come, who waits for room, what both caches keep."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tandem.deploy.bench.simulated.cluster import Simulation
+from tandem.deploy.bench.simulated.costs import CostModel
+from tandem.deploy.bench.simulated.handoffs import Grants
+from tandem.deploy.bench.simulated.job import Job
+from tandem.deploy.bench.simulated.shape import ClusterShape, read_counts
+from tandem.deploy.bench.trace import TRACE_BLOCK, TraceRequest
+from tandem.engine.contracts.errors import ConfigError
+
+FLAT = CostModel(prefill_s_per_token=1e-3, prefill_s_per_token_and_context=0.0, step_s=0.1, sequence_s=0.0,
+                 context_s_per_token=0.0, host_s_per_token=0.0, push_s_per_token=1e-6, handover_s=0.01)  # fmt: skip
+SPLIT = ClusterShape(0, 100 * TRACE_BLOCK, 0, costs=FLAT, num_prefill=1, num_decode=1)
+
+
+def request(at: float, blocks: range, output: int = 11) -> TraceRequest:
+    return TraceRequest(at, TRACE_BLOCK * len(blocks), output, tuple(blocks))
+
+
+def run(shape: ClusterShape, *requests: TraceRequest) -> Simulation:
+    simulation = Simulation(shape, "prefix_aware")
+    simulation.run(requests)
+    for node in simulation.nodes:
+        node.check_integrity()
+    return simulation
+
+
+def test_a_prompt_is_handed_over_while_it_is_computed() -> None:
+    """Its bytes take less than its computing: the first decode step begins when the last push is taken over."""
+    (job,) = run(SPLIT, request(0.0, range(4))).jobs
+    assert job.first_token_at == pytest.approx(2.048 + 0.1)
+    assert job.finished_at == pytest.approx(job.first_token_at + 0.01 + 10 * 0.1)
+
+
+def test_a_slow_link_is_waited_for() -> None:
+    slow = dataclasses.replace(SPLIT, costs=dataclasses.replace(FLAT, push_s_per_token=2e-3))
+    (job,) = run(slow, request(0.0, range(4))).jobs
+    assert job.first_token_at == pytest.approx(2.148)
+    assert job.finished_at == pytest.approx(2048 * 2e-3 + 0.01 + 10 * 0.1)
+
+
+def test_both_nodes_keep_the_prompt_and_its_repetition_is_not_pushed_again() -> None:
+    slow = dataclasses.replace(SPLIT, costs=dataclasses.replace(FLAT, push_s_per_token=2e-3))
+    simulation = run(slow, request(0.0, range(4)), request(30.0, range(5)))
+    _, second = simulation.jobs
+    assert second.hits == {"gpu": 4 * TRACE_BLOCK, "cpu": 0, "peer": 0}
+    assert second.first_token_at == pytest.approx(30.0 + 0.512 + 0.1)
+    assert second.finished_at == pytest.approx(30.0 + 512 * 2e-3 + 0.01 + 10 * 0.1)
+    assert [node.cache.match(second.hashes)[0] for node in simulation.nodes] == [5, 5]
+
+
+def test_prompts_wait_for_room_where_they_decode() -> None:
+    """The node that decodes has room for one of the two: the other is computed, and handed over when that ends."""
+    small = dataclasses.replace(SPLIT, gpu_tokens=6 * TRACE_BLOCK)
+    first, second = run(small, request(0.0, range(4), output=51), request(0.1, range(10, 14))).jobs
+    assert second.first_token_at < first.finished_at
+    pushed_s = 4 * TRACE_BLOCK * 1e-6
+    assert second.finished_at == pytest.approx(first.finished_at + pushed_s + 0.01 + 10 * 0.1)
+
+
+def test_a_first_token_that_ends_it_goes_nowhere() -> None:
+    simulation = run(SPLIT, request(0.0, range(4), output=1))
+    (job,) = simulation.jobs
+    assert job.finished_at == job.first_token_at
+    assert [len(node.done) for node in simulation.nodes] == [1, 0]
+
+
+def test_room_is_granted_in_the_order_of_claims() -> None:
+    grants = Grants(5 * TRACE_BLOCK)
+    large, small, last = (Job(request(0.0, range(n)), [], 0.0) for n in (4, 2, 1))
+    for job in (large, small, last):
+        grants.claim(job)
+    assert grants.granted() == [large]
+    grants.ended(large)
+    assert grants.granted() == [small, last]
+
+
+@pytest.mark.parametrize(("text", "counts"), [("4", (4, 0, 0)), ("2+1", (0, 2, 1))])
+def test_clusters_are_named_by_their_nodes(text: str, counts: tuple[int, int, int]) -> None:
+    assert read_counts(text) == counts
+
+
+@pytest.mark.parametrize("text", ["0", "2+0", "+1", "1+1+1", "many"])
+def test_other_clusters_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--simulate"):
+        read_counts(text)
