@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from tandem.engine.contracts.config import NodeOptions
@@ -12,10 +13,14 @@ from tandem.node.control.board import LoopBoard
 if TYPE_CHECKING:
     from tandem.kv_connector.directory.publisher import RedisPublisher
 
+logger = logging.getLogger(__name__)
+
 
 def make_publisher(options: NodeOptions, info: NodeInfo, num_blocks: int, board: LoopBoard) -> RedisPublisher | None:
     """Makes the publisher, whose thread reads `board`; None without a Redis."""
     if not options.redis_url:
+        if options.ready_fd < 0:  # nobody started it who would tell its router
+            logger.info("there is no --redis-url: routers find this node by --node %s alone", info.control_address)
         return None
     from tandem.kv_connector.directory.publisher import RedisPublisher
 

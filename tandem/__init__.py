@@ -50,6 +50,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("tandem.engine.process.version").version()
     if name not in _WHERE:
         raise AttributeError(f"module 'tandem' has no attribute {name!r}")
     module = importlib.import_module(_WHERE[name])

@@ -113,6 +113,17 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "cuda_graph_sizes": Foreign("graphs are captured for every size (--no-cuda-graphs: none)"),
     "max_cudagraph_capture_size": Foreign("graphs are captured for every size (--no-cuda-graphs: none)"),
     "guided_decoding_backend": Foreign("llguidance makes all masks"),
+    "exclude_tools_when_tool_choice_none": _flag("tool_choice none always leaves the tools out of the prompt"),
+    "enable_offline_docs": _flag("/docs always works offline"),
+    "disable_hybrid_kv_cache_manager": _flag("there is one manager of KV"),
+    "ignore_patterns": Foreign("of a hub's files only those that are read are fetched"),
+    "safetensors_load_strategy": Foreign("weights are mapped and read in parallel"),
+    "max_cpu_loras": Foreign("adapters are read again from their folders"),
+    "mm_processor_cache_gb": Foreign("--media-cache-bytes says how much of what encoders made is kept"),
+    "h11_max_header_count": Foreign("another parser reads HTTP, with limits of its own"),
+    "h11_max_incomplete_event_size": Foreign("another parser reads HTTP, with limits of its own"),
+    "structured_outputs_config": Foreign("llguidance makes all masks"),
+    "show_hidden_metrics_for_version": Foreign("no metrics are hidden"),
     "worker_cls": Foreign("there is one kind of workers"),
     "compilation_config": Foreign("kernels and graphs are chosen for the machine; `tandem kernels` shows them"),
     # change nothing at these values, and are refused at others
@@ -129,8 +140,12 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "response_role": _refused("answers are the assistant's", "assistant"),
     "chat_template_content_format": _refused("it is read off the template", "auto"),
     "scheduling_policy": _refused(
-        "--ttft-target-ms says which prompts go first, and requests have a `priority`", "fcfs"
+        "requests may always say a `priority`; those alike go by --ttft-target-ms", "fcfs", "priority"
     ),
+    "stream_interval": _refused("every token is an event as soon as it is there", "1"),
+    "decode_context_parallel_size": _refused("a sequence's KV stays on one node", "1"),
+    "prefill_context_parallel_size": _refused("a prompt is computed by one node", "1"),
+    "data_parallel_size_local": _refused("start a cluster of several nodes: --prefill N --decode M", "1"),
     # refused
     "tokenizer": _refused(f"{_OWN_TOKENIZER}; put another one there"),
     "tokenizer_revision": _refused(_OWN_TOKENIZER),
@@ -158,6 +173,15 @@ WITHOUT_COUNTERPART: dict[str, Foreign] = {
     "speculative_config": _refused("no tokens are guessed ahead"),
     "kv_transfer_config": _refused("--prefill N --decode M start nodes that hand KV over; --transport says how"),
     "mm_processor_kwargs": _refused("set them in preprocessor_config.json, in the model's folder"),
+    "otlp_traces_endpoint": _refused("traces aren't sent; the trace id of `traceparent` stands in the log"),
+    "uds": _refused("it listens on TCP: --host, --port"),
+    "enable_prompt_embeds": _refused_flag("prompts are text or token ids"),
+    "enable_mm_embeds": _refused_flag("images and sounds are sent as they are"),
+    "enable_ssl_refresh": _refused_flag("certificates are read at the start"),
+    "ssl_ciphers": _refused("ciphers are Python's own choice"),
+    "enable_eplb": _refused_flag("experts are not spread over GPUs"),
+    "enable_force_include_usage": _refused_flag("clients ask for it: `stream_options.include_usage`"),
+    "disable_fastapi_docs": _refused_flag("put a proxy in front that hides /docs"),
     "log_config_file": _refused("--log-level and --log-format say what is logged, and how"),
 }
 BENCH_WITHOUT_COUNTERPART: dict[str, Foreign] = {

@@ -25,7 +25,7 @@ from typing import Any
 from tandem.deploy.launch.child_process import ChildProcess
 from tandem.deploy.launch.cluster_plan import NODES, ChildPlan, plan_cluster, plan_single_node
 from tandem.deploy.launch.console import Console
-from tandem.deploy.launch.preflight import check_redis, check_router
+from tandem.deploy.launch.preflight import check_redis, check_redis_url, check_router
 from tandem.deploy.launch.rates import Rates
 from tandem.deploy.launch.summary import summary
 from tandem.deploy.launch.supervisor import Action, Kill, Phase, Report, Serving, Start, Supervisor, Terminate
@@ -57,6 +57,7 @@ def serve(values: Mapping[str, Any]) -> int:
     if url and num_prefill:
         check_redis(url)
     elif url:
+        check_redis_url(url)
         console.say("a single node needs no Redis: --redis-url is not used without --prefill and --decode")
     # Bound from here on and never listening: a taken port is found now, port 0 becomes one for good, and the system
     # gives it to nobody who asks for any, neither while weights are loaded nor while a router starts again.

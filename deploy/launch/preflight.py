@@ -30,6 +30,13 @@ def check_router(values: Mapping[str, Any]) -> None:
     sampling_defaults(Path(options.model.model), options.generation_config)
 
 
+def check_redis_url(url: str) -> None:
+    """Checks that the URL of a Redis can be read. Raises ConfigError."""
+    from tandem.kv_connector.directory.servers import parse_redis_url
+
+    parse_redis_url(url)
+
+
 def check_redis(url: str) -> None:
     """Checks that a Redis answers there now. Raises ConfigError."""
     import redis

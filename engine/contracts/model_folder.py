@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -26,6 +27,13 @@ def resolve_model(model: str, revision: str = "", with_weights: bool = True) -> 
     if not _HUB_NAME.fullmatch(model):
         raise CheckpointError(f"{folder} does not exist: give the folder that holds the model's config.json")
     return _from_hub(model, revision or None, [*_TEXT_FILES, "*.safetensors"] if with_weights else _TEXT_FILES)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """The digest of a folder's tokenizer.json, by which nodes and routers tell whether theirs is the same; "" without
+    one."""
+    path = folder / "tokenizer.json"
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:32] if path.exists() else ""
 
 
 def served_name(model: str, given: str = "") -> str:

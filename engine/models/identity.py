@@ -20,6 +20,7 @@ import msgspec
 
 from tandem.engine.contracts.kv_layout import ModelIdentity
 from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.contracts.model_folder import tokenizer_digest
 from tandem.engine.models.weights import DUMMY_DIGEST, stored_tensors, weight_files
 from tandem.engine.pooling.config import PoolingConfig
 
@@ -35,12 +36,11 @@ def model_identity(
 ) -> ModelIdentity:
     """The identity of a model that generates. `dtype` is the one computed in, since KV of another one differs. Raises
     CheckpointError when weights are missing."""
-    tokenizer = folder / "tokenizer.json"
     weights = DUMMY_DIGEST if load_format == "dummy" else _weights_digest(folder)
     return ModelIdentity(
         config=_short(msgspec.json.encode(msgspec.structs.replace(config, dtype=dtype))),
         weights=weights,
-        tokenizer=_short(tokenizer.read_bytes()) if tokenizer.exists() else "",
+        tokenizer=tokenizer_digest(folder),
         rope=_short(msgspec.json.encode(config.rope)),
         hash_block_size=hash_block_size,
     )
@@ -48,11 +48,10 @@ def model_identity(
 
 def pooling_identity(folder: Path, config: PoolingConfig, hash_block_size: int, dtype: str) -> ModelIdentity:
     """The identity of a model that pools: it must be equal on two nodes before one router gives requests to both."""
-    tokenizer = folder / "tokenizer.json"
     return ModelIdentity(
         config=_short(msgspec.json.encode((config, dtype))),
         weights=_weights_digest(folder),
-        tokenizer=_short(tokenizer.read_bytes()) if tokenizer.exists() else "",
+        tokenizer=tokenizer_digest(folder),
         rope="",
         hash_block_size=hash_block_size,
     )

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.audio.multipart import FormPart
+from tandem.router.text.body_reader import BodyReader
 from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody
 
 TIMES = "the model's timestamps are not read; a transcript's segments are its windows"
@@ -45,7 +46,7 @@ class TranscriptionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
 
-def read_fields(parts: list[FormPart]) -> tuple[TranscriptionBody, bytes]:
+def read_fields(bodies: BodyReader, parts: list[FormPart]) -> tuple[TranscriptionBody, bytes]:
     """(the fields, the file's bytes). Raises InvalidRequestError that names the field."""
     files = [part.data for part in parts if part.name == "file"]
     if len(files) != 1:
@@ -62,6 +63,7 @@ def read_fields(parts: list[FormPart]) -> tuple[TranscriptionBody, bytes]:
         fields[part.name] = value.lower() if part.name == "stream" else value
     if fields.get("response_format") in ("srt", "vtt"):
         raise InvalidRequestError(f"response_format {fields['response_format']}: {TIMES}", param="response_format")
+    fields = bodies.known_fields(TranscriptionBody, fields)
     try:
         return msgspec.convert(fields, TranscriptionBody, strict=False), files[0]
     except msgspec.ValidationError as error:

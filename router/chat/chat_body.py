@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.chat.conversation import tool_names
-from tandem.router.text.body_reader import BodyReader
+from tandem.router.text.body_reader import SAYS_NOTHING, BodyReader
 from tandem.router.text.openai_api import (
     CompletionBody,
     GenerationBody,
@@ -143,7 +143,7 @@ def check_opening(body: ChatBody | ChatTokenizeBody) -> None:
 
 def parse_tokenize(bodies: BodyReader, raw: bytes) -> TokenizeBody | ChatTokenizeBody:
     """A body of /tokenize, whose kind is told by whether it has `messages` or `prompt`. Raises InvalidRequestError."""
-    if not parse_body(_Peek, raw).messages:
+    if bytes(parse_body(_Peek, raw).messages) in (b"", *SAYS_NOTHING):
         return bodies.read(TokenizeBody, raw)
     body = bodies.read(ChatTokenizeBody, raw)
     tool_names(body.tools or ())

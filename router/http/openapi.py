@@ -10,10 +10,12 @@ from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.process.version import version
 from tandem.router.audio.body import TranscriptionBody
 from tandem.router.chat.chat_body import ChatBody, ChatTokenizeBody
+from tandem.router.chat.conversation import ROLES
 from tandem.router.http.admin.adapter_routes import LoadAdapterBody, UnloadAdapterBody
 from tandem.router.http.admin.profile import ProfileBody
 from tandem.router.pooling.body import EmbeddingsBody, RerankBody, ScoreBody
 from tandem.router.responses.body import ResponsesBody
+from tandem.router.structured.answer import RESPONSE_FORMATS
 from tandem.router.text.body_reader import REFUSED, SAYS_NOTHING
 from tandem.router.text.openai_api import LEAST_TIMEOUT_S, CompletionBody, DetokenizeBody, TokenizeBody
 
@@ -92,12 +94,24 @@ def _paths(options: RouterOptions) -> dict[str, Any]:
 
 
 def _show_prompts(schemas: dict[str, Any]) -> None:
-    """Adds the schemas of prompts, which the decoder leaves to a second look."""
-    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    """Adds the schemas of prompts and messages, and what else the decoder leaves to a second look."""
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 1 << 31}, "minItems": 1}
     text = {"type": "string", "minLength": 1}
     lists = [{"type": "array", "items": one, "minItems": 1} for one in (text, ids)]
     schemas["CompletionBody"]["properties"]["prompt"] = {"anyOf": [text, ids, *lists]}
     schemas["EmbeddingsBody"]["properties"]["input"] = {"anyOf": [text, ids, *lists]}
+    schemas["CompletionBody"]["properties"]["suffix"] = {"enum": [None, ""]}
+    chat = schemas["ChatBody"]["properties"]
+    chat["modalities"]["anyOf"][0]["items"] = {"const": "text"}
+    message = {"type": "object", "required": ["role"], "properties": {"role": {"enum": list(ROLES)}}}
+    for messages in (chat["messages"], schemas["ChatTokenizeBody"]["properties"]["messages"]):
+        messages["items"] = message
+    form = {"type": "object", "required": ["type"], "properties": {"type": {"enum": list(RESPONSE_FORMATS)}}}
+    bias = {"propertyNames": {"pattern": "^[0-9]+$"}}
+    for kind in MAKE_TOKENS:
+        fields = schemas[kind.__name__]["properties"]
+        fields["response_format"]["anyOf"][0] = form
+        fields["logit_bias"]["anyOf"][0] |= bias
 
 
 def _show_other_fields(schema: dict[str, Any], is_strict: bool) -> None:

@@ -35,7 +35,7 @@ def transcription_reader(service: CompletionService, task: Task) -> AskReader:
 
     async def read(raw: bytes, tenant: Tenant) -> Asked:
         parts = await asyncio.to_thread(parse_form, raw)
-        body, file = read_fields(parts)
+        body, file = read_fields(service.bodies, parts)
         facts = await _facts(service, body)
         tokens, extractor = _tokens_of(service.tokenizer.folder), _extractor_of(service.tokenizer.folder)
         async with turn:

@@ -29,7 +29,7 @@ from tandem.router.nodes.node_socket import new_context
 from tandem.router.nodes.profiles import ProfileAnswers
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
-from tandem.router.placing.readiness import describe, difference, missing_roles
+from tandem.router.placing.readiness import describe, difference, missing_roles, other_tokenizer
 from tandem.router.placing.siblings import Siblings, Told
 from tandem.router.placing.view import NodeView
 from tandem.router.text.completion import ModelFacts
@@ -61,9 +61,11 @@ class Cluster:
         hello: NodeInfo,
         directory: DirectoryReader | None = None,
         siblings: Siblings | None = None,
+        tokenizer: str = "",
     ) -> None:
+        """`tokenizer` is the digest of the one that makes prompts here: a node that says another is sent nothing."""
         self._options, self._keys, self._hello, self._directory = options, keys, hello, directory
-        self._siblings = siblings
+        self._siblings, self._tokenizer = siblings, tokenizer
         self._context = new_context()
         self._links: dict[str, NodeLink] = {}
         self._links_by_key: dict[NodeKey, NodeLink] = {}
@@ -174,7 +176,7 @@ class Cluster:
         reasons = []
         for link in self._links.values():
             view = link.view
-            differs = difference(self.identity, view.info.identity) if view is not None else ""
+            differs = self._difference(view) if view is not None else ""
             if link.refusal or differs:
                 reasons.append(f"{link.address}: {link.refusal or differs}")
             elif link.trouble:
@@ -277,9 +279,9 @@ class Cluster:
         self._links_by_key[view.key] = link
         self._views_by_tag[view.tag] = view
         self._serving = None
-        if self.identity is None or not self.serving():
+        if not self.serving() and not other_tokenizer(self._tokenizer, view.info.identity):
             self._serve(view.info)
-        elif differs := difference(self.identity, view.info.identity):
+        elif differs := self._difference(view):
             logger.error("node %s at %s: %s; nothing is sent to it", view.info.node_id, link.address, differs)
         self._update_facts(self.serving())
         self.adapters.node_up(view.key)
@@ -297,7 +299,7 @@ class Cluster:
         del self._links_by_key[view.key], self._views_by_tag[view.tag]
         self._serving = None
         self.adapters.node_lost(view.key)
-        rest = self.views
+        rest = [view for view in self.views if not other_tokenizer(self._tokenizer, view.info.identity)]
         if rest and not self.serving():
             self._serve(rest[0].info)
         self._update_facts(self.serving())
@@ -318,6 +320,11 @@ class Cluster:
             self.adapters.on_loaded(key, message)
         else:
             self.adapters.on_names(message)
+
+    def _difference(self, view: NodeView) -> str:
+        """Why nothing is sent to a node that is connected, for people; "" when it serves."""
+        theirs = view.info.identity
+        return other_tokenizer(self._tokenizer, theirs) or difference(self.identity, theirs)
 
     def _serve(self, info: NodeInfo) -> None:
         self.identity, self._serving = info.identity, None

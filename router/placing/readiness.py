@@ -27,6 +27,14 @@ def describe(views: Iterable[NodeView], reasons: Sequence[str]) -> str:
     return "; ".join([f"usable nodes: {', '.join(roles) or 'none'}", *reasons[:MAX_REASONS], *left_out])
 
 
+def other_tokenizer(ours: str, theirs: ModelIdentity | None) -> str:
+    """Why a node would take a router's token ids for others; "" where it wouldn't, or one of them doesn't say.
+    `ours` is a digest."""
+    if not ours or theirs is None or theirs.tokenizer in ("", ours):
+        return ""
+    return "it serves another model: its tokenizer.json differs from this router's; give both the same MODEL"
+
+
 def difference(ours: ModelIdentity | None, theirs: ModelIdentity | None) -> str:
     """What a node's model differs in from the one that is served; "" when it doesn't, or none is served yet."""
     if ours is None or ours == theirs:

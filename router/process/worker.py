@@ -17,7 +17,7 @@ from tandem.engine.contracts.config import RouterOptions
 from tandem.engine.contracts.directory import DirectoryReader
 from tandem.engine.contracts.errors import UnavailableError
 from tandem.engine.contracts.generation_config import sampling_defaults
-from tandem.engine.contracts.model_folder import resolve_model
+from tandem.engine.contracts.model_folder import resolve_model, tokenizer_digest
 from tandem.engine.contracts.security import load_cluster_keys
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.engine.process.watched import lasting_task, watched_task
@@ -68,7 +68,7 @@ class Worker:
         self._options, self._seat = options, seat
         self._api_keys = ApiKeys.of(options, self._cluster_keys.tenant_salt)
         folder = resolve_model(options.model.model, options.model.revision, with_weights=False)
-        self._tokenizer = Tokenizer(folder)
+        self._tokenizer, self._tokenizer_digest = Tokenizer(folder), tokenizer_digest(folder)
         self._chat = Chat(folder, self._tokenizer, options)
         self._media = MediaProcessor.of(folder, self._tokenizer)
         parse_limits(options.media.limit_mm_per_prompt)
@@ -91,7 +91,9 @@ class Worker:
     ) -> None:
         """Serves until `stop`. `on_serving(port)` is called when connections are accepted."""
         siblings = Siblings(self._seat) if self._seat is not None else None
-        cluster = Cluster(self._options, self._cluster_keys, self.info, sources.directory, siblings)
+        cluster = Cluster(
+            self._options, self._cluster_keys, self.info, sources.directory, siblings, self._tokenizer_digest
+        )
         metrics = RouterMetrics(lambda: cluster.views, lambda: {**cluster.counters(), **sources.counters()})
         self.service = service = CompletionService(
             self._options,

@@ -12,6 +12,8 @@ from tandem.router.structured.spelling import Spelling, in_slashes, quoted
 from tandem.router.structured.structural_tag import structural_tag_part
 from tandem.router.text.openai_api import GenerationBody, StructuredOutputs
 
+RESPONSE_FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
 
 @dataclass(frozen=True, slots=True)
 class AnswerPart:
@@ -46,7 +48,7 @@ def _response_format(asked: dict[str, Any] | None, spelling: Spelling) -> Iterat
     elif kind == "structural_tag":
         yield AnswerPart("response_format", structural_tag_part(asked, spelling, "response_format"))
     elif kind != "text":
-        kinds = "text, json_object, json_schema, structural_tag"
+        kinds = ", ".join(RESPONSE_FORMATS)
         _bad("response_format", f"response_format.type is {str(kind)[:64]!r}; it may be {kinds}")
 
 

@@ -92,6 +92,16 @@ class BodyReader:
         except UnknownFieldError:  # a second look is for bodies that have one
             return parse_body(kind, self._without_unknown(kind, raw))
 
+    def known_fields(self, kind: type[msgspec.Struct], given: dict[str, str]) -> dict[str, str]:
+        """The fields of a form that the structure has. Raises InvalidRequestError, as `read` does for others."""
+        known = _known_fields(kind)
+        for name in given.keys() - known.keys():
+            raw = given[name].encode()
+            self._leave_out(
+                name, msgspec.Raw(raw if raw in SAYS_NOTHING else msgspec.json.encode(given[name])), "", known
+            )
+        return {name: value for name, value in given.items() if name in known}
+
     def _without_unknown(self, kind: type[msgspec.Struct], raw: bytes, within: str = "") -> bytes:
         given = decode(dict[str, msgspec.Raw], raw)
         known = _known_fields(kind)

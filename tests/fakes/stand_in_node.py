@@ -34,7 +34,7 @@ from tandem.engine.contracts.wire.requests import (
     Tokens,
 )
 
-IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="t", rope="r", hash_block_size=16)
+IDENTITY = ModelIdentity(config="c", weights="w", tokenizer="", rope="r", hash_block_size=16)
 
 
 def stand_in_token(prompt: np.ndarray, sample_index: int, output_index: int, vocab_size: int) -> int:

@@ -18,9 +18,11 @@ import redis
 from waiting import PATIENCE_S, is_gone, wait_until
 
 from tandem.deploy.launch.cluster_plan import PROGRAM, plan_cluster, plan_single_node, share_of_machine
+from tandem.deploy.launch.launcher import serve
 from tandem.deploy.redis_server import PORTS, RedisServer, answers
 from tandem.engine.contracts.errors import ConfigError
 
+DEMO = Path(__file__).resolve().parents[4] / "deploy" / "demo_model"
 SCRIPT = """
 import json, sys
 from tandem.deploy.launch.cluster_plan import ChildPlan
@@ -248,6 +250,11 @@ def test_cluster_plan_numbers_nodes_by_role_and_points_all_at_redis() -> None:
 def test_processes_are_not_given_a_transport_within_one() -> None:
     with pytest.raises(ConfigError, match=r"local moves KV inside one process.*choose auto"):
         plan_cluster({"model": "m", "prefill": 1, "decode": 1, "device": "cpu", "transport": "local"}, "redis://r/0")
+
+
+def test_a_single_node_reads_the_url_that_it_has_no_use_for() -> None:
+    with pytest.raises(ConfigError, match=r"--redis-url must begin with redis://"):
+        serve({"model": str(DEMO), "redis_url": "nonsense", "port": 0})
 
 
 def test_nodes_share_gpus_memory_and_cores() -> None:

@@ -13,6 +13,7 @@ from tandem.router.audio.body import read_fields
 from tandem.router.audio.features import FeatureExtractor
 from tandem.router.audio.multipart import parse_form
 from tandem.router.audio.sounds import decode_sound
+from tandem.router.text.body_reader import BodyReader
 
 
 def wave_file(samples: np.ndarray, rate: int = 16_000, width: int = 2, channels: int = 1) -> bytes:
@@ -101,17 +102,25 @@ def test_what_is_no_sound_is_refused(data: bytes, why: str) -> None:
         (form(("file", b"x", "a.wav"), ("file", b"y", "b.wav")), "2 parts called `file`"),
         (form(("file", b"x", "a"), ("response_format", b"srt", "")), "response_format srt"),
         (form(("file", b"x", "a"), ("temperature", b"hot", "")), "temperature"),
-        (form(("file", b"x", "a"), ("colour", b"red", "")), "colour"),
+        (form(("file", b"x", "a"), ("langage", b"de", "")), "did you mean language"),
+        (form(("file", b"x", "a"), ("extra_body", b"red", "")), "extra_body is not supported"),
         (form(("file", b"x", "a"), ("timestamp_granularities[]", b"word", "")), "timestamp_granularities"),
     ],
 )
 def test_a_form_that_is_wrong_says_where(body: bytes, why: str) -> None:
     with pytest.raises(InvalidRequestError, match=why):
-        read_fields(parse_form(body))
+        read_fields(BodyReader(), parse_form(body))
 
 
 def test_a_forms_fields_are_read() -> None:
     data = b"\r\n--xy\r\n\x00binary--xyz"
     body = form(("file", data, "a.wav"), ("temperature", b"0.5", ""), ("stream", b"True", ""), ("language", b"de", ""))
-    fields, file = read_fields(parse_form(body))
+    fields, file = read_fields(BodyReader(), parse_form(body))
     assert (fields.temperature, fields.stream, fields.language, file) == (0.5, True, "de", data)
+
+
+def test_fields_that_change_nothing_are_left_out_of_forms_too() -> None:
+    body = form(("file", b"x", "a"), ("colour", b"red", ""), ("tools", b"null", ""))
+    assert read_fields(BodyReader(), parse_form(body))[0].temperature == 0
+    with pytest.raises(InvalidRequestError, match="colour"):
+        read_fields(BodyReader(is_strict=True), parse_form(body))

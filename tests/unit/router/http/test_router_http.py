@@ -12,6 +12,7 @@ import openai
 import pytest
 from router_in_thread import VOCAB_SIZE, RouterInThread
 
+import tandem
 from stand_in_node import StandInNode, stand_in_output
 from tandem.engine.contracts.wire.parts import Targets
 from tandem.engine.process.version import version
@@ -259,7 +260,7 @@ def test_tokenize_and_detokenize(router: RouterInThread, tokenizer: Tokenizer) -
 def test_state_and_metrics(router: RouterInThread, node: StandInNode) -> None:
     complete(router, max_tokens=2)
     assert router.client.get("/health").json() == {"status": "ok"}
-    assert router.client.get("/version").json() == {"version": version()}
+    assert router.client.get("/version").json() == {"version": version()} == {"version": tandem.__version__}
     assert router.client.get("/ready").json()["nodes"] == [{"node_id": node.node_id, "role": "unified"}]
     text = router.client.get("/metrics").text
     assert f'tandem_node_num_blocks{{node="{node.node_id}",role="unified"}} 1000.0' in text

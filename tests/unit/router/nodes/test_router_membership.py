@@ -57,6 +57,20 @@ def test_a_node_of_another_model_gets_nothing(folder: Path, nodes: Nodes) -> Non
         assert not other.submits
 
 
+def test_a_node_with_another_tokenizer_gets_nothing_though_it_comes_first(folder: Path, nodes: Nodes) -> None:
+    other = nodes.start(identity=ModelIdentity(config="x", weights="x", tokenizer="x", rope="x"))
+    with RouterInThread(folder, (other.address,)) as router:
+        wait_until(lambda: router.worker.service.cluster.views, "the other node")
+        said = router.client.get("/ready")
+        assert said.status_code == 503
+        assert "its tokenizer.json differs" in said.json()["error"]["message"]
+        ours = nodes.start()
+        router.call(lambda: router.worker.service.cluster.add(ours.address))
+        router.wait_ready()
+        assert all(status_of(router)[0] == 200 for _ in range(4))
+        assert not other.submits
+
+
 def test_an_unlisted_node_is_kept_while_it_can_be_reached(folder: Path, nodes: Nodes) -> None:
     node = nodes.start()
     with RouterInThread(folder, ()) as router:
