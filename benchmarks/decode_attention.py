@@ -58,7 +58,8 @@ class Step:
 
     @classmethod
     def make(cls, memory: torch.Tensor, lengths: list[int], shared: Sequence[tuple[int, int]] = ()) -> Step:
-        """`shared`: (rows, tokens) of leading groups of rows; their tokens exist once."""
+        """A step over random blocks of `memory`. `shared`: (rows, tokens) of leading groups of rows; their tokens exist
+        once."""
         counts = [-(-length // BLOCK) for length in lengths]
         num_blocks = sum(counts) - sum((rows - 1) * (tokens // BLOCK) for rows, tokens in shared)
         layers = min(MOST_LAYERS, memory.numel() // (num_blocks * KV_HEADS * 2 * BLOCK * SIZE))

@@ -95,7 +95,8 @@ def clients_main(
     barrier: Barrier,
     results: Queue[Counts],
 ) -> None:
-    """`times`: seconds to warm up and to count, once all processes have come to the barrier."""
+    """Runs the clients of one process. `times`: seconds to warm up and to count, once all processes have come to the
+    barrier."""
     clients = Clients(port, num_streams, body, rate)
     barrier.wait()
     begin = time.monotonic() + times[0]

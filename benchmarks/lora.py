@@ -34,7 +34,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def make_adapters(adapters: NodeAdapters, number: int, rank: int, targets: Sequence[str]) -> list[HostAdapter]:
-    """They share one random memory: in their slots on the device they don't."""
+    """Adapters of one random memory, which is copied for each of them into its slot on the device."""
     layout = adapters.loader.layout
     words = 0.01 * torch.randn(layout.num_elements)
     ranks = torch.zeros((len(layout.projections), 3), dtype=torch.int32)

@@ -69,7 +69,7 @@ class Times:
 
 
 def prompts(count: int, length: int, end: int, rng: random.Random) -> list[list[int]]:
-    """With one prefix and an end each."""
+    """Prompts of one prefix and an end each."""
     prefix = [rng.randrange(100, 400) for _ in range(length - end)]
     return [[*prefix, *(rng.randrange(100, 400) for _ in range(end))] for _ in range(count)]
 

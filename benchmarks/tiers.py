@@ -70,7 +70,7 @@ class OneNode:
                 return (time.perf_counter() - began) * 1e3
 
     def settle(self) -> None:
-        """Until an idle node has written back what it will."""
+        """Waits until an idle node has written back what it will."""
         last = None
         while (counts := self.counts()) != last:
             last = counts

@@ -28,7 +28,7 @@ COLUMNS = (
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Raises ConfigError when there is no prompt, or the router doesn't answer."""
+    """Prints the costs. Raises ConfigError when there is no prompt, or the router doesn't answer."""
     text = _prompt(arguments)
     try:
         answer = asyncio.run(_ask(arguments, text))

@@ -22,7 +22,7 @@ PACKAGES = ("torch", "triton", "flash-attn", "flashinfer-python", "xformers")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 when a kernel failed or was wrong. Raises ConfigError for a shape that can't be."""
+    """Prints the report. Returns 1 when a kernel failed or was wrong. Raises ConfigError for a shape that can't be."""
     shape = shape_of(arguments)
     print(_describe_machine(shape.device))
     spec = shape.spec

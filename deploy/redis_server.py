@@ -142,7 +142,7 @@ def answers(port: int, timeout_s: float = 1.0) -> bool:
 
 def free_port() -> int:
     """A loopback port that is free now, from below the range out of which systems serve connections and those who bind
-    to any port: whoever is told of it has some time to bind. ConfigError: found none."""
+    to any port: whoever is told of it has some time to bind. Raises ConfigError when none is found."""
     for _ in range(100):
         port = PORTS.start + secrets.randbelow(len(PORTS))
         with socket.socket() as probe:

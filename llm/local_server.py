@@ -30,7 +30,7 @@ _OWN = ("model", "host", "port", "api_key", "api_keys_file")
 
 
 class LocalServer:
-    """Starts with its construction and answers after `wait_ready`; `close` drains it and waits for its end.
+    """A server that starts when it is made and answers after `wait_ready`; `close` drains it and waits for its end.
 
     `options` are those of `tandem serve` by their names (`max_model_len=4096`). It ends with this process, too, however
     that ends. Raises ConfigError for an unknown option.
@@ -75,7 +75,7 @@ class LocalServer:
             self.url = url
 
     def close(self) -> None:
-        """Idempotent: SIGTERM drains what is under way, SIGKILL follows where that takes too long."""
+        """Ends the server. Idempotent: SIGTERM drains what is under way, SIGKILL follows where that takes too long."""
         self._finalizer()
         self._reader.join(KILL_AFTER_S)
 

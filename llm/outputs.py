@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's log-probability. `rank`: 1 the likeliest at its place; None is below all that was asked for."""
+    """A token's log-probability. `rank`: 1 for the likeliest at its place; None: below all that were asked for."""
 
     logprob: float
     rank: int | None

@@ -112,7 +112,7 @@ class BeamSearchParams:
     early_stopping: bool | str = False
 
     def as_sampling(self) -> SamplingParams:
-        """Raises ValueError for a temperature above 0."""
+        """The same as settings of a completion. Raises ValueError for a temperature above 0."""
         if self.temperature:
             raise ValueError("beam search draws nothing: leave temperature at 0")
         return SamplingParams(

@@ -68,7 +68,7 @@ class Measurement:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 when a request failed, 130 when Ctrl-C ended it, which loses what was under way alone.
+    """Prints the report. Returns 1 when a request failed, 130 when Ctrl-C ended it: the report then has what had ended.
     Raises ConfigError when the server can't be reached."""
     measured = Measurement()
     is_whole = False
@@ -149,7 +149,7 @@ async def _follow(url: str, body: dict[str, Any], api_key: str, sample: RequestT
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Whether an event brings some: a chat's first one only says who speaks."""
+    """Whether an event brings tokens: a chat's first one only says who speaks."""
     delta = choice.get("delta")
     return delta is None or any(delta.get(name) for name in ("content", "reasoning", "reasoning_content", "tool_calls"))
 

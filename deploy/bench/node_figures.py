@@ -17,7 +17,7 @@ CAPACITIES = ("host_capacity", "disk_capacity")
 
 @dataclass
 class NodeFigures:
-    """`status` and `counters` as in `tandem_node_*` of /metrics; what a node doesn't tell is 0."""
+    """One node's `status` and `counters` as in `tandem_node_*` of /metrics; what a node doesn't tell is 0."""
 
     role: str
     status: dict[str, float] = field(default_factory=lambda: defaultdict(float))

@@ -20,7 +20,7 @@ _TIMES = {
 
 
 def publish(report: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Prints it, and writes it where --output says. Raises ConfigError where that can't be written."""
+    """Prints a report, and writes it where --output says. Raises ConfigError where that can't be written."""
     text = json.dumps(report, indent=2)
     if arguments.output:
         try:

@@ -30,7 +30,7 @@ from tandem.engine.contracts.wire.parts import Targets
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a report; 1 when a request failed. Raises ConfigError when server or trace can't be read."""
+    """Prints a report. Returns 1 when a request failed. Raises ConfigError when server or trace can't be read."""
     requests = faster(read_trace(arguments.trace, arguments.limit), arguments.speed)
     reports = [asyncio.run(_replay(arguments, url, requests)) for url in (arguments.url, *arguments.compare)]
     report = {**reports[0], **({"compared_with": reports[1:]} if arguments.compare else {})}

@@ -52,7 +52,7 @@ def _random_prompts(arguments: argparse.Namespace) -> Iterator[tuple[str | list[
 
 
 def _conversations(arguments: argparse.Namespace) -> Iterator[tuple[str, int]]:
-    """What somebody asked first, and about how long the answer was; over again where there are too few."""
+    """First questions, each with about the length of its answer in tokens; the same again where there are too few."""
     try:
         found = [_first_turn(each) for each in json.loads(Path(arguments.dataset_path).read_text())]
     except OSError as error:
@@ -72,6 +72,6 @@ def _conversations(arguments: argparse.Namespace) -> Iterator[tuple[str, int]]:
 
 
 def _first_turn(conversation: dict[str, Any]) -> tuple[str, str]:
-    """ "": there is none."""
+    """A conversation's first question and its answer; both "" where there is none."""
     turns = [str(turn["value"]) for turn in conversation.get("conversations", [])[:2]]
     return (turns[0], turns[1]) if len(turns) == 2 else ("", "")

@@ -44,7 +44,7 @@ def _other_flags(ours: str) -> list[str]:
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser, foreign_options: Mapping[str, Foreign]) -> None:
-    """Takes those without a counterpart, to say why they change nothing, or aren't there."""
+    """Adds other engines' flags that have no counterpart here, so that each can say why it is ignored or refused."""
     for name, foreign in foreign_options.items():
         flags = ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
         nargs = None if foreign.takes_value else 0

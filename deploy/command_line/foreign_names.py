@@ -1,7 +1,7 @@
 """What options are called elsewhere: vLLM's names and SGLang's, and for `bench` those of their load generators.
 
-Of an option of theirs there is one of ours, or it changes nothing here, which is said once, or it asks for what isn't
-there, and is refused with the reason.
+An option of theirs is one of ours by another name, or it changes nothing here, which is said once, or it asks for what
+isn't there, and is refused with the reason.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ BENCH_WITHOUT_COUNTERPART: dict[str, Foreign] = {
 
 
 def translate(name: str, value: Any) -> tuple[str, Any]:
-    """Our name for an option and what its value means under it; as they are where nobody calls one of ours so."""
+    """Our name and value for an option as others call it; both as they are where it is no such name."""
     ours = SAME.get(name, name)
     if not ours.startswith("not "):
         return ours, value

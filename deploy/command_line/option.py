@@ -171,7 +171,8 @@ def _option(field: dataclasses.Field[Any], hint: Any, group: str, is_positional:
 
 
 def did_you_mean(name: str, known: Iterable[str], likeness: float = 0.6) -> str:
-    """The end of a message about an unknown name; "" when nothing known is as like it, of 1."""
+    """The end of a message about an unknown name: the known one most like it. "" when none is as like it as `likeness`,
+    from 0 to 1."""
     import difflib
 
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)

@@ -43,7 +43,7 @@ class Console:
             self._line(name, text)
 
     def progress(self, busy: Mapping[str, str], now: float) -> None:
-        """`busy`: what each child does before it serves; empty when nobody does anything. To be called often."""
+        """Shows what each child does before it serves, if any does. To be called often, with an empty `busy` too."""
         for text in self._said.due(now):
             self.say(text)
         text = "; ".join(f"{name}: {what}" for name, what in sorted(busy.items()))

@@ -7,8 +7,7 @@
 Children belong to stages. A stage starts when every child of the stages before it has been ready once; at the end the
 last stage stops first. Until all have been ready, a child that fails quickly again and again ends the whole, and one
 that ends by itself before it was ready does so at once: it would do the same again. From then on it is started for
-ever, since the others may serve without it. Events come in with the time; what is to be done
-comes out.
+ever, since the others may serve without it. Events come in with the time; what is to be done comes out.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from tandem.kernels.products.adapters import AdapterStack
 
 
 class DeviceSlots:
-    """`max_loras` slots, counted from 1 where a step speaks of them. `stacks`: by the decoder's module."""
+    """Memory for `max_loras` adapters. Steps count its slots from 1; `stacks` are by name of the decoder's module."""
 
     def __init__(self, layout: AdapterLayout, max_loras: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = max_loras

@@ -44,7 +44,7 @@ class AdapterLayout:
 
     @classmethod
     def of(cls, own: ModelConfig, max_rank: int) -> AdapterLayout:
-        """`own`: what this rank computes of the model."""
+        """The layout of adapters of at most `max_rank`; `own` is what this rank computes of the model."""
         rank, start = padded_rank(max_rank), 0
         projections = []
         for name, parts, sizes, inputs in _projections(own):

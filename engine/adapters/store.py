@@ -13,7 +13,7 @@ from tandem.engine.contracts.wire.parts import AdapterRef
 
 
 class AdapterStore:
-    """From any thread. An adapter is found as long as anybody holds it; this store itself keeps the latest used."""
+    """Adapters by digest, for any thread. One is found while anybody holds it; the store keeps those used last."""
 
     def __init__(self, load: Callable[[str, bytes], HostAdapter], max_bytes: int) -> None:
         self._load, self._max_bytes = load, max_bytes
@@ -43,7 +43,7 @@ class AdapterStore:
         return self.add(adapter)
 
     def add(self, adapter: HostAdapter) -> HostAdapter:
-        """Takes in what was read -> the one that is held, if there was one of this digest."""
+        """Takes in what was read; returns the one that is held already, if there is one of this digest."""
         with self._lock:
             self.num_reads += 1
             known = self._alive.get(adapter.digest)

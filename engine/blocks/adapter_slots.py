@@ -66,7 +66,7 @@ class AdapterSlots:
         return {"adapter_slots_used": float(len(self._users)), "adapter_slot_loads": float(self.num_loads)}
 
     def check_integrity(self, refs: list[AdapterRef | None]) -> None:
-        """`refs`: of all running sequences."""
+        """Raises AssertionError when an invariant does not hold. `refs`: the adapters of all running sequences."""
         used: dict[bytes, int] = {}
         for ref in refs:
             if ref is not None:

@@ -64,7 +64,8 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """None: there is no such file. Raises CheckpointError when it holds anything but one JSON object."""
+    """The object in a JSON file; None where there is no such file. Raises CheckpointError when it holds anything but
+    one JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
     except FileNotFoundError:

@@ -143,7 +143,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def encoder(self) -> None:
-        """None: it has only a decoder."""
+        """The facts of an encoder; None, since this model has only a decoder."""
         return None
 
     def window_of(self, layer: int) -> int | None:

@@ -12,7 +12,7 @@ from tandem.engine.contracts.wire.media import MediaItem
 
 
 class EncodeError(Exception):
-    """An item that can't be encoded. Nobody knows why: processors don't make such."""
+    """An item can't be encoded. A model's own processor makes no such item."""
 
 
 class MediaEncoder(Protocol):
@@ -20,7 +20,7 @@ class MediaEncoder(Protocol):
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What it takes."""
+        """The kinds of items that it takes."""
 
     @property
     def has_positions(self) -> bool:

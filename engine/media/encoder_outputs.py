@@ -11,7 +11,7 @@ from tandem.engine.media.encoder import MediaEncoder
 
 
 class EncoderOutputs:
-    """The least recently used go first; the newest stays, however large it is."""
+    """Embeddings by their items' content. The least recently used go first; the newest stays, however large it is."""
 
     def __init__(self, encoder: MediaEncoder, budget_bytes: int) -> None:
         self._encoder, self._budget_bytes = encoder, budget_bytes

@@ -30,7 +30,7 @@ class _Sequence:
     shift: int
 
     def positions(self, row: ScheduledRow) -> np.ndarray:
-        """int64 [3, num_tokens]."""
+        """Positions of these tokens, int64 [3, num_tokens]."""
         assert self.positions_3C is not None
         end = row.start + row.num_tokens
         known = self.positions_3C[:, row.start : end]
@@ -39,7 +39,7 @@ class _Sequence:
 
 
 class MediaSlots:
-    """One per runner of a model that takes more than text."""
+    """The items of all slots; one per runner of a model that takes more than text."""
 
     def __init__(self, encoder: MediaEncoder, num_slots: int, budget_bytes: int, device: torch.device) -> None:
         self._encoder, self._device = encoder, device
@@ -71,7 +71,7 @@ class MediaSlots:
         self._send_shifts([fork.slot for fork in forks])
 
     def touch(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether some of these rows' tokens lie before the end of an item, so that their ids and places aren't all."""
+        """Whether some of these rows' tokens lie before an item's end, so that the step takes more than their ids."""
         return any(row.slot in self._sequences and row.start < self._sequences[row.slot].end for row in rows)
 
     def of(

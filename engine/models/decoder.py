@@ -37,7 +37,7 @@ class Linear(nn.Linear):
         self.adapters = stack
 
     def forward(self, x_TK: torch.Tensor, group: int = 0) -> torch.Tensor:
-        """`group`: of outputs that take turns, see `add_adapters`."""
+        """x @ weight^T + bias, plus the adapters of the step's rows. `group` as in `add_adapters`."""
         out = linear(x_TK, self.weight, self.bias)
         if self.adapters is not None and (rows := get_forward_context().adapters) is not None:
             add_adapters(out, x_TK, self.adapters, rows, group)
@@ -122,8 +122,8 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """gate_up_proj is loaded as gate over up; `group` then lets rows of both take turns, so that one product can end
-    in silu(gate) * up."""
+    """A layer's MLP, down(silu(gate) * up). gate_up_proj is loaded as gate over up; `group` then lets rows of both take
+    turns, so that one product can end in silu(gate) * up."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

@@ -54,7 +54,8 @@ SETTINGS = np.dtype(
 
 
 class BatchState:
-    """One per runner. Every method that changes the device only enqueues work on the current stream."""
+    """The slots of one runner, on host and device. Every method that changes the device only enqueues work on the
+    current stream."""
 
     def __init__(
         self,

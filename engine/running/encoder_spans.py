@@ -59,7 +59,7 @@ class CrossInputs(NamedTuple):
 
 
 class EncoderSpans:
-    """One per runner of a model with an encoder."""
+    """Runs the encoder for the sequences in a runner's slots and says where each one's output lies in the pool."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class EncoderSpans:
         builder: AttentionMetadataBuilder,
         counters: dict[str, int],
     ) -> None:
-        """`counters`: where runs and stored positions are counted."""
+        """`counters` counts runs and stored positions."""
         self._encoder = encoder
         self._block_size = block_size
         self._device = device
@@ -218,7 +218,7 @@ class EncoderSpans:
         return CrossInputs(longest, self.block_table_SB[real_R], lengths_R)
 
     def of_nobody(self, rows: Sequence[ScheduledRow]) -> CrossInputs:
-        """For rows of a warm-up: the longest that can come, of block 0."""
+        """Inputs for the rows of a warm-up: as long as any can be, all of it in block 0."""
         table = torch.zeros((len(rows), self.block_table_SB.shape[1]), dtype=torch.int32, device=self._device)
         return CrossInputs((self.max_positions,) * len(rows), table)
 

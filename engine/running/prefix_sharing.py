@@ -18,7 +18,7 @@ from tandem.kernels.prefixes.shared_prefix import PrefixBuffers, SharedPrefixes
 
 
 class PrefixSharing:
-    """One per runner; its device buffers serve every step, replayed or not."""
+    """Finds the leading blocks that rows of a step share. Its device buffers serve every step, replayed or not."""
 
     def __init__(self, state: BatchState, max_rows: int, costs: SharingCosts) -> None:
         self._state = state

@@ -87,7 +87,8 @@ class StepPlanner:
         self._budget = PromptBudget(state.options, state.block_size, state.clock, state.step_times)
 
     def plan(self, nothing_in_flight: bool) -> StepPlan:
-        """`nothing_in_flight`: no launched step is unread, so nothing but this plan can change what is stuck."""
+        """Plans the next step. `nothing_in_flight`: no launched step is unread, so nothing but this plan can change
+        what is stuck."""
         plan = StepPlan(self._options.max_num_batched_tokens, self._options.max_num_batched_tokens)
         for request in self._aging.due(self._state.waiting):
             self._state.put_first(request)
@@ -260,8 +261,8 @@ class StepPlanner:
         return bool(self._state.free_slots or who_gives_way(self._state.running, request))
 
     def _with_adapters(self, waiting: list[Request]) -> list[Request]:
-        """Those whose adapter has a slot or may have one. Behind one that has waited for a slot for long, no other
-        takes one: slots that are never idle would else never be its."""
+        """The requests of `waiting` whose adapter has a slot or may have one. Behind one that has waited for a slot for
+        long, no other takes one: slots that are never idle would else never be its."""
         if not self._state.adapters.num_slots:
             return waiting
         able, is_held = [], False

@@ -158,7 +158,7 @@ class Guides:
                 self._first[fork.slot] = self._first[fork.parent_slot].copy()
 
     def of(self, samples: Sequence[SampleRow]) -> GuidedSamples | None:
-        """Those of `samples` that have a guide; None: none has."""
+        """The rows of `samples` that have a guide; None: none has."""
         if not self._first:
             return None
         indices = [i for i, sample in enumerate(samples) if sample.slot in self._first]

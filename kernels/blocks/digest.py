@@ -95,7 +95,7 @@ class BlockRuns:
 
     @classmethod
     def of(cls, pool_NHLPBD: torch.Tensor) -> BlockRuns | None:
-        """None: they are no such runs."""
+        """The runs of a pool's blocks; None where its slots are no whole words in a row."""
         slot_bytes = pool_NHLPBD.shape[-1] * pool_NHLPBD.element_size()
         stride_bytes = pool_NHLPBD.stride(0) * pool_NHLPBD.element_size()
         if not pool_NHLPBD[0].is_contiguous() or slot_bytes % 8 or stride_bytes % 8:

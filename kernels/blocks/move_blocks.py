@@ -30,7 +30,7 @@ class BlockPlaces:
         return cls(blocks_NHLPBD.data_ptr(), *strides)
 
     def starting_at(self, layer: int) -> BlockPlaces:
-        """The same with another layer 0."""
+        """The same blocks from `layer` on, which counts as layer 0."""
         return BlockPlaces(self.address + layer * self.layer_bytes, self.block_bytes, self.head_bytes, self.layer_bytes)
 
 

@@ -120,7 +120,7 @@ class Mail:
 
     @classmethod
     def make(cls, rank: int, addresses: list[int], layout: MailLayout, device: torch.device) -> Mail:
-        """`addresses[r]`: zeroed memory of rank r of at least `layout.num_bytes`."""
+        """This rank's end of the exchange. `addresses[r]`: zeroed memory of rank r, `layout.num_bytes` or more."""
         counters = torch.zeros(layout.num_counters, dtype=torch.int32, device=device)
         return cls(rank, layout, torch.tensor(addresses, dtype=torch.int64, device=device), counters)
 

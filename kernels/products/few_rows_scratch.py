@@ -32,7 +32,7 @@ class Scratch:
 
 @functools.cache
 def scratch_for(heads: int, group: int, head_size: int, device: torch.device) -> Scratch:
-    """`heads`: R * K. Made once, outside of captures."""
+    """The scratch for R rows of K KV heads, `heads` = R * K. Made once, outside of captures."""
     programs = PROGRAMS + heads
     partial = torch.empty((programs, group, head_size), dtype=torch.float32, device=device)
     peaks, totals = (torch.empty((programs, group), dtype=torch.float32, device=device) for _ in range(2))

@@ -29,8 +29,8 @@ def sample_tokens(
     *,
     filtered: bool = True,
 ) -> torch.Tensor:
-    """int64 [R]. Logits of any float dtype with contiguous rows, read only; temperature (0: the most likely token),
-    top_p and min_p fp32, the rest int64 (top_k 0: off; `seed_R` holds the bits of a u64).
+    """One token a row, int64 [R]. Logits of any float dtype with contiguous rows, read only; temperature (0: the most
+    likely token), top_p and min_p fp32, the rest int64 (top_k 0: off; `seed_R` holds the bits of a u64).
 
     `filtered=False` promises that no row uses top_k, top_p or min_p and saves their work. Nothing waits for the device,
     and captured launches serve any settings. Raises ValueError for shapes, dtypes or strides that don't fit.

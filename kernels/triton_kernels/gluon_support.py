@@ -9,7 +9,7 @@ TESTED_VERSIONS = ((3, 6), (3, 8))  # first and last release that our Gluon kern
 
 @cache
 def why_no_gluon() -> str | None:
-    """None: it can be used."""
+    """Why Gluon kernels can't be used here; None: they can."""
     try:
         import triton
     except ImportError:

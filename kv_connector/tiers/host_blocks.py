@@ -29,7 +29,8 @@ def block_bytes(pool: torch.Tensor) -> int:
 
 
 class HostBlocks(ABC):
-    """`raw`: uint8 [num_blocks, bytes of a slot], page-aligned; page-locked from `lock` to `close`.
+    """Slots for blocks in host memory. `raw`: uint8 [num_blocks, bytes of a slot], page-aligned; page-locked from
+    `lock` to `close`.
 
     `by_layers` says that blocks can be restored some layers at a time.
     """

@@ -42,7 +42,8 @@ limited = RateLimited(logger)
 
 
 class ControlPlane:
-    """`start()` once the sockets are bound and `board` has a status; all else is its thread's."""
+    """The thread of a node's control sockets. `start()` it once they are bound and `board` has a status; all else is
+    its thread's."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class ControlPlane:
             look_up(ref.control_address, partial(self._outgoing.connect_to, ref))
 
     def _open(self, ref: PeerRef, found: Found) -> None:
-        """`found`: the peer's address by number, or why there is none."""
+        """Opens the connection. `found`: the peer's address by number, or why there is none."""
         self._looked_up.discard(ref.key)
         if self._links.get(ref.key) is not None:  # it has connected while its name was looked up
             return

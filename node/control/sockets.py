@@ -52,8 +52,8 @@ class ControlSockets:
         return self.router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def open_dealer(self, address: str, identity: bytes) -> Socket:
-        """`identity`: its name at the other end, b"": one that ZMQ makes up there. Raises ZMQError when `address` is
-        none, or no descriptor is left."""
+        """A connection to `address`. `identity`: its name there, b"" for one that ZMQ makes up. Raises ZMQError when
+        `address` is none, or no descriptor is left."""
         socket = self._context.socket(zmq.DEALER)
         try:
             self._configure(socket, server=False)

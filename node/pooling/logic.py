@@ -26,8 +26,8 @@ Run = Callable[[Sequence[PoolingInput]], npt.NDArray[np.float32]]
 
 @dataclass
 class PoolingNode:
-    """`run` computes a batch: at most `max_num_seqs` inputs, padded to at most `max_num_batched_tokens` tokens but for
-    a single one that is longer."""
+    """A node's queue of whole requests. `run` computes a batch: at most `max_num_seqs` inputs, padded to at most
+    `max_num_batched_tokens` tokens but for a single one that is longer."""
 
     key: NodeKey
     book: RequestBook

@@ -38,9 +38,9 @@ class _Allocation(msgspec.Struct, rename={"total": "Total Allocated", "device": 
 
 @dataclass(frozen=True)
 class TraceFigures:
-    """`kernels`: those of a GPU, or a CPU's operators without what they call. `kernel_s`: the time in which at least
-    one ran on the GPU. `peak_bytes`: the most that the CPU had allocated at once, of what was allocated
-    meanwhile."""
+    """What a trace adds up to. `kernels`: those of a GPU, or a CPU's operators without what they call. `kernel_s`: the
+    time in which at least one ran on the GPU. `peak_bytes`: the most that the CPU had allocated at once, of what was
+    allocated meanwhile."""
 
     kernels: tuple[Timed, ...]
     launches: int

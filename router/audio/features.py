@@ -29,7 +29,7 @@ class FeatureExtractor(msgspec.Struct, frozen=True, dict=True):
 
     @classmethod
     def of_folder(cls, folder: Path) -> FeatureExtractor:
-        """Raises ConfigError when the folder has none."""
+        """Those of a model's folder. Raises ConfigError when it has none."""
         path = folder / "preprocessor_config.json"
         raw = read_json_object(path)
         if raw is None:

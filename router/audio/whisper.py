@@ -24,14 +24,14 @@ class WhisperTokens(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_folder(cls, folder: Path) -> WhisperTokens:
-        """Raises ConfigError when the file holds something else."""
+        """Those of a model's folder. Raises ConfigError when the file holds something else."""
         try:
             return msgspec.convert(read_json_object(folder / FILE) or {}, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"{folder / FILE}: {error}; repair the file") from error
 
     def language_id(self, language: str) -> int:
-        """Raises InvalidRequestError for a language that the model doesn't know."""
+        """The token of a language. Raises InvalidRequestError for one that the model doesn't know."""
         found = self.lang_to_id.get(f"<|{language.lower()}|>")
         if found is None:
             known = ", ".join(sorted(name.strip("<|>") for name in self.lang_to_id)) or "en alone"

@@ -42,7 +42,7 @@ class ContentForm(NamedTuple):
     placeholder: str
 
     def of(self, content: Any, place: str) -> str | list[Fields]:
-        """Raises InvalidRequestError that names a part's place."""
+        """Content as templates take it: text, or parts. Raises InvalidRequestError that names a part's place."""
         given = content if isinstance(content, list) else [content]
         kinds = [kind_of(part) for part in given]
         texts = [

@@ -24,7 +24,7 @@ MEDIA_PARTS: dict[str, MediaType] = {
 
 
 class PlacedPart(dict[str, Any]):
-    """A part that its client has put elsewhere than in a message, and knows by that `place`."""
+    """A part that the client did not send in a chat message: errors name the `place` where it did."""
 
     def __init__(self, part: Mapping[str, Any], place: str) -> None:
         super().__init__(part)

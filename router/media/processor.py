@@ -73,7 +73,7 @@ class MediaProcessor:
 
     @classmethod
     def of(cls, folder: Path, tokenizer: Tokenizer) -> MediaProcessor | None:
-        """None: the model takes text alone."""
+        """The processor of a model's folder. None: the model takes text alone."""
         config = read_json_object(folder / "config.json") or {}
         family = FAMILIES.get(str(config.get("model_type")))
         if family is None or not any(isinstance(config.get(name), int) for name in family.placeholder_fields):
@@ -90,7 +90,7 @@ class MediaProcessor:
                 arrays = dict(own(images=[decode_image(part, data, max_pixels)], return_tensors="np"))
             else:
                 sound = decode_sound(part, data, own.sampling_rate, max_audio_s)
-                # Of what is longer than the model hears at once, its processor takes the beginning.
+                # The processor takes only the beginning of a sound that is longer than the model hears at once.
                 asked = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "np"}
                 arrays = dict(own([sound], sampling_rate=own.sampling_rate, **asked))
                 arrays["feature_attention_mask"] = arrays.pop("attention_mask")

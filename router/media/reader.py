@@ -23,8 +23,8 @@ DEFAULT_LIMIT = 16  # items of each kind in one prompt; a guess
 
 
 class MediaReader:
-    """One per router process. `processor` None: the model takes text alone. Raises ConfigError for limits that are
-    none."""
+    """Reads the parts of conversations; one per router process. `processor` None: the model takes text alone. Raises
+    ConfigError for limits that are none."""
 
     def __init__(self, processor: MediaProcessor | None, options: MediaOptions, max_bytes: int) -> None:
         self._processor, self._options = processor, options
@@ -33,7 +33,7 @@ class MediaReader:
         self._slots = asyncio.Semaphore(MAX_THREADS)
 
     async def read(self, messages: Sequence[Mapping[str, Any]], facts: ModelFacts) -> ReadMedia | None:
-        """None: the model takes text alone, or there is nothing else.
+        """What the conversation has beside text. None: nothing, or the model takes text alone.
 
         Raises InvalidRequestError that names the part."""
         if self._processor is None or not (parts := media_parts(messages)):
@@ -73,7 +73,7 @@ class MediaReader:
 
 
 def parse_limits(given: str) -> dict[str, int]:
-    """`{"image": 2}`, or `image=2,audio=1` as vLLM once had it. Raises ConfigError."""
+    """Limits of each kind from `{"image": 2}`, or `image=2,audio=1` as vLLM once had it. Raises ConfigError."""
     try:
         if given.lstrip().startswith("{"):
             limits = msgspec.json.decode(given, type=dict[str, int])

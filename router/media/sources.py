@@ -19,8 +19,8 @@ MAX_FETCHES = 8  # at a time, of one router process; a guess
 
 
 class MediaSources:
-    """`domains`: hosts that may be fetched from, none by default. A name among them must lead to public addresses: a
-    client could else read what only this machine can reach. An address among them may be any."""
+    """Gets the bytes of parts. `domains`: hosts that may be fetched from, none by default. A name among them must lead
+    to public addresses: a client could else read what only this machine can reach. An address among them may be any."""
 
     def __init__(self, domains: Sequence[str], max_bytes: int, timeout_s: float) -> None:
         self._domains = frozenset(domain.lower() for domain in domains)
@@ -28,7 +28,7 @@ class MediaSources:
         self._slots = asyncio.Semaphore(MAX_FETCHES)
 
     async def bytes_of(self, part: MediaPart) -> bytes:
-        """Raises InvalidRequestError that names the part."""
+        """The bytes that the part's URL names. Raises InvalidRequestError that names the part."""
         scheme = part.url[:5].lower()
         if scheme == "data:":
             return _inline(part)

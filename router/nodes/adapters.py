@@ -55,7 +55,8 @@ def parse_modules(options: LoraOptions) -> dict[str, str]:
 
 
 class ServedAdapters:
-    """`tell` sends a node a message, if it is connected; `nodes` are those that are."""
+    """The adapters that clients may name. `tell` sends a node a message, if it is connected; `nodes` are those that
+    are."""
 
     def __init__(
         self,

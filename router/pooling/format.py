@@ -76,7 +76,7 @@ def _vector(values: bytes, body: EmbeddingsBody) -> str | list[float]:
 
 
 def _cut(vector: npt.NDArray[np.float32], size: int) -> npt.NDArray[np.float32]:
-    """The first `size` entries (Matryoshka). Vectors of length 1 have that length again."""
+    """The first `size` entries (Matryoshka). Vectors of length 1 are scaled to that length again."""
     had_length_1 = abs(float(np.linalg.norm(vector)) - 1) < LENGTH_ERROR
     vector = vector[:size]
     return vector / max(np.linalg.norm(vector), np.float32(1e-12)) if had_length_1 else vector

@@ -30,8 +30,8 @@ SEEN_BY_ALL: dict[str, Mode] = {
 
 
 class RouterMetrics:
-    """One per process. `views` yields the connected nodes, `figures` what this process counts elsewhere, shown as
-    gauges."""
+    """What /metrics shows; one per process. `views` yields the connected nodes, `figures` what this process counts
+    elsewhere, shown as gauges."""
 
     def __init__(self, views: Callable[[], Iterable[NodeView]], figures: Callable[[], dict[str, float]] = dict) -> None:
         self.registry = registry = CollectorRegistry()

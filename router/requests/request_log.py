@@ -68,7 +68,7 @@ class RequestLog:
         self.is_on, self.num_chars = options.enable_log_requests, options.log_prompt_chars
 
     def write(self, exchange: HttpExchange, status: int) -> None:
-        """`status`: the answer's, or what it would have been for a client that left."""
+        """Writes the line of an exchange. `status`: the answer's, or what it would have been for a client that left."""
         if not self.is_on:
             return
         said, caller = exchange.said, None if exchange.permit is None else exchange.permit.caller

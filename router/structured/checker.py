@@ -16,7 +16,8 @@ from tandem.router.structured.parts import Part
 
 
 class GrammarChecker:
-    """One per process, on its event loop; what takes long runs on a thread."""
+    """Compiles grammars before a request is taken; one per process, on its event loop. What takes long runs on a
+    thread."""
 
     def __init__(self, folder: Path) -> None:
         self._grammars = Grammars(folder)

@@ -79,14 +79,14 @@ SAYS_NOTHING = (b"null", b"false", b'""', b"[]")  # by which clients say that th
 
 
 class BodyReader:
-    """One per process, on one thread."""
+    """Decodes bodies, and names each unknown field in the log once. One per process, on one thread."""
 
     def __init__(self, is_strict: bool = False) -> None:
         self._is_strict = is_strict
         self._named: set[str] = set()
 
     def read(self, kind: type[Body], raw: bytes) -> Body:
-        """Raises InvalidRequestError; `param` names the field."""
+        """The body as a structure. Raises InvalidRequestError; `param` names the field."""
         try:
             return parse_body(kind, raw)
         except UnknownFieldError:  # a second look is for bodies that have one

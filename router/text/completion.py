@@ -275,7 +275,8 @@ def _check_token_ids(token_ids: list[int], vocab_size: int, param: str) -> None:
 def _max_tokens(
     body: CompletionBody, num_prompt_tokens: int, longest: int, default: int, what: str = "the prompt has"
 ) -> int:
-    """`longest`: of the prompt and output together. Raises InvalidRequestError when the wanted output doesn't fit."""
+    """The most tokens to make. `longest`: tokens of prompt and output together. Raises InvalidRequestError when what is
+    wanted doesn't fit."""
     room = longest - num_prompt_tokens
     wanted = body.max_tokens
     if wanted is None:

@@ -186,7 +186,7 @@ _decode_id_lists = msgspec.json.Decoder(list[list[TokenId]]).decode
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
-    """Raises InvalidRequestError; `param` names the field when the fault lies in one."""
+    """The body as a structure. Raises InvalidRequestError; `param` names the field when the fault lies in one."""
     parsed = decode(kind, body)
     if isinstance(parsed, CompletionBody):
         if parsed.max_completion_tokens is not None:

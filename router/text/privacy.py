@@ -14,7 +14,7 @@ from tandem.router.text.tokenizer import Tokenizer
 
 
 class Privacy:
-    """`public_prefixes`: texts or token ids that any tenant's prompt may begin with and share the KV of."""
+    """Decides with whom a prompt's KV is shared. `public_prefixes`: texts or token ids whose KV all tenants share."""
 
     def __init__(self, tokenizer: Tokenizer, public_prefixes: Sequence[str | Sequence[int]]) -> None:
         prefixes = [tokenizer.encode(prefix) if isinstance(prefix, str) else prefix for prefix in public_prefixes]

@@ -27,7 +27,8 @@ class PromptEncoder:
     async def encode(
         self, prompts: Prompts, num_bytes: int, facts: ModelFacts, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """`num_bytes`: of the body that held them. Raises InvalidRequestError as `tokenize_prompts` does."""
+        """The token ids of each prompt. `num_bytes`: the length of the body that held them. Raises InvalidRequestError
+        as `tokenize_prompts` does."""
         size = 0
         if isinstance(prompts[0], str):  # of a text that is far too long only this much is tokenized
             size = min(num_bytes, len(prompts) * CHARS_PER_TOKEN * facts.max_model_len)

@@ -43,7 +43,7 @@ class OwnHeads(NamedTuple):
         return cls(num_heads, num_kv_heads, queries, slice(first, first + kv))
 
     def out_of(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[1, heads, T, D] each."""
+        """Queries, keys and values of this rank's heads, [1, heads, T, D] each."""
         if query.shape[1] == self.num_heads:
             query = query[:, self.queries]
         if key.shape[1] == self.num_kv_heads:
@@ -70,8 +70,8 @@ class AttentionCall(NamedTuple):
 
 
 class QueryScale(NamedTuple):
-    """Queries at later positions are longer: Llama 4's "temperature tuning", which its own module would do by the place
-    in the packed row instead of the position."""
+    """Makes queries at later positions longer: Llama 4's "temperature tuning", which its own module would do by the
+    place in the packed row instead of the position."""
 
     every: float  # positions
     by: float

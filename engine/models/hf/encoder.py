@@ -28,7 +28,7 @@ PROJECTIONS = ("k_proj", "v_proj", "k", "v")  # what transformers' modules call 
 
 
 class HFEncoder:
-    """One per model, on the model's device. Keeps nothing between calls."""
+    """A model's encoder with the projections of its cross attention. Keeps nothing between calls."""
 
     def __init__(self, model: PreTrainedModel, decoder: PreTrainedModel, facts: EncoderFacts) -> None:
         self._encoder: Any = model.get_encoder()

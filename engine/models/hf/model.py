@@ -46,7 +46,8 @@ class _DecoderStub(nn.Module):
 
 
 class HFModel(nn.Module):
-    """`causal`: a ...ForCausalLM or ...ForConditionalGeneration of transformers, loaded, on its device.
+    """A model as the runner calls it. `causal`: a ...ForCausalLM or ...ForConditionalGeneration of transformers,
+    loaded, on its device.
 
     Shape legend: T tokens, N rows, E hidden size, V logits.
     """

@@ -93,7 +93,7 @@ class TowerEncoder:
 
     @torch.inference_mode()
     def encode(self, item: MediaItem) -> torch.Tensor:
-        """[length, E]. Raises EncodeError, OutOfMemoryError."""
+        """Embeddings of the item's span, [length, E]. Raises EncodeError, OutOfMemoryError."""
         base: nn.Module = self._causal.base_model
         try:
             return base(**self.arguments(item.arrays()), use_cache=False).last_hidden_state[0]
@@ -103,7 +103,7 @@ class TowerEncoder:
             raise EncodeError(f"the {item.kind} can't be encoded: {type(error).__name__}: {error}") from error
 
     def positions(self, item: MediaItem) -> np.ndarray:
-        """int64 [3, length]. Raises EncodeError."""
+        """Positions of the span's tokens, int64 [3, length]. Raises EncodeError."""
         arrays = item.arrays()
         arguments = {name: torch.from_numpy(arrays[name].copy()) for name in arrays if arrays[name].dtype == np.int64}
         try:
@@ -114,6 +114,6 @@ class TowerEncoder:
         return positions
 
     def arguments(self, arrays: Arrays) -> dict[str, torch.Tensor]:
-        """The same on the device, floats in the model's dtype."""
+        """The item's tensors on the device, floats in the model's dtype."""
         tensors = {name: torch.from_numpy(array.copy()).to(self._device) for name, array in arrays.items()}
         return {name: each.to(self._dtype) if each.is_floating_point() else each for name, each in tensors.items()}

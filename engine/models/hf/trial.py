@@ -42,7 +42,7 @@ class _Prompt:
 @torch.inference_mode()
 def check_against_own_attention(model: HFModel, device: torch.device, dtype: torch.dtype) -> None:
     """Computes two sequences in one row, in two steps over scattered blocks, and each one alone by transformers' eager
-    attention. In the first stands an item, if the model takes such. Raises CheckpointError when they differ: then the
+    attention. The first has an item in it, if the model takes any. Raises CheckpointError when they differ: then the
     model does something that we don't know of."""
     generator = torch.Generator().manual_seed(7)
     embedding: Any = model.decoder.get_input_embeddings()

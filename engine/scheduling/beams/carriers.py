@@ -66,7 +66,7 @@ class BeamCarriers:
 
     def _fork(self, parent: Request, beam: Beam, index: int) -> None:
         """Makes a sequence that shares the parent's blocks. Where the parent has none, or none is left for the copy of
-        the last one, it computes all again, from what is cached by then."""
+        the last one, it computes everything again, but for what is cached by then."""
         child = self._state.make_child(parent, parent.sample_indices)
         is_forked = bool(parent.block_ids) and self._state.kv.fork(parent, child, parent.num_computed_tokens)
         child.begin_behind(parent, beam.token_id, index, parent.num_computed_tokens if is_forked else 0)

@@ -34,8 +34,8 @@ def copy_blocks_kernel(
 
 
 def copy_blocks(pool: torch.Tensor, src_ids: Sequence[int], dst_ids: Sequence[int], num_tokens: Sequence[int]) -> None:
-    """pool [num_blocks, heads, layers, 2, S, D], each block contiguous. The caller checks that no destination is a
-    source or repeats. Raises ValueError when blocks are not contiguous."""
+    """Copies the first tokens of blocks within pool [num_blocks, heads, layers, 2, S, D]. The caller checks that no
+    destination is a source or repeats. Raises ValueError when blocks are not contiguous."""
     if not src_ids:
         return
     if not pool[0].is_contiguous():
