@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -29,18 +28,14 @@ from tandem.engine.contracts.errors import ConfigError, HandshakeError
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.model_folder import resolve_model
 from tandem.engine.contracts.security import load_cluster_keys
-from tandem.engine.contracts.wire.adapters import LoadAdapter
 from tandem.engine.contracts.wire.connection import WIRE_VERSION, Hello
 from tandem.engine.contracts.wire.parts import Message, NodeInfo
-from tandem.engine.contracts.wire.profile import StartProfile, StopProfile
-from tandem.engine.contracts.wire.requests import Submit
 from tandem.engine.media.slots import MediaSlots
 from tandem.engine.pooling.config import read_pooling_config
 from tandem.engine.process.launcher_pipe import LauncherPipe
 from tandem.engine.process.process_log import start_log
 from tandem.engine.process.process_name import name_process
 from tandem.engine.process.watched import end_process, end_with_any_thread
-from tandem.engine.process.workshop import Workshop
 from tandem.engine.running.decode_graphs import REPLAYED_TOKENS
 from tandem.engine.running.runner import ModelRunner
 from tandem.engine.running.step_measure import measure_step_times
@@ -61,7 +56,7 @@ from tandem.kv_connector.transports.node_transports import NodeTransports
 from tandem.node.carry_out import Effects, is_urgent
 from tandem.node.context import NodeContext, make_clock
 from tandem.node.control.board import LoopBoard
-from tandem.node.control.events import ControlEvent, Found, PeerLost, Received
+from tandem.node.control.delivery import Delivery
 from tandem.node.control.outgoing import Outgoing
 from tandem.node.control.plane import ControlPlane
 from tandem.node.control.sockets import ControlSockets, advertised
@@ -146,7 +141,8 @@ class NodeProcess:
         self.transfer = self._make_transfer(memory)
         self.worker = self._make_worker()
         self.grammars = Grammars(self.loaded.folder, self.loaded.config.vocab_size, self.loaded.config.eos_token_ids)
-        self._grammar_workshop, self._adapter_workshop = Workshop("tandem-grammars"), Workshop("tandem-adapters")
+        adapters = None if self.loaded.adapters is None else self.loaded.adapters.store
+        self._delivery = Delivery(self._inbox.put, self.grammars, adapters, self._hear)
         self.media = self._make_media()
         self.runner = self._make_runner(memory)
         self.control = self._make_control(sockets)
@@ -259,7 +255,7 @@ class NodeProcess:
             self.options.timeouts,
             self._outgoing,
             self._board,
-            deliver=self._deliver,
+            deliver=self._delivery.deliver,
             check_peer=self._check_peer,
             on_beat=self.launcher.beat,
         )
@@ -366,37 +362,10 @@ class NodeProcess:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    def _deliver(self, event: ControlEvent) -> None:
-        message = event.message if isinstance(event, Received) else None
-        if self.trace is not None and message is not None:
+    def _hear(self, message: Message) -> None:
+        if self.trace is not None:
             self.trace.message("received", message)
         self.transfer.hear(message)
-        if isinstance(event, Received) and isinstance(event.message, StartProfile | StopProfile):
-            self._inbox.put(ProfileAsked(event.sender, event.message))
-            return
-        found = Found()
-        find_adapter = self._finder(message, found)
-        if find_adapter is not None and isinstance(event, Received):
-            event = replace(event, adapter=found)
-        grammar = message.sampling.grammar if isinstance(message, Submit) else ""
-        prepare_grammar = partial(self.grammars.prepare, grammar) if grammar and grammar not in self.grammars else None
-        if not (grammar or find_adapter or (isinstance(event, PeerLost) and event.info.role == "router")):
-            self._inbox.put(event)
-            return
-        # The loss of a router comes behind what it asked for.
-        behind_grammars = partial(self._grammar_workshop.prepare, prepare_grammar, partial(self._inbox.put, event))
-        self._adapter_workshop.prepare(find_adapter, behind_grammars)
-
-    def _finder(self, message: Message | None, found: Found) -> Callable[[], None] | None:
-        """What finds the adapter that a message names; None: it names none, or none can be served here."""
-        adapters = self.loaded.adapters
-        if adapters is None:
-            return None
-        if isinstance(message, LoadAdapter):
-            return partial(found.look, partial(adapters.store.read, message.path))
-        if isinstance(message, Submit) and message.adapter is not None:
-            return partial(found.look, partial(adapters.store.get, message.adapter))
-        return None
 
     def _after_turn(self) -> None:
         self._effects.apply()
@@ -414,8 +383,7 @@ class NodeProcess:
             if self.publisher is not None:
                 self.publisher.close()
             self.control.stop()
-            self._adapter_workshop.stop()
-            self._grammar_workshop.stop()
+            self._delivery.close()
             self.transfer.stop(2.0)
             if self.trace is not None:
                 self.trace.flush()

@@ -145,7 +145,7 @@ class TransferWorker:
             self._book.end(job.grant_id)
         self._jobs.put((job, (written or self._newest_step_done) if waits else None))
 
-    def hear(self, message: Message | None) -> None:
+    def hear(self, message: Message) -> None:
         """Takes a message of the control connection ahead of the step loop, which may be busy with a launch."""
         if isinstance(message, KVReady):
             self.submit(SumArrived(message))
