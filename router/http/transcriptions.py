@@ -18,12 +18,12 @@ from tandem.router.audio.body import TranscriptionBody, read_fields
 from tandem.router.audio.features import FeatureExtractor
 from tandem.router.audio.format import Heard, TranscriptFormat
 from tandem.router.audio.multipart import parse_form
-from tandem.router.audio.sounds import decode_sound
 from tandem.router.audio.whisper import Task, WhisperTokens
 from tandem.router.http.asked import Asked, AskReader
 from tandem.router.http.listeners import Collector
 from tandem.router.requests.service import CompletionService
 from tandem.router.text.completion import ModelFacts, check_model, check_task
+from tandem.router.text.samples import BadSoundError, decoded
 
 TRANSCRIPTS: dict[str, Task] = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
 MAX_SECONDS = 30 * 60.0  # of one sound: some 60 MB of what encoders hear; a guess
@@ -71,7 +71,10 @@ async def _facts(service: CompletionService, body: TranscriptionBody) -> ModelFa
 def _heard(file: bytes, extractor: FeatureExtractor, facts: ModelFacts) -> tuple[list[MediaItem], tuple[float, ...]]:
     """(the encoder's inputs, seconds of each). Raises InvalidRequestError."""
     assert facts.encoder is not None
-    samples = decode_sound(file, extractor.sampling_rate, MAX_SECONDS)
+    try:
+        samples = decoded(file, extractor.sampling_rate, MAX_SECONDS)
+    except BadSoundError as error:
+        raise InvalidRequestError(f"the sound can't be taken: {error}", param="file") from error
     windows = extractor.windows(samples)
     items = [
         encoder_input(facts.encoder.max_positions, {"input_features": extractor.features(window)}) for window in windows

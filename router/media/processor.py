@@ -15,8 +15,8 @@ from tandem.engine.contracts.generation_config import read_json_object
 from tandem.engine.contracts.wire.media import MIN_SPAN, MediaItem
 from tandem.router.media.images import decode_image
 from tandem.router.media.parts import MediaPart, MediaType
-from tandem.router.media.sounds import decode_sound
 from tandem.router.media.sources import refused
+from tandem.router.text.samples import BadSoundError, decoded
 from tandem.router.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -89,13 +89,15 @@ class MediaProcessor:
             if part.kind == "image":
                 arrays = dict(own(images=[decode_image(part, data, max_pixels)], return_tensors="np"))
             else:
-                sound = decode_sound(part, data, own.sampling_rate, max_audio_s)
+                sound = decoded(data, own.sampling_rate, max_audio_s)
                 # The processor takes only the beginning of a sound that is longer than the model hears at once.
                 asked = {"padding": "max_length", "return_attention_mask": True, "return_tensors": "np"}
                 arrays = dict(own([sound], sampling_rate=own.sampling_rate, **asked))
                 arrays["feature_attention_mask"] = arrays.pop("attention_mask")
         except InvalidRequestError:
             raise
+        except BadSoundError as error:
+            raise refused(part, str(error)) from None
         except Exception as error:  # whatever a processor says to an image that it can't cut into patches
             raise refused(part, f"the model's processor can't take it: {error}") from None
         arrays = {name: _as_sent(np.asarray(array)) for name, array in arrays.items()}

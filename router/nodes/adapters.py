@@ -6,11 +6,9 @@ nodes (`AdapterTable`), and goes before it.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from tandem.engine.contracts.config import LoraOptions
 from tandem.engine.contracts.errors import AdapterError, ConfigError, ModelNotFoundError, UnavailableError
@@ -18,24 +16,11 @@ from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.adapter_table import AdapterTable, ref_of
 from tandem.engine.contracts.wire.adapters import AdapterEntry, AdapterLoaded, Adapters, LoadAdapter
 from tandem.engine.contracts.wire.parts import AdapterRef
+from tandem.router.nodes.answers import NodeAnswers
 
 logger = logging.getLogger(__name__)
 
 LISTED = 0  # the stamp of questions about what --lora-modules lists
-
-
-@dataclass(eq=False)
-class _Loading:
-    """One adapter that nodes have been asked for, until each has answered or is lost."""
-
-    awaited: set[NodeKey]
-    answers: dict[NodeKey, AdapterLoaded] = field(default_factory=dict)
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def leave(self, node: NodeKey) -> None:
-        self.awaited.discard(node)
-        if not self.awaited:
-            self.ended.set()
 
 
 def parse_modules(options: LoraOptions) -> dict[str, str]:
@@ -55,13 +40,13 @@ def parse_modules(options: LoraOptions) -> dict[str, str]:
 
 
 class ServedAdapters:
-    """The adapters that clients may name. `tell` sends a node a message, if it is connected; `nodes` are those that
-    are."""
+    """The adapters that clients may name. `tell` sends a node a message; False: it is not connected. `nodes` are those
+    that are."""
 
     def __init__(
         self,
         options: LoraOptions,
-        tell: Callable[[NodeKey, LoadAdapter | Adapters], object],
+        tell: Callable[[NodeKey, LoadAdapter | Adapters], bool],
         nodes: Callable[[], Sequence[NodeKey]],
     ) -> None:
         self._listed = parse_modules(options)
@@ -69,7 +54,7 @@ class ServedAdapters:
         self._digests: dict[str, bytes] = {}  # of listed folders, by path, as the first node read them
         self._problems: dict[str, str] = {}  # why a listed folder can't be served, by path
         self._table = AdapterTable()
-        self._loading: dict[int, _Loading] = {}  # by stamp
+        self._loaded: NodeAnswers[AdapterLoaded] = NodeAnswers()  # by stamp
 
     # --- what is there ----------------------------------------------------------------------------------------
 
@@ -107,17 +92,12 @@ class ServedAdapters:
         if not nodes:
             raise UnavailableError("no node is connected yet")
         stamp = self._table.next_stamp(name, time.time_ns())
-        loading = self._loading[stamp] = _Loading(set(nodes))
-        try:
-            for node in nodes:
-                self._tell(node, LoadAdapter(path=path, stamp=stamp))
-            await asyncio.wait_for(loading.ended.wait(), within_s)
-        except TimeoutError:
-            silent = ", ".join(sorted(node.node_id for node in loading.awaited))
-            raise UnavailableError(f"{silent} did not answer; {name!r} is not served") from None
-        finally:
-            del self._loading[stamp]
-        self._learn(AdapterEntry(name, stamp, path, _agreed(name, loading.answers)))
+        question = LoadAdapter(path=path, stamp=stamp)
+        answers = await self._loaded.gather(nodes, stamp, lambda node: self._tell(node, question), within_s)
+        if silent := sorted(node.node_id for node in nodes if node not in answers):
+            raise UnavailableError(f"{', '.join(silent)} did not answer; {name!r} is not served")
+        known = {node: answer for node, answer in answers.items() if answer is not None}
+        self._learn(AdapterEntry(name, stamp, path, _agreed(name, known)))
 
     def unload(self, name: str) -> None:
         """Serves it no longer; what runs with it finishes. Raises ModelNotFoundError."""
@@ -140,18 +120,15 @@ class ServedAdapters:
             self._tell(node, LoadAdapter(path=path, stamp=LISTED))
 
     def node_lost(self, node: NodeKey) -> None:
-        for loading in list(self._loading.values()):
-            loading.leave(node)
+        self._loaded.lost(node)
 
     def on_names(self, message: Adapters) -> None:
         self._table.merge(message.entries)
 
     def on_loaded(self, node: NodeKey, message: AdapterLoaded) -> None:
-        loading = self._loading.get(message.stamp)
-        if loading is not None and node in loading.awaited:
-            loading.answers[node] = message
-            loading.leave(node)
-        elif message.stamp == LISTED and message.problem:
+        if self._loaded.settle(node, message.stamp, message):
+            return
+        if message.stamp == LISTED and message.problem:
             logger.error("%s can't serve a listed adapter: %s", node.node_id, message.problem)
             self._problems[message.path] = message.problem
         elif message.stamp == LISTED and self._digests.setdefault(message.path, message.digest) != message.digest:

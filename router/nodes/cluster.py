@@ -23,10 +23,10 @@ from tandem.engine.contracts.wire.profile import Profiled
 from tandem.engine.contracts.wire.requests import RequestFailed
 from tandem.engine.process.process_log import RateLimited
 from tandem.router.nodes.adapters import ServedAdapters
+from tandem.router.nodes.answers import NodeAnswers
 from tandem.router.nodes.discovery import NodeDiscovery
 from tandem.router.nodes.link import AboutAdapters, NodeLink, RequestMessage, Verb
 from tandem.router.nodes.node_socket import new_context
-from tandem.router.nodes.profiles import ProfileAnswers
 from tandem.router.placing.placement import Placement, PlacementRequest, find_placement, offers
 from tandem.router.placing.policies import Choice, make_policy
 from tandem.router.placing.readiness import describe, difference, missing_roles, other_tokenizer
@@ -79,7 +79,7 @@ class Cluster:
         self._policy = make_policy(options.placement, seed=hello.epoch)
         self.identity: ModelIdentity | None = None
         self.facts: ModelFacts | None = None
-        self.profiles = ProfileAnswers()
+        self.profiles: NodeAnswers[Profiled] = NodeAnswers()
         self._listener: ClusterListener  # from `start` on
 
     # --- membership -------------------------------------------------------------------------------------------
@@ -264,8 +264,8 @@ class Cluster:
         link.send(message, now)
         return True
 
-    def _say(self, key: NodeKey, message: LoadAdapter | Adapters) -> None:
-        self.send(key, message, time.monotonic())
+    def _say(self, key: NodeKey, message: LoadAdapter | Adapters) -> bool:
+        return self.send(key, message, time.monotonic())
 
     # --- LinkListener -----------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class Cluster:
         if rest and not self.serving():
             self._serve(rest[0].info)
         self._update_facts(self.serving())
-        self.profiles.lost(view.key, reason)
+        self.profiles.lost(view.key)
         self._listener.on_lost(view.key, reason)
 
     def node_message(self, key: NodeKey, message: RequestMessage) -> None:
@@ -313,7 +313,7 @@ class Cluster:
         self._listener.on_message(key, message)
 
     def node_profiled(self, key: NodeKey, message: Profiled) -> None:
-        self.profiles.answered(key, message)
+        self.profiles.settle(key, message.ask, message)
 
     def node_has_adapters(self, key: NodeKey, message: AboutAdapters) -> None:
         if isinstance(message, AdapterLoaded):

@@ -58,9 +58,10 @@ async def _ask_all(
     ask = secrets.token_hex(8)
     message, keys = make(ask), [info.key for info in nodes if info.task == "generate"]
     found = await cluster.profiles.gather(keys, ask, lambda key: cluster.send(key, message, time.monotonic()), wait_s)
-    answers = dict(zip(keys, found, strict=True))
+    answers = {key: found.get(key, Profiled(ask=ask, error=f"no answer within {wait_s:g} s")) for key in keys}
     unfit = Profiled(ask=ask, error="a model that pools has no steps to profile")
-    shown = [_shown(info.node_id, info.role, answers.get(info.key, unfit)) for info in nodes]
+    lost = Profiled(ask=ask, error="the node is lost")
+    shown = [_shown(info.node_id, info.role, answers.get(info.key, unfit) or lost) for info in nodes]
     return Response(msgspec.json.encode({"nodes": shown}), media_type="application/json")
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import wave
-
 import numpy as np
 import pytest
 
@@ -12,28 +9,7 @@ from tandem.engine.contracts.errors import InvalidRequestError
 from tandem.router.audio.body import read_fields
 from tandem.router.audio.features import FeatureExtractor
 from tandem.router.audio.multipart import parse_form
-from tandem.router.audio.sounds import decode_sound
 from tandem.router.text.body_reader import BodyReader
-
-
-def wave_file(samples: np.ndarray, rate: int = 16_000, width: int = 2, channels: int = 1) -> bytes:
-    """A PCM wave of samples in [-1, 1], the same in all channels."""
-    scaled = np.repeat(np.round(samples * (2 ** (8 * width - 1) - 1)).astype(np.int64), channels)
-    if width == 1:
-        raw = (scaled + 128).astype(np.uint8).tobytes()
-    else:
-        raw = scaled.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
-    file = io.BytesIO()
-    with wave.open(file, "wb") as writer:
-        writer.setnchannels(channels)
-        writer.setsampwidth(width)
-        writer.setframerate(rate)
-        writer.writeframes(raw)
-    return file.getvalue()
-
-
-def tone(rate: int, seconds: float = 0.5) -> np.ndarray:
-    return 0.5 * np.sin(2 * np.pi * 440 * np.arange(int(rate * seconds)) / rate)
 
 
 def form(*parts: tuple[str, bytes, str]) -> bytes:
@@ -43,14 +19,6 @@ def form(*parts: tuple[str, bytes, str]) -> bytes:
         more = f'; filename="{filename}"' if filename else ""
         body += f'--xyz\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + data + b"\r\n"
     return body + b"--xyz--\r\n"
-
-
-@pytest.mark.parametrize(("width", "channels", "rate"), [(1, 1, 16_000), (2, 2, 16_000), (3, 1, 44_100), (4, 2, 8_000)])
-def test_waves_of_every_width_and_rate_sound_alike(width: int, channels: int, rate: int) -> None:
-    found = decode_sound(wave_file(tone(rate), rate, width, channels), 16_000, 10.0)
-    inner = slice(800, -800)  # a spectrum rings at the ends
-    assert found.dtype == np.float32
-    assert np.abs(found - tone(16_000))[inner].max() < 0.02
 
 
 @pytest.mark.parametrize("options", [{}, {"feature_size": 128}, {"feature_size": 16, "chunk_length": 1}])
@@ -71,22 +39,6 @@ def test_long_sounds_are_cut_where_they_are_quiet() -> None:
     assert np.array_equal(np.concatenate(windows), samples)
     assert all(0 < len(window) <= 16_000 for window in windows)
     assert 12_000 <= len(windows[0]) <= 14_000
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"", "can't be read|no PCM wave"),
-        (b"not a sound", "can't be read|no PCM wave"),
-        (b"RIFF\x00\x00\x00\x00WAVEfmt ", "can't be read|no PCM wave"),
-        (wave_file(np.zeros(100))[:30], "can't be read|no PCM wave"),
-        (wave_file(np.zeros(0)), "holds no sound"),
-        (wave_file(np.zeros(16_000 * 3)), "takes 3 s; at most 2 s"),
-    ],
-)
-def test_what_is_no_sound_is_refused(data: bytes, why: str) -> None:
-    with pytest.raises(InvalidRequestError, match=why):
-        decode_sound(data, 16_000, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import wave
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 
@@ -17,80 +13,10 @@ from tandem.router.chat.template import ChatTemplate
 from tandem.router.media import reader
 from tandem.router.media.parts import MediaPart, ReadMedia, expanded, media_parts
 from tandem.router.media.reader import parse_limits
-from tandem.router.media.sounds import decode_sound
 from tandem.router.text.completion import ModelFacts, with_placeholders
-from tandem.router.text.samples import resampled
 
 PART = MediaPart("messages[0].content[0]", "audio", "data:,")
 PLACEHOLDER = 7
-
-
-def wav_of(samples: np.ndarray, rate: int = 8000) -> bytes:
-    """int16 [num_samples, channels]"""
-    with wave.open(out := io.BytesIO(), "wb") as file:
-        file.setnchannels(samples.shape[1])
-        file.setsampwidth(samples.dtype.itemsize)
-        file.setframerate(rate)
-        file.writeframes(samples.tobytes())
-    return out.getvalue()
-
-
-def tone(hertz: float, rate: int, seconds: float = 0.1) -> np.ndarray:
-    return np.sin(2 * np.pi * hertz * np.arange(int(rate * seconds)) / rate).astype(np.float32)
-
-
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_sounds_of_every_width_are_the_mean_of_their_channels(width: int) -> None:
-    left, right = tone(440, 8000), tone(1000, 8000)
-    both = np.stack([left, right], axis=1) * 0.9
-    kinds = {1: ("u1", 127, 128), 2: ("<i2", 32767, 0), 4: ("<i4", 2**31 - 200, 0)}
-    kind, scale, zero = kinds[width]
-    found = decode_sound(PART, wav_of((both * scale + zero).astype(kind)), 8000, 1.0)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, both.mean(axis=1), atol=0.02 if width == 1 else 1e-3)
-
-
-def test_resampling_keeps_a_tone():
-    for rate in (8000, 16000, 44100, 48000):
-        np.testing.assert_allclose(resampled(tone(400, rate), rate, 16000), tone(400, 16000), atol=0.01)
-
-
-WAV = wav_of((tone(440, 8000)[:, None] * 9999).astype("<i2"))
-
-
-@pytest.mark.parametrize(
-    ("data", "why"),
-    [
-        (b"", "decoded|formats"),
-        (WAV[:20], "decoded|formats"),
-        (WAV[:44], "no samples"),
-        (WAV[:8] + b"AIFF" + WAV[12:], "decoded|formats"),
-        (WAV[:24] + bytes(4) + WAV[28:], "longer|decoded"),  # no samples a second
-        (WAV[:22] + bytes(2) + WAV[24:], "decoded"),  # no channels
-        (b"ID3" + bytes(200), "decoded|formats"),
-        (wav_of(np.zeros((20_000, 1), "<i2"), 8000), "longer than 1 s"),
-    ],
-)
-def test_what_is_no_sound_is_refused_by_its_place(data: bytes, why: str) -> None:
-    with pytest.raises(InvalidRequestError, match=why) as caught:
-        decode_sound(PART, data, 16000, 1.0)
-    assert "messages[0].content[0]" in caught.value.message
-
-
-def test_a_wave_file_cut_short_is_as_long_as_what_came():
-    assert len(decode_sound(PART, WAV[:-101], 8000, 1.0)) == 800 - 51
-
-
-@pytest.mark.skipif(find_spec("soundfile") is None, reason="without soundfile only WAV is read")
-def test_other_formats_are_read_by_soundfile():
-    import soundfile
-
-    for form in ("FLAC", "OGG", "WAV"):
-        options = {"subtype": "FLOAT"} if form == "WAV" else {}
-        soundfile.write(out := io.BytesIO(), tone(440, 8000), 8000, format=form, **options)
-        assert abs(len(decode_sound(PART, out.getvalue(), 16000, 1.0)) - 1600) < 40
-        with pytest.raises(InvalidRequestError, match="longer"):
-            decode_sound(PART, out.getvalue(), 16000, 0.05)
 
 
 def item(seed: int, length: int) -> MediaItem:

@@ -39,7 +39,7 @@ class World:
             for desk in self.desks.values():
                 desk.router_up(router)
 
-    def to_node(self, router: NodeKey, node: NodeKey, message: LoadAdapter | Adapters) -> None:
+    def to_node(self, router: NodeKey, node: NodeKey, message: LoadAdapter | Adapters) -> bool:
         desk = self.desks[node]
         if isinstance(message, LoadAdapter):
             if (answer := self.answers[node]) is not None:
@@ -50,6 +50,7 @@ class World:
             for to, told in desk.drain_outbox():
                 assert isinstance(told, Adapters)
                 self.routers[to].on_names(told)
+        return True
 
 
 def load(world: World, name: str = "x", within_s: float = 20.0) -> None:
