@@ -14,7 +14,7 @@ from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.layouts.geometry import copy_blocks
 from tandem.kv_connector.transports.base import OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.grants import GrantTable
-from tandem.kv_connector.transports.pool_channel import PoolChannel
+from tandem.kv_connector.transports.pool_channel import OpenChannels, PoolChannel
 
 _registered: dict[NodeKey, LocalTransport] = {}
 _registered_lock = threading.Lock()
@@ -29,8 +29,7 @@ class LocalTransport:
     def __init__(self) -> None:
         self.grants = GrantTable()
         self.pool: RegisteredPool | None = None
-        self._lock = threading.Lock()
-        self._channels: list[LocalChannel] = []
+        self._channels = OpenChannels()
 
     def is_usable(self, device: torch.device) -> tuple[bool, str]:
         return True, ""
@@ -54,11 +53,7 @@ class LocalTransport:
         if sink is None:
             raise PeerLostError(f"{peer.node_id} epoch {peer.epoch:#x} has no pool in this process")
         channel = LocalChannel(self.pool, sink, on_lost)
-        with self._lock:
-            older = [each for each in self._channels if each.peer.node_id == peer.node_id]
-            self._channels = [each for each in self._channels if each.peer.node_id != peer.node_id] + [channel]
-        for each in older:
-            each.close()
+        self._channels.add(peer, channel)
         return channel
 
     def admit(self, peer: NodeInfo) -> None:
@@ -83,10 +78,7 @@ class LocalTransport:
         if self.pool is not None:
             with _registered_lock:
                 _registered.pop(self.pool.node, None)
-        with self._lock:
-            channels, self._channels = self._channels, []
-        for channel in channels:
-            channel.close()
+        self._channels.close()
 
 
 class LocalChannel(PoolChannel):

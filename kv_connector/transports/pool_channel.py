@@ -10,6 +10,7 @@ import torch
 from tandem.engine.contracts.errors import PeerLostError
 from tandem.engine.contracts.keys import NodeKey
 from tandem.engine.contracts.wire.handoff import KVGrant
+from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, OnLost, RegisteredPool, Write
 
 
@@ -69,3 +70,24 @@ class PoolChannel(ABC):
             raise PeerLostError(
                 f"{self.peer.node_id} epoch {self.peer.epoch:#x} can't be written to: {self._end_reason}"
             )
+
+
+class OpenChannels:
+    """A transport's channels, one for each sink's node: one to a newer epoch ends the older. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by_node: dict[str, PoolChannel] = {}
+
+    def add(self, peer: NodeInfo, channel: PoolChannel) -> None:
+        with self._lock:
+            superseded = self._by_node.get(peer.node_id)
+            self._by_node[peer.node_id] = channel
+        if superseded is not None:
+            superseded.close()
+
+    def close(self) -> None:
+        with self._lock:
+            channels, self._by_node = list(self._by_node.values()), {}
+        for channel in channels:
+            channel.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from split_pair import GREEDY, make_pair
+from split_pair import run_both_ways
 from tensor_parallel_engine import run_in_child
 
 from tandem.engine.contracts.errors import CheckpointError
@@ -45,18 +45,10 @@ def best_tokens(prompt: list[int], output: list[int]) -> list[int]:
 
 
 def test_one_node_and_a_split(folder: Path) -> None:
-    with make_pair("local", model=folder, decode={"num_blocks": 64}, prefill={"num_blocks": 64, "chunk": 64}) as pair:
-        prompts = [random_prompt(length, seed=length) for length in LENGTHS]
-        split = [pair.submit(prompt, GREEDY) for prompt in prompts]
-        alone = [pair.client.submit(f"alone-{len(p)}", p, GREEDY, decode=pair.decode.info) for p in prompts]
-        pair.client.wait()
-        for prompt, *results in zip(prompts, split, alone, strict=True):
-            for result in results:
-                assert result.failed is None, result.failed
-                assert result.output() == best_tokens(prompt, result.output())
-        pair.check_whole()
-    dense = reference_model(tiny_model("llama"))(torch.tensor([[*prompts[-1], *split[-1].output()]])).logits[0]
-    assert dense[len(prompts[-1]) - 1 : -1].argmax(-1).tolist() != split[-1].output(), "the pattern changes nothing"
+    for prompt, output in run_both_ways(folder, LENGTHS):
+        assert output == best_tokens(prompt, output)
+    dense = reference_model(tiny_model("llama"))(torch.tensor([[*prompt, *output]])).logits[0]
+    assert dense[len(prompt) - 1 : -1].argmax(-1).tolist() != output, "the pattern changes nothing"
 
 
 @pytest.mark.slow

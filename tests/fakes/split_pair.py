@@ -12,7 +12,7 @@ import pytest
 from in_process_cluster import Client, Node, Result, node_options
 from tandem.engine.contracts.sampling_params import SamplingParams
 from tandem.kv_connector.transports.links.nixl_agent import nixl_problem
-from tiny_models import tiny_model
+from tiny_models import random_prompt, tiny_model
 
 NIXL = pytest.param("nixl", marks=pytest.mark.skipif(bool(nixl_problem()), reason=nixl_problem()))
 WAYS = ("shm", NIXL, "tcp", "local")
@@ -106,6 +106,21 @@ def make_pair(
         pair.client.close()
         for node in reversed(nodes):
             node.stop()
+
+
+def run_both_ways(model: Path, lengths: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Random prompts of these lengths, each with its greedy output once split over two nodes and once by one."""
+    with make_pair("local", model=model, decode={"num_blocks": 64}, prefill={"num_blocks": 64, "chunk": 64}) as pair:
+        results = []
+        for length in lengths:
+            prompt = random_prompt(length, seed=length)
+            results.append((prompt, pair.submit(prompt, GREEDY)))
+            results.append((prompt, pair.client.submit(f"alone{length}", prompt, GREEDY, decode=pair.decode.info)))
+        pair.client.wait()
+        for _, result in results:
+            assert result.failed is None, result.failed
+        pair.check_whole()
+    return [(prompt, result.output()) for prompt, result in results]
 
 
 @dataclass

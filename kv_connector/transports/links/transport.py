@@ -41,7 +41,7 @@ from tandem.kv_connector.transports.links.tcp_wire import (
     send_frame,
     send_views,
 )
-from tandem.kv_connector.transports.pool_channel import PoolChannel
+from tandem.kv_connector.transports.pool_channel import OpenChannels, PoolChannel
 
 limited = RateLimited(logging.getLogger(__name__))
 _WILDCARDS = ("", "0.0.0.0", "::")
@@ -71,7 +71,7 @@ class LinkTransport(ABC):
         self._host = host
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._channels: dict[str, PoolChannel] = {}  # by sink's node_id: the newest epoch
+        self._channels = OpenChannels()
         self._receivers: dict[LinkReceiver, threading.Thread] = {}
         self._fences: list[tuple[set[LinkReceiver], Future[None]]] = []  # with the receivers each waits for
         self._door: LinkDoor | None = None
@@ -114,11 +114,7 @@ class LinkTransport(ABC):
         except BaseException:
             sock.close()
             raise
-        with self._lock:
-            superseded = self._channels.get(peer.node_id)
-            self._channels[peer.node_id] = channel
-        if superseded is not None:
-            superseded.close()
+        self._channels.add(peer, channel)
         return channel
 
     # --- sink -----------------------------------------------------------------------------------------------
@@ -154,12 +150,10 @@ class LinkTransport(ABC):
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            channels, self._channels = list(self._channels.values()), {}
             receivers = dict(self._receivers)
         if self._door is not None:
             self._door.close()
-        for channel in channels:
-            channel.close()
+        self._channels.close()
         for receiver, thread in receivers.items():
             receiver.drop()
             thread.join()

@@ -25,7 +25,7 @@ from tandem.engine.contracts.wire.handoff import KVGrant
 from tandem.engine.contracts.wire.parts import NodeInfo
 from tandem.kv_connector.transports.base import MAX_WRITE_BYTES, OnLost, RegisteredPool, Write
 from tandem.kv_connector.transports.mapped.processes import ProcessRef, Watch, host_id, process_watcher
-from tandem.kv_connector.transports.pool_channel import PoolChannel
+from tandem.kv_connector.transports.pool_channel import OpenChannels, PoolChannel
 
 
 class MappedExport(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ class MappedTransport(ABC):
         self.pool: RegisteredPool | None = None
         self._host_id = host_id()
         self._lock = threading.Lock()
-        self._channels: dict[str, MappedChannel] = {}  # by sink's node_id: the newest epoch
+        self._channels = OpenChannels()
         self._sources: dict[NodeKey, Watch] = {}  # processes that may write into our pool
 
     @abstractmethod
@@ -126,11 +126,7 @@ class MappedTransport(ABC):
         except PeerLostError:
             channel.close()
             raise
-        with self._lock:
-            superseded = self._channels.get(peer.node_id)
-            self._channels[peer.node_id] = channel
-        if superseded is not None:
-            superseded.close()
+        self._channels.add(peer, channel)
         return channel
 
     def admit(self, peer: NodeInfo) -> None:
@@ -169,10 +165,8 @@ class MappedTransport(ABC):
 
     def close(self) -> None:
         with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
             watches, self._sources = list(self._sources.values()), {}
-        for channel in channels:
-            channel.close()
+        self._channels.close()
         for watch in watches:
             process_watcher().unwatch(watch)
 
