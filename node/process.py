@@ -178,7 +178,7 @@ class NodeProcess:
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        announce(self.info, self.loaded, self.pool.num_blocks, self.launcher)
+        announce(self.info, self.loaded, self.pool.num_blocks, self.options.compile, self.launcher)
         code = self.run()
         if code:
             end_process("the engine failed")

@@ -60,7 +60,7 @@ def describe(
     )
 
 
-def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, launcher: LauncherPipe) -> None:
+def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, is_compiled: bool, launcher: LauncherPipe) -> None:
     """Says that the node serves: in the log and, where one waits for it, down the pipe to the launcher."""
     logger.info(
         "%s serves %s at %s: %d KV blocks of %d tokens on %s, attention by %s",
@@ -70,7 +70,7 @@ def announce(info: NodeInfo, loaded: LoadedModel, num_blocks: int, launcher: Lau
         num_blocks,
         loaded.layout.block_size,
         loaded.device,
-        _attention_backend(loaded),
+        _attention_backend(loaded) + (", the rest by torch.compile" if is_compiled else ""),
     )
     launcher.ready(
         node_id=info.node_id,

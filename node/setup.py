@@ -131,6 +131,8 @@ def load(
     if kept.dtype != dtype:
         _keep_kv_as(model, layout.group)
     adapters = _make_adapters(model, shard or Shard(0, 1), options.lora, dtype, device)
+    if options.compile:
+        model.compile_forward()
     served = served_name(options.model.model, options.model.served_name)
     replays = options.cuda_graphs and device.type == "cuda" and _can_be_captured(model, device, dtype, cache.block_size)
     return LoadedModel(config, model, device, dtype, layout, identity, max_model_len, served, folder, replays, adapters)

@@ -184,6 +184,7 @@ class NodeOptions:
     device_index: Annotated[Count, "which of the visible GPUs"] = 0
     tensor_parallel_size: Annotated[Positive, "GPUs of one node; each holds a share of the weights and KV heads"] = 1
     attention_backend: Annotated[str, "auto: the best that this machine has; or the name of one"] = "auto"
+    compile: Annotated[bool, "have torch.compile make what a model computes between its layers' attention"] = False
     cuda_graphs: Annotated[bool, "replay captured graphs for decode steps"] = True
     transport: Annotated[str, "how KV travels between nodes: auto, local, shm, cuda_ipc, nixl, ucx or tcp"] = "auto"
     redis_url: RedisUrl = ""

@@ -6,14 +6,16 @@ V vocabulary. Projections are merged: QKV into one matrix, gate and up into one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import msgspec
 import torch
 from torch import nn
 
+from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.contracts.model_config import ModelConfig
+from tandem.engine.models.compiled import compiled
 from tandem.engine.models.rope import RotaryEmbedding
 from tandem.engine.parallel.group import TensorParallel
 from tandem.kernels.api.attention import Attention
@@ -24,7 +26,12 @@ from tandem.kernels.products.adapters import AdapterStack, add_adapters
 from tandem.kernels.products.fused_ops import HeadNorms, add_rms_norm, rms_norm, silu_mul
 from tandem.kernels.products.matmul import group_gate_up, linear, linear_silu_mul
 from tandem.kernels.products.matmul_plans import GATE_UP_GROUP
-from tandem.kernels.products.rotary_attention import WantedTokens, rotary_attention, rotary_attention_of_wanted
+from tandem.kernels.products.rotary_attention import (
+    WantedTokens,
+    rotary_attention,
+    rotary_attention_of_wanted,
+    traced_rotary_attention,
+)
 
 
 class Linear(nn.Linear):
@@ -88,7 +95,10 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_TE: torch.Tensor, positions_T: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
         qkv_TC = self.qkv_proj(x_TE)
-        out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
+        if torch.compiler.is_compiling():
+            out = traced_rotary_attention(qkv_TC, positions_T, cos_sin, self.attention, self._head_norms())
+        else:
+            out = rotary_attention(qkv_TC, positions_T, cos_sin, self.layer_name, self._head_norms())
         projected: torch.Tensor = self.o_proj(out)
         return projected
 
@@ -138,7 +148,8 @@ class MLP(nn.Module):
             self.is_grouped = True
 
     def forward(self, x_TE: torch.Tensor) -> torch.Tensor:
-        if self.is_grouped and get_forward_context().adapters is None:
+        takes_adapters = self.gate_up_proj.adapters is not None and get_forward_context().adapters is not None
+        if self.is_grouped and not takes_adapters:
             activated = linear_silu_mul(x_TE, self.gate_up_proj.weight)
         else:
             group = GATE_UP_GROUP if self.is_grouped else 0
@@ -233,6 +244,7 @@ class DecoderModel(nn.Module):
         self.rotary = RotaryEmbedding(config.rope, config.head_dim, config.max_model_len + 2).to(device)
         self.requires_grad_(False)
         self._few_rows_products: tuple[tuple[int, int], ...] = ()
+        self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         blocks = [module for module in self.modules() if isinstance(module, SelfAttention)]
         self.attention_layers: dict[str, Attention] = {block.layer_name: block.attention for block in blocks}
 
@@ -271,6 +283,9 @@ class DecoderModel(nn.Module):
         Attention metadata comes by the forward context. What only the tokens that are not wanted would need is not
         computed: of the last layer that is everything but keys and values.
         """
+        if self._compiled is not None:
+            hidden_TE = self._compiled(input_ids_T, positions_T)
+            return hidden_TE if wanted is None else hidden_TE[wanted.index]
         residual_TE = self.embed_tokens(input_ids_T)
         cos_sin = self.rotary.table()
         if self._takes_few_rows(residual_TE, wanted):
@@ -290,6 +305,21 @@ class DecoderModel(nn.Module):
             x_TE, residual_TE = self.layers[-1](x_TE, residual_TE, positions_T, cos_sin, wanted)
         hidden: torch.Tensor = self.norm(x_TE, residual_TE)
         return hidden
+
+    def compile_forward(self) -> None:
+        """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
+        if self.group is not None or any(isinstance(each, Linear) and each.adapters for each in self.modules()):
+            raise ConfigError("--compile goes neither with --tensor-parallel-size nor --enable-lora: leave one out")
+        self.rotary.table()  # made now, not by what is traced
+        self._compiled = compiled(self._every_token)
+
+    def _every_token(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Normalised hidden states [T, E] of all T tokens, by what torch.compile can trace."""
+        x_TE, residual_TE, cos_sin = None, self.embed_tokens(input_ids_T), self.rotary.table()
+        for layer in self.layers:
+            x_TE, residual_TE = layer(x_TE, residual_TE, positions_T, cos_sin)
+        hidden_TE: torch.Tensor = self.norm(x_TE, residual_TE)
+        return hidden_TE
 
     def _takes_few_rows(self, residual_TE: torch.Tensor, wanted: WantedTokens | None) -> bool:
         """Whether this is a decode step of few rows that the fused products serve. A rank of a group sums with the

@@ -14,8 +14,8 @@ def num_partitions(max_seq_len: int) -> int:
 def choose_paged_attention_version(max_seq_len: int, batch_size: int, num_heads: int, max_num_partitions: int) -> str:
     """V1 (one pass) where nothing can be split and for large batches of short rows, else V2 (split, merge).
 
-    Tuned on an H200 with 32 query and 8 KV heads of 128: V1 wins 3 to 5 % at 64 x 256 to 128 x 1,024 tokens, and loses
-    6 % at 64 x 2,048, 40 % at 8 x 8,192, and with every batch whose lengths differ much.
+    Asked for layers that can have either: not those of 16 bits with up to 16 query heads a KV head
+    (triton_decode.version_of), nor in a captured graph, which must serve the longest rows.
     """
     short = max_seq_len <= LONGEST_ONE_PASS and batch_size * num_heads >= ENOUGH_PROGRAMS
     return "V1" if max_num_partitions == 1 or short else "V2"

@@ -79,9 +79,10 @@ def decode(query: torch.Tensor, kv: PagedKV, rows: RowBatch, spec: AttentionSpec
 
 
 def version_of(constants: dict[str, int], max_seq_len: int, num_rows: int, num_heads: int) -> str:
-    """Which version serves such rows: V1 or V2."""
+    """Which version serves such rows: V1 or V2. Layers of 16 bits with up to 16 query heads a KV head have programs of
+    one warp, for which a whole segment is too much: they are V2's, whatever the lengths."""
     if constants["num_warps"] == 1:
-        return "V2"  # a segment is too much for one warp
+        return "V2"
     return choose_paged_attention_version(max_seq_len, num_rows, num_heads, num_partitions(max_seq_len))
 
 

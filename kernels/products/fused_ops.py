@@ -21,8 +21,8 @@ def _has_triton() -> bool:
 
 
 def is_fused(tensor: torch.Tensor) -> bool:
-    """Whether the kernels serve tensors like this one."""
-    return tensor.is_cuda and _has_triton()
+    """Whether the kernels serve tensors like this one. torch.compile traces the twins, and fuses them itself."""
+    return tensor.is_cuda and not torch.compiler.is_compiling() and _has_triton()
 
 
 # --- norms ------------------------------------------------------------------------------------------------------

@@ -19,6 +19,20 @@ from tandem.kernels.products import few_rows_attention
 from tandem.kernels.products.fused_ops import CacheSlots, HeadNorms, is_fused, rope_and_store, rotate_heads
 
 
+def traced_rotary_attention(
+    qkv_TC: torch.Tensor,
+    position_T: torch.Tensor,
+    cos_sin_PD: torch.Tensor,
+    layer: Attention,
+    norms: HeadNorms | None = None,
+) -> torch.Tensor:
+    """[T, H * D]: `rotary_attention` as torch.compile can trace it, which reads nothing of the forward pass but inside
+    the one op."""
+    heads, kv_heads, size = layer.spec.num_heads, layer.spec.num_kv_heads, layer.spec.head_size
+    query, key, value = rotate_heads(qkv_TC, position_T, cos_sin_PD, heads, kv_heads, norms)
+    return unified_attention(query, key, value, layer.layer_name).view(-1, heads * size)
+
+
 @dataclass(frozen=True)
 class WantedTokens:
     """The tokens of a step whose hidden states somebody asks for. `index` int64 [N] into the T tokens.

@@ -44,8 +44,10 @@ class PoolingProcess:
     requests, as to a single node. The constructor loads and binds, raising ConfigError; `serve` blocks."""
 
     def __init__(self, options: NodeOptions, folder: Path, config: PoolingConfig) -> None:
-        if options.tensor_parallel_size > 1 or options.model.load_format == "dummy":
-            raise ConfigError("a model that pools runs on one device, with its own weights: leave the option out")
+        if options.tensor_parallel_size > 1 or options.model.load_format == "dummy" or options.compile:
+            raise ConfigError(
+                "a model that pools runs as it is, on one device, with its own weights: leave the option out"
+            )
         self._launcher = LauncherPipe(options.ready_fd)
         keys = load_cluster_keys(options.cluster_secret_file, options.host)
         device = choose_device(options)

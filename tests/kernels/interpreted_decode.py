@@ -17,7 +17,9 @@ from tandem.kernels.api.spec import AttentionSpec, BlockSparse
 from tandem.kernels.backends import triton_decode
 from tandem.kernels.backends.triton import TritonOps
 from tandem.kernels.blocks.quantization import FP8_DTYPE
+from tandem.kernels.check.kernel_cases import Shape
 from tandem.kernels.check.sample_batches import PagedBatch, random_batch
+from tandem.kernels.check.self_test import describe_decode
 from tandem.kernels.reference import paged
 from tandem.kernels.triton_kernels.decode.decode_launch import decode_constants, paged_decode, plan_decode
 from tandem.kernels.triton_kernels.decode.decode_plan import DecodePlan
@@ -72,6 +74,38 @@ def test_sizes(heads: int, kv_heads: int, size: int, block: int, version: str, m
     spec = AttentionSpec(heads, size, size**-0.5, kv_heads)
     output = decode(monkeypatch, version, batch, spec)
     torch.testing.assert_close(output.double(), batch.expected(spec), rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "size", "lengths", "version"),
+    [
+        (torch.float32, 4, 16, (64, 20), "V1"),  # nothing to split
+        (torch.float32, 4, 16, (65, 20), "V2"),
+        (torch.bfloat16, 4, 16, (64, 20), "V2"),  # a warp a program: never a whole row each
+        (torch.bfloat16, 34, 16, (64, 20), "V1"),  # 17 query heads a KV head
+        (torch.bfloat16, 34, 16, (65, 20), "V2"),
+    ],
+)
+def test_which_version_serves(
+    dtype: torch.dtype, heads: int, size: int, lengths: tuple[int, int], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+
+    def run(*arguments: Any, **options: Any) -> torch.Tensor:
+        ran.append("V1" if options["plan"] is None else "V2")
+        return paged_decode(*arguments, **options)
+
+    monkeypatch.setattr(triton_decode, "paged_decode", run)
+    batch, spec = (
+        stored((1, 1), lengths, dtype=dtype, num_heads=heads, head_size=size),
+        AttentionSpec(heads, size, 0.3, 2),
+    )
+    output = TritonOps.decode(batch.query, batch.kv(), batch.metadata.all_rows(), spec)
+    tolerance = 3e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(output.double(), batch.expected(spec), rtol=tolerance, atol=tolerance)
+    assert ran[-1] == version
+    shape = Shape(spec, batch.kv().block_size, dtype, torch.device("cpu"))
+    assert describe_decode(shape, 2, lengths[0]).startswith(version)
 
 
 @pytest.mark.parametrize(

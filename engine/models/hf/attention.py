@@ -159,7 +159,7 @@ def paged_attention(
     own_heads: OwnHeads | None = getattr(module, "tandem_heads", None)
     if own_heads is not None:
         query, key, value = own_heads.out_of(query, key, value)
-    calls = getattr(_thread, "calls", None)
+    calls = None if torch.compiler.is_compiling() else getattr(_thread, "calls", None)
     if calls is not None:
         scale = query.shape[3] ** -0.5 if scaling is None else float(scaling)
         sizes = query.shape[1], key.shape[1], key.shape[3], width

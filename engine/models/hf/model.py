@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
+from tandem.engine.contracts.errors import ConfigError
 from tandem.engine.media.encoder import MediaEncoder, MediaInputs
+from tandem.engine.models.compiled import compiled
 from tandem.engine.models.hf.attention import at_positions
 from tandem.engine.models.hf.config import HFConfig
 from tandem.engine.models.hf.encoder import HFEncoder
@@ -73,6 +75,7 @@ class HFModel(nn.Module):
         causal.set_submodule(self._decoder_name, self._stub)
         self.head = causal
         self.requires_grad_(False)
+        self._compiled: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         self.media_encoder: MediaEncoder | None = None
         if causal.config.model_type in TOWERS:
             self.media_encoder = TowerEncoder(causal, causal.device, causal.dtype)
@@ -105,9 +108,25 @@ class HFModel(nn.Module):
         if self.encoder is not None:
             tokens["encoder_hidden_states"] = self.encoder.no_output
         with at_positions(positions_T):
-            output = self.decoder(**tokens, position_ids=position_ids, use_cache=False)
-        hidden_TE: torch.Tensor = output.last_hidden_state[0]
+            if self._compiled is not None:
+                hidden_TE = self._compiled(ids_T, positions_T)
+            else:
+                output = self.decoder(**tokens, position_ids=position_ids, use_cache=False)
+                hidden_TE = output.last_hidden_state[0]
         return hidden_TE if wanted is None else hidden_TE[wanted.index]
+
+    def compile_forward(self) -> None:
+        """Has torch.compile make all but attention, when a pass first runs. Raises ConfigError for what can't be."""
+        if self.group is not None:
+            raise ConfigError("--compile doesn't go with --tensor-parallel-size: leave one out")
+        if self.encoder is not None or self.media_encoder is not None:
+            raise ConfigError(f"--compile: {self.config.architecture} takes more than text: leave it out")
+        self._compiled = compiled(self._every_token)
+
+    def _every_token(self, ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        output = self.decoder(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False)
+        hidden_TE: torch.Tensor = output.last_hidden_state[0]
+        return hidden_TE
 
     def project(self, hidden_NE: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
         """[N, E] -> logits [N, V] in the model's dtype; in a group only those of this rank's run of the vocabulary."""
